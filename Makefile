@@ -1,0 +1,38 @@
+# Everything runs in .venv, which `make demo`, `make test` and the others create when they need it.
+#   make demo DEMO_ARGS="--output runs/first"    passes flags to `bertlab demo`
+#   make test TEST_ARGS="tests/test_house.py"    passes arguments to pytest
+#   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test docs sync check clean
+SHELL := /bin/sh
+
+BIN := .venv/bin
+REQUIRED := pyproject.toml constraints.txt scripts/install.sh
+
+help: ## List what can be made
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+demo: .venv/.run ## Train a small BERT on this machine, in minutes
+	@$(BIN)/bertlab demo $(DEMO_ARGS)
+
+test: .venv/.dev ## Run every test, the notebooks among them
+	@sh scripts/chromium.sh
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
+	@$(BIN)/python scripts/docs.py
+
+sync: .venv/.docs ## Export and clean the notebooks; renew README, badges, links and sidebar
+	@$(BIN)/python scripts/sync.py
+
+check: .venv/.docs ## Fail if `make sync` would change anything
+	@$(BIN)/python scripts/sync.py --check
+
+clean: ## Remove what was built; .venv and demo runs stay
+	rm -rf _proc _docs dist build/lib build/bdist.* *.egg-info .pytest_cache .hypothesis nbs/nbdev.yml
+	find bertlab tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for each extra; it goes stale when the requirements change.
+.venv/.run .venv/.docs .venv/.dev: $(REQUIRED)
+	@PYTHON="$(PYTHON)" sh scripts/install.sh $(@F)

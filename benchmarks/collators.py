@@ -1,0 +1,90 @@
+"""Masked batches per second, beside transformers' DataCollatorForLanguageModeling.
+
+    python benchmarks/collators.py [--output FILE]
+
+Both get the same packed rows of 512 tokens. transformers is timed three times: with rows as lists,
+as a cached dataset gives them; with tensors; and with tensors that bring their special_tokens_mask,
+which is all that it can be spared. Medians over repeats that take turns.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+from bertlab.collators import MaskedLanguageModelingCollator
+from bertlab.packing import PackedDataset
+
+LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names += [f"word{i}" for i in range(VOCABULARY - len(names))]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
+                                   cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+
+
+def build_rows() -> list[dict]:
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(134) - 0.5, 1.0, 600).astype(int) + 1
+    documents = [rng.integers(5, VOCABULARY, length) for length in lengths]
+    dataset = PackedDataset(documents, LENGTH, pad_token_id=0, cls_token_id=2, sep_token_id=3)
+    return [dataset[index] for index in range(BATCH)]
+
+
+def time_calls(function, rows, num_calls: int) -> float:  # seconds a call
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        function([dict(row) for row in rows])
+    return (time.perf_counter() - start) / num_calls
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", help="write the figures to this JSON file")
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer, rows = build_tokenizer(), build_rows()
+    theirs = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
+    names = "input_ids", "attention_mask"
+    lists = [{name: row[name].tolist() for name in names} for row in rows]
+    tensors = [{name: torch.from_numpy(row[name]) for name in names} for row in rows]
+    spared = [{**row, "special_tokens_mask": (row["input_ids"] < 5).long()} for row in tensors]
+    ours = {
+        f"bertlab, {selection}": (MaskedLanguageModelingCollator.from_tokenizer(
+            tokenizer, mlm_probability=PROBABILITY, selection=selection), rows, 20)
+        for selection in ("bernoulli", "exact")
+    }
+    cases = {
+        **ours,
+        "transformers, tensors and special_tokens_mask": (theirs, spared, 3),
+        "transformers, tensors": (theirs, tensors, 3),
+        "transformers, lists": (theirs, lists, 3),
+    }
+    seconds = {name: [] for name in cases}
+    for _ in range(options.repeats):
+        for name, (function, inputs, num_calls) in cases.items():
+            seconds[name].append(time_calls(function, inputs, num_calls))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    base = medians["bertlab, bernoulli"]
+    result = {name: {"tokens_per_second": round(BATCH * LENGTH / median),
+                     "milliseconds_per_batch": round(median * 1e3, 3),
+                     "times_bertlab": round(median / base, 2)} for name, median in medians.items()}
+    for name, figures in result.items():
+        print(f"{name:48}{figures['milliseconds_per_batch']:9.2f} ms a batch"
+              f"{figures['tokens_per_second']:12,} tokens/s  {figures['times_bertlab']:6.1f} x")
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

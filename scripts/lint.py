@@ -1,0 +1,234 @@
+"""Hold notebooks against the house's style: rhythm, sizes, figures, exercises, nothing of one machine.
+
+    python scripts/lint.py [NOTEBOOK...]      all of nbs/ by default
+"""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from sync import SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
+
+MAX_EXPORT_LINES = 30
+MAX_LESSON_LINES = {"library": 12, "walkthrough": 30, "page": 12}
+MAX_WIDTH = 100  # characters of a line of code
+MAX_PROSE_WORDS = 80  # between two headings or code cells; tables, equations and lists of exercises aside
+MAX_NOTEBOOK_BYTES = 1_000_000
+MAX_IN_A_ROW = 2  # visible code cells
+MIN_FIGURES, MIN_EXERCISES = 2, 3
+# Folders that exist on one machine only, and hosts of package registries.
+MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users")
+REGISTRY = re.compile(r"\b(?:pypi|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.org\b")
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
+
+
+def kind_of(path: Path) -> str:
+    "library, walkthrough or page."
+    if path.parent.name == "walkthroughs":
+        return "walkthrough"
+    return "library" if re.match(r"\d\d_", path.name) else "page"
+
+
+def code_lines(cell: dict) -> list[str]:
+    "The lines of a code cell without its directives and without blank ends."
+    lines = [line for line in source_of(cell).splitlines() if not re.match(r"\s*#\|", line)]
+    return "\n".join(lines).strip("\n").splitlines()
+
+
+def visible(cell: dict) -> bool:
+    return cell["cell_type"] == "code" and not {"hide", "default_exp"} & directives(source_of(cell)).keys()
+
+
+def exported(cell: dict) -> bool:
+    return cell["cell_type"] == "code" and bool({"export", "exports", "exporti"} & directives(source_of(cell)).keys())
+
+
+def statements(cell: dict) -> list[ast.stmt]:
+    "The statements of a code cell; none where it holds magics."
+    try:
+        return ast.parse("\n".join(code_lines(cell))).body
+    except SyntaxError:
+        return []
+
+
+def imports_only(cell: dict) -> bool:
+    return all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in statements(cell))
+
+
+def mixes_imports(cell: dict) -> bool:
+    "Whether imports share the cell with other code. Staging for the site runs every cell with an import."
+    body = statements(cell)
+    # An exported function may import inside: export cells are run for the site in any case.
+    nodes = body if exported(cell) else [node for statement in body for node in ast.walk(statement)]
+    return any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes) and not imports_only(cell)
+
+
+def output_text(cell: dict) -> str:
+    "Everything in the outputs that is text."
+    parts = []
+    for output in cell.get("outputs", []):
+        parts.append("".join(output.get("text", "")))
+        data = output.get("data", {})
+        parts += ["".join(value) for kind, value in data.items() if kind.startswith("text/")]
+    return "\n".join(parts)
+
+
+def prose_words(text: str) -> int:
+    "Words of running text: no headings, tables, equations, code, list items or folded parts."
+    text = re.sub(r"<details>.*?</details>|```.*?```|\$\$.*?\$\$", " ", text, flags=re.DOTALL)
+    lines = [line for line in text.splitlines() if not re.match(r"\s*(#|\||>|[-*] |\d+\. |\*\*References)", line)]
+    words = re.sub(r"\$[^$]*\$|\[([^\]]*)\]\([^)]*\)", r" \1 ", " ".join(lines)).split()
+    return sum(any(character.isalnum() for character in word) for word in words)
+
+
+def is_silent(cell: dict) -> bool:
+    "Whether a visible lesson cell that ran displays nothing."
+    marks = directives(source_of(cell))
+    ran = marks.get("eval") != "false" and not {"slow", "gpu", "tpu"} & marks.keys()
+    return visible(cell) and ran and not exported(cell) and not imports_only(cell) and not cell["outputs"]
+
+
+def shown_next(cells: list[dict]) -> bool:
+    "Whether the very next cell is code that displays something: then the silent one prepares it."
+    return bool(cells) and cells[0]["cell_type"] == "code" and bool(cells[0]["outputs"])
+
+
+def lint_cells(cells: list[dict], kind: str) -> list[str]:
+    "What is wrong with single cells, each named by its first line."
+    problems = []
+    for number, cell in enumerate(cells):
+        source = source_of(cell)
+        lines = code_lines(cell) if cell["cell_type"] == "code" else []
+        head = f"cell {number} ({next(iter(lines or source.splitlines()), '')[:50]!r})"
+        if MACHINE_PATH.search(source) or MACHINE_PATH.search(output_text(cell)):
+            found = MACHINE_PATH.search(source) or MACHINE_PATH.search(output_text(cell))
+            problems.append(f"{head}: {found[0]} is a path of one machine")
+        if found := REGISTRY.search(source) or REGISTRY.search(output_text(cell)):
+            problems.append(f"{head}: names the registry {found[0]}")
+        if cell["cell_type"] == "markdown":
+            words = prose_words(source)
+            if number > 1 and words > MAX_PROSE_WORDS and "## Recap" not in source:
+                problems.append(f"{head}: {words} words of prose, {MAX_PROSE_WORDS} at most")
+            continue
+        if cell["cell_type"] != "code":
+            continue
+        if is_setup(source):
+            continue
+        marks = directives(source)
+        for line in lines:
+            if len(line) > MAX_WIDTH:
+                problems.append(f"{head}: a line of {len(line)} characters, {MAX_WIDTH} at most")
+        if not exported(cell) and visible(cell) and len(lines) > MAX_LESSON_LINES[kind] and not imports_only(cell):
+            problems.append(f"{head}: {len(lines)} lines, {MAX_LESSON_LINES[kind]} at most in a lesson cell")
+        if exported(cell) and len(lines) > MAX_EXPORT_LINES and not imports_only(cell):
+            problems.append(f"{head}: {len(lines)} lines, {MAX_EXPORT_LINES} at most in an export cell")
+        if marks.get("eval") != "false" and mixes_imports(cell):
+            problems.append(f"{head}: imports share a cell with other code")
+        if any(output["output_type"] == "error" for output in cell["outputs"]):
+            problems.append(f"{head}: ends in an error; catch it and show the message")
+        if cell.get("execution_count") is not None or ADDRESS.search(output_text(cell)):
+            problems.append(f"{head}: is not clean; run `make sync`")
+        if is_silent(cell) and not shown_next(cells[number + 1 :]):
+            problems.append(f"{head}: displays nothing; end it in a value or a figure, then execute the notebook")
+        pictures = [o for o in cell["outputs"] if any(key.startswith("image/") for key in o.get("data", {}))]
+        if pictures and "hide" not in marks and not marks.get("fig-alt"):
+            problems.append(f'{head}: a figure without alternative text; begin with #| fig-alt: "..."')
+    return problems
+
+
+def lint_rhythm(cells: list[dict]) -> list[str]:
+    "Runs of visible code cells that are too long."
+    problems, run = [], 0
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            run += visible(cell)
+            if run == MAX_IN_A_ROW + 1:
+                problems.append(f"cell {number}: more than {MAX_IN_A_ROW} visible code cells in a row")
+        else:
+            run = 0
+    return problems
+
+
+def lint_frame(cells: list[dict], kind: str) -> list[str]:
+    "What every notebook must have: title, contract, set-up cell, exercises, recap, references."
+    problems = []
+    markdown = [source_of(cell) for cell in cells if cell["cell_type"] == "markdown"]
+    code = [source_of(cell) for cell in cells if cell["cell_type"] == "code"]
+    text = "\n\n".join(markdown)
+    title = markdown[0] if markdown else ""
+    if not re.match(r"# \S.*\n> \S", title):
+        problems.append("the first text cell must begin with `# Title` and a line `> what it is about`")
+    if sum(len(re.findall(r"^# \S", part, re.MULTILINE)) for part in map(strip_fences, markdown)) != 1:
+        problems.append("there must be one heading of the first level")
+    if not re.search(r"\[Open in Colab\]\([^)]+\)", text):
+        problems.append("no [Open in Colab](colab)")
+    if not any(map(is_setup, code)):
+        problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
+    if kind == "page":
+        return problems
+    if kind == "library" and not re.match(r"#\|\s*default_exp \w+", code[0] if code else ""):
+        problems.append("the first cell must be #| default_exp")
+    wanted = {"You can now": "goals", "Before": "prerequisites", "Takes": "measured minutes and megabytes"}
+    for word, what in wanted.items():
+        if f"**{word}**" not in text:
+            problems.append(f"no **{word}** ({what})")
+    for heading in ("Exercises", "Recap", "What goes wrong"):
+        if not re.search(rf"^##+ {heading}", text, re.MULTILINE | re.IGNORECASE):
+            problems.append(f"no part `## {heading}`")
+    exercises = text.partition("## Exercises")[2].partition("## Recap")[0]
+    if len(re.findall(r"^\d+\. ", exercises, re.MULTILINE)) < MIN_EXERCISES:
+        problems.append(f"fewer than {MIN_EXERCISES} numbered exercises")
+    if "<details>" not in exercises:
+        problems.append("no folded solution (<details>)")
+    if "not attempted" not in "\n".join(code):
+        problems.append('no check function that says "not attempted"')
+    if "Recall" not in text or text.partition("Recall")[2].count("?") < 3:
+        problems.append("fewer than three recall questions after `Recall`")
+    if "**References**" not in text and "## References" not in text:
+        problems.append("no **References**")
+    return problems
+
+
+def strip_fences(text: str) -> str:
+    return re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def lint_figures(cells: list[dict], kind: str) -> list[str]:
+    "Too few figures."
+    with_picture = [c for c in cells if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))]
+    if kind != "page" and len([cell for cell in with_picture if visible(cell)]) < MIN_FIGURES:
+        return [f"{len(with_picture)} figures, {MIN_FIGURES} at least"]
+    return []
+
+
+def lint(path: Path) -> list[str]:
+    "Everything that is wrong with a notebook; an empty list if nothing is."
+    raw = path.read_text(encoding="utf-8")
+    notebook, kind = json.loads(raw), kind_of(path)
+    cells, problems = notebook["cells"], []
+    if len(raw.encode()) > MAX_NOTEBOOK_BYTES:
+        problems.append(f"{len(raw.encode()):,} bytes, {MAX_NOTEBOOK_BYTES:,} at most")
+    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
+    if notebook["metadata"].get("kernelspec") != kernel:
+        problems.append(f"the kernelspec must be {kernel}")
+    ids = [cell.get("id") for cell in cells]
+    if None in ids or len(set(ids)) != len(ids):
+        problems.append("each cell needs an id of its own")
+    return problems + lint_frame(cells, kind) + lint_cells(cells, kind) + lint_rhythm(cells) + lint_figures(cells, kind)
+
+
+def main(names: list[str]) -> None:
+    found = {path: lint(path) for path in map(Path, names or notebooks(ROOT))}
+    for path, problems in found.items():
+        print(f"{path}: {'in order' if not problems else ''}")
+        print("".join(f"  {problem}\n" for problem in problems), end="")
+    sys.exit(any(found.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,317 @@
+"""Bring everything generated in step with its source: the notebooks and settings.ini.
+
+    python scripts/sync.py            exports, cleans, and writes what changed
+    python scripts/sync.py --check    changes nothing; fails and names what is out of step
+
+The public address stands in settings.ini alone. From there it is written into each notebook
+(the link `[Open in Colab](colab)`, the links and commands in `PLACES`, the hidden set-up cell),
+into README.md, which is nbs/index.ipynb as Markdown, and into pyproject.toml's [project.urls].
+The sidebar of the site is written from the notebooks' names.
+"""
+
+import argparse
+import base64
+import configparser
+import filecmp
+import json
+import os
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+# What sync reads and writes; --check works on a copy of these.
+SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts"]
+SETUP_MARK = "# setup"
+FLOORS = ["Ground", "Data", "Model", "Optimisation", "Training", "Demo and widgets", "Command line"]
+
+
+@dataclass(frozen=True)
+class Address:
+    "Where the project is published; all of it read from settings.ini."
+
+    user: str
+    repo: str
+    branch: str
+    git_url: str
+    site_url: str
+
+    @classmethod
+    def read(cls, root: Path) -> "Address":
+        config = configparser.ConfigParser()
+        config.read(root / "settings.ini", encoding="utf-8")
+        d = config["DEFAULT"]
+        return cls(d["user"], d["repo"], d["branch"], d["git_url"], d["doc_host"] + d["doc_baseurl"])
+
+    def colab(self, notebook: str) -> str:
+        "The notebook's page on Colab; `notebook` is its path in the repository."
+        return f"https://colab.research.google.com/github/{self.user}/{self.repo}/blob/{self.branch}/{notebook}"
+
+    @property
+    def pip(self) -> str:
+        return f"git+{self.git_url}@{self.branch}"
+
+
+# Where Markdown text may name the address: a pattern that finds the place, empty or filled, and
+# what belongs there. An empty place is written as the last column shows.
+PLACES = [
+    (r"\[Open in Colab\]\([^)]*\)", lambda a, nb: f"[Open in Colab]({a.colab(nb)})"),  # (colab)
+    (r"\[Documentation\]\((?:site|https?:[^)]*)\)", lambda a, nb: f"[Documentation]({a.site_url})"),  # (site)
+    (r"\[Source\]\((?:source|https?:[^)]*)\)", lambda a, nb: f"[Source]({a.git_url})"),  # (source)
+    (r"\[Issues\]\((?:issues|https?:[^)]*)\)", lambda a, nb: f"[Issues]({a.git_url}/issues)"),  # (issues)
+    (r"git\+(?:ADDRESS|https?:[^\"'\s]+)", lambda a, nb: a.pip),  # git+ADDRESS
+    (r"git clone (?:ADDRESS|https?:\S+)", lambda a, nb: f"git clone {a.git_url}"),  # git clone ADDRESS
+    (r"(?<=\ncd )(?:REPO|\S+)(?=\nmake )", lambda a, nb: a.repo),  # cd REPO, before a line of make
+]
+
+
+def fill(text: str, address: Address, notebook: str) -> str:
+    "Markdown with the address in its places."
+    for pattern, value in PLACES:
+        text = re.sub(pattern, lambda match, value=value: value(address, notebook), text)
+    return text
+
+
+def setup_source(address: Address) -> str:
+    "The hidden set-up cell: installs bertlab where it is missing, which is Colab or a bare kernel."
+    return "\n".join(
+        [
+            "#| hide",
+            "#| eval: false",
+            SETUP_MARK,
+            "from importlib.util import find_spec",
+            'if find_spec("bertlab") is None:',
+            f'    %pip install --quiet "bertlab @ {address.pip}"',
+        ]
+    )
+
+
+def is_setup(source: str) -> bool:
+    lines = [line.strip() for line in source.splitlines()]
+    return SETUP_MARK in lines and "#| hide" in lines and "#| eval: false" in lines
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    "Write under a temporary name, then rename; leave the file alone if nothing changed."
+    data = content.encode() if isinstance(content, str) else content
+    if path.exists() and path.read_bytes() == data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(path.name + ".tmp")
+    new.write_bytes(data)
+    os.replace(new, path)
+
+
+def notebooks(root: Path) -> list[Path]:
+    found = (root / "nbs").rglob("*.ipynb")
+    return sorted(path for path in found if not any(part[0] in "._" for part in path.relative_to(root).parts))
+
+
+def source_of(cell: dict) -> str:
+    return "".join(cell["source"])
+
+
+def sync_notebook(path: Path, root: Path, address: Address) -> None:
+    "Fill the address into one notebook, in nbdev_clean's format."
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    name = path.relative_to(root).as_posix()
+    for cell in notebook["cells"]:
+        old = new = source_of(cell)
+        if cell["cell_type"] == "markdown":
+            new = fill(old, address, name)
+        elif is_setup(old):
+            new = setup_source(address)
+        if new != old:
+            cell["source"] = new.splitlines(keepends=True)
+    write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+
+
+def sync_urls(root: Path, address: Address) -> None:
+    "Write [project.urls] of pyproject.toml."
+    path = root / "pyproject.toml"
+    urls = {
+        "Homepage": address.git_url,
+        "Documentation": address.site_url,
+        "Issues": f"{address.git_url}/issues",
+        "Changelog": f"{address.git_url}/blob/{address.branch}/CHANGELOG.md",
+    }
+    lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
+    pattern = r"(?<=^\[project\.urls\]\n)(?:\w+ = .*\n)*"
+    new, count = re.subn(pattern, lambda _: lines, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    if count != 1:
+        sys.exit("pyproject.toml needs one [project.urls] section")
+    write_whole(path, new)
+
+
+def directives(source: str) -> dict[str, str]:
+    "The `#| name: value` lines at the head of a code cell."
+    found = {}
+    for line in source.splitlines():
+        match = re.match(r"\s*#\|\s*([\w-]+):?\s*(.*)", line)
+        if match:
+            found[match[1]] = match[2].strip().strip('"')
+        elif line.strip():
+            break
+    return found
+
+
+def fenced(text: str, language: str = "") -> str:
+    fence = "````" if "```" in text else "```"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}\n"
+
+
+def output_markdown(output: dict, alt: str, picture: str) -> tuple[str, dict[str, bytes]]:
+    "One output as Markdown, and the picture files that it needs."
+    if output["output_type"] == "stream":
+        return fenced("".join(output["text"]), "text"), {}
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![{alt}]({picture})\n", {picture: base64.b64decode("".join(data["image/png"]))}
+    if "text/markdown" in data:
+        return "".join(data["text/markdown"]).rstrip() + "\n", {}
+    if "text/plain" in data:
+        return fenced("".join(data["text/plain"]), "text"), {}
+    return "", {}
+
+
+def relative_to_top(text: str) -> str:
+    "Links of a page in nbs/ as links from the top of the repository."
+
+    def move(match: re.Match) -> str:
+        target = match[2]
+        if re.match(r"[a-z]+:|#|/", target):
+            return match[0]
+        return f"{match[1]}({posixpath.normpath(posixpath.join('nbs', target))})"
+
+    return re.sub(r"(!?\[[^\]]*\])\(([^)\s]+)\)", move, text)
+
+
+def readme(root: Path) -> dict[str, bytes]:
+    "README.md and its pictures: nbs/index.ipynb without its hidden cells and directives."
+    notebook = json.loads((root / "nbs/index.ipynb").read_text(encoding="utf-8"))
+    parts, files = ["<!-- Written by scripts/sync.py from nbs/index.ipynb: edit that. -->\n"], {}
+    for cell in notebook["cells"]:
+        source = source_of(cell)
+        if cell["cell_type"] == "markdown":
+            parts.append(relative_to_top(source).rstrip() + "\n")
+            continue
+        marks = directives(source)
+        if cell["cell_type"] != "code" or {"hide", "default_exp"} & marks.keys():
+            continue
+        code = "\n".join(line for line in source.splitlines() if not line.startswith("#|"))
+        if marks.get("echo") != "false" and code.strip():
+            parts.append(fenced(code, "python"))
+        for output in cell["outputs"]:
+            picture = f"README_files/figure_{len(files) + 1}.png"
+            text, more = output_markdown(output, marks.get("fig-alt", ""), picture)
+            parts.append(text)
+            files.update(more)
+    files["README.md"] = "\n".join(part for part in parts if part).encode()
+    return files
+
+
+def sidebar(root: Path) -> str:
+    "The site's sidebar: the walkthroughs, the library by floors, the API."
+    names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
+    lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
+    lines += ["    contents:", "      - index.ipynb", "      - section: Walkthroughs", "        contents:"]
+    lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
+    lines += ["      - section: Library", "        contents:"]
+    for digit, floor in enumerate(FLOORS):
+        members = [name for name in names if re.match(rf"{digit}\d_[^/]*$", name)]
+        if members:
+            lines += [f"          - section: {floor}", "            contents:"]
+            lines += [f"              - {name}" for name in members]
+    lines += ["      - section: API", "        contents:", "          - api.qmd"]
+    return "\n".join(lines) + "\n"
+
+
+def modules_made(root: Path) -> set[str]:
+    "The names of the modules that notebooks export to."
+    texts = [path.read_text(encoding="utf-8") for path in notebooks(root)]
+    return {name for text in texts for name in re.findall(r'#\|\s*default_exp\s+(\w+)', text)}
+
+
+def export_and_clean(root: Path) -> None:
+    "nbdev's export and clean; a module that no notebook makes is removed."
+    os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
+    os.chdir(root)
+    from nbdev.clean import nbdev_clean
+    from nbdev.doclinks import nbdev_export
+
+    for path in (root / "bertlab").glob("[!_]*.py"):
+        if path.stem not in modules_made(root):
+            print(f"removed {path.relative_to(root)}: no notebook exports to it")
+            path.unlink()
+    nbdev_export.__wrapped__()
+    nbdev_clean.__wrapped__()
+
+
+def sync(root: Path) -> None:
+    address = Address.read(root)
+    for path in notebooks(root):
+        sync_notebook(path, root, address)
+    export_and_clean(root)
+    files = readme(root)
+    for path in (root / "README_files").glob("*"):
+        if path.relative_to(root).as_posix() not in files:
+            path.unlink()
+    for name, content in files.items():
+        write_whole(root / name, content)
+    sync_urls(root, address)
+    write_whole(root / "nbs/sidebar.yml", sidebar(root))
+
+
+def copy_sources(root: Path, destination: Path) -> None:
+    "Copy what sync reads and writes."
+    ignore = shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints", "*.tmp")
+    for name in SOURCES:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, destination / name, ignore=ignore, symlinks=True)
+        elif (root / name).exists():
+            shutil.copy2(root / name, destination / name)
+
+
+def files_of(root: Path) -> set[str]:
+    found = [path for name in SOURCES for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
+    hidden = ("__pycache__", ".ipynb_checkpoints")
+    names = [path.relative_to(root) for path in found if path.is_file() and path.suffix != ".tmp"]
+    return {name.as_posix() for name in names if not any(part in hidden for part in name.parts)}
+
+
+def out_of_step(root: Path) -> list[str]:
+    "The files that a sync would change, add or remove; found on a copy, so nothing here changes."
+    with tempfile.TemporaryDirectory() as name:
+        # A name without a leading dot or underscore: nbdev passes those by.
+        copy = Path(name).resolve() / "copy"
+        copy.mkdir()
+        copy_sources(root, copy)
+        environment = {key: value for key, value in os.environ.items() if key != "IN_TEST"}
+        command = [sys.executable, str(copy / "scripts/sync.py")]
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"sync failed on a copy:\n{done.stdout}{done.stderr}")
+        both = files_of(root) & files_of(copy)
+        changed = [name for name in both if not filecmp.cmp(root / name, copy / name, shallow=False)]
+        return sorted({*changed, *(files_of(root) ^ files_of(copy))})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing, fail if something would change")
+    root = Path(__file__).resolve().parent.parent
+    if not parser.parse_args().check:
+        sync(root)
+        return
+    names = out_of_step(root)
+    if names:
+        sys.exit("out of step, run `make sync`:\n" + "\n".join(f"  {name}" for name in names))
+    print("package, notebooks, README, links and sidebar are in step")
+
+
+if __name__ == "__main__":
+    main()

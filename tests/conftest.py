@@ -1,0 +1,81 @@
+"Everything runs on two CPU cores without a network; what cannot run here is skipped with its reason."
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before anything imports torch, datasets or transformers; subprocesses inherit it.
+CACHE = tempfile.mkdtemp(prefix="bertlab-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ.update(
+    HF_HOME=CACHE,  # a cache left by an earlier run must not help this one
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    TRANSFORMERS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    TOKENIZERS_PARALLELISM="false",  # the tokenizers warn when a process that used threads forks
+    MPLBACKEND="Agg",
+    PYTHONHASHSEED="0",
+    GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
+)
+os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+def why_no_gpu() -> str:
+    import torch
+
+    return "" if torch.cuda.is_available() else "needs CUDA, and torch finds none"
+
+
+def why_no_tpu() -> str:
+    if find_spec("torch_xla") is None:
+        return "needs torch_xla, which is not installed"
+    return "" if os.environ.get("PJRT_DEVICE") == "TPU" else "needs a TPU, and PJRT_DEVICE is not TPU"
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def why_no_browser() -> str:
+    if find_chromium() is None:
+        return "needs Chromium: apt-get install chromium"
+    return "" if find_spec("playwright") else "needs playwright, which the dev extra installs"
+
+
+REASONS = {"gpu": why_no_gpu, "tpu": why_no_tpu, "browser": why_no_browser}
+
+
+def pytest_collection_modifyitems(items):
+    for mark, why in REASONS.items():
+        marked = [item for item in items if item.get_closest_marker(mark)]
+        if marked and (reason := why()):
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    "The path of the browser; tests that use it carry the mark `browser`."
+    return find_chromium()
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    "A copy of the project that a test may change. Its name keeps clear of what nbdev passes by."
+    copy = tmp_path / "copy"
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv*", "_proc", "_docs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis",
+        ".ipynb_checkpoints", "bertlab-demo", "lightning_logs", "*.tmp", "nbdev.yml",
+    )  # fmt: skip
+    shutil.copytree(ROOT, copy, ignore=ignore, symlinks=True)
+    return copy

@@ -1,0 +1,247 @@
+"Packing: no token lost, no row too full, the same for the same seed and epoch."
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.packing import PackedDataset, TokenizedDocuments, build_row, plan_best_fit, split_long
+
+PAD, CLS, SEP = 0, 1, 2
+SPECIAL = {"pad_token_id": PAD, "cls_token_id": CLS, "sep_token_id": SEP}
+many = settings(max_examples=300, deadline=None)
+
+
+@st.composite
+def lengths_and_capacity(draw):
+    capacity = draw(st.integers(1, 60))
+    return draw(st.lists(st.integers(0, capacity), max_size=60)), capacity
+
+
+@st.composite
+def corpora(draw):
+    "Documents whose tokens are all different, so that each can be followed."
+    lengths = draw(st.lists(st.integers(0, 40), max_size=25))
+    ends = np.cumsum([0, *lengths]) + 10
+    return [list(range(a, b)) for a, b in zip(ends, ends[1:])], draw(st.integers(3, 30))
+
+
+def slow_best_fit(lengths, capacity):
+    "One document at a time, looking at every row: the definition, not the trick."
+    rows, space = [], []
+    for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+        if lengths[document] == 0:
+            continue
+        fits = [(space[r], r) for r in range(len(rows)) if space[r] >= lengths[document]]
+        if not fits:
+            rows.append([])
+            space.append(capacity)
+            fits = [(capacity, len(rows) - 1)]
+        row = min(fits)[1]
+        rows[row].append(document)
+        space[row] -= lengths[document]
+    return rows
+
+
+def documents_of(row):
+    "Take a row apart again: ordinary tokens by document number."
+    ids, numbers = row["input_ids"], row["attention_mask"]
+    return [ids[numbers == n].tolist() for n in range(1, numbers.max(initial=0) + 1)]
+
+
+@many
+@given(lengths_and_capacity())
+def test_plan_agrees_row_by_row_with_a_slow_reference(case):
+    lengths, capacity = case
+    plan = plan_best_fit(lengths, capacity)
+    assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, capacity)
+    assert plan.num_empty == lengths.count(0)
+
+
+def test_plan_of_a_case_worked_out_by_hand():
+    # 7 opens row 0 (3 left), 5 opens row 1 (5 left), 4 fits only row 1 (1 left), 3 fills row 0,
+    # and 1 fills row 1.
+    plan = plan_best_fit([4, 1, 7, 3, 5], 10)
+    assert [plan[r].tolist() for r in range(len(plan))] == [[2, 3], [4, 0, 1]]
+
+
+def test_among_equally_full_rows_the_first_opened_wins():
+    # 27 leaves 8 in row 0, 23 leaves 12 in row 1; 11 makes row 1 the first with 1 left, then 7
+    # makes row 0 the second. The last document fits both and goes to row 0.
+    plan = plan_best_fit([27, 23, 11, 7, 1], 35)
+    assert [plan[r].tolist() for r in range(len(plan))] == [[0, 3, 4], [1, 2]]
+
+
+@many
+@given(lengths_and_capacity())
+def test_no_row_overflows_and_every_document_is_placed_once(case):
+    lengths, capacity = case
+    plan = plan_best_fit(lengths, capacity)
+    placed = [plan[r].tolist() for r in range(len(plan))]
+    assert all(0 < sum(lengths[d] for d in row) <= capacity for row in placed)
+    assert sorted(sum(placed, [])) == [d for d, n in enumerate(lengths) if n]
+
+
+@pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])
+def test_impossible_lengths_are_refused(lengths, capacity):
+    with pytest.raises(ValueError, match="capacity"):
+        plan_best_fit(lengths, capacity)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_log_normal_documents_fill_rows_of_512_to_more_than_99_5_percent(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(134) - 0.5, 1.0, 20_000).astype(int) + 1  # mean 134
+    documents = TokenizedDocuments(np.zeros(lengths.sum(), np.int32), np.cumsum([0, *lengths]))
+    assert PackedDataset(documents, 512, **SPECIAL).efficiency >= 0.995
+
+
+@many
+@given(corpora(), st.integers(0, 3), st.integers(0, 2))
+def test_every_token_comes_exactly_once_in_every_epoch(case, seed, epoch):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL, seed=seed)
+    seen = Counter()
+    for index in range(len(dataset)):
+        row = dataset[epoch, index]
+        assert (row["epoch"], row["index"]) == (epoch, index)
+        for ids in documents_of(row):
+            assert ids[0] == CLS and ids[-1] == SEP and len(ids) > 2
+            seen.update(ids[1:-1])
+    assert seen == Counter(token for document in documents for token in document)
+
+
+@many
+@given(corpora())
+def test_rows_number_documents_restart_positions_and_pad_the_rest(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL)
+    for index in range(len(dataset)):
+        row = dataset[index]
+        expected = [(id, number, position)
+                    for number, ids in enumerate(documents_of(row), 1)
+                    for position, id in enumerate(ids)]
+        expected += [(PAD, 0, 0)] * (capacity - len(expected))
+        arrays = row["input_ids"], row["attention_mask"], row["position_ids"]
+        assert all(array.dtype == np.int64 and array.shape == (capacity,) for array in arrays)
+        assert list(zip(*(array.tolist() for array in arrays))) == expected
+
+
+@many
+@given(corpora())
+def test_only_documents_longer_than_a_row_are_split_and_in_order(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL)
+    pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
+    room = capacity - 2
+    cut = [d[at:at + room] for d in documents for at in range(0, len(d), room)]
+    assert pieces == sorted(cut)
+    assert dataset.describe()["long_documents"] == sum(len(d) > room for d in documents)
+
+
+@many
+@given(corpora())
+def test_truncation_keeps_the_first_window_and_counts_what_it_cuts(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL, overflow="truncate")
+    pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
+    assert pieces == sorted(d[:capacity - 2] for d in documents if d)
+    account = dataset.describe()
+    assert account["tokens"] + account["cut_tokens"] == sum(map(len, documents))
+    assert account["empty_documents"] == sum(not d for d in documents)
+
+
+def words(num_documents=200, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 999, n) for n in rng.integers(1, 40, num_documents)]
+
+
+def rows_of(dataset, epoch):
+    return [dataset[epoch, index]["input_ids"].tolist() for index in range(len(dataset))]
+
+
+def test_the_same_seed_and_epoch_repeat_and_others_differ():
+    one, same = (PackedDataset(words(), 64, **SPECIAL, seed=5) for _ in range(2))
+    other = PackedDataset(words(), 64, **SPECIAL, seed=6)
+    assert rows_of(one, 3) == rows_of(same, 3)
+    assert rows_of(one, 3) != rows_of(one, 4)
+    assert rows_of(one, 3) != rows_of(other, 3)
+    rows_of(one, 0)
+    assert rows_of(one, 3) == rows_of(same, 3), "the epoch that was read before must not matter"
+
+
+def test_documents_meet_others_in_the_next_epoch():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    first, second = (sorted(map(sorted, rows_of(dataset, epoch))) for epoch in (0, 1))
+    assert first != second, "the rows were only put in another order"
+
+
+def test_without_shuffling_all_epochs_are_the_plan():
+    dataset = PackedDataset(words(), 64, **SPECIAL, shuffle=False)
+    assert rows_of(dataset, 0) == rows_of(dataset, 7)
+    longest = max(words(), key=len)
+    assert rows_of(dataset, 0)[0][1:len(longest) + 1] == longest.tolist()
+
+
+def test_a_copy_in_another_process_gives_the_same_rows():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    expected = rows_of(dataset, 2)
+    assert rows_of(pickle.loads(pickle.dumps(dataset)), 2) == expected
+    assert dataset.order.latest is not None
+    assert pickle.loads(pickle.dumps(dataset)).order.latest is None, "the cache travelled"
+
+
+def test_index_alone_is_epoch_0_and_out_of_range_is_an_index_error():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    assert dataset[3]["input_ids"].tolist() == dataset[0, 3]["input_ids"].tolist()
+    assert dataset[-1]["index"] == len(dataset) - 1
+    for index in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+def test_a_document_of_one_token_and_a_document_that_just_fits():
+    dataset = PackedDataset([[7], [8, 8, 8, 8], []], 6, **SPECIAL, shuffle=False)
+    assert rows_of(dataset, 0) == [[CLS, 8, 8, 8, 8, SEP], [CLS, 7, SEP, PAD, PAD, PAD]]
+    assert dataset.efficiency == 9 / 12
+    assert dataset.describe()["padded_efficiency"] == 9 / 12
+    assert "3 documents (1 empty, 0 long) with 5 tokens" in dataset.report()
+
+
+def test_no_documents_give_no_rows():
+    for documents in ([], [[]]):
+        dataset = PackedDataset(documents, 8, **SPECIAL)
+        assert len(dataset) == 0 and dataset.efficiency == 0
+        assert "0 rows" in dataset.report()
+
+
+def test_special_tokens_can_be_left_out():
+    dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
+    assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
+    row = build_row([np.array([5])], 3, pad_token_id=9, sep_token_id=2)
+    assert row["input_ids"].tolist() == [5, 2, 9]
+
+
+def test_a_generator_of_documents_is_read_once():
+    documents = TokenizedDocuments.from_sequences([n] * n for n in range(4))
+    assert len(documents) == 4
+    assert [document.tolist() for document in (documents[0], documents[3])] == [[], [3, 3, 3]]
+
+
+def test_users_mistakes_name_the_argument():
+    with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
+        PackedDataset([[1]], 2, **SPECIAL)
+    with pytest.raises(ValueError, match="overflow must be 'split' or 'truncate', got 'wrap'"):
+        split_long([0, 3], 2, "wrap")
+    with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
+        TokenizedDocuments(np.arange(3), np.array([0, 2]))
+
+
+def test_packing_imports_without_torch():
+    code = "import sys, bertlab.packing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
