@@ -162,7 +162,7 @@ def format_table(metrics: dict[str, Any]) -> str:
     memory = metrics["peak_memory_bytes"]
     lines = {
         "validation loss": f"{metrics['validation_loss']:.3f} nats per masked token",
-        "unigram entropy": f"{metrics['unigram_entropy']:.3f} nats (a model that ignores its input)",
+        "unigram entropy": f"{metrics['unigram_entropy']:.3f} nats, if the input is ignored",
         "below the unigram line": f"{metrics['nats_below_unigram']:.3f} nats",
         "masked tokens right": f"{metrics['validation_accuracy']:.1%}",
         "tokens per second": f"{metrics['tokens_per_second']:,.0f}",

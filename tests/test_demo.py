@@ -233,3 +233,13 @@ def test_a_resume_with_other_text_is_refused(finished, tmp_path):
     text.write_text(text.read_text().replace("number", "figure"))
     result = demo("--resume", "--output", directory)
     assert result.returncode == 2 and "not the one" in result.stderr
+
+
+@pytest.mark.gpu
+def test_the_demo_runs_on_a_gpu_in_its_own_precision(tmp_path):
+    small = [word for word in SMALL if word not in ("--precision", "32-true")]
+    result = demo("--output", tmp_path / "run", *small)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert "CPU" not in result.stdout.splitlines()[0]
+    assert metrics["validation_loss"] < metrics["unigram_entropy"]
