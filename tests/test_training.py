@@ -134,6 +134,14 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
 
 
+def test_signals_are_given_back_after_training(tmp_path):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    train(Texts(), 4, [RunCheckpoint(tmp_path / "last.ckpt")])
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    train(Texts(), 4, [Stop(tmp_path / "stopped.ckpt", 2)])
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 def test_rows_are_dealt_once_and_processes_never_share_one():
     data = Texts()
     for world_size in (1, 2, 3):
