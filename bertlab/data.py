@@ -182,6 +182,7 @@ class PretrainingDataModule(CorpusLoaders):
         val_batch_size: int = 32,
         num_workers: int = 0,
         collator_kwargs: dict[str, Any] | None = None,
+        data_kwargs: dict[str, Any] | None = None,  # of load_corpus: max_documents, ...
         seed: int = 0,  # of order and masks
     ):
         super().__init__()
@@ -190,7 +191,8 @@ class PretrainingDataModule(CorpusLoaders):
         if pretrained_tokenizer_name_or_path is None:
             raise ValueError("pretrained_tokenizer_name_or_path: name a tokenizer, or pass one")
         self.source, self.tokenizer = train_dataset_name_or_path, pretrained_tokenizer_name_or_path
-        self.source_options = {"text_column": text_column, "streaming": streaming}
+        options = {"text_column": text_column, "streaming": streaming}
+        self.source_options = {**options, **(data_kwargs or {})}
         self.max_sequence_length, self.seed = max_sequence_length, seed
         self.train_batch_size, self.val_batch_size = train_batch_size, val_batch_size
         self.num_workers, self.collator_cls = num_workers, get_collator_cls(objective)

@@ -207,3 +207,32 @@ def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
         [v["val_loss"] for v in validation_2], [v["val_loss"] for v in validation], rtol=1e-5)
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-3)
+
+
+def test_only_a_kernel_makes_a_notebook(monkeypatch):
+    import types
+
+    from bertlab.callbacks import in_notebook
+
+    code = "import ipykernel, IPython; from bertlab.callbacks import in_notebook; print(in_notebook())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)})  # fmt: skip
+    assert shown.stdout.strip() == "False", "an import of ipykernel is no notebook"
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert in_notebook()
+
+
+def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path):
+    from bertlab.data import PretrainingDataModule
+
+    words = [f"word{i}" for i in range(40)]
+    rows = [" ".join(words[i % 40 :] + words[: i % 40]) + f" {i}" for i in range(200)]
+    (tmp_path / "t.csv").write_text("body\n" + "\n".join(rows) + "\n")
+    data = PretrainingDataModule(
+        str(tmp_path / "t.csv"), word_tokenizer(words), text_column="body", max_sequence_length=64,
+        train_batch_size=4, data_kwargs={"max_documents": 60},
+    )  # fmt: skip
+    data.setup()
+    documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
+    assert 0 < documents <= 60
