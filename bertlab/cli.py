@@ -126,7 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     try:
         return {"demo": run_demo_command}[arguments.command](arguments, started)
     except KeyboardInterrupt:
-        print("\nstopped before training began; nothing to save", file=sys.stderr)
+        print(f"\nstopped outside training; if {arguments.output} holds the run, go on with:\n"
+              f"  bertlab demo --resume --output {arguments.output}", file=sys.stderr)  # fmt: skip
         return 130
 
 
