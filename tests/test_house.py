@@ -14,7 +14,7 @@ from conftest import ROOT
 
 NOTEBOOKS = sync.notebooks(ROOT)
 MODULES = sorted(path for path in (ROOT / "bertlab").glob("*.py") if not path.name.startswith("_"))
-WITH_LIGHTNING = {16, 17, 40, 41, 42, 43, 44, 60}
+WITH_LIGHTNING = {17, 18, 40, 41, 42, 43, 44, 60}
 WITH_XLA = {2, 42, 44}
 LIGHT = {"documents", "sources", "corpus"}  # what the command reads before it knows that it must train
 NOT_FOR_USERS = {"nbdev", "fastcore", "execnb"}
