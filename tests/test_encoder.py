@@ -1,7 +1,9 @@
 "The encoder and its masked-LM head: shapes, packed documents, losses, counts, refusals."
 
 import copy
+import itertools
 import json
+import logging
 import subprocess
 import sys
 
@@ -13,10 +15,12 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 
-from bertlab.attention import KERNELS, attend, document_mask, restart_positions
+import bertlab.attention
+from bertlab.attention import KERNELS, Kernel, Pattern, attend, restart_positions, write_stretches
 from bertlab.config import (
     ACTIVATION_NAMES,
     BertLabConfig,
+    bert_tiny,
     count_flops,
     count_weights,
     modernbert_base,
@@ -65,61 +69,6 @@ ROWS = {
 DOCUMENTS = torch.tensor(
     [[d for d, n in enumerate(ns, 1) for _ in range(n)] + [0] * (L - sum(ns)) for ns in ROWS.values()]
 )
-
-
-# ---- masks and positions ---------------------------------------------------------------------
-
-
-def test_document_mask_is_equal_numbers_that_are_not_zero():
-    mask = document_mask(torch.tensor([[1, 1, 2, 0]]))
-    want = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
-    assert mask.dtype == torch.bool and mask.shape == (1, 1, 4, 4)
-    assert mask[0, 0].int().tolist() == want
-
-
-def test_window_reaches_equally_far_to_both_sides_and_stays_inside_documents():
-    mask = document_mask(torch.tensor([[1, 1, 1, 1, 2]]), window=1)[0, 0].int().tolist()
-    assert mask == [
-        [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]
-    ]  # fmt: skip
-
-
-def test_positions_restart_in_each_document_and_ignore_padding_on_either_side():
-    documents = torch.tensor([[1, 1, 1, 2, 3, 3, 0], [0, 0, 1, 1, 1, 1, 1]])
-    want = [[0, 1, 2, 0, 0, 1, 0], [0, 0, 0, 1, 2, 3, 4]]
-    assert restart_positions(documents).tolist() == want
-
-
-@given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, 4))
-@settings(max_examples=50, deadline=None)
-def test_positions_equal_counting_by_hand(lengths, padding):
-    documents = [d for d, n in enumerate(lengths, 1) for _ in range(n)] + [0] * (padding + 1)
-    want = [i for n in lengths for i in range(n)] + [0] * (padding + 1)
-    assert restart_positions(torch.tensor([documents])).tolist() == [want]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_each_kernel_equals_softmax_written_out_for_one_query_at_a_time(kernel):
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(5, 2, L, 8, generator=generator) for _ in range(3))
-    mask = document_mask(DOCUMENTS, window=3)
-    got = attend(q, k, v, mask, kernel)
-    for row in range(5):
-        for i in range(L):
-            seen = mask[row, 0, i].nonzero()[:, 0].tolist()
-            want = torch.zeros(2, 8)
-            if seen:
-                scores = (q[row, :, None, i] * k[row][:, seen]).sum(-1) / 8**0.5
-                want = (scores.softmax(-1)[..., None] * v[row][:, seen]).sum(1)
-            torch.testing.assert_close(got[row, :, i], want, **TOLERANCE)
-
-
-def test_attention_refuses_a_float_mask_and_lists_the_kernels_it_knows():
-    x = torch.randn(1, 1, 2, 2)
-    with pytest.raises(ValueError, match="bool"):
-        attend(x, x, x, torch.ones(1, 1, 2, 2))
-    with pytest.raises(ValueError, match="eager, sdpa"):
-        attend(x, x, x, torch.ones(1, 1, 2, 2, dtype=torch.bool), "fast")
 
 
 # ---- layers ----------------------------------------------------------------------------------
@@ -180,44 +129,129 @@ def test_names_of_activations_agree_between_configuration_and_layers():
 # ---- packed = alone (contract 3) -------------------------------------------------------------
 
 
-def logits_and_gradients(model, ids, documents, weights):
+def one_by_one(q, k, v, stretches, dropout):
+    "The variable-length kernel needs CUDA; this one runs each document of its row by itself."
+    parts = []
+    for a, b in itertools.pairwise(stretches.cu_lengths.tolist()):
+        alone = Pattern(torch.ones(1, b - a), stretches.window, stretches.slopes_H)
+        parts.append(attend(*(t[:, :, a:b] for t in (q, k, v)), alone, "eager", dropout))
+    return torch.cat(parts, 2) if parts else q
+
+
+@pytest.fixture
+def varlen_anywhere(monkeypatch):
+    monkeypatch.setitem(KERNELS, "varlen", Kernel(write_stretches, one_by_one, unpads=True))
+
+
+TRAINING_KERNELS = ["eager", "sdpa", "varlen"]  # flex trains on CUDA only
+
+
+def logits_and_gradients(model, ids, documents, weights, positions=None):
     "Weighted sum of the logits -> its gradient, so that every logit has a say of its own."
     model.zero_grad()
-    logits = model(ids, documents).logits
+    logits = model(ids, documents, positions).logits
     (logits * weights).sum().backward()
-    return logits.detach(), [p.grad.clone() for p in model.parameters()]
+    return logits.detach(), [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def check_packed_equals_alone(model, ids, documents, lengths, positions=None):
+    "Compare rows of packed documents with the documents run one by one: logits and gradients."
+    weights = torch.randn(*ids.shape, 50, generator=torch.Generator().manual_seed(1)) / L
+    real = documents > 0
+    packed, gradients = logits_and_gradients(model, ids, documents, weights * real[..., None], positions)
+    assert packed.isfinite().all()
+    alone_gradients = [torch.zeros_like(g) for g in gradients]
+    for row, ns in enumerate(lengths):
+        ends = list(itertools.accumulate(ns))
+        for at in (slice(end - n, end) for n, end in zip(ns, ends)):
+            one = slice(row, row + 1)
+            alone, grads = logits_and_gradients(model, ids[one, at], None, weights[one, at])
+            torch.testing.assert_close(packed[one, at], alone, **TOLERANCE)
+            alone_gradients = [a + g for a, g in zip(alone_gradients, grads)]
+    for got, want in zip(gradients, alone_gradients):  # sums over all tokens: some are larger than 1
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
 @pytest.mark.parametrize("every", [1, 3, 4], ids=["global_layers", "mixed_layers", "mostly_windows"])
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=ROWS)
-def test_packed_documents_are_computed_as_if_alone(row, every, kernel):
+def test_packed_documents_are_computed_as_if_alone(row, every, kernel, varlen_anywhere):
     config = small(global_attention_every_n_layers=every, attn_implementation=kernel)
+    model, one = lively(BertLabForMaskedLM(config)), slice(row, row + 1)
+    check_packed_equals_alone(model, some_ids(1, L, seed=row), DOCUMENTS[one], list(ROWS.values())[one])
+
+
+POSITIONS = {  # and with each, something else that could let documents meet
+    "rope": {},
+    "partial_rope": dict(rope_share=0.5, num_key_value_heads=1, norm="rms"),
+    "alibi": dict(attention_positions="alibi", output_gate="element", mlp="plain"),
+    "learned": dict(embedding_positions="learned", attention_positions="none", norm_position="post",
+                    attention_bias=True, type_vocab_size=2, norm_bias=True),
+    "sinusoidal": dict(embedding_positions="sinusoidal", attention_positions="none", norm="dynamic_tanh"),
+    "none": dict(attention_positions="none", qk_norm=True, norm="group", norm_groups=4),
+    "learned_and_rope": dict(embedding_positions="learned", qk_norm=True, output_gate="head",
+                             norm="deep", norm_position="post"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
+def test_packed_equals_alone_for_every_kernel_and_position(kernel, positions, varlen_anywhere):
+    config = small(attn_implementation=kernel, num_hidden_layers=3, **POSITIONS[positions])
     model = lively(BertLabForMaskedLM(config))
-    ids, documents = some_ids(1, L, seed=row), DOCUMENTS[row : row + 1]
-    weights = torch.randn(1, L, 50, generator=torch.Generator().manual_seed(row)) / L
-    real = documents > 0
-    packed, gradients = logits_and_gradients(model, ids, documents, weights * real[..., None])
-    alone_gradients, start = [torch.zeros_like(g) for g in gradients], 0
-    for length in list(ROWS.values())[row]:
-        at = slice(start, start + length)
-        alone, grads = logits_and_gradients(model, ids[:, at], None, weights[:, at])
-        torch.testing.assert_close(packed[:, at], alone, **TOLERANCE)
-        alone_gradients = [a + g for a, g in zip(alone_gradients, grads)]
-        start += length
-    assert packed.isfinite().all()
-    for got, want in zip(gradients, alone_gradients):
-        torch.testing.assert_close(got, want, **TOLERANCE)
+    check_packed_equals_alone(model, some_ids(5, L), DOCUMENTS, ROWS.values())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_batch_with_a_row_of_padding_only_has_no_nan_anywhere(kernel):
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_flex_equals_the_plain_kernel_for_every_position(positions):
+    model = lively(BertLabForMaskedLM(small(num_hidden_layers=3, **POSITIONS[positions])))
+    logits = {}
+    for kernel in ("eager", "flex"):
+        model.set_attn_implementation(kernel)
+        with torch.no_grad():
+            logits[kernel] = model(some_ids(5, L), DOCUMENTS).logits[DOCUMENTS > 0]
+    torch.testing.assert_close(logits["flex"], logits["eager"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_without_the_document_mask_the_comparison_fails(kernel, positions, varlen_anywhere):
+    config = small(attn_implementation=kernel, num_hidden_layers=3, **POSITIONS[positions])
+    model, ids, restarted = lively(BertLabForMaskedLM(config)), some_ids(1, L), restart_positions(DOCUMENTS[:1])
+    one_document = torch.ones_like(DOCUMENTS[:1])
+    with pytest.raises(AssertionError, match="not close"):
+        check_packed_equals_alone(model, ids, one_document, [ROWS["three_documents"]], restarted)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+def test_a_mask_that_forgets_documents_is_noticed(kernel, monkeypatch):
+    def forgetful(documents, window=None):
+        return (documents != 0)[:, None, None, :].expand(-1, -1, documents.shape[1], -1)
+
+    model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))), some_ids(1, L)
+    restarted = restart_positions(DOCUMENTS[:1])
+    monkeypatch.setattr(bertlab.attention, "document_mask", forgetful)
+    with pytest.raises(AssertionError, match="not close"):
+        check_packed_equals_alone(model, ids, DOCUMENTS[:1], [ROWS["three_documents"]], restarted)
+
+
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
+def test_a_batch_with_a_row_of_padding_only_has_no_nan_anywhere(kernel, varlen_anywhere):
     model = lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train()
     labels = torch.where(DOCUMENTS > 0, some_ids(5, L), -100)
     out = model(some_ids(5, L), DOCUMENTS, labels=labels)
     out.loss.backward()
     assert out.logits.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_unpadded_layers_see_tokens_only(varlen_anywhere):
+    model, seen = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), []
+    model.encoder.blocks[1].mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape))
+    out = model.encoder(some_ids(5, L), DOCUMENTS, output_hidden_states=True)
+    assert seen == [(1, int((DOCUMENTS > 0).sum()), 16)]
+    assert out.last_hidden_state.shape == (5, L, 16) and len(out.hidden_states) == 5
+    assert all((x[DOCUMENTS == 0] == 0).all() for x in out.hidden_states)
 
 
 def test_packed_documents_do_not_see_each_other():
@@ -246,16 +280,156 @@ def test_zero_one_mask_equals_rows_cut_to_their_length_on_either_side():
     torch.testing.assert_close(model(ids, mask.bool()).logits, logits)
 
 
-def test_bfloat16_autocast_stays_close_and_finite():
-    model, ids = lively(BertLabForMaskedLM(small())), some_ids(5, L)
+@pytest.mark.parametrize("settings", [{}, dict(attention_positions="alibi"), dict(qk_norm=True)])
+def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
+    model, ids = lively(BertLabForMaskedLM(small(**settings))), some_ids(5, L)
     exact = model(ids, DOCUMENTS).logits
-    for kernel in KERNELS:
+    for kernel in TRAINING_KERNELS:
         model.config._attn_implementation = kernel
         with torch.autocast("cpu", torch.bfloat16):
             out = model(ids, DOCUMENTS, labels=ids)
         assert out.loss.dtype == torch.float32 and out.logits.isfinite().all()
         error = (out.logits.float() - exact)[DOCUMENTS > 0].abs().mean()
         assert error < 0.05 * exact[DOCUMENTS > 0].abs().mean()
+
+
+def test_kernels_get_queries_keys_and_values_of_one_type_under_autocast(monkeypatch):
+    types = []
+
+    def look(q, k, v, scoring, dropout):
+        types.append({q.dtype, k.dtype, v.dtype})
+        return v
+
+    monkeypatch.setitem(KERNELS, "look", Kernel(lambda pattern: None, look))
+    model = lively(BertLabForMaskedLM(small(qk_norm=True)))
+    for block in model.encoder.blocks:  # some devices run norms in float32
+        for norm in (block.attention.q_norm, block.attention.k_norm):
+            norm.register_forward_hook(lambda module, args, out: out.float())
+    model.config._attn_implementation_internal = "look"
+    with torch.autocast("cpu", torch.bfloat16):
+        model(some_ids(1, L))
+    assert types == [{torch.bfloat16}] * 4
+
+
+# ---- what a forward pass takes and returns ---------------------------------------------------
+
+
+def test_vectors_in_place_of_ids_give_the_same_scores_and_a_gradient():
+    encoder = lively(BertLabModel(small(embedding_positions="learned", type_vocab_size=2)))
+    ids, segments = some_ids(5, L), some_ids(5, L) % 2
+    vectors = encoder.get_input_embeddings()(ids).detach().requires_grad_()
+    got = encoder(inputs_embeds=vectors, attention_mask=DOCUMENTS, token_type_ids=segments)
+    want = encoder(ids, DOCUMENTS, token_type_ids=segments).last_hidden_state
+    assert torch.equal(got.last_hidden_state, want)
+    got.last_hidden_state[0, 0].sum().backward()
+    moved = vectors.grad.abs().amax(-1) > 0
+    assert moved[0, :5].all() and not moved[0, 5:].any() and not moved[1:].any()
+
+
+def test_hidden_states_are_what_enters_each_block_and_what_leaves_the_last():
+    model = lively(BertLabModel(small()))
+    ids, inputs = some_ids(2, L), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    out = model(ids, DOCUMENTS[:2], output_hidden_states=True)
+    assert len(out.hidden_states) == 5 and torch.equal(out.hidden_states[-1], out.last_hidden_state)
+    assert all(torch.equal(a, b) for a, b in zip(out.hidden_states, inputs))
+    assert model(ids).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(ids).hidden_states) == 5 and model(ids, output_hidden_states=False).hidden_states is None
+
+
+@pytest.mark.parametrize("kernel", ["eager", "auto"])
+def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
+    model = lively(BertLabModel(small(attn_implementation=kernel, num_key_value_heads=1)))
+    out = model(some_ids(5, L), DOCUMENTS, output_attentions=True)
+    assert [tuple(w.shape) for w in out.attentions] == [(5, 2, L, L)] * 4
+    same = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS > 0)[:, None]
+    near = (torch.arange(L)[:, None] - torch.arange(L)).abs() <= 2
+    for weights, kind in zip(out.attentions, model.config.layer_kinds):
+        real = weights.transpose(1, 2)[DOCUMENTS > 0]  # (tokens, H, L)
+        seen = (same if kind == "global" else same & near)[DOCUMENTS > 0]
+        torch.testing.assert_close(real.sum(-1), torch.ones(real.shape[:2]))
+        assert (real.amin(1)[seen] > 0).all() and (real.amax(1)[~seen] == 0).all()
+    torch.testing.assert_close(out.last_hidden_state, model(some_ids(5, L), DOCUMENTS).last_hidden_state)
+
+
+def test_attention_weights_of_a_fused_kernel_are_refused_with_the_way_out():
+    model = BertLabModel(small(attn_implementation="sdpa"))
+    with pytest.raises(ValueError, match="output_attentions.*attn_implementation='eager'"):
+        model(some_ids(1, 4), output_attentions=True)
+
+
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
+def test_gradient_checkpointing_changes_no_gradient_and_runs_blocks_twice(kernel, varlen_anywhere):
+    model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train(), some_ids(5, L)
+    runs, gradients = [], []
+    model.encoder.blocks[2].mlp.register_forward_pre_hook(lambda *args: runs.append(1))
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, DOCUMENTS, labels=ids).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert len(runs) == 3
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+# ---- which kernel ----------------------------------------------------------------------------
+
+
+def test_every_kernel_can_be_chosen_later_and_the_bare_encoder_obeys():
+    for model in (BertLabModel(small()), BertLabForMaskedLM(small()).encoder):
+        for name in ("eager", "auto", "flex", "varlen", "flex_attention", "sdpa"):
+            model.set_attn_implementation(name)
+            assert model.config._attn_implementation == name
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        assert model.attention_kernel(torch.device("cpu"), L)[0] == "flex"
+
+
+def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
+    model, ids = BertLabForMaskedLM(small(attn_implementation="auto")), some_ids(1, L)
+    caplog.set_level(logging.INFO, "bertlab.encoder")
+    model(ids), model(ids)
+    assert [r.message for r in caplog.records] == ["attention kernel sdpa (exact and fused on every device)"]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids)
+        name, reason = model.encoder.attention_kernel(torch.device("cpu"), L)
+    assert name == "eager" and "bfloat16" in reason
+    assert len(caplog.records) == 2 and "eager" in caplog.records[1].message
+    BertLabModel(small())(ids)
+    assert len(caplog.records) == 2  # who asks for nothing special is told nothing
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(attn_implementation="varlen"), "varlen.*CUDA.*'eager' or 'sdpa'"),
+        (dict(attn_implementation="flex"), "flex.*backward.*no_grad"),
+        (dict(attn_implementation="flex", attention_dropout=0.1), "attention_dropout 0.1"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused_at_the_call(settings, message):
+    model = BertLabForMaskedLM(small(**settings)).train()
+    with pytest.raises(ValueError, match=message):
+        model(some_ids(1, 4))
+
+
+def test_dropout_bars_flex_only_while_training():
+    model = BertLabForMaskedLM(small(attn_implementation="flex", attention_dropout=0.1)).eval()
+    with torch.no_grad():
+        assert model(some_ids(1, 4)).logits.isfinite().all()
+
+
+def test_a_model_of_others_refuses_our_kernels_in_words():
+    config = ModernBertConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=20, num_attention_heads=2, num_hidden_layers=1,
+        pad_token_id=0, cls_token_id=0, sep_token_id=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    theirs = ModernBertForMaskedLM._from_config(config, attn_implementation="varlen")
+    with pytest.raises(ValueError, match="no bertlab model.*'sdpa'"):
+        theirs(some_ids(1, 4))
 
 
 # ---- the head (contracts 4 and 5) ------------------------------------------------------------
@@ -409,17 +583,48 @@ def test_auto_class_finds_the_model_in_a_fresh_process_that_imported_heads(tmp_p
     assert done.stdout.strip() == "BertLabForMaskedLM", done.stderr
 
 
-def test_whole_graph_is_traced_without_a_break_and_not_again_for_other_documents():
-    model = lively(BertLabForMaskedLM(small()))
+@pytest.mark.parametrize(
+    "positions, kernel",
+    [("rope", "sdpa"), ("rope", "eager"), ("rope", "auto"), ("alibi", "sdpa"), ("learned", "eager"),
+     ("learned_and_rope", "auto")],
+)  # fmt: skip
+def test_whole_graph_is_traced_without_a_break_and_not_again_for_other_documents(positions, kernel):
+    model = lively(BertLabForMaskedLM(small(attn_implementation=kernel, **POSITIONS[positions])))
     torch._dynamo.reset()
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     ids, labels, positions = labelled()
-    for documents in (DOCUMENTS[:2], DOCUMENTS[2:4]):
+    for documents in (DOCUMENTS[:2], DOCUMENTS[2:4], DOCUMENTS[3:]):
         want = model(ids, documents, labels=labels, label_positions=positions).loss
         got = compiled(ids, documents, labels=labels, label_positions=positions).loss
         torch.testing.assert_close(got, want)
     assert counter.frame_count == 1
+
+
+def test_flex_is_traced_into_the_same_graph():
+    model, ids = lively(BertLabForMaskedLM(small(attn_implementation="flex"))), some_ids(2, L)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        for documents in (DOCUMENTS[:2], DOCUMENTS[2:4]):
+            torch.testing.assert_close(compiled(ids, documents).logits, model(ids, documents).logits)
+    assert counter.frame_count == 1
+
+
+def test_weights_are_saved_as_safetensors(tmp_path):
+    BertLabModel(small()).save_pretrained(tmp_path)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(tmp_path):
+    settings = dict(norm="deep", norm_position="post", attention_bias=True)
+    encoder = lively(BertLabModel(small(**settings)))
+    state = {k: v for k, v in encoder.state_dict().items() if not k.endswith("out.bias")}
+    encoder.save_pretrained(tmp_path, state_dict=state)
+    again = BertLabModel.from_pretrained(tmp_path)
+    assert torch.equal(again.blocks[1].attention.out.weight, encoder.blocks[1].attention.out.weight)
+    assert (again.blocks[1].attention.out.bias == 0).all()
 
 
 # ---- counts ----------------------------------------------------------------------------------
@@ -508,7 +713,7 @@ def test_windows_and_rare_labels_make_a_token_cheaper():
         (dict(mlp_dropout=1.0), "mlp_dropout.*share"),
         (dict(attention_dropout=-0.1), "attention_dropout"),
         (dict(tie_word_embeddings="no"), "tie_word_embeddings"),
-        (dict(hidden_activation="gelo"), "gelo.*gelu, gelu_pytorch_tanh, relu, silu"),
+        (dict(hidden_activation="gelo"), "gelo.*gelu, gelu_pytorch_tanh, .*relu, .*silu"),
         (dict(mask_token_id=50), "mask_token_id.*49.*50"),
         (dict(hiden_size=16), "hiden_size.*hidden_size"),
         (dict(rotary=True), "rotary"),
@@ -545,6 +750,29 @@ def test_inputs_of_a_wrong_shape_are_refused(ids, mask, message):
     model = BertLabForMaskedLM(small())
     with pytest.raises(ValueError, match=message):
         model(some_ids(*ids), None if mask is None else torch.ones(mask, dtype=torch.long))
+
+
+def test_other_inputs_of_a_wrong_shape_are_refused_by_name():
+    model, ids = BertLabModel(small()), some_ids(2, 4)
+    vectors = torch.zeros(2, 4, 16)
+    for arguments, message in [
+        (dict(input_ids=ids, position_ids=torch.zeros(2, 5)), "position_ids.*2, 4.*2, 5"),
+        (dict(input_ids=ids, position_ids=torch.zeros(4)), "position_ids.*restart"),
+        (dict(input_ids=ids, token_type_ids=ids[:, :3]), "token_type_ids.*2, 4.*2, 3"),
+        (dict(input_ids=ids, inputs_embeds=vectors), "either input_ids or inputs_embeds"),
+        (dict(), "either input_ids or inputs_embeds"),
+        (dict(inputs_embeds=vectors[..., :8]), "inputs_embeds.*hidden_size 16.*2, 4, 8"),
+        (dict(inputs_embeds=vectors[0]), "inputs_embeds.*4, 16"),
+        (dict(input_ids=vectors[0]), "input_ids.*integers.*float32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(**arguments)
+    assert model(ids, position_ids=torch.arange(4)[None]).last_hidden_state.shape == (2, 4, 16)
+
+
+def test_rows_beyond_a_learned_table_are_refused_with_another_way_out():
+    with pytest.raises(ValueError, match="max_position_embeddings 512.*longer table.*learned"):
+        BertLabModel(bert_tiny(vocab_size=50))(some_ids(1, 513))
 
 
 def test_configuration_module_does_not_import_models():

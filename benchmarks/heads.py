@@ -1,0 +1,130 @@
+"""Peak memory of a training step: dense head, sparse head, sparse head in chunks.
+
+    python benchmarks/heads.py [--runs 3] [--output benchmarks/results/heads.json]
+
+Each step runs in a process of its own, once for the head alone and once for a small model. Two
+figures are written for each: the most resident memory of the whole process, as the operating
+system counts it, and how far that is above what the process held before the step (Python, torch,
+weights and batch). Medians over runs that take turns. Nothing here passes or fails.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import bertlab
+from bertlab.config import modernbert_tiny
+from bertlab.devices import describe_device, peak_memory_bytes
+from bertlab.files import written_whole
+from bertlab.heads import BertLabForMaskedLM
+from bertlab.losses import LossRule
+
+ROWS, LENGTH, VOCABULARY, LABELS, CHUNK = 12, 512, 30_522, 0.15, 128
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_attention_heads=2,
+             num_hidden_layers=2)  # fmt: skip
+PARTS, WAYS = ("head", "model"), ("dense", "sparse", "sparse_in_chunks")
+TARGET = "sparse below a third of dense"
+
+
+def resident_bytes() -> int:
+    "What this process holds now."
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit("no VmRSS in /proc/self/status: this benchmark needs Linux")
+
+
+def measure_step(part: str, way: str) -> dict[str, float]:
+    "Forward, backward and optimizer step, in this process."
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = BertLabForMaskedLM(modernbert_tiny(**SHAPE)).train()
+    ids_BL = torch.randint(VOCABULARY, (ROWS, LENGTH))
+    positions_BM = torch.rand(ROWS, LENGTH).argsort(1)[:, : int(LABELS * LENGTH)]
+    labels_BL = torch.full_like(ids_BL, -100).scatter(1, positions_BM, ids_BL.gather(1, positions_BM))
+    rule = LossRule(chunk_size=CHUNK if way == "sparse_in_chunks" else None)
+    positions_BM = None if way == "dense" else positions_BM
+    weights = model.head.parameters() if part == "head" else model.parameters()
+    weights = {*weights, model.get_input_embeddings().weight}  # the decoder is tied to it
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    x_BLD = torch.randn(ROWS, LENGTH, SHAPE["hidden_size"], requires_grad=True)
+    before, start = resident_bytes(), time.perf_counter()
+    if part == "head":
+        # Only the sums: a name for the scores would keep them through the backward pass.
+        loss = model.score(x_BLD, labels_BL, positions_BM, rule)[1].mean()
+    else:
+        loss = model(ids_BL, labels=labels_BL, label_positions=positions_BM, loss_rule=rule).loss
+    loss.backward()
+    optimizer.step()
+    peak = peak_memory_bytes()
+    return {"peak_resident_bytes": peak, "bytes_above_start": peak - before,
+            "seconds": time.perf_counter() - start, "loss": loss.item()}  # fmt: skip
+
+
+def run_case(part: str, way: str) -> dict[str, float]:
+    "The same in a fresh process: the highest water of another case must not count."
+    command = [sys.executable, __file__, "--case", part, way]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def processor() -> str:
+    "The processor's name where the system tells it."
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def write_result(runs: dict[str, list[dict]], output: str) -> None:
+    "Medians of the runs so far, and what they are of the dense head's."
+    median, shares = {}, {}
+    for case, figures in runs.items():
+        median[case] = {k: statistics.median(f[k] for f in figures) for k in figures[0]}
+        dense = median[case.partition(", ")[0] + ", dense"]
+        shares[case] = {k: round(median[case][k] / dense[k], 3) for k in dense if k != "loss"}
+    result = {
+        "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
+        "processor": processor(), "cores": os.cpu_count(), "device": str(describe_device()),
+        "system": platform.platform(), "python": platform.python_version(),
+        "torch": str(torch.__version__), "threads": 1,
+        "rows": ROWS, "row_length": LENGTH, "label_share": LABELS, "chunk_size": CHUNK, **SHAPE,
+        "target": TARGET, "share_of_dense": shares, "median": median, "runs": runs,
+    }  # fmt: skip
+    with written_whole(output) as temporary:
+        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3, help="processes for each case (default: 3)")
+    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "heads.json"))
+    parser.add_argument("--case", nargs=2, metavar=("PART", "WAY"), help="one step, in this process")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure_step(*options.case)))
+        return
+    cases = [(part, way) for part in PARTS for way in WAYS]
+    runs = {", ".join(case): [] for case in cases}
+    for number in range(options.runs):
+        for case in cases:
+            figures = run_case(*case)
+            runs[", ".join(case)].append(figures)
+            print(f"run {number + 1}: {', '.join(case):23}"
+                  f"{figures['peak_resident_bytes'] / 2**20:7.0f} MiB in all,"
+                  f"{figures['bytes_above_start'] / 2**20:7.0f} MiB of the step,"
+                  f"{figures['seconds']:7.2f} s", flush=True)  # fmt: skip
+        write_result(runs, options.output)
+
+
+if __name__ == "__main__":
+    main()
