@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from .corpus import load_tokenizer
 from .formats import kind_of
 from bertlab.labelled import (
-    PROBLEM_OF, LabelNames, flatten, guess_problem, hold_out, is_unlabelled, number_labels,
+    PROBLEM_OF, LabelNames, flatten, guess_problem, hold_out_texts, is_unlabelled, number_labels,
     read_columns, take_split,
 )
 from .loaders import EpochBatches, filled_batches
@@ -193,7 +193,8 @@ class FinetuningSplits(FinetuningLoaders):
         columns = read_columns(train, [key, self.label_column], "train")
         kinds = [[] if isinstance(one, (float, Mapping)) or self.context_column else flatten([one])
                  for one in columns[self.label_column]]
-        parts = hold_out(list(map(str, columns[key])), kinds, self.validation_fraction, self.seed)
+        texts = list(map(str, columns[key]))
+        parts = hold_out_texts(texts, kinds, self.validation_fraction, self.seed)
         select = getattr(train, "select", lambda rows: [train[row] for row in rows])
         self.records["train"], self.records["validation"] = map(select, parts)
         self.note = (f"there is no validation split: {len(parts[1])} of {len(train)} training rows "

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bertlab.corpus import train_tokenizer
 from bertlab.finetuning_data import FinetuningDataModule
-from bertlab.labelled import LabelNames, hold_out
+from bertlab.labelled import LabelNames, hold_out_texts
 from bertlab.loaders import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -156,7 +156,7 @@ def test_a_missing_validation_split_is_held_out_by_seed_and_said():
 def test_no_text_stands_on_both_sides_and_training_keeps_every_label(pairs, seed):
     texts, labels = [text for text, _ in pairs], [[label] for _, label in pairs]
     try:
-        kept, held = hold_out(texts, labels, 0.2, seed)
+        kept, held = hold_out_texts(texts, labels, 0.2, seed)
     except ValueError:
         return
     assert sorted(kept + held) == list(range(len(pairs))) and held
