@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from .collators import get_collator_cls
 from .corpus import Corpus, load_corpus, load_tokenizer
 from bertlab.loaders import (
-    HELD_OUT_AMONG, EndlessBatches, EpochBatches, FilledRows, MixedRows, OnePass, Source,
+    HELD_OUT_AMONG, EndlessBatches, EpochBatches, FilledRows, MixedRows, Source,
     TokenStream, TrainingTexts, collate_bare, filled_batches, is_held_out, pack_texts,
     read_batches, read_rows, special_ids,
 )
@@ -253,7 +253,7 @@ class StreamedSources(NamedSources):
         if not self.packing:
             options["buffer_size"] = 1  # a document gets a row as soon as it comes
         options |= {**self.packing_options, **self.stream_options}
-        stream = PackedStream(OnePass(self.stream_tokens()), self.max_sequence_length,
+        stream = PackedStream(self.stream_tokens(), self.max_sequence_length,
                               seed=self.seed, block_size=self.train_batch_size, **options,
                               **special_ids(self.tokenizer), **self.process())  # fmt: skip
         collator = self.collator if self.packing else partial(collate_bare, self.collator)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HELD_OUT_AMONG', 'Delivered', 'EpochPlan', 'read_batches', 'EpochBatches', 'FilledRows', 'filled_batches', 'bare_row',
            'collate_bare', 'PaddedDataset', 'special_ids', 'pack_texts', 'read_rows', 'is_held_out', 'Origin', 'Source',
-           'MixedRows', 'TrainingTexts', 'batches_with_states', 'TokenStream', 'OnePass', 'EndlessBatches']
+           'MixedRows', 'TrainingTexts', 'batches_with_states', 'TokenStream', 'EndlessBatches']
 
 # %% ../nbs/16_loaders.ipynb #b6cddc92
 import os
@@ -330,6 +330,10 @@ class TokenStream:
     def load_state_dict(self, state: dict) -> None:
         self.place = state["before"], state["given"]
 
+    def reset(self) -> None:
+        "Begin with the first text again."
+        self.place = None, 0
+
     def __iter__(self) -> Iterator[np.ndarray]:
         (before, given), after = self.place, deque()
         self.texts.reset() if before is None else self.texts.load_state_dict(before)
@@ -340,29 +344,7 @@ class TokenStream:
                 self.place = before, given
                 yield piece
             before, given = after.popleft(), 0  # told with the next piece: the last one has none
-        self.place = None, 0
-
-# %% ../nbs/16_loaders.ipynb #6c6690e6
-class OnePass:
-    "A stream whose state also says that it has ended, until `set_epoch` begins another pass."
-
-    def __init__(self, stream: TokenStream):
-        self.stream, self.ended = stream, False
-
-    def set_epoch(self, epoch: int) -> None:
-        self.ended = False
-
-    def state_dict(self) -> dict:
-        return {"ended": self.ended, "stream": self.stream.state_dict()}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.ended = state["ended"]
-        self.stream.load_state_dict(state["stream"])
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        if not self.ended:
-            yield from self.stream
-        self.ended = True
+        self.reset()
 
 # %% ../nbs/16_loaders.ipynb #e7178e0e
 class EndlessBatches(StreamBatches):

@@ -265,8 +265,11 @@ class _StreamPlace:
     "Where a mixture of streams stands: what each gave in all, and how far its present pass is."
 
     def reset(self) -> None:
-        "Go to the beginning."
+        "Go to the beginning, of the streams too."
         self.sizes, self.items, self.passes = (dict.fromkeys(self.shares, 0) for _ in range(3))
+        for stream in self.streams.values():  # the mixture may have ended before they did
+            if hasattr(stream, "reset"):
+                stream.reset()
 
     def state_dict(self) -> dict:
         "The place after the last item that was given."

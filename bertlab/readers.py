@@ -24,7 +24,7 @@ def has_exact_state(source: Any) -> bool:
         step = getattr(step, "ex_iterable", None)
     return step is None
 
-
+# %% ../nbs/12_readers.ipynb #8688a87a
 def open_source(
     source: Any,  # see `PackedStream`
     epoch: int,
@@ -37,7 +37,9 @@ def open_source(
     from_datasets = hasattr(source, "_ex_iterable")
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch)
-    if state is not None or from_datasets:
+    if state is None and hasattr(source, "reset"):
+        source.reset()  # it may have been left in the middle
+    elif state is not None or from_datasets:
         source.load_state_dict(state)  # None: datasets begins anew, whatever was loaded before
     num_read = 0 if state is not None else num_read
     # Iterated as usual, a datasets.IterableDataset would give each worker a part of its own.
@@ -81,17 +83,19 @@ class ShuffledReader:
 
     def __init__(self, source: Any, epoch: int, shuffle_buffer: int, seed: int,
                  state: dict | None = None):  # fmt: skip
-        state = state or {"num_read": 0, "num_taken": 0, "source": None, "waiting": []}
-        self.size, self.lots = shuffle_buffer, Lots(seed, epoch)
+        state = state or {"num_read": 0, "num_taken": 0, "waiting": [], "source": None}
+        self.size, self.lots, self.ended = shuffle_buffer, Lots(seed, epoch), state.get("ended")
         self.num_read, self.num_taken = state["num_read"], state["num_taken"]
         self.waiting = [np.array(ids, np.int32) for ids in state["waiting"]]
         self.source, self.documents = open_source(source, epoch, self.num_read, state["source"])
 
     def take(self) -> np.ndarray | None:  # token ids; None at the end of the epoch
         "Read until the buffer is full, then give away one of it, by lot."
-        for document in islice(self.documents, max(0, self.size + 1 - len(self.waiting))):
+        wanted = 0 if self.ended else max(0, self.size + 1 - len(self.waiting))
+        for document in islice(self.documents, wanted):
             self.waiting.append(read_document(document, self.num_read))
             self.num_read += 1
+        self.ended = len(self.waiting) <= self.size  # many a source then stands at its beginning
         if not self.waiting:
             return None
         picked = int(self.lots(self.num_taken) * len(self.waiting))
@@ -101,10 +105,9 @@ class ShuffledReader:
 
     def state_dict(self) -> dict:
         "Where the source stands, and what waits in the buffer."
-        exact = self.source is not None and has_exact_state(self.source)
-        return {"num_read": self.num_read, "num_taken": self.num_taken,
-                "source": self.source.state_dict() if exact else None,
-                "waiting": [ids.tolist() for ids in self.waiting]}
+        source = self.source.state_dict() if has_exact_state(self.source) else None
+        return {"num_read": self.num_read, "num_taken": self.num_taken, "source": source,
+                "ended": self.ended, "waiting": [ids.tolist() for ids in self.waiting]}
 
 # %% ../nbs/12_readers.ipynb #f83142a6
 class StreamWindow(NamedTuple):

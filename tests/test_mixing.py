@@ -240,3 +240,25 @@ def test_stream_mistakes_are_named():
     state = MixedStream({"a": ["x"]}, {"a": 1}).state_dict()
     with pytest.raises(ValueError, match="the state is of the streams"):
         MixedStream({"b": ["x"]}, {"b": 1}).load_state_dict(state)
+
+
+class Resumable:
+    "A stream that goes on where it was left, until it is reset."
+
+    def __init__(self, items):
+        self.items, self.place = items, 0
+
+    def reset(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < len(self.items):
+            self.place += 1
+            yield self.items[self.place - 1]
+        self.place = 0
+
+
+def test_a_second_reading_of_a_mixture_equals_the_first_though_a_stream_was_left_in_the_middle():
+    mixture = MixedStream({"a": Resumable(["a1", "a2"]), "b": Resumable([f"b{i}" for i in range(9)])}, {"a": 1, "b": 1})
+    first, second = list(mixture), list(mixture)
+    assert first == second and "b8" not in first and "b0" in second

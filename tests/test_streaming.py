@@ -389,3 +389,46 @@ def test_a_document_that_is_not_tokenized_is_named(document, message):
 def test_streaming_imports_without_lightning():
     code = "import sys, bertlab.streaming; sys.exit('lightning' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Rewinding:
+    "A source that, like many, stands at its beginning again once it has ended."
+
+    def __init__(self, documents):
+        self.documents, self.place = documents, 0
+
+    def reset(self):
+        self.place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __iter__(self):
+        while self.place < len(self.documents):
+            self.place += 1
+            yield self.documents[self.place - 1]
+        self.place = 0
+
+
+def test_a_resume_while_the_buffer_empties_reads_nothing_twice():
+    documents = [[100 + i] * 5 for i in range(40)]
+    make = lambda: PackedStream(Rewinding(documents), 16, pad_token_id=0, buffer_size=30, shuffle_buffer=8)
+    whole = [row["input_ids"].tolist() for row in make()]
+    for stop in range(len(whole)):
+        first, second = make(), make()
+        rows = [row["input_ids"].tolist() for _, row in zip(range(stop), first)]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rows += [row["input_ids"].tolist() for row in second]
+        assert rows == whole, stop
+
+
+def test_an_epoch_begins_at_the_beginning_of_a_source_that_was_left_in_the_middle():
+    documents = [[100 + i] * 5 for i in range(40)]
+    source = Rewinding(documents)
+    next(iter(source))
+    stream = PackedStream(source, 16, pad_token_id=0, buffer_size=30, shuffle_buffer=8)
+    seen = {token for row in stream for token in row["input_ids"].tolist()} - {0}
+    assert seen == {100 + i for i in range(40)}
