@@ -18,7 +18,7 @@ import torch
 
 from bertlab.metrics import unigram_counts, unigram_entropy
 
-NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/36_optimizers.ipynb"
+NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/02_optimizers.ipynb"
 GRIDS = {  # a worse rate, or one that diverges, should lie on each side of the best
     "sgd": (0.3, 1.0, 3.0),
     "momentum": (0.1, 0.3, 0.6, 1.0),

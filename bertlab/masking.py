@@ -245,11 +245,14 @@ def time_spans(
     lengths_W = draw_span_lengths(draw_uniforms(keys_B[rows_W], columns_W, SPAN), rule)
     starts_W = draw_uniforms(keys_B[rows_W], columns_W, CHOOSE)
     runs_W = np.cumsum(~follows_BL)[flat_W]  # a span stays within its run
+    sizes = np.unique(runs_W, return_counts=True)[1]
+    left_W = np.repeat(np.cumsum(sizes), sizes) - np.arange(len(runs_W))
+    reaches_W = np.minimum(lengths_W, left_W).astype(np.int32)
     times_W = starts_W.copy()
     for reach in range(1, min(rule.max_span_length, len(times_W))):
-        covers = (lengths_W[:-reach] > reach) & (runs_W[:-reach] == runs_W[reach:])
-        earlier = np.where(covers, starts_W[:-reach], 1.0)
-        np.minimum(times_W[reach:], earlier, out=times_W[reach:])
+        # Adding 1 to the time of a span that does not reach so far takes it out of the race.
+        others_W = starts_W[:-reach] + (reaches_W[:-reach] <= reach)
+        np.minimum(times_W[reach:], others_W, out=times_W[reach:])
     numbers_BL = np.cumsum(begins_BL).reshape(words_BL.shape) - 1
     return np.append(times_W, 0.0)[np.where(ordinary_BL, numbers_BL, -1)]
 
@@ -262,15 +265,16 @@ def choose_positions(
     words_BL: np.ndarray,  # of `find_words`
 ) -> tuple[np.ndarray, np.ndarray]:  # (B, L) bool: chosen; and those of them that were promised
     "Choose the tokens to predict, by a coin each or in random order until a budget is spent."
-    draws_BL = draw_uniforms(keys_B[:, None], np.arange(ordinary_BL.shape[1]), CHOOSE)
-    if rule.unit != "token":
-        draws_BL = take_columns(draws_BL, words_BL)
-    coins_BL = ordinary_BL & (draws_BL < rule.mlm_probability)
-    if rule.selection == "bernoulli" and not rule.min_labels_per_document:
-        return coins_BL, np.zeros_like(coins_BL)
     if rule.unit == "span":
         follows_BL = follow_on(documents_BL, ordinary_BL)
         draws_BL = time_spans(keys_B, words_BL, ordinary_BL, follows_BL, rule)
+    else:
+        draws_BL = draw_uniforms(keys_B[:, None], np.arange(ordinary_BL.shape[1]), CHOOSE)
+    if rule.unit == "word":
+        draws_BL = take_columns(draws_BL, words_BL)
+    coins_BL = ordinary_BL & (draws_BL < rule.mlm_probability)  # spans go by budget alone
+    if rule.selection == "bernoulli" and not rule.min_labels_per_document:
+        return coins_BL, np.zeros_like(coins_BL)
     members_BL = np.where(ordinary_BL, documents_BL, 0)
     before_BL, sizes_BL = rank_words(draws_BL, members_BL, words_BL, rule.unit)
     promised_BL = ordinary_BL & (before_BL < rule.min_labels_per_document)
