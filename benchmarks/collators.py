@@ -2,9 +2,11 @@
 
     python benchmarks/collators.py [--output FILE]
 
-Both get the same packed rows of 512 tokens. transformers is timed three times: with rows as lists,
-as a cached dataset gives them; with tensors; and with tensors that bring their special_tokens_mask,
-which is all that it can be spared. Medians over repeats that take turns.
+Both get the same packed rows of 512 tokens. bertlab hides single tokens by coins or up to a budget,
+whole words, spans, or as masked diffusion does. transformers hides single tokens by coins, and is
+timed three times: with rows as lists, as a cached dataset gives them; with tensors; and with tensors
+that bring their special_tokens_mask, which is all that it can be spared. Medians over repeats that
+take turns; `speedup` is against the fastest of the three.
 """
 
 import argparse
@@ -14,10 +16,13 @@ import time
 
 import numpy as np
 import torch
+import transformers
+from demo import processor
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-from bertlab.collators import MaskedLanguageModelingCollator
+import bertlab
+from bertlab.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.packing import PackedDataset
 
 LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
@@ -25,7 +30,8 @@ LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    names += [f"word{i}" for i in range(VOCABULARY - len(names))]
+    # Every third piece goes on with a word, so that words have one to several tokens.
+    names += [f"##piece{i}" if i % 3 == 0 else f"word{i}" for i in range(VOCABULARY - len(names))]
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
                                    cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
@@ -58,11 +64,14 @@ def main():
     lists = [{name: row[name].tolist() for name in names} for row in rows]
     tensors = [{name: torch.from_numpy(row[name]) for name in names} for row in rows]
     spared = [{**row, "special_tokens_mask": (row["input_ids"] < 5).long()} for row in tensors]
+    ways = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
+            ("exact", "span")]
     ours = {
-        f"bertlab, {selection}": (MaskedLanguageModelingCollator.from_tokenizer(
-            tokenizer, mlm_probability=PROBABILITY, selection=selection), rows, 20)
-        for selection in ("bernoulli", "exact")
+        f"bertlab, {unit}, {selection}": (MaskedLanguageModelingCollator.from_tokenizer(
+            tokenizer, mlm_probability=PROBABILITY, selection=selection, unit=unit), rows, 20)
+        for selection, unit in ways
     }
+    ours["bertlab, diffusion"] = MaskedDiffusionCollator.from_tokenizer(tokenizer), rows, 20
     cases = {
         **ours,
         "transformers, tensors and special_tokens_mask": (theirs, spared, 3),
@@ -74,16 +83,24 @@ def main():
         for name, (function, inputs, num_calls) in cases.items():
             seconds[name].append(time_calls(function, inputs, num_calls))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    base = medians["bertlab, bernoulli"]
+    fastest = min(median for name, median in medians.items() if name.startswith("transformers"))
     result = {name: {"tokens_per_second": round(BATCH * LENGTH / median),
                      "milliseconds_per_batch": round(median * 1e3, 3),
-                     "times_bertlab": round(median / base, 2)} for name, median in medians.items()}
+                     "speedup": round(fastest / median, 2)} for name, median in medians.items()}
     for name, figures in result.items():
         print(f"{name:48}{figures['milliseconds_per_batch']:9.2f} ms a batch"
-              f"{figures['tokens_per_second']:12,} tokens/s  {figures['times_bertlab']:6.1f} x")
+              f"{figures['tokens_per_second']:12,} tokens/s  {figures['speedup']:6.1f} x")
     if options.output:
+        about = {
+            "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
+            "processor": processor(), "threads": 1, "numpy": np.__version__,
+            "torch": torch.__version__, "transformers": transformers.__version__,
+            "rows": BATCH, "positions": LENGTH, "vocabulary": VOCABULARY, "share": PROBABILITY,
+            "repeats": options.repeats,
+        }
         with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
+            json.dump({**about, "median": result}, file, indent=2)
+            file.write("\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import platform
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -172,8 +172,16 @@ def _top_level(document: Document) -> str | None:
     return None if package in INSTALLED else package
 
 # %% ../nbs/10_corpus.ipynb #354f7a29
+def _refuse_file_options(
+    split: str, config_name: str | None, streaming: bool, file_format: str | None
+) -> None:
+    refuse_hub_options("the embedded corpus", split, config_name, streaming)
+    if file_format is not None:
+        raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
+
+# %% ../nbs/10_corpus.ipynb #7d289060
 def load_corpus(
-    source: str | os.PathLike | None = None,  # path or hub name; None: the embedded corpus
+    source: str | os.PathLike | Sequence | None = None,  # paths, hub names; None: the embedded one
     text_column: str = "text",  # of tables and datasets
     *,
     level: str = "stdlib",  # of the embedded corpus, see `embedded_corpus`
@@ -181,25 +189,27 @@ def load_corpus(
     validation_fraction: float = 0.1,  # of the characters, to hold out; 0 holds nothing out
     min_chars: int | None = None,  # shorter ones are left out; None: 20 where embedded, else 1
     max_documents: int | None = None,  # read only the first so many
-    split: str = "train",  # of a hub dataset; validation is held out of this one
+    split: str = "train",  # of a dataset, or a slice, as train[:10%]; some of it is held out
     config_name: str | None = None,  # of a hub dataset that has several
     streaming: bool = False,  # read a hub dataset without storing it; needs max_documents
+    file_format: str | None = None,  # of files: "text", "csv", ...; None: their suffix decides
+    on_error: str = "raise",  # or "skip": leave malformed rows out and count them
 ) -> Corpus:
     "Text to train on. Raises `ValueError`, in one line, for a source that cannot make a corpus."
     if lines not in ("auto", "documents", "paragraphs"):
         raise ValueError(f'lines must be "auto", "documents" or "paragraphs", got {lines!r}')
     if source is None:
-        refuse_hub_options("the embedded corpus", split, config_name, streaming)
+        _refuse_file_options(split, config_name, streaming, file_format)
         min_chars = 20 if min_chars is None else min_chars
         return embedded_corpus(level, validation_fraction, min_chars, max_documents)
-    name, notes = os.fspath(source), Counter()
+    several = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    name, notes = ", ".join(map(os.fspath, several)), Counter()
     if streaming and max_documents is None:
         raise ValueError(f"streaming needs max_documents, for {name} may have no end")
-    documents = find_documents(name, text_column, lines, notes, split, config_name, streaming)
-    min_chars = 1 if min_chars is None else min_chars
-    return make_corpus(
-        name, documents, validation_fraction, min_chars, max_documents, notes=notes
-    )
+    options = split, config_name, streaming, file_format, on_error
+    documents = find_documents(several, text_column, lines, notes, *options)
+    sizes = validation_fraction, 1 if min_chars is None else min_chars, max_documents
+    return make_corpus(name, documents, *sizes, notes=notes)
 
 # %% ../nbs/10_corpus.ipynb #28d6c4a6
 SPECIAL_TOKENS = {

@@ -81,16 +81,22 @@ class LabelScoringModule(TokenWeightedModule):
         return self.backward_loss(*self.label_loss(batch)[:2])
 
     def on_validation_epoch_start(self) -> None:
-        self._sums = torch.zeros(3, dtype=torch.float64)
+        num_sets = len(self.trainer.num_val_batches)
+        self._sums = torch.zeros(num_sets, 3, dtype=torch.float64)
 
-    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        self._sums += torch.stack(self.label_loss(batch)).to(self._sums)
+    def validation_step(
+        self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._sums[dataloader_idx] += torch.stack(self.label_loss(batch)).to(self._sums)
 
     def on_validation_epoch_end(self) -> None:
         sums = self._sums.to(self.device, torch.float32)  # float64 is not on every device
-        loss_sum, count, num_right = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        loss_sum, count, num_right = sums.sum(0)
         loss, accuracy = loss_sum / count, num_right / count
         self.log_dict({"val_loss": loss, "val_accuracy": accuracy, "val_perplexity": loss.exp()})
+        if len(sums) > 1:
+            self.log_dict({f"val_loss_{i}": s[0] / s[1] for i, s in enumerate(sums)})
 
 # %% ../nbs/40_modules.ipynb #15e331e0
 class MaskedLanguageModeling(LabelScoringModule):
@@ -124,7 +130,9 @@ def pretraining_optimizer(
     total_steps: int,  # optimizer steps of the whole run
 ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
     "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
-    groups = parameter_groups(model, weight_decay=hparams.weight_decay)
+    # Muon and GaLore are for hidden matrices; the rest goes to AdamW, in the same optimizer.
+    apart = hparams.optimizer_class in ("muon", "galore")
+    groups = parameter_groups(model, weight_decay=hparams.weight_decay, hidden_apart=apart)
     options = {"lr": hparams.learning_rate, **(hparams.optimizer_kwargs or {})}
     optimizer = get_optimizer(hparams.optimizer_class, groups, options)
     phases = {

@@ -4,16 +4,20 @@
 
 # %% auto #0
 __all__ = ['PADDING', 'Vocabulary', 'count_positions', 'encode_rows', 'read_sequences', 'settle_length', 'pad_rows',
-           'read_column', 'RowReader']
+           'read_column', 'RowReader', 'read_addresses', 'Objective', 'Collator']
 
 # %% ../nbs/04_rows.ipynb #c5a625d8
+import hashlib
 import math
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
 # %% ../nbs/04_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
@@ -140,9 +144,8 @@ def pad_rows(
     bare = [number for number, row in enumerate(rows) if "position_ids" not in row]
     batch["position_ids"][bare] = count_positions(batch["attention_mask"][bare])
     ids_BL = batch["input_ids"]
-    outside = np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))
-    if len(outside):
-        number, column = outside[0]
+    if ids_BL.min(initial=0) < 0 or ids_BL.max(initial=0) >= vocabulary.size:
+        number, column = np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))[0]
         raise ValueError(f"row {number} has id {ids_BL[number, column]} at position {column}, "
                          f"outside the vocabulary of {vocabulary.size}: is it the same tokenizer?")
     return batch
@@ -191,3 +194,67 @@ class RowReader:
         if self.label_column is not None:
             columns["labels"] = read_column(rows, self.label_column)
         return tokenized | {name: values for name, values in columns.items() if values is not None}
+
+# %% ../nbs/04_rows.ipynb #676ad80f
+def read_addresses(
+    tokenized: Mapping[str, Any],  # with or without epoch and index, one of each a row
+    epoch: int,  # of rows that name none
+) -> tuple[Sequence[int], Sequence[int]]:  # epochs (B,), indices (B,)
+    "Find the address of each row's draws; a row without an index goes by a hash of its tokens."
+    ids_BL, mask_BL = np.asarray(tokenized["input_ids"]), np.asarray(tokenized["attention_mask"])
+    epochs, indices = tokenized.get("epoch", [epoch] * len(ids_BL)), tokenized.get("index")
+    if indices is None:
+        contents = [row_L[mask_L > 0].tobytes() for row_L, mask_L in zip(ids_BL, mask_BL)]
+        digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
+        indices = [int.from_bytes(digest, "little") for digest in digests]
+    for name, values in {"epoch": epochs, "index": indices}.items():
+        if min(values) < 0:
+            raise ValueError(f"{name} of a row must be 0 or more, got {min(values)}")
+    return epochs, indices
+
+# %% ../nbs/04_rows.ipynb #4e5329fc
+class Objective(ABC):
+    "What is to be learned from rows: `read` makes arrays of them, `compute_labels` the rest."
+    read: RowReader
+
+    @abstractmethod
+    def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, Any]:
+        "Labels, and whatever else the objective changes, from the arrays of a `RowReader`."
+
+    def __call__(self, rows: Sequence) -> dict[str, torch.Tensor]:  # (B, L) int64, and labels
+        "Make a batch of rows: packed, tokenized or text."
+        tokenized = self.read(rows)
+        names = "input_ids", "attention_mask", "position_ids"
+        batch = {name: torch.from_numpy(tokenized[name]) for name in names}
+        return batch | self.compute_labels(tokenized)
+
+# %% ../nbs/04_rows.ipynb #81848970
+class Collator(Objective):
+    "Base of all collators: knows the vocabulary and its special ids, and how to read rows."
+
+    def __init__(
+        self,
+        pad_token_id: int,
+        mask_token_id: int,
+        vocab_size: int,
+        text_column: str = "text",
+        label_column: str | None = None,
+        max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
+        *,
+        special_token_ids: Sequence[int] | None = None,  # None: those of the tokenizer
+        tokenizer: Any = None,  # reads rows of text
+        pad_to_multiple_of: int | None = None,  # pad to the longest row instead, rounded up
+    ):
+        if special_token_ids is None and tokenizer is None:
+            warnings.warn("special_token_ids is not given: [CLS] and [SEP] count as words")
+        special = getattr(tokenizer, "all_special_ids", ())
+        special = special if special_token_ids is None else special_token_ids
+        self.vocabulary = Vocabulary(vocab_size, pad_token_id, mask_token_id, tuple(special))
+        self.read = RowReader(self.vocabulary, text_column, label_column, max_sequence_length,
+                              pad_to_multiple_of, tokenizer)
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, **options: Any) -> "Collator":
+        "Take ids, vocabulary and special tokens from a transformers tokenizer."
+        return cls(tokenizer.pad_token_id, tokenizer.mask_token_id, len(tokenizer),
+                   tokenizer=tokenizer, **options)

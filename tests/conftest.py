@@ -26,6 +26,9 @@ os.environ.update(
     PYTHONHASHSEED="0",
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
+# The workers share the cores: more threads than cores slow each other down.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
 os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -55,7 +58,19 @@ def why_no_browser() -> str:
 REASONS = {"gpu": why_no_gpu, "tpu": why_no_tpu, "browser": why_no_browser}
 
 
+def pytest_xdist_auto_num_workers(config) -> int:
+    "A worker holds torch, about half a gigabyte, so many cores do not mean as many workers."
+    return min(8, os.cpu_count() or 1)
+
+
+SPREAD = {"test_notebooks.py", "test_house.py"}  # each case stands alone; elsewhere a file shares its fixtures
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name not in SPREAD:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     for mark, why in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := why()):

@@ -11,18 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from bertlab.collators import (
-    Collator,
-    MaskedLanguageModelingCollator,
-    bound_labels,
-    draw_uniforms,
-    get_collator_cls,
-    rank_in_documents,
-)
+import bertlab
+from bertlab.collators import COLLATORS, Collator, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.masking import bound_labels
 from bertlab.packing import PackedDataset
 from bertlab.rows import count_positions
 
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=250, deadline=None, derandomize=True)
 IGNORED = -100
 
 
@@ -43,18 +38,22 @@ def packed_batches(draw):
     epoch = draw(st.integers(0, 3))
     rows = [dataset[epoch, index] for index in range(len(dataset))]
     return rows, dict(pad_token_id=pad, mask_token_id=mask, vocab_size=size,
-                      special_token_ids=special)
+                      special_token_ids=special, continues_word=rng.random(size) < 0.5)
 
 
-rules = st.fixed_dictionaries({
+WAYS = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
+        ("exact", "span")]
+ways = st.sampled_from([{"selection": selection, "unit": unit} for selection, unit in WAYS])
+
+
+rules = st.builds(lambda way, rest: {**way, **rest}, ways, st.fixed_dictionaries({
     "mlm_probability": st.sampled_from([0.05, 0.15, 0.3, 0.5, 1.0]),
-    "selection": st.sampled_from(["bernoulli", "exact"]),
     "min_labels_per_document": st.integers(0, 2),
     "max_predictions": st.sampled_from([None, 1, 4, 100]),
     "seed": st.integers(0, 2**70),
     **{"mask_replace_prob": st.sampled_from([0.0, 0.5]),
        "random_replace_prob": st.sampled_from([0.0, 0.5])},
-})
+}))
 
 
 def stack(rows, name):
@@ -116,10 +115,10 @@ def test_label_positions_list_every_label_in_order_and_then_positions_without_on
 
 
 @many
-@given(packed_batches(), st.integers(0, 2**70), st.sampled_from(["bernoulli", "exact"]))
-def test_a_row_is_masked_alike_in_any_company(case, seed, selection):
+@given(packed_batches(), st.integers(0, 2**70), ways)
+def test_a_row_is_masked_alike_in_any_company(case, seed, way):
     rows, vocabulary = case
-    collate = MaskedLanguageModelingCollator(**vocabulary, seed=seed, selection=selection,
+    collate = MaskedLanguageModelingCollator(**vocabulary, seed=seed, **way,
                                              min_labels_per_document=1, max_predictions=6)
     together, reverse = collate(rows), collate(rows[::-1])
     for number, row in enumerate(rows):
@@ -134,6 +133,7 @@ def test_a_row_is_masked_alike_in_any_company(case, seed, selection):
 def test_exact_selection_takes_the_floor_or_the_ceiling_of_each_document(case, rule):
     rows, vocabulary = case
     rule = {**rule, "selection": "exact", "max_predictions": 100, "min_labels_per_document": 0}
+    vocabulary = {**vocabulary, "continues_word": [False] * vocabulary["vocab_size"]}
     labels = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)["labels"].numpy()
     for row, columns in documents_of(rows, vocabulary):
         share, count = rule["mlm_probability"] * len(columns), (labels[row, columns] >= 0).sum()
@@ -161,7 +161,11 @@ def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bo
     had, has = ((batch["labels"] != IGNORED) for batch in (all_of_them, kept))
     assert (has <= had).all() and (has.sum(1) <= bound).all()
     assert (kept["num_dropped_labels"] == had.sum(1) - has.sum(1)).all()
-    assert (kept["num_dropped_labels"] == (had.sum(1) - bound).clamp(min=0)).all()
+    excess = (had.sum(1) - bound).clamp(min=0)
+    if rule["unit"] == "token":
+        assert (kept["num_dropped_labels"] == excess).all()
+    assert (kept["num_dropped_labels"] >= excess).all()
+    assert (kept["num_dropped_labels"][excess == 0] == 0).all()
     dropped = had & ~has
     assert (kept["input_ids"][dropped] == stack(rows, "input_ids")[dropped]).all()
     assert (kept["input_ids"][has] == all_of_them["input_ids"][has]).all()
@@ -249,12 +253,6 @@ def test_equal_addresses_repeat_and_other_seeds_and_epochs_differ():
     assert torch.equal(labels[1, 0, 1], again)
     different = {tuple(label.flatten().tolist()) for label in labels.values()}
     assert len(different) == len(labels)
-
-
-def test_draws_of_a_longer_row_begin_with_those_of_a_shorter_one():
-    short, long = (draw_uniforms(3, [1, 2], [5, 2**64 - 1], length) for length in (4, 9))
-    assert (short == long[:, :4]).all() and short.shape == (2, 4, 5)
-    assert len(np.unique(long)) == long.size
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -356,17 +354,6 @@ def test_the_default_bound_is_rarely_exceeded_and_never_longer_than_the_row():
         assert plain(selection=selection)(rows)["num_dropped_labels"].sum() == 0
 
 
-def test_ranks_agree_with_sorting_each_document():
-    rng = np.random.default_rng(0)
-    draws, members = rng.integers(0, 9, (3, 50)) / 9, rng.integers(0, 7, (3, 50))
-    ranks = rank_in_documents(draws, members)
-    for row in range(3):
-        for document in range(1, 7):
-            columns = np.flatnonzero(members[row] == document)
-            order = sorted(columns, key=lambda i: (draws[row, i], i))
-            assert [ranks[row, i] for i in order] == list(range(len(columns)))
-
-
 def word_tokenizer(mask_token="[MASK]"):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -422,6 +409,12 @@ def test_another_objective_reads_its_labels_from_the_label_column():
     ({"mask_replace_prob": 0.8, "random_replace_prob": 0.3}, "sum to 1 at most"),
     ({"random_replace_prob": -0.1}, "random_replace_prob must be 0 or more"),
     ({"selection": "all"}, "selection must be 'bernoulli' or 'exact', got 'all'"),
+    ({"unit": "letter"}, "unit must be 'token' or 'word' or 'span', got 'letter'"),
+    ({"unit": "span"}, "unit='span' draws until a budget is spent: give selection='exact'"),
+    ({"unit": "word"}, "whole words need a tokenizer, or continues_word"),
+    ({"unit": "word", "continues_word": [True] * 29}, r"shape \(29,\), but vocab_size is 30"),
+    ({"span_stop_prob": 0}, r"span_stop_prob must be in \(0, 1\], got 0"),
+    ({"max_span_length": 0}, "max_span_length must be 1 or more, got 0"),
     ({"max_predictions": 0}, "max_predictions must be 1 or more, got 0"),
     ({"min_labels_per_document": -1}, "min_labels_per_document must be 0 or more"),
     ({"seed": -1}, "seed must be 0 or more"),
@@ -475,5 +468,45 @@ def test_missing_special_ids_are_warned_about():
 
 def test_collators_are_found_by_name_and_unknown_names_list_the_known():
     assert get_collator_cls("mlm") is MaskedLanguageModelingCollator
-    with pytest.raises(ValueError, match=r"objective 'clm' is unknown; known are \['mlm'\]"):
+    with pytest.raises(ValueError, match="objective 'clm' is unknown; known are .*'mlm'"):
         get_collator_cls("clm")
+
+
+def test_the_six_objectives_of_the_api_are_there():
+    names = {"mlm", "enhanced_mlm", "diffusion", "classification", "token_classification",
+             "question_answering"}
+    assert set(COLLATORS) == names
+    assert all(issubclass(get_collator_cls(name), Collator) for name in names)
+    assert bertlab.Collator is Collator
+
+
+def test_rows_of_a_dataset_are_read_in_each_of_its_formats():
+    from datasets import Dataset
+
+    rows = [{"input_ids": [2, 5, 6, 3], "index": 0}, {"input_ids": [2, 7, 3], "index": 1}]
+    dataset, collate = Dataset.from_list(rows), plain(max_sequence_length=6)
+    for form in (None, "numpy", "torch"):
+        formatted = dataset.with_format(form)
+        batch = collate([formatted[0], formatted[1]])
+        assert all(torch.equal(values, collate(rows)[name]) for name, values in batch.items())
+
+
+def test_a_tokenizer_of_bytes_masks_whole_words_of_raw_text():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<pad>", "<s>", "</s>", "<mask>", "un", "real", "Ġcat", "s", "Ġ", "c", "a", "t", "u", "n",
+              "r", "e", "l", "Ġc", "Ġca", "re", "al"]
+    merges = [("u", "n"), ("r", "e"), ("a", "l"), ("re", "al"), ("Ġ", "c"), ("Ġc", "a"), ("Ġca", "t")]
+    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>",
+                                        eos_token="</s>", mask_token="<mask>")
+    assert tokenizer.tokenize("unreal cats") == ["un", "real", "Ġcat", "s"]
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, unit="word", mlm_probability=0.5, max_sequence_length=4, mask_replace_prob=1.0,
+        random_replace_prob=0.0)
+    seen = {tuple((row >= 0).tolist()) for row in collate(
+        [{"text": "unreal cats", "epoch": 0, "index": index} for index in range(100)])["labels"]}
+    yes, no = True, False
+    assert seen == {(no, no, no, no), (yes, yes, no, no), (no, no, yes, yes), (yes, yes, yes, yes)}

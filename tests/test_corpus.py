@@ -697,11 +697,11 @@ BAD = {
     "csv without the column": (("a.csv", b"id,body\n1,x\n"), {}, "text_column='text'", "'id', 'body'"),
     "jsonl without the column": (("a.jsonl", b'{"body": "x", "n": 1}\n'), {}, "text_column='text'", "'body', 'n'"),
     "parquet without the column": ((parquet, {"body": ["x"]}), {}, "text_column='text'", "'body'"),
-    "one row without the column": (("a.jsonl", f'{ROWS}{ROWS}{{"body": "x"}}\n'.encode()), {}, "row 3", "'body'"),
-    "json null": (("a.jsonl", f'{ROWS}{{"text": null}}\n'.encode()), {}, "row 2", "null"),
+    "one row without the column": (("a.jsonl", f'{ROWS}{ROWS}{{"body": "x"}}\n'.encode()), {}, "line 3", "'body'"),
+    "json null": (("a.jsonl", f'{ROWS}{{"text": null}}\n'.encode()), {}, "line 2", "null"),
     "json number": (("a.json", b'[{"text": "a"}, {"text": 7}]'), {}, "row 2", "int"),
-    "json half surrogate": (("a.jsonl", rb'{"text": "\ud800"}'), {}, "row 1", "surrogate"),
-    "no object": (("a.jsonl", f"{ROWS}[1]\n".encode()), {}, "row 2", "object"),
+    "json half surrogate": (("a.jsonl", rb'{"text": "\ud800"}'), {}, "line 1", "surrogate"),
+    "no object": (("a.jsonl", f"{ROWS}[1]\n".encode()), {}, "line 2", "object"),
     "no json": (("a.jsonl", f"{ROWS}{ROWS}oops\n".encode()), {}, "line 3", "not JSON"),
     "no json list": (("a.json", b'[{"text": "a"},'), {}, "a.json", "not JSON"),
     "short csv row": (("a.csv", b"id,text\n1,a\n2\n"), {}, "line 3", "null"),
@@ -754,10 +754,11 @@ def test_a_missing_file_is_also_a_file_not_found_error(tmp_path):
 def test_a_file_without_permission_gets_one_line(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt")
 
-    def forbid(self):
-        raise PermissionError(13, "Permission denied", str(self))
+    def forbid(*arguments):
+        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", forbid)  # root may read everything, so chmod would not do
+    # root may read everything, so chmod would not do
+    monkeypatch.setattr("bertlab.formats.open", forbid, raising=False)
     with pytest.raises(ValueError) as error:
         load_corpus(path)
     assert "a.txt" in only_line(error) and "permission" in str(error.value)

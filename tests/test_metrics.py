@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bertlab.metrics import bits_per_byte, perplexity, unigram_counts, unigram_entropy
 
-NOTEBOOK = Path(__file__).parent.parent / "nbs/32_metrics.ipynb"
+NOTEBOOK = Path(__file__).parent.parent / "nbs/37_metrics.ipynb"
 
 
 def test_entropy_of_equal_counts_is_the_logarithm_of_their_number():

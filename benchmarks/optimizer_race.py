@@ -1,0 +1,90 @@
+"""The optimizer race of walkthrough 02: the same tiny encoder, each optimizer at its own best rate.
+
+    python benchmarks/optimizer_race.py [--output FILE] [--steps 200]
+
+The race itself is the notebook's: this script runs the cells that carry the tag `race`, so that the two
+cannot differ. Each optimizer first tries a grid of rates on two seeds, and is judged by the worse of them:
+a rate that sometimes diverges is none. Its best rate then runs with three other seeds; where one of those
+diverges, the rate is given up for the next best. Everything that was tried is written down.
+"""
+
+import argparse
+import json
+import math
+import platform
+from pathlib import Path
+
+import torch
+
+from bertlab.metrics import unigram_counts, unigram_entropy
+
+NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/02_optimizers.ipynb"
+GRIDS = {  # a worse rate, or one that diverges, should lie on each side of the best
+    "sgd": (0.3, 1.0, 3.0),
+    "momentum": (0.1, 0.3, 0.6, 1.0),
+    "adamw": (0.003, 0.01, 0.03),
+    "lion": (0.001, 0.003, 0.01),
+    "muon": (0.003, 0.01, 0.03, 0.1),
+}
+TUNING_SEEDS, RACE_SEEDS = (7, 8), (0, 1, 2)
+
+
+def read_race() -> dict:
+    "Run the notebook's cells that make the race, and return what they define."
+    names = {}
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]:
+        if "race" in cell["metadata"].get("tags", []):
+            exec(compile("".join(cell["source"]), str(NOTEBOOK), "exec"), names)
+    return names
+
+
+def finite(loss: float) -> float | None:
+    "A loss that JSON can hold; None for a run that diverged."
+    return round(loss, 4) if math.isfinite(loss) else None
+
+
+def run_once(race: dict, name: str, rate: float, seed: int, num_steps: int) -> tuple[float | None, list]:
+    "The held-out loss at the end, and the training losses."
+    model, losses = race["train"](name, rate, seed, num_steps)
+    final = finite(race["held_out_loss"](model))
+    print(f"{name:10}{rate:8g}  seed {seed}  {final}", flush=True)
+    return final, [finite(loss) for loss in losses]
+
+
+def race_one(race: dict, name: str, rates: tuple[float, ...], num_steps: int) -> dict:
+    "Tune one optimizer, then run it with the seeds of the race."
+    tried = {rate: [run_once(race, name, rate, seed, num_steps)[0] for seed in TUNING_SEEDS] for rate in rates}
+    given_up = []
+    for rate in sorted(rates, key=lambda rate: max(loss or math.inf for loss in tried[rate])):
+        finals, losses = zip(*(run_once(race, name, rate, seed, num_steps) for seed in RACE_SEEDS))
+        if None not in finals:
+            break
+        given_up.append({"rate": rate, "held_out": finals})
+    runs = [{"seed": seed, "held_out": final, "losses": curve}
+            for seed, final, curve in zip(RACE_SEEDS, finals, losses)]  # fmt: skip
+    tuning = [{"rate": rate, "held_out": tried[rate]} for rate in rates]
+    return {"tuning": tuning, "given_up": given_up, "rate": rate, "runs": runs}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", help="write what was tried to this JSON file")
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    race, results = read_race(), {}
+    for name, rates in GRIDS.items():
+        results[name] = race_one(race, name, rates, options.steps)
+    labels = torch.cat([batch["labels"].ravel() for batch in race["held_batches"]])
+    line = unigram_entropy(unigram_counts(labels, len(race["tokenizer"])))
+    report = {
+        "unigram_entropy": round(line, 4), "steps": options.steps, "tuning_seeds": TUNING_SEEDS,
+        "python": platform.python_version(),
+        "torch": torch.__version__, "parameters": race["build"](0).num_parameters(), "results": results,
+    }  # fmt: skip
+    if options.output:
+        with open(options.output, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
