@@ -51,7 +51,7 @@ class AttentionSettings(PretrainedConfig):
     attention_bias: bool = False
     qk_norm: bool = False  # RMS norms with a learned scale on queries and keys
     output_gate: str = "none"  # on what attention returns, by a sigmoid: none, head, element
-    attention_dropout: float = 0.0  # on attention's weights and on its output
+    attention_dropout: float = 0.0  # on its weights; without hidden_dropout on its output too
 
 # %% ../nbs/00_config.ipynb #cb3097b4
 class BlockSettings(PretrainedConfig):
@@ -319,10 +319,12 @@ class BertLabConfig(DerivedShape, TokenSettings, AttentionSettings, BlockSetting
     "The shape of an encoder, checked when built; defaults: ModernBERT-base (Warner et al. 2024)."
 
     model_type = "bertlab"
+    keys_to_ignore_at_inference = ["loss_sum", "num_labels", "z_loss", "num_right"]  # by Trainer
 
     def __post_init__(self, **kwargs):
         refuse_unknown(type(self), kwargs)
         super().__post_init__(**kwargs)
+        self.architectures = self.architectures or []  # Auto classes iterate over it
         check_config(self)
 
 # %% ../nbs/00_config.ipynb #14396109
@@ -381,13 +383,12 @@ def bert_tiny(**overrides) -> BertLabConfig:
 
 def roberta_base(**overrides) -> BertLabConfig:
     "BERT's base shape on 50,265 byte-level pieces (Liu et al. 2019, sec. 4.4)."
-    shape = dict(vocab_size=50265, type_vocab_size=1, position_offset=2, norm_eps=1e-5)
+    shape = dict(vocab_size=50265, type_vocab_size=1, position_offset=2, norm_eps=1e-5,
+                 pad_token_id=1)  # positions begin behind it  # fmt: skip
     return bert_base(**{**shape, **overrides})
 
 # %% ../nbs/00_config.ipynb #f02009ef
-def neobert(
-    **overrides,  # any setting of BertLabConfig
-) -> BertLabConfig:
+def neobert(**overrides) -> BertLabConfig:
     "Deep and narrow: 28 layers of width 768 (Le Breton et al. 2025, sec. 3)."
     shape = dict(
         vocab_size=30522, intermediate_size=2048, num_hidden_layers=28, embedding_norm=False,

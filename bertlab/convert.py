@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 from .config import TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from bertlab.families import (
-    KINDS,
+    MODEL_KINDS,
     SECOND_NAMES,
     bertlab_config,
     find_kind,
@@ -153,8 +153,8 @@ def to_huggingface(
     head, config = find_head(model), model.config
     learned = "roberta" if config.position_offset else "bert"
     kind = kind or (learned if config.embedding_positions == "learned" else "modernbert")
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if kind not in MODEL_KINDS:
+        raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(MODEL_KINDS)}")
     if head == "ForQuestionAnswering" and config.num_labels != 2:
         raise ValueError(f"num_labels={config.num_labels}: question answering has 2 there, the "
                          "start and the end; set config.num_labels = 2")

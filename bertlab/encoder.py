@@ -200,7 +200,8 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(c.head_size, eps=c.norm_eps) if c.qk_norm else None
         width = {"none": 0, "head": c.num_attention_heads, "element": D}[c.output_gate]
         self.gate = nn.Linear(D, width, bias=False) if width else None
-        self.dropout = nn.Dropout(c.attention_dropout)
+        # BERT drops attention's output once, by hidden_dropout; ModernBERT by attention_dropout.
+        self.dropout = nn.Dropout(0.0 if c.hidden_dropout else c.attention_dropout)
 
     def forward(
         self, x_BLD: Tensor, context: LayerContext, with_weights: bool = False

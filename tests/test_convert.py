@@ -44,7 +44,7 @@ OTHERS = {  # what makes each kind differ from its defaults
     "roberta": dict(num_hidden_layers=3, max_position_embeddings=L + 2),
     "modernbert": dict(num_hidden_layers=7, local_attention=6, **SPECIAL),
 }
-KINDS = list(OTHERS)
+MODEL_KINDS = list(OTHERS)
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_every_head_computes_the_same_and_comes_back_whole(kind, head, tied):
     original = theirs(kind, head, tie_word_embeddings=tied)
     copy = from_huggingface(original)
@@ -225,7 +225,7 @@ def test_windows_matter_in_the_comparison():
     assert difference.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_gradients_equal_those_of_transformers(kind):
     original = theirs(kind)
     copy, (batch, own) = from_huggingface(original), batches(kind)
@@ -344,7 +344,7 @@ def test_a_pooled_model_can_be_saved_and_packed(tmp_path):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_a_directory_is_read_by_its_name(kind, head, tmp_path):
     original = theirs(kind, head)
     original.save_pretrained(tmp_path)
