@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from .config import ACTIVATION_NAMES, BertLabConfig
 
 # %% ../nbs/26_families.ipynb #3a787b3e
-MODEL_KINDS = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}  # to stems of classes
+MODEL_KINDS = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}  # stems
 
 
 def their_class(
