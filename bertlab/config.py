@@ -383,8 +383,7 @@ def bert_tiny(**overrides) -> BertLabConfig:
 
 def roberta_base(**overrides) -> BertLabConfig:
     "BERT's base shape on 50,265 byte-level pieces (Liu et al. 2019, sec. 4.4)."
-    shape = dict(vocab_size=50265, type_vocab_size=1, position_offset=2, norm_eps=1e-5,
-                 pad_token_id=1)  # positions begin behind it  # fmt: skip
+    shape = dict(vocab_size=50265, type_vocab_size=1, position_offset=2, norm_eps=1e-5)
     return bert_base(**{**shape, **overrides})
 
 # %% ../nbs/00_config.ipynb #f02009ef

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PACKING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'join_documents', 'read_rates', 'PackedLoaders', 'draw_lengths',
-           'decode_row', 'describe_rows', 'known_options', 'as_list', 'pair_splits', 'check_choices', 'find_sources',
+           'decode_row', 'describe_rows', 'known_options', 'as_list', 'pair_splits', 'check_parameters', 'find_sources',
            'NamedSources', 'stream_texts', 'held_out_texts', 'StreamedSources', 'TokenizedSources', 'CorpusLoaders',
            'ReportedRows', 'PretrainingDataModule']
 
@@ -141,7 +141,7 @@ def pair_splits(names: list, splits: list) -> list[tuple]:
     return list(zip(names * (size // len(names)), splits * (size // len(splits))))
 
 # %% ../nbs/17_data.ipynb #d63054f0
-def check_choices(choices: dict[str, Any]) -> None:  # the parameters of `PretrainingDataModule`
+def check_parameters(choices: dict[str, Any]) -> None:  # the parameters of `PretrainingDataModule`
     "Raise `ValueError` for what cannot work, before anything is read."
     least = {"max_sequence_length": 8, "train_batch_size": 1, "val_batch_size": 1,
              "num_workers": 0, "num_shards": 1, "seed": 0}  # fmt: skip
@@ -193,7 +193,7 @@ class NamedSources(PackedLoaders):
 
     def __init__(self, choices: dict[str, Any]):
         super().__init__()
-        check_choices(choices)
+        check_parameters(choices)
         vars(self).update(choices)
         self.source = self.train_dataset_name_or_path
         self.tokenizer = self.pretrained_tokenizer_name_or_path

@@ -6,7 +6,7 @@
 __all__ = ['MaskedLMHead', 'LabelledOutput', 'make_output', 'BertLabTokenPredictor', 'score_positions', 'BertLabForMaskedLM',
            'count_ordinary', 'all_one_document', 'BertLabForMaskedDiffusion', 'scramble_bits', 'keep_half',
            'others_mask', 'BlindAttention', 'RebuildingBlock', 'rebuilding_context', 'Rebuilder',
-           'BertLabForEnhancedMaskedLM']
+           'BertLabForEnhancedMaskedLM', 'IGNORED', 'gather_positions', 'masked_lm_loss', 'mean_loss']
 
 # %% ../nbs/24_heads.ipynb #bc6819fc
 from dataclasses import dataclass
@@ -24,9 +24,12 @@ from .encoder import (BertLabModel, BertLabPreTrainedModel, Block, LayerContext,
                              SelfAttention, add_to_stream, make_norm, split_heads)
 from .layers import ACTIVATIONS, alibi_slopes, init_matrix_, rotary_table, sinusoids
 from .losses import (IGNORED, LossParts, LossRule, gather_positions, masked_lm_loss,
-                            mean_loss, score_in_chunks, score_labels)
+                            mean_loss, score_in_chunks, score_logits)
 
 # %% ../nbs/24_heads.ipynb #e12f9fc7
+_all_ = ["IGNORED", "gather_positions", "masked_lm_loss", "mean_loss"]  # found here as well
+
+
 class MaskedLMHead(nn.Module):
     "Vectors -> scores over the vocabulary: dense, activation, norm, then the decoder."
 
@@ -119,7 +122,7 @@ def score_positions(
         head = lambda x_ND: model.head(x_ND, embedding_VD)
         return None, score_in_chunks(head, x, labels, rule, weights)
     logits = model.head(x, embedding_VD)
-    return logits, None if labels is None else score_labels(logits, labels, rule, weights)
+    return logits, None if labels is None else score_logits(logits, labels, rule, weights)
 
 # %% ../nbs/24_heads.ipynb #1f4a6499
 class BertLabForMaskedLM(BertLabTokenPredictor):

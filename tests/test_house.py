@@ -463,7 +463,8 @@ def requirements() -> tuple[set[str], dict[str, set[str]]]:
 
 
 PACKAGE_OF = {"yaml": "pyyaml", "IPython": "ipython", "PIL": "pillow", "torch_xla": "torch-xla", "mpl_toolkits": "matplotlib"}
-ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "ipython"}  # in an extra; the last comes with ipywidgets
+# In an extra; flash-attn is taken where somebody has built it; ipython comes with ipywidgets.
+ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython"}
 
 
 def test_declared_dependencies_are_those_that_the_package_imports():

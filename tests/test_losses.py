@@ -15,7 +15,7 @@ from bertlab.losses import (
     masked_lm_loss,
     mean_loss,
     score_in_chunks,
-    score_labels,
+    score_logits,
     z_loss,
 )
 
@@ -77,8 +77,8 @@ def test_the_default_returns_two_numbers_as_it_always_did():
 def test_parts_add_up_to_the_whole(num, cut, seed):
     x, labels, weights, decoder = some_case(num, seed)
     logits, rule = x @ decoder.T, LossRule(0.1, 0.01)
-    whole = score_labels(logits, labels, rule, weights)
-    parts = [score_labels(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))]
+    whole = score_logits(logits, labels, rule, weights)
+    parts = [score_logits(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))]
     for together, *apart in zip(whole, *parts):
         torch.testing.assert_close(sum(apart), together, rtol=1e-5, atol=1e-5)
 
@@ -86,14 +86,14 @@ def test_parts_add_up_to_the_whole(num, cut, seed):
 def test_positions_without_a_label_get_no_gradient():
     x, labels, weights, decoder = some_case(12, seed=2)
     logits = (x @ decoder.T).requires_grad_()
-    score_labels(logits, labels, LossRule(0.1, 0.1), weights).mean().backward()
+    score_logits(logits, labels, LossRule(0.1, 0.1), weights).mean().backward()
     silent = logits.grad.abs().sum(-1) == 0
     assert torch.equal(silent, labels == -100)
 
 
 def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero():
     logits = torch.randn(3, V, requires_grad=True)
-    parts = score_labels(logits, torch.full((3,), -100), LossRule(0.1, 0.1))
+    parts = score_logits(logits, torch.full((3,), -100), LossRule(0.1, 0.1))
     parts.mean().backward()
     assert [part.item() for part in parts] == [0, 0, 0, 0] and parts.mean() == 0
     assert (logits.grad == 0).all()
@@ -145,7 +145,7 @@ def test_smoothing_has_its_best_score_where_calculus_puts_it():
 
 def test_z_loss_is_apart_from_the_loss_but_in_what_is_followed():
     x, labels, _, decoder = some_case(10, seed=4)
-    plain, with_z = (score_labels(x @ decoder.T, labels, LossRule(z_weight=w)) for w in (0.0, 0.5))
+    plain, with_z = (score_logits(x @ decoder.T, labels, LossRule(z_weight=w)) for w in (0.0, 0.5))
     assert with_z.loss_sum == plain.loss_sum and plain.z_loss == 0
     torch.testing.assert_close(with_z.z_loss, 0.5 * z_loss(x @ decoder.T, labels))
     expected = (plain.loss_sum + with_z.z_loss) / plain.num_labels
@@ -154,7 +154,7 @@ def test_z_loss_is_apart_from_the_loss_but_in_what_is_followed():
 
 def test_num_right_counts_labels_only():
     logits = torch.eye(4)
-    assert score_labels(logits, torch.tensor([0, 2, -100, 3])).num_right == 2
+    assert score_logits(logits, torch.tensor([0, 2, -100, 3])).num_right == 2
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_the_sparse_head_has_the_loss_and_gradients_of_the_dense_one(seed, smoot
     at = (labels == -100).int().argsort(dim=1, stable=True)[:, :bound]  # spares have no label
     rule, results = LossRule(smoothing, z), []
     for take in (lambda t: t, lambda t: gather_positions(t, at)):
-        parts = score_labels(take(x) @ decoder.T, take(labels), rule, take(weights))
+        parts = score_logits(take(x) @ decoder.T, take(labels), rule, take(weights))
         results.append([*parts, *torch.autograd.grad(parts.mean(), (x, decoder))])
     for dense, sparse in zip(*results):
         torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-6)
@@ -214,7 +214,7 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(num, size, seed, smooth
     x.requires_grad_(), decoder.requires_grad_()
     weights = weights if weighted else None
     head, rule = (lambda t: t @ decoder.T), LossRule(smoothing, z, chunk_size=size)
-    both = score_labels(head(x), labels, rule, weights), score_in_chunks(head, x, labels, rule, weights)
+    both = score_logits(head(x), labels, rule, weights), score_in_chunks(head, x, labels, rule, weights)
     for whole, chunked in zip(*both):
         torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(parts.mean(), (x, decoder)) for parts in both]
@@ -251,7 +251,7 @@ def test_scores_are_not_kept_for_the_backward_pass():
         score_in_chunks(lambda t: t @ decoder.T, x, labels, LossRule(chunk_size=8))
     assert largest < 64 * V  # the control keeps them all:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        score_labels(x @ decoder.T, labels)
+        score_logits(x @ decoder.T, labels)
     assert largest >= 64 * V
 
 
@@ -260,7 +260,7 @@ def test_chunks_work_without_gradients_and_with_rows_and_positions():
     shaped = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12)
     with torch.no_grad():
         parts = score_in_chunks(lambda t: t @ decoder.T, shaped[0], shaped[1], LossRule(chunk_size=5), shaped[2])
-        whole = score_labels(x @ decoder.T, labels, weights=weights)
+        whole = score_logits(x @ decoder.T, labels, weights=weights)
     torch.testing.assert_close(parts.loss_sum, whole.loss_sum, rtol=1e-6, atol=1e-6)
     assert isinstance(parts, LossParts) and parts.num_right == whole.num_right
 
