@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from demo import processor
 
 import bertlab
 from bertlab.config import modernbert_tiny
@@ -74,15 +75,6 @@ def run_case(part: str, way: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--case", part, way]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def processor() -> str:
-    "The processor's name where the system tells it."
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
 
 
 def write_result(runs: dict[str, list[dict]], output: str) -> None:

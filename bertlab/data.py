@@ -285,7 +285,9 @@ class TokenizedSources(StreamedSources):
         if self.val_sources:
             return train, [read(source, "train") for source in self.val_sources]
         if self.streaming:
-            texts = held_out_texts(self.sources)
+            # A mixture numbers the texts of each stream by itself, so what is left out is found so.
+            streams = [[source] for source in self.sources] if self.mixing else [self.sources]
+            texts = [text for sources in streams for text in held_out_texts(sources)]
             return train, [tokenize_documents(texts, self.tokenizer, **caching)]
         return train, [join_documents([read(source, "validation") for source in self.sources])]
 

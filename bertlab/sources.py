@@ -268,11 +268,11 @@ def _reader(
 
 def refuse_hub_options(source: str, split: str, config_name: str | None, streaming: bool) -> None:
     "Raise `ValueError` where an option was given that nothing would read."
-    if (split, config_name, streaming) != ("train", None, False):
-        raise ValueError(
-            f"split={split!r}, config_name={config_name!r} and streaming={streaming} are for hub "
-            f"datasets, and {source} is none: leave them out"
-        )
+    given = {"split": split, "config_name": config_name, "streaming": streaming}
+    usual = {"split": "train", "config_name": None, "streaming": False}
+    if unread := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
+        raise ValueError(f"{source} is no hub dataset and has only the split 'train': leave out "
+                         f"{', '.join(unread)}")
 
 # %% ../nbs/09_sources.ipynb #80c5cba2
 class _StreamState:

@@ -294,6 +294,17 @@ def test_streams_are_mixed_by_rates(tmp_path):
     assert 0.7 < share < 0.8
 
 
+def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
+    sizes = {"a": 103, "b": 87, "c": 45}  # none a multiple of ten: each stream has a count of its own
+    texts = {name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, (name, size) in enumerate(sizes.items())}
+    paths = [write_lines(tmp_path / f"{name}.txt", texts[name]) for name in texts]
+    data = set_up(paths, streaming=True, data_kwargs={"mixing_rates": [103, 87, 45]})
+    held = texts_of(data.val_dataset)
+    read = [TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream]
+    assert held == sorted(text for one in texts.values() for text in one[9::10])
+    assert sorted(read + held) == sorted(text for one in texts.values() for text in one)
+
+
 def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
     texts = make_texts()
     data = set_up(write_lines(tmp_path / "a.txt", texts))

@@ -319,3 +319,18 @@ def test_the_key_of_files_is_their_content_order_and_reading(tmp_path):
         ([a], {}), ([c], {}), ([a, c], {}), ([c, a], {}), ([a, d], {}), ([a], {"lines": "auto"}),
     )]  # fmt: skip
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"split": "test"}, "split='test'"),
+    ({"config_name": "en"}, "config_name='en'"),
+    ({"streaming": True, "max_documents": 1}, "streaming=True"),
+])  # fmt: skip
+def test_an_option_of_hub_datasets_is_refused_for_a_file_by_its_name_alone(tmp_path, options, said):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="only the split 'train'") as refused:
+        load_corpus(str(path), **options)
+    others = {"split=", "config_name=", "streaming="} - {said.partition("=")[0] + "="}
+    assert str(refused.value).endswith(f"leave out {said}")
+    assert not any(other in str(refused.value) for other in others)
