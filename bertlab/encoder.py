@@ -352,11 +352,11 @@ def run_kernel(
     with_weights: bool = False,
 ) -> dict[str, Any]:  # as run_layers, (B, L, D)
     "Run the layers as the kernel wants them: on whole rows, or on the tokens alone and back."
-    shape = rows.documents.shape
+    shape, run = rows.documents.shape, model.__dict__.get("compiled_layers", run_layers)
     if not KERNELS[kernel].unpads:
-        return run_layers(model, rows, kernel, shape[1], with_states, with_weights)
+        return run(model, rows, kernel, shape[1], with_states, with_weights)
     flat, places_N = rows.unpadded()
-    out = run_layers(model, flat, kernel, shape[1], with_states)
+    out = run(model, flat, kernel, shape[1], with_states)
     back = lambda x_1ND: pad_again(x_1ND, places_N, shape)
     states = out["hidden_states"] and tuple(map(back, out["hidden_states"]))
     return out | {"last_hidden_state": back(out["last_hidden_state"]), "hidden_states": states}
