@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bertlab.corpus import train_tokenizer
 from bertlab.finetuning_data import FinetuningDataModule
-from bertlab.labelled import LabelNames, hold_out_texts
+from bertlab.labelled import LabelNames, best_answers, choose_answer, hold_out_texts
 from bertlab.loaders import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -420,3 +420,279 @@ def test_describe_counts_rows_labels_and_lengths_and_shows_rows():
     assert "| [CLS] text number 0" in said and said.count("|") == 1
     bars = [int(line.split()[3 if line.split()[1] == "-" else 2].replace(",", "")) for line in said.split("validation")[0].splitlines() if " -" in line]
     assert sum(bars) == 12
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def conllu(*sentences: str) -> str:
+    "Words and tags as in `good/ADJ is/AUX`."
+    pairs = [[word.split("/") for word in sentence.split()] for sentence in sentences]
+    return "\n".join("".join(f"{i}\t{word}\t_\t{tag}\t{tag.lower()}" + "\t_" * 5 + "\n" for i, (word, tag) in enumerate(words, 1)) for words in pairs)
+
+
+TAGGED = [f"text/NOUN is/AUX {word}/ADJ {i}/NUM" for i in range(6) for word in ("good", "bad")]
+
+
+def save(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def tagger(source, **options):
+    data = module("token_classification", str(source), **options)
+    data.setup()
+    return data
+
+
+def test_a_directory_of_conllu_files_is_read_by_split_and_tagged_by_upos(tmp_path):
+    for name, sentences in {"train": TAGGED, "dev": TAGGED[:2], "test": TAGGED[:1]}.items():
+        save(tmp_path / f"x-ud-{name}.conllu", conllu(*sentences))
+    data = tagger(tmp_path)
+    assert {split: len(rows) for split, rows in data.datasets.items()} == {"train": 12, "validation": 2, "test": 1}
+    assert data.id2label == {0: "ADJ", 1: "AUX", 2: "NOUN", 3: "NUM"} and data.note == ""
+    assert next(iter(data.val_dataloader()))["labels"][0][:6].tolist() == [-100, 2, 1, 0, 3, -100]
+
+
+@pytest.mark.parametrize("column", ["XPOS", "xpos", 5, "5", -6])
+def test_a_column_is_named_or_counted_from_1(column, tmp_path):
+    data = tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
+    assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
+
+
+@pytest.mark.parametrize("column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "do you mean 'UPOS'")])
+def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_path):
+    with pytest.raises(ValueError, match=f"label_column.*{words}"):
+        tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
+
+
+def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
+    sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
+    data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
+    assert data.id2label == {0: "B-X", 1: "I-X", 2: "O"}
+    assert tagger(str(tmp_path / "all.txt"), label_column="chunk").id2label == {0: "B-NP", 1: "I-NP"}
+
+
+def test_words_and_labels_of_a_table_stand_between_spaces_or_in_lists(tmp_path):
+    plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
+    lists = 'text,label\n' + '"[""text"", ""is"", ""good""]","[0, 1, 2]"\n' * 2 + '"[""bad""]","[0]"\n' * 2
+    assert tagger(save(tmp_path / "a.csv", plain), validation_fraction=0.5).records["train"][0]["label"][1] == "V"
+    data = tagger(save(tmp_path / "b.csv", lists), validation_fraction=0.5)
+    assert data.records["train"][0]["text"] == ["text", "is", "good"] and data.id2label == {0: "0", 1: "1", 2: "2"}
+
+
+def test_dev_and_val_are_validation_by_any_of_these_names(tmp_path):
+    for name in ("training", "val"):
+        write(tmp_path / f"{name}.csv", rows_of(8))
+    for val_split in ("validation", "dev", "val[:4]"):
+        data = module(source=str(tmp_path), val_split=val_split)
+        data.setup()
+        assert len(data.records["validation"]) == (4 if "[" in val_split else 8)
+    with pytest.raises(ValueError, match=r"no split 'test'; there are \['train', 'validation'\]"):
+        module(source=str(tmp_path), test_split="test[:1]").setup()
+
+
+def test_files_by_split_and_a_format_by_name(tmp_path):
+    train, dev = (save(tmp_path / f"{name}.dat", "text;label\n" + f"{name} is good;1\ntext is bad;0\n" * 3) for name in ("one", "two"))
+    data = module(source={"train": train, "dev": dev}, file_format="csv", reader_kwargs={"delimiter": ";"})
+    data.setup()
+    assert data.label2id == {"0": 0, "1": 1} and data.records["validation"][0]["text"] == "two is good"
+    with pytest.raises(ValueError, match="file_format.*conllu"):
+        module(source=train, file_format="xml")
+
+
+def test_two_columns_are_a_pair_and_several_are_several_labels(tmp_path):
+    lines = "".join(f"text {i},is good,{i % 2},{int(i == 1)},0\n" for i in range(6))
+    path = save(tmp_path / "train.csv", "a,b,odd,one,never\n" + lines)
+    data = module(source=path, text_column=["a", "b"], label_column=["odd", "one", "never"], validation_fraction=0.2)
+    data.setup()
+    assert data.id2label == {0: "odd", 1: "one", 2: "never"} and data.collator.problem_type == "multi_label_classification"
+    row = next(row for row in data.datasets["train"].rows if tokenizer().decode(row["input_ids"]).startswith("[CLS] text 1"))
+    assert row["labels"].tolist() == [1, 1, 0]
+    assert row["input_ids"].tolist() == tokenizer()("text 1", "is good")["input_ids"]
+    with pytest.raises(ValueError, match="train.csv line 3: the column 'one' holds '2'"):
+        module(source=save(tmp_path / "train.csv", "a,odd,one\ntext,1,0\nis,0,2\n"), text_column="a", label_column=["odd", "one"]).setup()
+
+
+def test_names_of_labels_may_be_given_in_the_order_of_their_ids():
+    data = given_rows(rows_of(8, (0, 2)), rows_of(2, (0, 2)), label_names=["low", "middle", "high"])
+    assert data.id2label == {0: "low", 1: "middle", 2: "high"} and data.count_labels("train") == {"low": 4, "middle": 0, "high": 4}
+    named = given_rows(rows_of(8), rows_of(2), label_names=["good", "bad"])
+    assert next(iter(named.val_dataloader()))["labels"][:2].tolist() == [1, 0]
+
+
+# --- bad rows -------------------------------------------------------------------------------------
+
+
+BAD = {
+    "an empty text": ("classification", {"text": " ", "label": "bad"}, "'text'.*not empty"),
+    "no label": ("classification", {"text": "good", "label": None}, "'label' has no label"),
+    "an empty label": ("classification", {"text": "good", "label": ""}, "'label' has no label"),
+    "a label that is NaN": ("classification", {"text": "good", "label": float("nan")}, "'label' has no label"),
+    "no such column": ("classification", {"text": "good", "lable": "bad"}, "has no column 'label'"),
+    "a row that is none": ("classification", "good", "'good' is no dict"),
+    "more labels than words": ("token_classification", {"text": ["good"], "label": ["A", "B"]}, "2 labels for 1 words"),
+    "fewer labels than words": ("token_classification", {"text": ["is", "good"], "label": ["A"]}, "1 labels for 2 words"),
+    "a label for a sentence": ("token_classification", {"text": ["is"], "label": "A"}, "a label for each word"),
+    "a word without label": ("token_classification", {"text": ["is"], "label": [None]}, "no label"),
+    "an answer outside": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["bad"], "answer_start": [60]}}, "'bad' at character 60.*found at -1"),
+    "an answer elsewhere": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["good"], "answer_start": [7]}}, "found at 8"),
+    "a question that fills the window": ("question_answering", {"question": "is " * 62, "context": "good", "answers": []}, "max_sequence_length"),
+}
+FINE = {
+    "classification": [{"text": f"text {i} is good", "label": "ab"[i % 2]} for i in range(8)],
+    "token_classification": [{"text": ["text", str(i)], "label": ["A", "B"]} for i in range(8)],
+    "question_answering": [{"question": f"number {i}", "context": f"text {i} is good", "answers": {"text": ["good"], "answer_start": [10]}} for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_bad_row_is_an_error_with_its_number_or_left_out_and_counted(name, split):
+    task, row, words = BAD[name]
+    options = {"task": task, "collator_kwargs": {"doc_stride": 4} if task == "question_answering" else {}}
+    splits = {"train": FINE[task], "val": FINE[task]}
+    splits[split] = [*FINE[task][:3], row, *FINE[task][3:]]
+    full = {"train": "train", "val": "validation"}[split]
+    with pytest.raises(ValueError, match=f"^{full} row 3:? ?.*{words}"):
+        given_rows(**splits, **options)
+    data = given_rows(**splits, **options, bad_rows="skip")
+    assert list(data.records[full]) == FINE[task] and len(data.datasets[full]) == 8
+    assert f"{full}: 1 rows left out" in data.describe() and f"{full} row 3" in data.describe()
+
+
+def test_a_label_that_training_lacks_is_left_out_by_choice():
+    train, val = rows_of(8), [*rows_of(2), {"text": "text", "label": "ugly"}, {"text": "good", "label": "good"}]
+    data = given_rows(train, val, bad_rows="skip")
+    assert [row["text"] for row in data.records["validation"]][-1] == "good" and "'ugly'" in data.describe()
+    tagged = FINE["token_classification"]
+    with pytest.raises(ValueError, match="validation row 1: 'label' has the label 'C'.*skip"):
+        given_rows(tagged, [tagged[0], {"text": ["is"], "label": ["C"]}], task="token_classification")
+
+
+def test_an_amount_that_is_a_text_is_refused_before_training():
+    rows = [{"text": f"text {i}", "label": i / 4} for i in range(6)]
+    with pytest.raises(ValueError, match="train row 6: .*'high'.*regression"):
+        given_rows([*rows, {"text": "good", "label": "high"}], rows)
+    with pytest.raises(ValueError, match="train row 0: .*'bad'.*regression"):
+        given_rows(rows_of(4), rows_of(2), collator_kwargs={"problem_type": "regression"})
+
+
+def test_a_bad_line_of_a_file_is_named_even_when_it_is_held_out(tmp_path):
+    good = "".join(f'"text {i},\nis good",{i / 4}\n' for i in range(6))
+    path = save(tmp_path / "a.csv", "text,label\n" + good + "number,high\n" + good.replace("text", "number"))
+    with pytest.raises(ValueError, match="^a.csv line 14: .*'high'"):
+        module(source=path).setup()
+    data = module(source=path, bad_rows="skip")
+    data.setup()
+    assert sum(map(len, data.records.values())) == 12 and "a.csv line 14" in data.describe()
+
+
+def test_lines_that_cannot_be_read_are_counted_with_the_others(tmp_path):
+    text = conllu(*TAGGED).replace("good", "go\tod", 1)
+    with pytest.raises(ValueError, match="train.conllu line 3 has 11 columns"):
+        tagger(save(tmp_path / "train.conllu", text))
+    data = tagger(str(tmp_path / "train.conllu"), bad_rows="skip")
+    assert sum(map(len, data.records.values())) == 11 and "train: 1 rows left out" in data.describe()
+
+
+def test_rows_of_which_none_is_good_are_an_error_in_any_case():
+    with pytest.raises(ValueError, match="no row is good"):
+        given_rows(rows_of(4), [{"text": "", "label": "bad"}], bad_rows="skip")
+    with pytest.raises(ValueError, match="bad_rows"):
+        module(bad_rows="ignore")
+
+
+def test_a_column_that_no_row_has_names_the_one_that_was_meant():
+    with pytest.raises(ValueError, match="text_column: there is no column 'sentense'; do you mean 'sentence'"):
+        given_rows([{"sentence": "good", "label": 1}] * 3, text_column="sentense", bad_rows="skip")
+
+
+def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
+    rows = [*FINE["question_answering"][:2], {**FINE["question_answering"][2], "question": ""}, *FINE["question_answering"][3:]]
+    data = given_rows(rows, rows, task="question_answering", bad_rows="skip", collator_kwargs={"doc_stride": 4})
+    for row in data.datasets["validation"].rows:
+        example = data.records["validation"][int(row["example_index"])]
+        assert tokenizer()(example["question"], example["context"])["input_ids"] == row["input_ids"].tolist()
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def test_packed_rows_hold_each_sentence_once_with_its_labels():
+    rng = np.random.default_rng(0)
+    rows = [{"text": ["text", str(i)] + ["good"] * int(n), "label": ["A", "B"] + ["C"] * int(n)} for i, n in enumerate(rng.integers(0, 20, 40))]
+    plain, packed = (given_rows(rows, rows[:3], task="token_classification", packing=p, train_batch_size=1) for p in (False, True))
+    content = lambda ids, labels: (tuple(ids.tolist()), tuple(labels.tolist()))
+    expected = sorted(content(row["input_ids"], row["labels"]) for row in plain.datasets["train"].rows)
+    found, shapes = [], set()
+    for batch in packed.train_dataloader():
+        shapes.add(tuple(batch["input_ids"].shape))
+        ids, mask, labels, places = (batch[k][0] for k in ("input_ids", "attention_mask", "labels", "position_ids"))
+        for number in range(1, int(mask.max()) + 1):
+            found.append(content(ids[mask == number], labels[mask == number]))
+            assert places[mask == number].tolist() == list(range(int((mask == number).sum())))
+        assert (labels[mask == 0] == -100).all()
+    assert sorted(found) == expected and shapes == {(1, 64)} and len(packed.datasets["train"]) < 15
+    assert len(packed.datasets["validation"]) == 3, "predictions are by sentence, and so are these rows"
+
+
+def test_packing_counts_the_labels_that_were_cut():
+    rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
+    data = given_rows(rows, rows[:1], task="token_classification", packing=True, max_sequence_length=16, train_batch_size=1)
+    assert sum(int(row["num_dropped_labels"]) for row in data.datasets["train"].rows) == (30 - 14) + (40 - 14)
+
+
+def test_packing_of_whole_texts_is_refused():
+    with pytest.raises(ValueError, match="packing=True needs a label a word: task is 'classification'"):
+        module(packing=True)
+
+
+# --- answers as text ------------------------------------------------------------------------------
+
+
+piece = st.sampled_from(["good", "bad", "text", "é", "naïve", "中文", "\U0001f600", "I\u0307", "ﬁ", "number", "e\u0301"])
+gap = st.sampled_from([" ", "\t", "  ", "\n", "\u00a0", ", ", "\t\t"])
+
+
+@functools.cache
+def reading_tokenizer():
+    letters = "good bad text é naïve 中文 \U0001f600 I\u0307 i ﬁ fi number e\u0301 , ".split()
+    return train_tokenizer([" ".join(letters)] * 20, 120)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(piece, gap), min_size=3, max_size=40), st.data())
+def test_perfect_scores_give_the_answer_to_the_character(parts, data):
+    context = "".join(word + space for word, space in parts)
+    starts = np.cumsum([0, *(len(word + space) for word, space in parts)])
+    first = data.draw(st.integers(0, len(parts) - 1))
+    last = data.draw(st.integers(first, min(len(parts) - 1, first + 2)))
+    begin, end = int(starts[first]), int(starts[last]) + len(parts[last][0])
+    record = {"question": "text good", "context": context, "answers": {"text": [context[begin:end]], "answer_start": [begin]}}
+    other = {"question": "bad", "context": "good text", "answers": []}
+    module = FinetuningDataModule("question_answering", reading_tokenizer(), max_sequence_length=48, val_batch_size=3, collator_kwargs={"doc_stride": 24})
+    module.set_datasets(train=[record, other], val=[other, record])
+    module.setup()
+    windows = []
+    for batch in module.val_dataloader():
+        for i in range(3):
+            scores = [torch.nn.functional.one_hot(batch[f"{side}_positions"][i].clamp(min=0), batch["input_ids"].shape[1]) * 9.0 for side in ("start", "end")]
+            windows.append((*scores, batch["offsets"][i], batch["example_index"][i]))
+    best = best_answers(*zip(*windows), module.records["validation"]["context"], max_answer_tokens=64)
+    assert choose_answer(best[0]).text == ""
+    answer = choose_answer(best[1])
+    assert (answer.text, answer.start, answer.stop) == (context[begin:end], begin, end)
+
+
+def test_questions_of_a_squad_file_reach_batches_and_keep_their_ids(tmp_path):
+    qas = [{"id": f"q{i}", "question": f"number {i}", "answers": [{"text": "good", "answer_start": 5 * i + 0}] if i < 2 else [], "is_impossible": i == 2} for i in range(3)]
+    data = [{"title": "T", "paragraphs": [{"context": "good good bad", "qas": qas}]}]
+    for name in ("train-v2.0.json", "dev-v2.0.json"):
+        save(tmp_path / name, json.dumps({"version": "v2.0", "data": data}))
+    loaded = module("question_answering", str(tmp_path), collator_kwargs={"doc_stride": 4})
+    loaded.setup()
+    assert loaded.records["validation"]["id"] == ["q0", "q1", "q2"]
+    batch = next(iter(loaded.val_dataloader()))
+    spans = [batch["offsets"][i, batch["start_positions"][i]].tolist() for i in range(3)]
+    assert spans == [[0, 4], [5, 9], [-1, -1]] and int(batch["start_positions"][2]) == 0
