@@ -11,9 +11,11 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.strategies import Strategy
 
 from .callbacks import RandomStates, WholeFileCheckpointIO
 from .devices import describe_device
+from .parallel import get_strategy
 
 # %% ../nbs/42_trainer.ipynb #99a2ed2e
 def make_trainer(
@@ -25,6 +27,7 @@ def make_trainer(
     gradient_clip_val: float | None = 1.0,  # largest norm of the whole gradient
     val_check_steps: int | None = None,  # optimizer steps between validations; None: never
     accumulate_grad_batches: int = 1,
+    strategy: str | Strategy = "auto",  # "ddp", "fsdp", ...: see `get_strategy`
     **kwargs: Any,  # of Lightning's Trainer; they win
 ) -> L.Trainer:
     "Build a Trainer for this device whose runs can be stopped and resumed exactly."
@@ -36,10 +39,10 @@ def make_trainer(
         precision = describe_device().precision if accelerator == "auto" else "32-true"
     settings = dict(
         max_steps=max_steps, max_epochs=-1, precision=precision, accelerator=accelerator,
-        devices=devices, gradient_clip_val=gradient_clip_val, num_sanity_val_steps=0,
-        accumulate_grad_batches=accumulate_grad_batches, check_val_every_n_epoch=None,
-        val_check_interval=(val_check_steps or 1) * accumulate_grad_batches,
-        limit_val_batches=1.0 if val_check_steps else 0, logger=False,
+        devices=devices, strategy=get_strategy(strategy), gradient_clip_val=gradient_clip_val,
+        num_sanity_val_steps=0, accumulate_grad_batches=accumulate_grad_batches,
+        val_check_interval=(val_check_steps or 1) * accumulate_grad_batches, logger=False,
+        limit_val_batches=1.0 if val_check_steps else 0, check_val_every_n_epoch=None,
         enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         callbacks=[*callbacks, RandomStates()], plugins=[WholeFileCheckpointIO()],

@@ -14,7 +14,7 @@ from conftest import ROOT
 
 NOTEBOOKS = sync.notebooks(ROOT)
 MODULES = sorted(path for path in (ROOT / "bertlab").glob("*.py") if not path.name.startswith("_"))
-WITH_LIGHTNING = {17, 18, *range(40, 50), 57}
+WITH_LIGHTNING = {17, 18, *range(40, 50), 57, 58}
 WITH_XLA = {2, 42, 46}
 LIGHT = {"formats", "documents", "sources", "corpus"}  # what the command reads before it knows that it must train
 NOT_FOR_USERS = {"nbdev", "fastcore", "execnb"}
