@@ -6,13 +6,16 @@
 __all__ = ['ENTITY_SCORES', 'ENTITY_AVERAGES', 'ENTITY_MODES', 'ANSWER_SCORES', 'METRIC_TASKS', 'PROBLEM_TYPES', 'read_iob2',
            'mark_entities', 'count_entities', 'score_counts', 'EntityScore', 'normalize_answer', 'answer_f1',
            'answer_match', 'score_answer', 'AnswerScore', 'score_entities', 'score_answers', 'check_task',
-           'get_metrics_for_task']
+           'get_metrics_for_task', 'TaskScores', 'split_documents', 'TokenScores', 'choose_answer', 'AnswerWindows',
+           'AnswerScores']
 
 # %% ../nbs/39_task_metrics.ipynb #c37354e2
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from bertlab.label_metrics import (
     score_labels,
     score_values,
 )
+from .labelled import AnswerText, best_answers
 
 # %% ../nbs/39_task_metrics.ipynb #0b57cdd7
 def read_iob2(
@@ -281,3 +285,105 @@ def get_metrics_for_task(
         return score_decisions(num_labels)
     metrics = score_labels(num_labels)
     return metrics if label_names is None else metrics | score_entities(label_names, entity_mode)
+
+# %% ../nbs/39_task_metrics.ipynb #3944cee0
+class TaskScores(torch.nn.Module):
+    "A task's metrics over all batches and processes: update them, then compute them once."
+
+    def __init__(self, metrics: Mapping[str, Metric]):  # of `get_metrics_for_task`
+        super().__init__()
+        self.metrics = torch.nn.ModuleDict(metrics)
+
+    def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
+        "Take what a model gave for a batch of texts. Blank rows do not count."
+        real_B = batch["attention_mask"].any(1)
+        self.score(output.logits[real_B].float(), batch["labels"][real_B])
+
+    def score(self, preds: Any, target: Any) -> None:
+        "Show every metric the same predictions."
+        for metric in self.metrics.values():
+            metric.update(preds, target)
+
+    def compute(self) -> dict[str, Tensor]:
+        "Values by name, the same on every process; the next round begins with nothing."
+        values = {name: metric.compute() for name, metric in self.metrics.items()}
+        for metric in self.metrics.values():
+            metric.reset()
+        return values
+
+# %% ../nbs/39_task_metrics.ipynb #6a45d037
+def split_documents(
+    values_BL: Tensor,  # of tokens
+    documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document of its row
+    filler: int,  # elsewhere
+) -> Tensor:  # (B * N, L), N documents in the fullest row
+    "Give each packed document a row of its own."
+    numbers = torch.arange(1, int(documents_BL.max()) + 1, device=documents_BL.device)
+    inside_BNL = documents_BL[:, None] == numbers[:, None]
+    return values_BL[:, None].masked_fill(~inside_BNL, filler).flatten(0, 1)
+
+
+class TokenScores(TaskScores):
+    "Scores of tokens and of entities, each of which lies in one document."
+
+    def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
+        documents_BL, preds_BL = batch["attention_mask"], output.logits.argmax(-1)
+        self.score(split_documents(preds_BL, documents_BL, 0),
+                   split_documents(batch["labels"], documents_BL, UNSCORED))
+
+# %% ../nbs/39_task_metrics.ipynb #0e3a988f
+def choose_answer(
+    ranked: Sequence[AnswerText],  # of one example, of `best_answers`
+    null_threshold: float | None = None,  # how far no answer must lead; None: it never wins
+) -> str:
+    "The best text, or nothing if that leads by more than the threshold (Devlin et al., sec. 4.3)."
+    nothing = next((answer for answer in ranked if not answer.text), None)
+    best = next((answer for answer in ranked if answer.text), None)
+    if best is None:
+        return ""
+    lead = -math.inf if nothing is None else nothing.score - best.score
+    return "" if null_threshold is not None and lead > null_threshold else best.text
+
+# %% ../nbs/39_task_metrics.ipynb #e6a29d9f
+class AnswerWindows(TaskScores):
+    "Windows of contexts, collected until all are there."
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        contexts: Sequence[str],  # by example
+        golds: Sequence,  # right answers by example, see `score_answer`
+        null_threshold: float | None = None,  # how far no answer must lead; None: it never wins
+        **limits: int,  # num_best, max_answer_tokens of `best_answers`
+    ):
+        super().__init__(metrics)
+        self.contexts, self.golds, self.limits = contexts, golds, limits
+        self.null_threshold, self.windows = null_threshold, []
+
+    def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
+        values = (output.start_logits.float(), output.end_logits.float(), batch["offsets"],
+                  batch["example_index"])
+        self.windows += zip(*(value.cpu().numpy() for value in values))
+
+# %% ../nbs/39_task_metrics.ipynb #7d6051aa
+class AnswerScores(AnswerWindows):
+    "Scores of answers as text. A context's windows may have been on any process."
+
+    def answers(self) -> dict[int, str]:  # by example
+        "Choose an answer for each example, from the windows of all processes."
+        windows = self.windows
+        if torch.distributed.is_initialized():
+            parts = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, windows)
+            windows = [window for part in parts for window in part]
+        found = best_answers(*zip(*windows), self.contexts, **self.limits) if windows else {}
+        return {i: choose_answer(ranked, self.null_threshold) for i, ranked in found.items()}
+
+    def compute(self) -> dict[str, Tensor]:
+        answers, place = self.answers(), (0, 1)
+        if torch.distributed.is_initialized():
+            place = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        mine = sorted(answers)[place[0]::place[1]]  # the metrics add processes up
+        self.score([answers[i] for i in mine], [self.golds[i] for i in mine])
+        self.windows = []
+        return super().compute()
