@@ -1,0 +1,160 @@
+"""Peak memory and step time of each mode of activation checkpointing.
+
+    python benchmarks/checkpointing.py [--runs 3] [--output benchmarks/results/checkpointing.json]
+
+Each case runs in a process of its own: a step for memory, then more steps for time. Two figures of
+memory are written: the most resident memory of the process above what it held before the step, as
+the operating system counts it, and the peak of live bytes that the ledger counts, which does not
+depend on an allocator. Of compiled cases, what autograd keeps between the passes: a ledger cannot
+look into a compiled graph, and the compiler's own memory hides the step's; they run once, since
+compiling takes long. Time is the processor's. Medians over runs that take turns. Losses must agree
+with the control's, or the benchmark ends. Nothing else here passes or fails.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from demo import processor
+from heads import resident_bytes
+
+import bertlab
+from bertlab.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
+from bertlab.config import modernbert_tiny
+from bertlab.devices import describe_device, peak_memory_bytes
+from bertlab.encoder import run_layers
+from bertlab.files import written_whole
+from bertlab.heads import BertLabForMaskedLM
+from bertlab.losses import LossRule
+
+ROWS, LENGTH, LABELS, CHUNK, STEPS = 4, 512, 0.15, 128, 3
+SHAPE = dict(vocab_size=8192, hidden_size=256, intermediate_size=384, num_attention_heads=4,
+             num_hidden_layers=4)  # fmt: skip
+DROPOUT = dict(embedding_dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1)
+CASES = {  # a compiler on a budget repeats no dropout, so it has a control of its own
+    "keep everything": False,
+    "full": True,
+    "every 2nd block": {"mode": "selected_blocks", "interval": 2},
+    "MLPs": {"mode": "selected_modules", "modules": ["*.mlp"]},
+    "operations": "selected_ops",
+    "compiled, keep everything": False,
+    "compiled, budget 0.5": {"mode": "budget", "budget": 0.5},
+    "compiled, budget 0": {"mode": "budget", "budget": 0},
+}
+
+
+def measure(case: str) -> dict[str, float]:
+    "Steps of one mode, in this process."
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    compiled = case.startswith("compiled")
+    model = BertLabForMaskedLM(modernbert_tiny(**SHAPE, **({} if compiled else DROPOUT))).train()
+    mode, options = read_checkpointing(CASES[case], compiled)
+    checkpoint_activations(model, mode, **options)
+    ids_BL = torch.randint(SHAPE["vocab_size"], (ROWS, LENGTH))
+    positions_BM = torch.rand(ROWS, LENGTH).argsort(1)[:, : int(LABELS * LENGTH)]
+    labels_BL = torch.full_like(ids_BL, -100).scatter(1, positions_BM, ids_BL.gather(1, positions_BM))
+    rule = LossRule(chunk_size=CHUNK)  # else the head's scores are the peak
+
+    def step(rows: int = ROWS) -> float:
+        torch.manual_seed(1)
+        loss = model(ids_BL[:rows], labels=labels_BL[:rows], label_positions=positions_BM[:rows],
+                     loss_rule=rule).loss  # fmt: skip
+        loss.backward()
+        model.zero_grad(set_to_none=False)
+        return loss.item()
+
+    figures = {}
+    if compiled:
+        model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, dynamic=False)
+        figures["loss"] = step()  # compiles; its peak is of the compiler, too
+    else:
+        step(1)  # gradients and kernels are there
+        before = resident_bytes()
+        figures["loss"] = step()
+        figures["bytes_above_start"] = peak_memory_bytes() - before
+        with MemoryLedger() as ledger:
+            step()
+        figures["live_bytes"] = max(ledger.history)
+    if compiled:
+        own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes() * (storage.data_ptr() not in own)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            step()
+        figures["kept_bytes"] = sum(kept.values())
+    times = []
+    for _ in range(STEPS):
+        start = time.process_time()
+        step()
+        times.append(time.process_time() - start)
+    return figures | {"seconds": statistics.median(times)}
+
+
+def run_case(case: str) -> dict[str, float]:
+    "The same in a fresh process: the highest water of another case must not count."
+    command = [sys.executable, __file__, "--case", case]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def control_of(case: str) -> str:
+    return "compiled, keep everything" if case.startswith("compiled") else "keep everything"
+
+
+def write_result(runs: dict[str, list[dict]], output: str) -> None:
+    "Medians of the runs so far, and what they are of the control's."
+    median = {case: {k: statistics.median(f[k] for f in figures) for k in figures[0]}
+              for case, figures in runs.items() if figures}  # fmt: skip
+    shares = {}
+    for case, figures in median.items():
+        control = median[control_of(case)]
+        if abs(figures["loss"] - control["loss"]) > 1e-6:
+            raise SystemExit(f"{case}: loss {figures['loss']} is not the control's {control['loss']}")
+        shares[case] = {k: round(figures[k] / control[k], 3) for k in figures if k != "loss"}
+    result = {
+        "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
+        "processor": processor(), "cores": os.cpu_count(), "device": str(describe_device()),
+        "system": platform.platform(), "python": platform.python_version(),
+        "torch": str(torch.__version__), "threads": 1, "rows": ROWS, "row_length": LENGTH,
+        "label_share": LABELS, "chunk_size": CHUNK, "steps": STEPS, **SHAPE, **DROPOUT,
+        "share_of_control": shares, "median": median, "runs": runs,
+    }  # fmt: skip
+    with written_whole(output) as temporary:
+        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=3, help="processes for each case (default: 3)")
+    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "checkpointing.json"))
+    parser.add_argument("--case", choices=CASES, metavar="CASE", help="one case, in this process")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options.case)))
+        return
+    runs = {case: [] for case in CASES}
+    for number in range(options.runs):
+        for case in CASES:
+            if number and case.startswith("compiled"):
+                continue
+            runs[case].append(run_case(case))
+            shown = {k: v / 2**20 if "bytes" in k else v
+                     for k, v in runs[case][-1].items()}  # fmt: skip
+            print(f"run {number + 1}: {case:26}", {k: round(v, 3) for k, v in shown.items()}, flush=True)
+        write_result(runs, options.output)
+
+
+if __name__ == "__main__":
+    main()
