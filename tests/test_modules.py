@@ -274,3 +274,43 @@ def test_flops_count_real_context_and_the_sparse_head():
     # The window of 64 on each side is wider than both contexts, so every layer sees all of it.
     assert far - one == pytest.approx(12 * hidden * 8 * layers)
     assert dense - one == pytest.approx(6 * 0.85 * (hidden * hidden + vocab * hidden))
+
+
+@pytest.mark.parametrize("kwargs, peak_at", [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)])
+def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
+    module = module_of(scheduler_kwargs=kwargs, scheduler_cooldown_steps=0)
+    _, record = fit(module, data_of(), 10)
+    rates = record.column("learning_rate")
+    assert rates[peak_at - 1] == pytest.approx(3e-3) and rates[peak_at - 2] < 3e-3
+
+
+def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    first = module_of()
+    first.configure_model()
+    first.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("encoder.blocks", "encoder.stack"): weight for name, weight in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path),
+                              load_key_mapping={"encoder.blocks.*": "encoder.stack.*"})  # fmt: skip
+    old, new = first.model.state_dict(), later.model.state_dict()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_float8_and_a_budget_say_what_they_need(tmp_path):
+    module = module_of(float8="tensorwise")
+    with pytest.raises((ValueError, ImportError), match="float8"):
+        module.configure_model()
+    with pytest.raises(ValueError, match="compile"):
+        module_of(gradient_checkpointing={"mode": "budget", "budget": 0.5}, compile_model=False)
+
+
+@pytest.mark.parametrize("setting", [True, "selected_ops", {"mode": "selected_blocks", "interval": 2}])
+def test_activation_checkpointing_changes_no_loss(setting):
+    dropout = {**SHAPE, "hidden_dropout": 0.1}
+    _, plain = fit(module_of(model_config_kwargs=dropout), data_of(), 3)
+    _, less = fit(module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3)
+    np.testing.assert_array_equal(plain.column("loss"), less.column("loss"))
