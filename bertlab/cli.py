@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CONFIGURED', 'add_flag', 'add_commands', 'build_parser', 'flags_given', 'recipe_from', 'refuse', 'quieten',
-           'run_demo_command', 'take_words', 'run_pretrain_command', 'run_validate_command', 'read_texts',
-           'run_fill_mask_command', 'run_devices_command', 'dispatch', 'main']
+           'run_demo_command', 'take_words', 'run_pretrain_command', 'run_validate_command', 'run_finetune',
+           'read_sentences', 'run_fill_mask_command', 'run_distill_command', 'run_devices_command', 'dispatch', 'main']
 
 # %% ../nbs/60_cli.ipynb #c5ed5d89
 import argparse
@@ -33,6 +33,7 @@ def add_flag(parser: argparse.ArgumentParser, choice) -> None:
 # %% ../nbs/60_cli.ipynb #eecf783b
 CONFIGURED = {  # commands whose words are read by LightningCLI, which knows every parameter
     "pretrain": "train by configuration files and flags: bertlab pretrain --help lists them",
+    "finetune": "fine-tune a model on a task, by configuration files and flags",
     "validate": "measure a model on validation text: --run.output DIRECTORY, or --config FILE",
 }
 
@@ -45,6 +46,11 @@ def add_commands(commands) -> None:  # of argparse
     fill.add_argument("directory", help="of a run, or of a model")
     fill.add_argument("texts", nargs="*", help="with one or more [MASK]; none: lines of the input")
     fill.add_argument("--top_k", "--top-k", type=int, default=5, help="guesses (default: 5)")
+    distill = commands.add_parser("distill", help="train in stages, each held close to the last")
+    distill.add_argument("config", help="YAML file with stages, such as configs/kl-two-stage.yaml")
+    distill.add_argument("--output", default="bertlab-stages",
+                         help="directory (default: bertlab-stages)")  # fmt: skip
+    distill.add_argument("--resume", action="store_true", help="go on with what is in --output")
     commands.add_parser("devices", help="say what a run would use here")
 
 # %% ../nbs/60_cli.ipynb #7af67373
@@ -165,7 +171,7 @@ def run_pretrain_command(words: Sequence[str]) -> int:  # the exit status
     print("\n".join(f"{name:<20}  {value}" for name, value in metrics.items()), flush=True)
     return 0
 
-
+# %% ../nbs/60_cli.ipynb #59026f37
 def run_validate_command(words: Sequence[str]) -> int:  # the exit status
     "Validate by configuration, and print JSON."
     import json
@@ -179,8 +185,16 @@ def run_validate_command(words: Sequence[str]) -> int:  # the exit status
         return refuse("validate", mistake)
     return 0
 
+
+def run_finetune(words: Sequence[str]) -> int:  # the exit status
+    "Fine-tune by configuration."
+    from bertlab.finetuning_commands import run_finetune_command  # torch: seconds
+
+    quieten()
+    return run_finetune_command(words)
+
 # %% ../nbs/60_cli.ipynb #16bf72a5
-def read_texts(arguments: argparse.Namespace) -> list[str]:
+def read_sentences(arguments: argparse.Namespace) -> list[str]:
     "The texts that were given, or the lines of standard input. Raises `ValueError` for none."
     texts = arguments.texts
     if not texts and not sys.stdin.isatty():
@@ -189,13 +203,13 @@ def read_texts(arguments: argparse.Namespace) -> list[str]:
         raise ValueError('no text: give one, such as "The value is [MASK].", or pipe lines in')
     return texts
 
-
+# %% ../nbs/60_cli.ipynb #a6b6d69d
 def run_fill_mask_command(arguments: argparse.Namespace) -> int:  # the exit status
     "Print the most probable words for each gap."
     try:
         if not Path(arguments.directory).is_dir():
             raise ValueError(f"no such directory: {arguments.directory}")
-        texts = read_texts(arguments)
+        texts = read_sentences(arguments)
         from bertlab.runs import find_model, load_filler  # torch: seconds
 
         quieten()
@@ -209,7 +223,27 @@ def run_fill_mask_command(arguments: argparse.Namespace) -> int:  # the exit sta
             print("  " + ", ".join(f"{word} {share:.1%}" for word, share in guesses), flush=True)
     return 0
 
+# %% ../nbs/60_cli.ipynb #c1f8d1ef
+def run_distill_command(arguments: argparse.Namespace) -> int:  # the exit status
+    "Train in stages, as a file says."
+    from bertlab.callbacks import RunInterrupted  # torch: seconds
+    from bertlab.stages import load_stages, train_stages
 
+    quieten()
+    try:
+        summaries = train_stages(load_stages(arguments.config), arguments.output, arguments.resume)
+    except (ValueError, OSError) as mistake:
+        return refuse(arguments.command, mistake)
+    except RunInterrupted as stopped:
+        print(f"\nstopped at step {stopped.args[0]} and saved; go on with:\n  bertlab distill "
+              f"{arguments.config} --resume --output {arguments.output}", flush=True)  # fmt: skip
+        return 130
+    for number, summary in enumerate(summaries, 1):
+        found = ", ".join(f"{name} {value:.5g}" for name, value in summary.items())
+        print(f"stage {number}: {found}", flush=True)
+    return 0
+
+# %% ../nbs/60_cli.ipynb #93ff9d88
 def run_devices_command(arguments: argparse.Namespace) -> int:  # the exit status
     "Say on which device and in which precision a run would train here, and its peak."
     from bertlab.devices import describe_device, peak_flops  # torch: seconds
@@ -224,12 +258,12 @@ def run_devices_command(arguments: argparse.Namespace) -> int:  # the exit statu
 def dispatch(words: list[str], started: float) -> int:  # the exit status
     "Find who answers a command. The configured ones read their words themselves."
     if words[:1] and words[0] in CONFIGURED:
-        configured = {"pretrain": run_pretrain_command, "validate": run_validate_command}
-        return configured[words[0]](words[1:])
+        return {"pretrain": run_pretrain_command, "validate": run_validate_command,
+                "finetune": run_finetune}[words[0]](words[1:])  # fmt: skip
     arguments = build_parser().parse_args(words)
     if arguments.command == "demo":
         return run_demo_command(arguments, started)
-    return {"fill-mask": run_fill_mask_command,
+    return {"fill-mask": run_fill_mask_command, "distill": run_distill_command,
             "devices": run_devices_command}[arguments.command](arguments)  # fmt: skip
 
 

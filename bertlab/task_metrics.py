@@ -6,7 +6,7 @@
 __all__ = ['ENTITY_SCORES', 'ENTITY_AVERAGES', 'ENTITY_MODES', 'ANSWER_SCORES', 'METRIC_TASKS', 'PROBLEM_TYPES', 'read_iob2',
            'mark_entities', 'count_entities', 'score_counts', 'EntityScore', 'normalize_answer', 'answer_f1',
            'answer_match', 'score_answer', 'AnswerScore', 'score_entities', 'score_answers', 'check_task',
-           'get_metrics_for_task', 'TaskScores', 'split_documents', 'TokenScores', 'choose_answer', 'AnswerWindows',
+           'get_metrics_for_task', 'TaskScores', 'split_documents', 'TokenScores', 'choose_text', 'AnswerWindows',
            'AnswerScores']
 
 # %% ../nbs/39_task_metrics.ipynb #c37354e2
@@ -332,7 +332,7 @@ class TokenScores(TaskScores):
                    split_documents(batch["labels"], documents_BL, UNSCORED))
 
 # %% ../nbs/39_task_metrics.ipynb #0e3a988f
-def choose_answer(
+def choose_text(
     ranked: Sequence[AnswerText],  # of one example, of `best_answers`
     null_threshold: float | None = None,  # how far no answer must lead; None: it never wins
 ) -> str:
@@ -377,7 +377,7 @@ class AnswerScores(AnswerWindows):
             torch.distributed.all_gather_object(parts, windows)
             windows = [window for part in parts for window in part]
         found = best_answers(*zip(*windows), self.contexts, **self.limits) if windows else {}
-        return {i: choose_answer(ranked, self.null_threshold) for i, ranked in found.items()}
+        return {i: choose_text(ranked, self.null_threshold) for i, ranked in found.items()}
 
     def compute(self) -> dict[str, Tensor]:
         answers, place = self.answers(), (0, 1)
