@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CONFIGURED', 'add_flag', 'add_commands', 'build_parser', 'flags_given', 'recipe_from', 'refuse', 'quieten',
            'run_demo_command', 'take_words', 'run_pretrain_command', 'run_validate_command', 'run_finetune',
-           'read_sentences', 'run_fill_mask_command', 'run_distill_command', 'run_devices_command', 'dispatch', 'main']
+           'run_predict', 'read_sentences', 'run_fill_mask_command', 'run_distill_command', 'run_devices_command',
+           'dispatch', 'main']
 
 # %% ../nbs/60_cli.ipynb #c5ed5d89
 import argparse
@@ -31,9 +32,10 @@ def add_flag(parser: argparse.ArgumentParser, choice) -> None:
         parser.add_argument(flag, metavar="VALUE", help=help + shown)
 
 # %% ../nbs/60_cli.ipynb #eecf783b
-CONFIGURED = {  # commands whose words are read by LightningCLI, which knows every parameter
+CONFIGURED = {  # commands that read their own words, where every parameter is known
     "pretrain": "train by configuration files and flags: bertlab pretrain --help lists them",
     "finetune": "fine-tune a model on a task, by configuration files and flags",
+    "predict": "label what a file or standard input holds: bertlab predict --help",
     "validate": "measure a model on validation text: --run.output DIRECTORY, or --config FILE",
 }
 
@@ -193,6 +195,14 @@ def run_finetune(words: Sequence[str]) -> int:  # the exit status
     quieten()
     return run_finetune_command(words)
 
+
+def run_predict(words: Sequence[str]) -> int:  # the exit status
+    "Predict for a file or standard input."
+    from bertlab.prediction_files import run_predict_command  # torch: seconds
+
+    quieten()
+    return run_predict_command(words)
+
 # %% ../nbs/60_cli.ipynb #16bf72a5
 def read_sentences(arguments: argparse.Namespace) -> list[str]:
     "The texts that were given, or the lines of standard input. Raises `ValueError` for none."
@@ -259,7 +269,7 @@ def dispatch(words: list[str], started: float) -> int:  # the exit status
     "Find who answers a command. The configured ones read their words themselves."
     if words[:1] and words[0] in CONFIGURED:
         return {"pretrain": run_pretrain_command, "validate": run_validate_command,
-                "finetune": run_finetune}[words[0]](words[1:])  # fmt: skip
+                "finetune": run_finetune, "predict": run_predict}[words[0]](words[1:])  # fmt: skip
     arguments = build_parser().parse_args(words)
     if arguments.command == "demo":
         return run_demo_command(arguments, started)
