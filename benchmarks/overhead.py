@@ -37,7 +37,7 @@ from bertlab.runs import RunChoices, run_trainer
 from bertlab.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, WARM_STEPS = 32, 128, 30_522, 5
-TARGET = "overhead below 5 % of the engine's step"
+TARGET = "overhead below 5 % of the engine's step, on both clocks"
 
 
 def make_parts(corpus, tokenizer) -> tuple[PretrainingModule, PretrainingDataModule]:
@@ -139,7 +139,7 @@ def main() -> None:
     overhead = statistics.median(shares)
     step = statistics.median(found["processor_seconds_per_step"]["engine"])
     result = {
-        "what": __doc__.splitlines()[0], "target": TARGET, "reached": overhead < 0.05,
+        "what": __doc__.splitlines()[0], "target": TARGET, "reached": max(overhead, wall) < 0.05,
         "overhead_share": overhead, "overhead_share_of_rounds": shares,
         "overhead_share_on_the_wall": wall, "overhead_milliseconds": 1000 * overhead * step,
         **found, "batch": f"{ROWS} rows of {LENGTH}", "model": "bert_tiny", "precision": "32-true",

@@ -22,7 +22,7 @@ import torch
 
 from .files import written_whole
 from .finetuning import make_scores
-from .plots import BLUE, GREY, ORANGE, RED, new_axes
+from .plots import BLUE, GREY, ORANGE, new_axes
 from .task_metrics import normalize_answer, score_answer
 
 # %% ../nbs/44_evaluations.ipynb #f73bb293
@@ -37,6 +37,7 @@ def count_confusions(
 
 
 def share(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:  # 0 where there is nothing
+    "Divide, with 0 where there is nothing to divide by."
     return np.divide(numerator, denominator, np.zeros(len(numerator)), where=denominator > 0)
 
 # %% ../nbs/44_evaluations.ipynb #1bf6586e

@@ -178,6 +178,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def read_whole(path: Path) -> Any:
+    "Read a file that is one JSON document."
     return parse_json("\n".join(line.text for line in read_lines(path)), path.name)
 
 
@@ -369,6 +370,7 @@ NOTHING = "", "nan"  # cells, in small letters
 
 
 def read_json_cell(cell: str) -> Any:  # the cell itself where it is no JSON: found out later
+    "Read a cell as JSON, where it is some."
     try:
         return json.loads(cell) if cell.strip() else None
     except json.JSONDecodeError:
@@ -376,11 +378,10 @@ def read_json_cell(cell: str) -> Any:  # the cell itself where it is no JSON: fo
 
 
 def read_number_cell(cell: str) -> Any:  # the cell itself where it is no number
+    "Read a cell as a number, where it is one."
     text = cell.strip()
-    if text.lower() in NOTHING:
-        return None
     if not NUMBER.fullmatch(text):
-        return cell
+        return None if text.lower() in NOTHING else cell
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
 
 # %% ../nbs/16_labelled_files.ipynb #678dfe67

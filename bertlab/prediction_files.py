@@ -65,16 +65,17 @@ def read_input(
 # %% ../nbs/45_prediction_files.ipynb #10d981b5
 def write_cell(value: Any) -> str:
     "A cell of a table: a text as it is, everything else as JSON."
-    if value is None or isinstance(value, str):
-        return value or ""
-    return json.dumps(value, ensure_ascii=False)
+    text = value is None or isinstance(value, str)
+    return value or "" if text else json.dumps(value, ensure_ascii=False)
 
 
 def as_json_lines(rows: Sequence[Mapping]) -> str:
+    "Write rows as JSON, a line each."
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
 def as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
+    "Write rows as a table with a header."
     buffer, names = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
     table = csv.writer(buffer, delimiter=delimiter, lineterminator="\n")
     table.writerows([names, *([write_cell(row.get(name)) for name in names] for row in rows)])

@@ -119,6 +119,7 @@ def run_sorted(
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:  # over the last axis
+    "Probabilities from logits, without overflow."
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
@@ -142,6 +143,7 @@ Told = tuple[list[dict], int]  # what is said of each row, and how many were too
 
 # %% ../nbs/44_predictions.ipynb #fcf1caf6
 def name_scores(labels: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    "Give each score the name of its label."
     return {label: float(value) for label, value in zip(labels, values, strict=True)}
 
 

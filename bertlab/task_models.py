@@ -88,6 +88,7 @@ def settle_labels(
 
 
 def describe_labels(found: Mapping[str, Any]) -> str:  # a few names, or their number
+    "Name some labels, or say how many there are."
     names = found.get("id2label") or ()
     return ", ".join(names[:8]) + ", ..." * (len(names) > 8) or f"{found.get('num_labels')} labels"
 

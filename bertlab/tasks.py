@@ -107,10 +107,12 @@ def divide_rows(
 
 # %% ../nbs/19_tasks.ipynb #671d60d8
 def module_of(source: str) -> str:
+    "The module that a row was read from."
     return source.partition(":")[0]
 
 
 def class_of(source: str) -> str:  # module:Class, or module:function
+    "The class or function that a row was read from."
     module, _, name = source.partition(":")
     return f"{module}:{name.partition('.')[0]}"
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.baselines import (
-    AnswerWords, WordWeights, score_answers, bag_of_words_baseline, fit_logistic, label_scores, majority_baseline,
+    AnswerWords, WordWeights, answer_baseline_scores, bag_of_words_baseline, fit_logistic, label_scores, majority_baseline,
     score_spans, tag_words, word_shape,
 )
 from bertlab.corpus import train_tokenizer
@@ -293,7 +293,7 @@ WORDS = st.lists(st.sampled_from(["the", "None", "none.", "a", "''", "x", "file"
 def test_answer_scores_are_those_of_the_metrics(pairs):
     gold, said = [{"text": texts} for texts, _ in pairs], [text for _, text in pairs]
     metrics = get_metrics_for_task("question_answering")
-    for name, score in score_answers(gold, said).items():
+    for name, score in answer_baseline_scores(gold, said).items():
         metrics[name].update(said, [answers["text"] for answers in gold])
         assert score == pytest.approx(float(metrics[name].compute()), abs=1e-6)
 
