@@ -81,7 +81,7 @@ def test_the_metadata_says_what_the_project_is(built):
     assert f'__version__ = "{metadata["Version"]}"' in init
     assert (metadata["Name"], metadata["License-Expression"]) == ("bertlab", "Apache-2.0")
     assert metadata["Requires-Python"] == ">=3.10"
-    assert {"dev", "docs", "gpu", "tpu", "optimizers", "quantized"} == set(metadata.get_all("Provides-Extra"))
+    assert {"dev", "docs", "gpu", "tpu", "loggers", "optimizers", "quantized"} == set(metadata.get_all("Provides-Extra"))
     assert len(metadata.get_payload()) > 500, "the README is the description"
 
 
