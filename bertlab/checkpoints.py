@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .callbacks import random_states, set_random_states, validation_follows
-from .config import TOKEN_IDS
-from .convert import check_tokenizer, to_huggingface
+from .convert import check_tokenizer, match_tokens, to_huggingface
+from .parallel import gather_weights
 from .resuming import check_writable
 
 # %% ../nbs/43_checkpoints.ipynb #44583de9
@@ -57,11 +57,8 @@ def written_directory(
 # %% ../nbs/43_checkpoints.ipynb #473c4443
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     "Copy all weights to the CPU, whole, also of a model that is spread over processes (FSDP2)."
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
     if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_model_state_dict(model, options=options)  # elsewhere than on rank 0: empty
+        return gather_weights(model)
     return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
 
 
@@ -98,15 +95,7 @@ def write_model(
         except ValueError:
             model = copy.deepcopy(model)  # its configuration is changed below
     if tokenizer is not None:
-        for name in TOKEN_IDS:
-            setattr(model.config, name, getattr(tokenizer, name))
-        if model.config.model_type != "bertlab":
-            model.config.bos_token_id = tokenizer.cls_token_id
-            model.config.eos_token_id = tokenizer.sep_token_id
-        tokenizer = copy.deepcopy(tokenizer)
-        if not getattr(model.config, "type_vocab_size", 0):
-            tokenizer.model_input_names = ["input_ids", "attention_mask"]
-        tokenizer.save_pretrained(directory)
+        match_tokens(model.config, tokenizer).save_pretrained(directory)
     model.save_pretrained(directory)
     return type(model).__name__
 

@@ -99,10 +99,9 @@ def check_model(
         pretraining_optimizer(toy, module.hparams, max_steps)
 
 # %% ../nbs/57_commands.ipynb #0eb7378d
-TRAINER_DEFAULTS = dict(
-    max_steps=1000, max_epochs=-1, devices=1, gradient_clip_val=1.0, num_sanity_val_steps=0,
-    check_val_every_n_epoch=None, enable_progress_bar=False, enable_model_summary=False,
-    use_distributed_sampler=False, logger=False,
+TRAINER_DEFAULTS = dict(  # where Lightning's are not None, and None leaves it to `make_trainer`
+    max_steps=1000, devices=1, gradient_clip_val=1.0, check_val_every_n_epoch=None,
+    use_distributed_sampler=False,
 )  # fmt: skip
 USAGE = ("Parameters come from files (--config, several are laid over each other) and from flags, "
          "which win. Besides: --resume [DIRECTORY] goes on with a run, --overwrite starts it anew; "
@@ -179,13 +178,16 @@ class CheckedRun(ParsedRun):
         place = {name: getattr(trainer, name) for name in ("devices", "num_nodes", "accelerator")}
         split = batch_options(self.run.batch_tokens, self.run.microbatch_tokens,
                               {"max_sequence_length": data.max_sequence_length}, place)  # fmt: skip
-        for part, found, name in ((data, split[0], "train_batch_size"),
-                                  (trainer, split[1], "accumulate_grad_batches")):  # fmt: skip
-            asked = getattr(part, name)
-            if asked not in (32, 1, found[name]):  # the defaults
+        usual = self.parser.get_default
+        for key, found in (("data.train_batch_size", split[0]),
+                           ("trainer.accumulate_grad_batches", split[1])):  # fmt: skip
+            name = key.partition(".")[2]
+            if self.config[key] not in (usual(key), found[name]):
                 raise ValueError(f"run.batch_tokens={self.run.batch_tokens} makes {name} "
-                                 f"{found[name]}: leave {name}={asked} out")
-            setattr(part, name, found[name])
+                                 f"{found[name]}: leave {key}={self.config[key]} out")
+            self.config[key] = found[name]
+        if data.val_batch_size == usual("data.val_batch_size"):
+            data.val_batch_size = split[0]["val_batch_size"]
 
 # %% ../nbs/57_commands.ipynb #5d7cfce6
 def build_parts(config: Any, tokenizer: Any) -> tuple[PretrainingDataModule, PretrainingModule]:

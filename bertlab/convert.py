@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'take_weights', 'give_weights', 'BertLabModelWithPooler', 'find_head', 'from_huggingface', 'to_huggingface',
-           'to_modernbert', 'from_modernbert', 'check_tokenizer', 'save_as_modernbert']
+           'to_modernbert', 'from_modernbert', 'check_tokenizer', 'match_tokens', 'write_pretrained',
+           'save_as_modernbert']
 
 # %% ../nbs/29_convert.ipynb #6b13fa00
 import copy
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
@@ -195,6 +198,41 @@ def check_tokenizer(
     if tokenizer.mask_token_id is None:
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
 
+# %% ../nbs/29_convert.ipynb #7c41d0a2
+def match_tokens(
+    config: PreTrainedConfig,  # changed in place
+    tokenizer: PreTrainedTokenizerBase,
+) -> PreTrainedTokenizerBase:  # a copy that gives what the model takes
+    "Note a tokenizer's special tokens in the configuration of the model that reads them."
+    for name in TOKEN_IDS:
+        # RoBERTa's positions count on from its own padding: that number is part of the weights.
+        if (config.model_type, name) != ("roberta", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
+    if config.model_type != BertLabConfig.model_type:
+        config.bos_token_id, config.eos_token_id = tokenizer.cls_token_id, tokenizer.sep_token_id
+    tokenizer = copy.deepcopy(tokenizer)  # it stays as it is for its owner
+    if not getattr(config, "type_vocab_size", 0):  # a model that takes no segments
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    return tokenizer
+
+# %% ../nbs/29_convert.ipynb #8e52f1b3
+def write_pretrained(
+    model: PreTrainedModel,
+    directory: str | os.PathLike,  # made if it is missing; other files in it stay
+    tokenizer: PreTrainedTokenizerBase,
+) -> Path:  # the directory
+    "Write what `from_pretrained` reads, file by whole file, the weights last."
+    directory, tokenizer = Path(directory), match_tokens(model.config, tokenizer)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Inside the directory, because a rename is only atomic within one file system.
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
+            with written_whole(directory / file.name) as whole:
+                os.replace(file, whole)
+    return directory
+
 # %% ../nbs/29_convert.ipynb #43a87064
 def save_as_modernbert(
     model: BertLabForMaskedLM,
@@ -206,19 +244,4 @@ def save_as_modernbert(
     check_tokenizer(tokenizer, model.config.vocab_size)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory {directory} is a file; name a directory")
-    theirs = to_modernbert(model)
-    for name in TOKEN_IDS:
-        setattr(theirs.config, name, getattr(tokenizer, name))
-    theirs.config.bos_token_id = tokenizer.cls_token_id
-    theirs.config.eos_token_id = tokenizer.sep_token_id
-    tokenizer = copy.deepcopy(tokenizer)  # it stays as it is for its owner
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # ModernBERT has no segments
-    directory.mkdir(parents=True, exist_ok=True)
-    # Inside the directory, because a rename is only atomic within one file system.
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
-        theirs.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
-            with written_whole(directory / file.name) as whole:
-                os.replace(file, whole)
-    return directory
+    return write_pretrained(to_modernbert(model), directory, tokenizer)

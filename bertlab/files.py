@@ -37,6 +37,7 @@ def check_run_directory(
     directory: str | os.PathLike,  # where the run shall write
     resume: bool = False,  # go on with the run that is there
     overwrite: bool = False,  # start anew; what is there moves into previous-N
+    can_resume: bool = True,  # whether --resume is to be offered
 ) -> None:
     "Raise `ValueError` where a run here would lose something or has nothing to go on with."
     directory = Path(directory)
@@ -49,10 +50,9 @@ def check_run_directory(
     if resume and MARKER not in held:
         raise ValueError(f"nothing to resume: {directory} holds no {MARKER}; start without resume")
     if not resume and not overwrite and MARKER in held:
-        raise ValueError(
-            f"{directory} already holds a run; pass --resume to go on with it, --overwrite to "
-            "start anew (it is moved aside, not deleted), or choose another --output"
-        )
+        go_on = "--resume to go on with it, " if can_resume else ""
+        raise ValueError(f"{directory} already holds a run; pass {go_on}--overwrite to start anew "
+                         "(it is moved aside, not deleted), or choose another --output")
     if MARKER not in held and visible:
         raise ValueError(
             f"{directory} holds files that are not a run ({', '.join(visible[:3])}"

@@ -20,12 +20,12 @@ import transformers
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from .activation_checkpointing import checkpoint_activations, read_checkpointing
+from .activation_checkpointing import read_checkpointing
 from .config import BertLabConfig
 from .label_metrics import check_choice
 from .labelled import is_unlabelled, read_columns
 from .losses import LossParts
-from .modules import CurvatureAware, compile_layers, wants_compiling
+from .modules import CurvatureAware, compile_layers, recompute, wants_compiling
 from .optimizers import get_optimizer
 from .task_heads import weighted_loss
 from bertlab.task_metrics import (
@@ -107,6 +107,7 @@ def check_finetuning(options: Mapping[str, Any]) -> None:
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
+    read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])
 
 # %% ../nbs/42_finetuning.ipynb #142fa0f5
 class LabelledFinetuning(CurvatureAware):
@@ -154,13 +155,12 @@ class ConfiguredFinetuning(LabelledFinetuning):
                                   h.model_kwargs, h.model_config_kwargs)
         if self.data is not None:
             check_rows(self.data, loaded.model.config)
-        self.model, mode = loaded.model, read_checkpointing(h.gradient_checkpointing)
+        self.model = loaded.model
         self.fresh = sorted({*loaded.fresh, *reinit_top(self.model, h.reinit_layers)})
         self.frozen = freeze_bottom(self.model, h.freeze_layers)
-        if mode[0] is not None:
-            checkpoint_activations(self.model, mode[0], **mode[1])
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
+        recompute(self.model, h.gradient_checkpointing, device)
         if wants_compiling(h.compile_model, device):
             compile_layers(self.model)
         rank_zero_info(self.describe())

@@ -170,7 +170,7 @@ class ParsedFinetune(ConfiguredFinetune):
         self.run = FinetuneChoices(**vars(self.config.run))
         check_finetuning_choices(self.run, vars(self.config.data))
         check_place(self.run.output)
-        check_run_directory(self.run.output, False, self.overwrite)
+        check_run_directory(self.run.output, False, self.overwrite, can_resume=False)
         self.settle_task()
         self.text = self.parser.dump(self.config, skip_none=False, skip_link_targets=True)
 

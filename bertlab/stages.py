@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['DECIDED', 'options_of', 'check_stage_options', 'PlannedRun', 'Stage', 'load_stages', 'describe_stages', 'check_plan',
-           'prepare_stages', 'texts_of_stage', 'settle_tokenizer', 'StageEnd', 'build_stage', 'run_stage',
-           'train_stages']
+           'prepare_stages', 'settle_tokenizer', 'StageEnd', 'build_stage', 'run_stage', 'train_stages']
 
 # %% ../nbs/46_stages.ipynb #5644d32a
 import inspect
@@ -13,7 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from .callbacks import History, RunProgress
 from .checkpoints import rebuild, whole_weights, write_model, written_directory
 from .corpus import load_tokenizer, train_tokenizer
-from .data import PretrainingDataModule, stream_texts
+from .data import PretrainingDataModule, training_texts
 from .distill import DistillationModule
 from .durations import read_amount
 from .files import MARKER, check_run_directory, prepare_run_directory, written_whole
@@ -179,15 +178,6 @@ def prepare_stages(stages: Sequence[Stage], output: Path, resume: bool) -> None:
         temporary.write_text(yaml.safe_dump({"stages": now}, sort_keys=False), encoding="utf-8")
 
 # %% ../nbs/46_stages.ipynb #9135b4a5
-def texts_of_stage(stage: Stage) -> list[str]:
-    "What a tokenizer is trained on: the training text, or the beginning of a stream."
-    key = "pretrained_tokenizer_name_or_path"
-    data = PretrainingDataModule(**{**stage.data, key: "to be trained"})
-    if data.streaming:
-        return list(islice(stream_texts(data.sources, held_out=True), 50_000))
-    return list(chain.from_iterable(source.texts("train") for source in data.sources))
-
-
 def settle_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
     "The tokenizer of all stages: a named one, that of a named model, or one trained on all text."
     key, place = "pretrained_tokenizer_name_or_path", output / "tokenizer"
@@ -198,7 +188,8 @@ def settle_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
         named = isinstance(tokenizer, (str, os.PathLike))
         return load_tokenizer(tokenizer) if named else tokenizer
     size = (first.module.get("model_config_kwargs") or {}).get("vocab_size", 4096)
-    tokenizer = train_tokenizer(chain.from_iterable(map(texts_of_stage, stages)), size)
+    texts = chain.from_iterable(training_texts(stage.data) for stage in stages)
+    tokenizer = train_tokenizer(texts, size)
     if not rank_zero_only.rank:
         with written_directory(place) as temporary:
             tokenizer.save_pretrained(temporary)

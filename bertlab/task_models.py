@@ -12,7 +12,6 @@ __all__ = ['TASK_MODELS', 'MODEL_OPTIONS', 'TaskLabels', 'settle_labels', 'descr
 import copy
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from .config import TOKEN_IDS, BertLabConfig
-from .convert import from_huggingface, to_huggingface
+from .config import BertLabConfig
+from .convert import from_huggingface, to_huggingface, write_pretrained
 from .families import find_kind, key_table, their_class, their_names
-from .files import written_whole
 from .groups import parameter_groups
 from bertlab.task_heads import (
     TEXT_LOSSES,
@@ -332,21 +330,5 @@ def save_for_pipeline(
     kind: str | None = None,  # bert, roberta or modernbert; None: the one with such positions
 ) -> Path:  # the directory
     "Write a directory for `transformers.pipeline`, file by whole file, the weights last."
-    theirs, directory = to_huggingface(model, kind), Path(directory)
-    for name in TOKEN_IDS:  # where the kind has it; RoBERTa's positions count on from its padding
-        if hasattr(theirs.config, name) and name != "pad_token_id":
-            setattr(theirs.config, name, getattr(tokenizer, name))
-    theirs.config.bos_token_id = tokenizer.cls_token_id
-    theirs.config.eos_token_id = tokenizer.sep_token_id
-    tokenizer = copy.deepcopy(tokenizer)  # it stays as it is for its owner
-    if not getattr(theirs.config, "type_vocab_size", 0):  # a model that takes no segments
-        tokenizer.model_input_names = ["input_ids", "attention_mask"]
-    directory.mkdir(parents=True, exist_ok=True)
-    # Inside the directory, because a rename is only atomic within one file system.
-    with without_reports(), tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as folder:
-        theirs.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        for file in sorted(Path(folder).iterdir(), key=lambda f: f.suffix == ".safetensors"):
-            with written_whole(directory / file.name) as whole:
-                os.replace(file, whole)
-    return directory
+    with without_reports():
+        return write_pretrained(to_huggingface(model, kind), directory, tokenizer)

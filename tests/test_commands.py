@@ -103,7 +103,14 @@ def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_
     run = Parsed([*words, *tokens])
     # 512 / 32 = 16 rows, 4 at once.
     assert (run.config.data.train_batch_size, run.config.trainer.accumulate_grad_batches) == (4, 4)
+    assert run.config.data.val_batch_size == 4
     assert "train_batch_size=5" in said(capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5")
+
+
+def test_null_switches_clipping_off_and_leaves_other_choices_to_the_trainer(words):
+    run = BuiltRun([*words, "--trainer.gradient_clip_val", "null", "--trainer.precision", "null"])
+    assert run.trainer.gradient_clip_val is None and BuiltRun(words).trainer.gradient_clip_val == 1.0
+    assert run.trainer.num_sanity_val_steps == 0 and run.trainer.loggers == []
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):

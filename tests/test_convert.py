@@ -24,6 +24,7 @@ from bertlab.convert import (
     BertLabModelWithPooler,
     from_huggingface,
     from_modernbert,
+    match_tokens,
     save_as_modernbert,
     take_weights,
     to_huggingface,
@@ -242,6 +243,19 @@ def test_gradients_equal_those_of_transformers(kind):
         if name.endswith(("tokens.weight", "positions.weight")):  # theirs freeze the padding's row
             want, gradients[name] = (torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name]))
         torch.testing.assert_close(gradients[name], want, **TOLERANCE)
+
+
+def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_tokenizers():
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    names = dict(zip(["[UNK]", *special.values()], range(5)))  # padding is 1 only by chance in RoBERTa's own
+    words = models.WordLevel(names | {"[PAD]": 4, "[MASK]": 1}, unk_token="[UNK]")
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), model_input_names=inputs, **special)
+    for kind, padding in (("bert", 4), ("roberta", 1), ("modernbert", 4)):
+        config = theirs(kind).config
+        fitted = match_tokens(config, tokenizer)
+        assert (config.pad_token_id, config.cls_token_id, config.bos_token_id) == (padding, 2, 2)
+        assert ("token_type_ids" in fitted.model_input_names) == (kind != "modernbert")
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])

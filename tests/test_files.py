@@ -64,6 +64,13 @@ def test_somebody_elses_files_are_never_touched(tmp_path, flags):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
+    (tmp_path / MARKER).write_text("")
+    with pytest.raises(ValueError, match="--overwrite") as refused:
+        check_run_directory(tmp_path, can_resume=False)
+    assert "--resume" not in str(refused.value)
+
+
 def test_a_file_in_the_directorys_place_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ValueError, match="is a file"):

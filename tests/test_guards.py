@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bertlab.callbacks import History, RunCheckpoint
 from bertlab.guards import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.losses import LossParts
-from bertlab.steps import LoggedModule
+from bertlab.steps import TokenWeightedModule
 from bertlab.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
 
 
-class Line(LoggedModule):
+class Line(TokenWeightedModule):
     "A linear model whose loss is that of a sum and a count; a batch brings its own factor."
 
     def __init__(self, make_optimizer=None, width=4):
