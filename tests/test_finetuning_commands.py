@@ -197,7 +197,7 @@ def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
         for name, value in values.items():
             if name not in ("output", "task"):
                 assert getattr(cli.config[part], name) == value, f"{part}.{name}"
-    kinds = {"code-tokens": "token_classification", "api-questions": "question_answering"}
+    kinds = {"code-tokens": "token_classification", "doc-words": "token_classification", "api-questions": "question_answering"}
     assert cli.config.model.task == cli.config.data.task == kinds.get(path.stem.removeprefix("finetune-"), "classification")
     options = {key: value for key, value in vars(cli.config.model).items()}
     FinetuningModule(**options)  # checks its arguments
@@ -212,7 +212,7 @@ class ParsedOnly(ParsedFinetune):
 
 def test_there_is_a_configuration_for_each_kind():
     assert {path.stem for path in CONFIGS.glob("finetune-*.yaml")} == {
-        f"finetune-{name}" for name in ("docstring-area", "code-tokens", "api-questions", "own-csv", "glue")}  # fmt: skip
+        f"finetune-{name}" for name in ("docstring-area", "code-tokens", "doc-words", "api-questions", "own-csv", "glue")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
