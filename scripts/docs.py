@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,22 +58,30 @@ def split_title(cells: list) -> list:
     return cells
 
 
+@lru_cache(maxsize=1)  # a notebook asks for all its names, and parsing takes longer than all else
+def definitions(code: str) -> dict[str, ast.AST]:
+    "Functions and classes by name; of two with one name, the outer or the first."
+    found = {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.setdefault(node.name, node)
+    return found
+
+
 def signature_of(name: str, code: str) -> tuple[str, bool]:
     "A function's or class's head as written, fields and comments included; whether fields make the class."
-    lines = code.splitlines()
-    for node in ast.walk(ast.parse(code)):
-        if getattr(node, "name", None) != name:
-            continue
-        if not isinstance(node, ast.ClassDef):
-            return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]), False
-        makes_itself = any(isinstance(n, ast.FunctionDef) and n.name == "__init__" for n in node.body)
-        fields = [] if makes_itself else [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        bases = ", ".join(map(ast.unparse, node.bases))
-        text = [f"class {name}({bases}):" if bases else f"class {name}:"]
-        for field in fields:
-            text += lines[field.lineno - 1 : field.end_lineno]
-        return "\n".join(text), bool(fields)
-    return "", False
+    lines, node = code.splitlines(), definitions(code).get(name)
+    if node is None:
+        return "", False
+    if not isinstance(node, ast.ClassDef):
+        return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]), False
+    makes_itself = any(isinstance(n, ast.FunctionDef) and n.name == "__init__" for n in node.body)
+    fields = [] if makes_itself else [n for n in node.body if isinstance(n, ast.AnnAssign)]
+    bases = ", ".join(map(ast.unparse, node.bases))
+    text = [f"class {name}({bases}):" if bases else f"class {name}:"]
+    for field in fields:
+        text += lines[field.lineno - 1 : field.end_lineno]
+    return "\n".join(text), bool(fields)
 
 
 def renderer(code: str) -> type:
