@@ -19,6 +19,7 @@ import warnings
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import yaml
 
@@ -129,10 +130,12 @@ def stage_notebook(source: Path, target: Path) -> None:
 
     notebook = read_nb(source)
     exports = [cell.source for cell in notebook.cells if "export" in directives(cell.source)]
-    nbdev.showdoc.BasicMarkdownRenderer = renderer("\n\n".join(exports))
     notebook.cells = split_title(notebook.cells)
+    # For this notebook only: the next one's renderer builds on nbdev's own class, not on this one.
+    page_renderer = renderer("\n\n".join(exports))
     try:
-        FilterDefaults()(notebook)
+        with patch.object(nbdev.showdoc, "BasicMarkdownRenderer", page_renderer):
+            FilterDefaults()(notebook)
     except Exception as error:
         sys.exit(f"{source.relative_to(ROOT)} cannot be staged: {error}\n{error.__cause__ or ''}")
     prefer_static(notebook)
