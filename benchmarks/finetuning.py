@@ -134,16 +134,17 @@ def main() -> None:
     parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "finetuning.json"))
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    tasks = {name: measure_task(name, options.directory, options) for name in options.tasks}
     result = {
         "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
         "processor": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "device": str(describe_device()), "system": platform.platform(),
         "python": platform.python_version(), "torch": str(torch.__version__),
-        "limit": options.limit, "target": TARGET, "tasks": tasks,
+        "limit": options.limit, "target": TARGET, "tasks": {},
     }  # fmt: skip
-    with written_whole(options.output) as temporary:
-        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for name in options.tasks:
+        result["tasks"][name] = measure_task(name, options.directory, options)
+        with written_whole(options.output) as temporary:  # after each: they take minutes
+            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
