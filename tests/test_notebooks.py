@@ -2,11 +2,10 @@
 
 import ast
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -56,22 +55,39 @@ def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
     return {**notebook, "cells": cells}, set(checks)
 
 
-def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -> subprocess.CompletedProcess:
-    "Run a notebook with nbdev's test runner, from a folder where it may leave files."
+# A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([
+    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
+])  # fmt: skip
+
+
+def run_here(path: str, flags: str, output: str) -> None:
+    "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
+    os.setsid()  # so that a notebook that hangs is ended with all that it started
+    os.chdir(ROOT)
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from nbdev.test import nbdev_test
+
+    nbdev_test.__wrapped__(path, flags, n_workers=0)
+
+
+def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -> tuple[int, str]:
+    "Run a notebook from a folder where it may leave files; its exit status and what it printed."
     path.write_text(json.dumps(notebook), encoding="utf-8")
-    code = "import sys; from nbdev.test import nbdev_test; nbdev_test.__wrapped__(sys.argv[1], sys.argv[2], n_workers=0)"
-    command = [sys.executable, "-c", code, str(path), flags]
-    # A session of its own, so that a notebook that hangs is ended with all that it started.
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
+    output = path.with_suffix(".log")
+    process = PROCESSES.Process(target=run_here, args=(str(path), flags, str(output)))
+    process.start()
+    process.join(timeout)
+    printed = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {timeout} s\n{out[-2000:]}\n{err[-4000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+        process.join()
+        pytest.fail(f"still running after {timeout} s\n{printed[-6000:]}")
+    return process.exitcode, printed
 
 
 @pytest.mark.timeout(TIMEOUT + 60)
@@ -79,9 +95,9 @@ def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -
 def test_the_notebook_runs_and_its_solutions_are_right(path, tmp_path):
     notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
     assert unsolved == set(), "no folded solution defines the function that these checks are for"
-    done = run(tmp_path / path.name, notebook)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    assert "Success." in done.stdout, "nbdev found nothing to run"
+    status, printed = run(tmp_path / path.name, notebook)
+    assert status == 0, printed[-8000:]
+    assert "Success." in printed, "nbdev found nothing to run"
 
 
 EXERCISE = """def double(x):
@@ -124,8 +140,8 @@ def test_a_wrong_solution_or_a_failing_cell_is_found(exercise, answer, passes, f
     failing = [("code", "#| eval: false\n1 / 0"), ("code", "#| slow\n1 / 0")]  # neither runs without its flag
     notebook, unsolved = with_solutions(small(("code", exercise), ("markdown", folded), *failing))
     assert unsolved == set()
-    done = run(tmp_path / "small.ipynb", notebook, flags)
-    assert (done.returncode == 0) == passes, done.stderr
+    status, printed = run(tmp_path / "small.ipynb", notebook, flags)
+    assert (status == 0) == passes, printed
 
 
 def test_a_check_without_a_solution_is_found():
