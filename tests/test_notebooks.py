@@ -67,6 +67,7 @@ def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
     os.setsid()  # so that a notebook that hangs is ended with all that it started
     os.chdir(ROOT)
+    multiprocessing.set_start_method(None, force=True)  # the usual one for what the notebook itself starts
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
