@@ -4,14 +4,14 @@
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test docs sync check clean
+.PHONY: help demo test test-xla docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
 REQUIRED := pyproject.toml constraints.txt scripts/install.sh
 
 help: ## List what can be made
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 demo: .venv/.run ## Train a small BERT on this machine, in minutes
 	@$(BIN)/bertlab demo $(DEMO_ARGS)
@@ -19,6 +19,9 @@ demo: .venv/.run ## Train a small BERT on this machine, in minutes
 test: .venv/.dev ## Run every test, the notebooks among them
 	@sh scripts/chromium.sh
 	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
+	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
 
 docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
 	@$(BIN)/python scripts/docs.py
@@ -36,3 +39,6 @@ clean: ## Remove what was built; .venv and demo runs stay
 # One stamp for each extra; it goes stale when the requirements change.
 .venv/.run .venv/.docs .venv/.dev: $(REQUIRED)
 	@PYTHON="$(PYTHON)" sh scripts/install.sh $(@F)
+
+.venv-xla/.xla: pyproject.toml constraints.txt scripts/xla.sh
+	@PYTHON="$(PYTHON)" sh scripts/xla.sh

@@ -255,13 +255,10 @@ def run_distill_command(arguments: argparse.Namespace) -> int:  # the exit statu
 
 # %% ../nbs/60_cli.ipynb #93ff9d88
 def run_devices_command(arguments: argparse.Namespace) -> int:  # the exit status
-    "Say on which device and in which precision a run would train here, and its peak."
-    from bertlab.devices import describe_device, peak_flops  # torch: seconds
+    "Describe every device here: memory, precision, attention kernel, peak; a run takes the first."
+    from bertlab.devices import find_devices  # torch: seconds
 
-    device = describe_device()
-    peak = peak_flops(device.name, device.precision)
-    known = "unknown" if peak is None else f"{peak[0]:.4g} FLOP/s ({peak[1]})"
-    print(f"device  {device}\npeak    {known}", flush=True)
+    print("\n\n".join(device.report() for device in find_devices(measure=True)), flush=True)
     return 0
 
 # %% ../nbs/60_cli.ipynb #9d2b240b

@@ -297,7 +297,8 @@ class KernelChooser(BertLabPreTrainedModel):
         with_weights: bool = False,  # are the attention weights to be returned?
     ) -> tuple[str, str]:  # a key of KERNELS, and why
         "The kernel of a forward pass here and now: the one that was asked for, or the fastest."
-        c, kind, compiled = self.config, device.type, torch.compiler.is_compiling()
+        c, kind, tracing = self.config, device.type, torch.compiler.is_compiling()
+        compiled = tracing or "compiled_layers" in self.__dict__  # shapes must not hang on data
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else next(self.parameters()).dtype
         setting = Setting(
@@ -311,7 +312,7 @@ class KernelChooser(BertLabPreTrainedModel):
             return name, f"asked for by attn_implementation={asked!r}"
         choice = choose_kernel(setting)
         said = self.__dict__.setdefault("_kernels_said", set())
-        if not compiled and choice[0] not in said:
+        if not tracing and choice[0] not in said:
             said.add(choice[0])
             logging.getLogger(__name__).info("attention kernel %s (%s)", *choice)
         return choice

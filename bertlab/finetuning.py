@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'MONITORS', 'INPUTS', 'TARGETS', 'read_data_labels', 'check_rows', 'finetuning_schedule',
            'check_finetuning', 'LabelledFinetuning', 'ConfiguredFinetuning', 'OptimizedFinetuning', 'share_of_steps',
-           'names_entities', 'make_scores', 'answer_scores', 'gold_texts', 'ScoredFinetuning', 'ScoredSplits',
-           'FinetuningHooks', 'PredictingModule', 'FinetuningModule']
+           'names_entities', 'make_scores', 'answer_scores', 'gold_texts', 'ScoredFinetuning', 'readable_place',
+           'readable', 'ScoredSplits', 'FinetuningHooks', 'PredictingModule', 'FinetuningModule']
 
 # %% ../nbs/42_finetuning.ipynb #f8e150c8
 import math
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import transformers
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from .config import BertLabConfig
 from .label_metrics import check_choice
 from .labelled import is_unlabelled, read_columns
 from .losses import LossParts
-from .modules import CurvatureAware, compile_layers, recompute, wants_compiling
+from .modules import CurvatureAware, compile_layers, compile_options, recompute
 from .optimizers import get_optimizer
 from .task_heads import weighted_loss
 from bertlab.task_metrics import (
@@ -161,8 +162,9 @@ class ConfiguredFinetuning(LabelledFinetuning):
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
-        if wants_compiling(h.compile_model, device):
-            compile_layers(self.model)
+        options = compile_options(h.compile_model, device)
+        if options is not None:
+            compile_layers(self.model, **options)
         rank_zero_info(self.describe())
 
 # %% ../nbs/42_finetuning.ipynb #b0f78f32
@@ -277,6 +279,16 @@ class ScoredFinetuning(OptimizedFinetuning):
         return self.parts_of(self.run_model(batch), batch)
 
 # %% ../nbs/42_finetuning.ipynb #4a1376dd
+def readable_place(device: torch.device) -> torch.device:
+    "Where rows can be chosen by a mask: that has no fixed shape, which XLA would want."
+    return torch.device("cpu") if device.type == "xla" else device
+
+
+def readable(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:  # of the same class
+    "Move what a model gave to where it can be scored."
+    return apply_to_collection(values, Tensor, lambda t: t.to(readable_place(t.device)))
+
+# %% ../nbs/42_finetuning.ipynb #4e70115e
 class ScoredSplits(ScoredFinetuning):
     "What a whole split is worth, over all batches and processes."
 
@@ -284,7 +296,7 @@ class ScoredSplits(ScoredFinetuning):
         "Make room for a round over a split, with the weights that will be used."
         split = {"val": "validation"}.get(stage, stage)
         scores = make_scores(self.hparams.task, self.labels, self.data, split)
-        self._scores = scores and scores.to(self.device)
+        self._scores = scores and scores.to(readable_place(self.device))
         self._sums = torch.zeros(2, device=self.device)
 
     def score_batch(self, batch: dict[str, Tensor]) -> None:
@@ -292,7 +304,7 @@ class ScoredSplits(ScoredFinetuning):
         parts = self.parts_of(output, batch)
         self._sums += torch.stack([part.float() for part in parts[:2]])
         if self._scores is not None:
-            self._scores.update(output, batch)
+            self._scores.update(readable(output), readable(batch))
 
     def end_scoring(self, stage: str) -> None:
         "Divide once, and log."
@@ -330,7 +342,8 @@ class PredictingModule(FinetuningHooks):
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         "Scores of each real row, with what it takes to read them."
-        output, real_B = self.run_model(batch, INPUTS), batch["attention_mask"].any(1)
+        output, batch = readable(self.run_model(batch, INPUTS)), readable(batch)
+        real_B = batch["attention_mask"].any(1)
         kept = {name: output[name] for name in ("logits", "start_logits", "end_logits")
                 if name in output}
         more = ("attention_mask", "labels", "offsets", "example_index")
@@ -364,7 +377,7 @@ class FinetuningModule(PredictingModule):
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
         learning_rate: float = 1e-5, weight_decay: float = 0.01,
-        compile_model: bool | None = False,  # None: on a GPU; rows of one length suit it
+        compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: str = "adamw", optimizer_kwargs: dict[str, Any] | None = None,
         optimizer_quantized: bool = False,  # moments of 8 bits
         scheduler_type: str | None = None,  # linear, cosine, constant, polynomial

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MaskedLMHead', 'LabelledOutput', 'make_output', 'BertLabTokenPredictor', 'score_positions', 'BertLabForMaskedLM',
-           'count_ordinary', 'all_one_document', 'BertLabForMaskedDiffusion', 'scramble_bits', 'keep_half',
-           'others_mask', 'BlindAttention', 'RebuildingBlock', 'rebuilding_context', 'Rebuilder',
+           'count_ordinary', 'all_one_document', 'BertLabForMaskedDiffusion', 'shift_right', 'scramble_bits',
+           'keep_half', 'others_mask', 'BlindAttention', 'RebuildingBlock', 'rebuilding_context', 'Rebuilder',
            'BertLabForEnhancedMaskedLM', 'IGNORED', 'gather_positions', 'masked_lm_loss', 'mean_loss']
 
 # %% ../nbs/24_heads.ipynb #bc6819fc
@@ -205,17 +205,23 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2**64 over the golden ratio, as a signed
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
+def shift_right(
+    bits: Tensor,  # int64
+    places: Tensor | int,  # 0 to 63
+) -> Tensor:  # int64; zeros come in from the left
+    "Shift 64 bits; devices differ in how they shift a negative number, so the sign goes apart."
+    return ((bits & (2**63 - 1)) >> places) | ((bits < 0).to(bits.dtype) << (63 - places))
+
+
 def scramble_bits(
     bits: Tensor,  # int64; products wrap around
 ) -> Tensor:  # int64: each bit of the input flips each bit of the output half of the time
     "SplitMix64's finish (Steele, Lea, Flood 2014) in torch, the same on every device."
-    # A shift of a signed number drags its sign along; the mask takes it away.
-    drop = lambda b, n: (b >> n) & ((1 << (64 - n)) - 1)
     for shift, factor in zip((30, 27), _FACTORS):
-        bits = (bits ^ drop(bits, shift)) * factor
-    return bits ^ drop(bits, 31)
+        bits = (bits ^ shift_right(bits, shift)) * factor
+    return bits ^ shift_right(bits, 31)
 
-
+# %% ../nbs/24_heads.ipynb #7d31c0ae
 def keep_half(
     row_keys: Tensor,  # (B,) int64, of the collator or drawn
     length: int,  # L
@@ -225,8 +231,8 @@ def keep_half(
     word_W = torch.arange(-(-length // 64), device=row_keys.device)  # 64 coins each
     counter_LW = (place_L[:, None] << 32) + word_W + 1
     bits_BLW = scramble_bits(row_keys[:, None, None] + counter_LW * _GOLDEN)
-    word_of_L = place_L // 64
-    return ((bits_BLW[..., word_of_L] >> (place_L % 64)) & 1).bool()
+    bits_BLL = bits_BLW[..., place_L // 64]
+    return (shift_right(bits_BLL, place_L % 64) & 1).bool()
 
 # %% ../nbs/24_heads.ipynb #bc4c5c3b
 def others_mask(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'check_objective', 'load_encoder', 'adopt_weights', 'shape_of',
            'say_fresh', 'continued_model', 'settings_from', 'pretraining_optimizer', 'compile_layers',
-           'wants_compiling', 'LanguageModeling', 'CurvatureAware', 'PretrainingSetup', 'recompute', 'ConfiguredModel',
+           'compile_options', 'LanguageModeling', 'CurvatureAware', 'PretrainingSetup', 'recompute', 'ConfiguredModel',
            'PretrainingModule']
 
 # %% ../nbs/41_modules.ipynb #0120e55e
@@ -162,9 +162,17 @@ def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of 
     model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, **options)
 
 
-def wants_compiling(asked: bool | None, device: torch.device) -> bool:
-    "What was asked for; where nothing was, on a GPU, where compiling pays within minutes."
-    return device.type == "cuda" if asked is None else asked
+def compile_options(
+    asked: bool | str | dict[str, Any] | None,  # None: on a GPU, where it pays within minutes
+    device: torch.device,
+) -> dict[str, Any] | None:  # of torch.compile; None: run as it is
+    "Read `compile_model`: yes or no, a mode ('reduce-overhead': CUDA graphs), or options."
+    asked = device.type == "cuda" if asked is None else asked
+    if asked and device.type == "xla":
+        raise ValueError(f"compile_model={asked!r}: on a TPU XLA compiles; set compile_model=False")
+    if isinstance(asked, str):
+        asked = {"mode": asked, "dynamic": False}  # a graph of CUDA's has one shape
+    return {} if asked is True else asked or None
 
 # %% ../nbs/41_modules.ipynb #0efc7d03
 class LanguageModeling(LabelScoringModule):
@@ -270,8 +278,9 @@ class ConfiguredModel(PretrainingSetup):
         if h.float8:
             convert_to_float8(model, h.float8, device)
         recompute(model, h.gradient_checkpointing, device)
-        if wants_compiling(h.compile_model, device):
-            compile_layers(model)
+        options = compile_options(h.compile_model, device)
+        if options is not None:
+            compile_layers(model, **options)
         self.model, self._configured = model, True
 
     def configure_optimizers(self) -> dict[str, Any]:
@@ -294,7 +303,7 @@ class PretrainingModule(ConfiguredModel):
         objective: str = "mlm",  # mlm, enhanced_mlm, diffusion
         learning_rate: float = 1e-5,  # the schedule's peak
         weight_decay: float = 0.001,  # on matrices alone
-        compile_model: bool | None = None,  # None: on a GPU
+        compile_model: bool | str | dict[str, Any] | None = None,  # None: on a GPU; or a mode
         optimizer_class: str = "adamw", optimizer_quantized: bool = False,  # moments of 8 bits
         optimizer_kwargs: dict[str, Any] | None = None,
         scheduler_warmup_kind: str = "linear", scheduler_warmup_steps: int = 1000,

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .data import PretrainingDataModule
+from .devices import find_accelerator
 from .durations import read_amount
 
 # %% ../nbs/41_parallel.ipynb #e5b73405
@@ -70,11 +71,12 @@ def count_processes(
     trainer_options: dict[str, Any],  # of `make_trainer`; devices, num_nodes, ... are read
 ) -> int:
     "How many processes a run will have, as Lightning counts them."
-    options = {"devices": 1, "num_nodes": 1} | trainer_options
+    options = {"devices": 1, "num_nodes": 1, "accelerator": "auto"} | trainer_options
+    if find_accelerator(options["accelerator"]) == "tpu":
+        return 1  # which drives all devices
     if isinstance(options["devices"], int) and options["devices"] > 0:
         return options["devices"] * options["num_nodes"]
-    names = ("accelerator", "devices", "num_nodes")  # "auto", -1, "0,1": Lightning looks and knows
-    asked = {name: options[name] for name in names if name in options}
+    asked = {name: options[name] for name in ("accelerator", "devices", "num_nodes")}
     return L.Trainer(**asked, logger=False, enable_checkpointing=False).world_size
 
 

@@ -259,6 +259,8 @@ def check_rehearsable(module: L.LightningModule) -> None:
     "Raise `ValueError` for a module whose step cannot be run outside of a trainer."
     if not hasattr(module, "label_loss"):
         raise ValueError(f"{type(module).__name__} has no label_loss, which compile_ahead runs")
+    if module.device.type == "xla":  # it compiles what is sent off, and a rehearsal sends nothing
+        raise ValueError("compile_ahead does nothing on a TPU; set compile_ahead=False")
 
 # %% ../nbs/43_previews.ipynb #741979da
 def compile_ahead(

@@ -67,7 +67,7 @@ def skip_step(
     "Keep an optimizer from moving weights and moments in its next step."
     if can_flag(optimizer):
         optimizer.grad_scale, optimizer.found_inf = None, skipped.float()
-    elif skipped:  # waits for the device
+    elif skipped.device.type != "xla" and skipped:  # waits; on XLA see `XLAAutocast`
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None

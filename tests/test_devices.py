@@ -1,11 +1,19 @@
-"Peaks of devices are dense, sum in float32 and have a source; what is unknown is said to be."
+"What a device can do is said with its reason or source; what is not there is refused in one line."
+
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from bertlab.devices import DEVICE_PEAKS, SERVER_PEAKS, device_memory_peaks, measured_peak_flops
-from bertlab.devices import multiplied_type, peak_flops, peak_memory_bytes, resident_memory_bytes
+from bertlab import devices
+from bertlab.attention import Setting, choose_kernel
+from bertlab.cli import main
+from bertlab.devices import check_request, default_precision, describe_attention, describe_device
+from bertlab.devices import device_memory_peaks, find_devices, peak_memory_bytes, resident_memory_bytes
+from bertlab.peaks import DEVICE_PEAKS, SERVER_PEAKS, measured_bandwidth, measured_peak_flops
+from bertlab.peaks import multiplied_type, peak_flops
 
 # From the data sheets: what is printed "with sparsity" is halved here, by hand.
 DENSE = {
@@ -110,3 +118,198 @@ def test_without_a_gpu_its_memory_is_unknown():
         assert 0 <= allocated <= reserved
     else:
         assert device_memory_peaks() is None
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def pretend_gpus(monkeypatch, *gpus: tuple[str, tuple[int, int], int]):
+    "GPUs by name, compute capability and GiB; the first is the current one."
+    at = lambda index: gpus[index or 0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: at(index)[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: at(index)[1])
+    properties = lambda index=None: SimpleNamespace(total_memory=at(index)[2] * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def pretend_versions(monkeypatch, **versions: str):
+    "Installed packages that are not; torch's own version too."
+    if "torch" in versions:
+        monkeypatch.setattr(torch, "__version__", versions["torch"])
+    monkeypatch.setattr(devices, "installed_version", lambda package: versions.get(package.replace("-", "_")))
+
+
+T4, A100, H200 = ("Tesla T4", (7, 5), 15), ("NVIDIA A100-SXM4-80GB", (8, 0), 80), ("NVIDIA H200", (9, 0), 141)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    "A host without accelerators, whatever the machine of the test has."
+    pretend_gpus(monkeypatch)
+    pretend_versions(monkeypatch)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "count_tpus", lambda: 0)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("gpu, precision, attention, peak", [
+    (T4, "16-mixed", "flex", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
+def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, attention, peak):
+    pretend_gpus(bare, gpu)
+    found = describe_device()
+    assert (found.kind, found.precision, found.attention) == ("cuda", precision, attention)
+    assert found.peak[0] == peak and "data sheet" in found.peak[1] and found.memory_bytes == gpu[2] * 2**30
+    assert "\n" not in str(found) and precision in str(found) and found.reason in str(found)
+    for fact in (found.name, f"{gpu[2]}.0 GiB", found.reason, found.attention_reason, found.peak[1]):
+        assert fact in found.report()
+
+
+def test_every_device_is_found_and_a_run_takes_the_first(bare):
+    pretend_gpus(bare, A100, T4)
+    assert [d.name for d in find_devices()][:2] == [A100[0], T4[0]] and find_devices()[-1].kind == "cpu"
+    assert [d.precision for d in find_devices()][:2] == ["bf16-mixed", "16-mixed"]
+    assert describe_device() == find_devices()[0]
+
+
+def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):
+    pretend_versions(bare, torch="2.9.0", torch_xla="2.9.0")
+    bare.setattr(devices, "count_tpus", lambda: 4)
+    bare.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    found = describe_device(measure=True)
+    assert (found.kind, found.precision, found.memory_bytes) == ("tpu", "bf16-mixed", 16 * 2**30)
+    assert found.peak[0] == 197e12 and check_request("auto", "auto", 4) == "tpu"
+
+
+@pytest.mark.parametrize("able", ["amx_bf16", "avx512_bf16", None])
+def test_a_processor_trains_in_bfloat16_exactly_where_it_multiplies_it(bare, able):
+    bare.setattr(torch.cpu, "get_capabilities", lambda: {able: True}, raising=False)
+    assert default_precision("cpu")[0] == ("bf16-mixed" if able else "32-true")
+    assert describe_device().peak is None  # never guessed
+    assert "measured" in describe_device(measure=True).peak[1]
+
+
+@pytest.mark.parametrize("able", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", "_something_else"])
+def test_a_torch_before_2_10_is_asked_in_its_own_way(bare, able):
+    bare.delattr(torch.cpu, "get_capabilities", raising=False)
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        bare.setattr(torch.cpu, name, lambda name=name: name == able, raising=False)
+    assert default_precision("cpu")[0] == ("32-true" if able == "_something_else" else "bf16-mixed")
+
+
+def test_the_command_prints_each_device_with_every_fact(bare, capsys):
+    pretend_gpus(bare, A100, T4)
+    assert main(["devices"]) == 0
+    a100, t4, cpu = capsys.readouterr().out.strip().split("\n\n")
+    for shown, gpu, peak in ((a100, A100, "312 TFLOP/s"), (t4, T4, "65 TFLOP/s")):
+        facts = dict(line.split(maxsplit=1) for line in shown.splitlines())
+        assert list(facts) == ["device", "memory", "precision", "attention", "peak"]
+        assert gpu[0] in facts["device"] and f"{gpu[2]}.0 GiB" in facts["memory"]
+        assert peak in facts["peak"] and "dense" in facts["peak"] and "data sheet" in facts["peak"]
+        assert all("(" in facts[name] for name in ("precision", "attention"))  # the reason
+    assert "measured on matrix products" in cpu
+
+
+def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes():
+    types = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    cases = itertools.product(("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0)))
+    for kind, precision, row_length, capability in cases:
+        setting = Setting(kind, types[precision], row_length, capability=capability)
+        assert describe_attention(kind, precision, row_length, capability)[0] == choose_kernel(setting)[0], setting
+    in_graph = Setting("cuda", torch.bfloat16, compiled=True)
+    assert f"in a compiled graph, {choose_kernel(in_graph)[0]}" in describe_attention("cuda", "bf16-mixed")[1]
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def refused(*request) -> str:
+    with pytest.raises(ValueError) as error:
+        check_request(*request)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(bare):
+    bare.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert "built without CUDA" in refused("gpu") and "accelerator='cpu'" in refused("cuda")
+    bare.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert "finds no GPU" in refused("gpu") and "nvidia-smi" in refused("gpu")
+    assert "no Apple GPU" in refused("mps")
+    assert check_request("cpu") == check_request("auto") == "cpu"
+    bare.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert check_request("gpu") == check_request("mps") == "mps" and "Apple" in refused("cuda")
+
+
+def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
+    assert "bertlab[tpu]" in refused("tpu")
+    pretend_versions(bare, torch="2.13.0+cpu", torch_xla="2.9.0")
+    said = refused("tpu")
+    assert "torch_xla 2.9.0 needs torch 2.9, and this is torch 2.13.0+cpu" in said and "torch~=2.9.0" in said
+    pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free
+    assert "no TPU is visible" in refused("tpu")
+    bare.setenv("PJRT_DEVICE", "CPU")
+    assert check_request("tpu", "bf16-mixed") == "tpu"
+    bare.delenv("PJRT_DEVICE")
+    bare.setattr(devices, "count_tpus", lambda: 1)
+    assert check_request("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
+    bare.setattr(devices, "count_tpus", lambda: 4)
+    assert "there are 4 of tpu" in refused("tpu", "auto", 8) and check_request("auto", "auto", 4) == "tpu"
+    pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
+    assert "needs torch 2.9" in refused("auto")  # a TPU host with the wrong torch does not fall back in silence
+
+
+@pytest.mark.parametrize("precision, word", [
+    ("16-mixed", "this is a CPU"), (16, "this is a CPU"), ("16-true", "this is a CPU"), ("fp8", "is unknown"),
+    ("transformer-engine", "NVIDIA"), ("bf16-mixd", "choose one of auto, 32-true, bf16-mixed")])
+def test_a_precision_that_a_cpu_does_not_have_is_refused(bare, precision, word):
+    assert word in refused("cpu", precision) and repr(precision) in refused("cpu", precision)
+
+
+@pytest.mark.parametrize("precision", ["auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"])
+def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precision):
+    bare.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    assert check_request("cpu", precision) == "cpu"
+
+
+def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
+    pretend_gpus(bare, T4)
+    for precision in ("bf16-mixed", "bf16-true", "bf16"):
+        assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused("gpu", precision)
+    assert check_request("gpu", "16-mixed") == check_request("auto", "auto") == "cuda"
+    pretend_gpus(bare, A100)
+    assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused("gpu", "transformer-engine")
+    pretend_gpus(bare, H200)
+    assert "pip install 'transformer-engine" in refused("gpu", "transformer-engine")
+    pretend_versions(bare, transformer_engine="2.0")
+    assert check_request("gpu", "transformer-engine") == "cuda"
+
+
+@pytest.mark.parametrize("wanted", [3, "3", [0, 2], "0,2", [2]])
+def test_more_devices_than_there_are_are_refused_with_the_number_there_is(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert "there are 2 of cuda" in refused("gpu", "auto", wanted) and "devices=2" in refused("gpu", "auto", wanted)
+
+
+@pytest.mark.parametrize("wanted", [0, -2, "0", "many", [], [0, 0], [-1], "1,1", True, None, 1.5, ["a"]])
+def test_a_number_of_devices_that_means_nothing_is_refused(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert "devices=" in refused("gpu", "auto", wanted)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, "2", "auto", -1, "-1", [0, 1], [1], "0,1", "1,"])
+def test_devices_that_are_there_may_be_asked_for_in_each_way(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert check_request("gpu", "auto", wanted) == "cuda"
+    assert check_request("cpu", "auto", 7) == "cpu"  # processes, not processors
+
+
+def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
+    assert "choose one of auto, cpu, gpu, cuda, mps, tpu" in refused("xla")
+
+
+def test_memory_moves_numbers_at_a_rate_that_is_possible():
+    assert 1e8 < measured_bandwidth(seconds=0.05, megabytes=4) < 1e14

@@ -8,11 +8,12 @@ import torch
 import transformers
 from test_training import CONFIG, word_tokenizer
 
+from bertlab import encoder
 from bertlab.callbacks import History
 from bertlab.data import PretrainingDataModule
 from bertlab.losses import LossParts
 from bertlab.metrics import token_bytes
-from bertlab.modules import PretrainingModule
+from bertlab.modules import PretrainingModule, compile_layers, compile_options
 from bertlab.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.trainer import make_trainer
 
@@ -264,6 +265,40 @@ def test_the_compiled_path_gives_the_loss_of_the_plain_one():
         losses.append(parts.loss_sum)
     assert "compiled_layers" in vars(compiled.model.encoder)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-4)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "asked, device, options",
+    [
+        (None, CPU, None),
+        (None, GPU, {}),
+        (False, GPU, None),
+        (True, CPU, {}),
+        ("reduce-overhead", GPU, {"mode": "reduce-overhead", "dynamic": False}),
+        ({"dynamic": False}, CPU, {"dynamic": False}),
+    ],
+)
+def test_compile_model_is_yes_no_a_mode_or_options(asked, device, options):
+    assert compile_options(asked, device) == options
+
+
+def test_compiling_twice_is_refused():
+    with pytest.raises(ValueError, match="XLA compiles; set compile_model=False"):
+        compile_options(True, torch.device("xla"))
+
+
+def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(encoder, "choose_kernel", lambda setting: seen.append(setting) or ("sdpa", ""))
+    module = module_of(model_kwargs={"attn_implementation": "auto"})
+    module.configure_model()
+    module.model(torch.ones(1, 8, dtype=torch.long))
+    compile_layers(module.model, backend="eager")
+    module.model(torch.ones(1, 8, dtype=torch.long))
+    assert [setting.compiled for setting in seen] == [False, True]
 
 
 def test_flops_count_real_context_and_the_sparse_head():

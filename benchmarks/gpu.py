@@ -1,0 +1,263 @@
+"""Training throughput of BERT-base and ModernBERT-base shapes on a GPU, beside transformers' own models.
+
+    python benchmarks/gpu.py [--rows 64] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
+    python benchmarks/gpu.py --small          the same path on a CPU, tiny shapes, no figures to quote
+
+Needs torch and bertlab with what it depends on; nothing is downloaded, and the file runs from any
+folder. For each shape, in bfloat16 (autocast, weights in float32), in one process, taking turns:
+
+- bertlab: documents packed into rows of 512, labels-only head, compiled layers. With the attention
+  kernel that "auto" takes; with varlen attention on unpadded tokens; with FlexAttention, whose shapes
+  are static; and with FlexAttention and CUDA graphs (mode="reduce-overhead"), which pays where kernels
+  are shorter than their launch
+- transformers: BertForMaskedLM or ModernBertForMaskedLM with SDPA, one document in a row, padded to
+  the longest of the batch; as many positions in a batch as bertlab's, so more rows
+
+Both without dropout, with the fused AdamW, clipping and pinned batches that are copied without
+waiting. Real tokens (no padding) per second are medians over rounds. MFU is the work that the real
+tokens need (forward and backward, `flops_per_token`), over the best rate of matrix products measured
+here; recomputed or padded work counts for nothing. Memory is what a side takes on the GPU at its peak
+beyond what was there before it was built. A side that fails is named with its error, and the others go
+on. The last two lines are the verdict: each target, whether it is reached, and by which side.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig
+
+import bertlab
+from bertlab.collators import MaskedLanguageModelingCollator
+from bertlab.config import bert_base, modernbert_base
+from bertlab.corpus import embedded_corpus, train_tokenizer
+from bertlab.devices import find_devices
+from bertlab.files import written_whole
+from bertlab.heads import BertLabForMaskedLM
+from bertlab.loaders import pack_texts
+from bertlab.losses import LossRule
+from bertlab.modules import BATCH_KEYS, compile_layers
+from bertlab.optimizers import get_optimizer, parameter_groups
+from bertlab.peaks import measured_peak_flops, wait_function
+from bertlab.profiling import host_reads
+
+LENGTH, MASKED = 512, 0.15
+NO_DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.0)
+TINY = dict(vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+# BERT's vocabulary of 30,522 rounded up to a multiple of 64, as tensor cores want it; for both sides.
+SHAPES = {"BERT-base": (lambda **o: bert_base(**{"vocab_size": 30528, **NO_DROPOUT, **o}), BertConfig,
+                        dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
+          "ModernBERT-base": (modernbert_base, ModernBertConfig, dict.fromkeys(
+              ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")))}  # fmt: skip
+SIDES = {  # name -> (attention kernel, options of torch.compile)
+    "bertlab": ("auto", {}),
+    "bertlab, varlen": ("varlen", {}),
+    "bertlab, flex": ("flex", {"dynamic": False}),
+    "bertlab, flex, CUDA graphs": ("flex", {"dynamic": False, "mode": "reduce-overhead"}),
+    "transformers": None,
+}
+TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
+    "mfu": ("BERT-base's share of the measured ceiling (MFU)", 0.45),
+    "times_transformers": ("BERT-base's real tokens per second by those of transformers", 2.0),
+}
+
+
+def make_batches(options: argparse.Namespace, padded: bool, texts, tokenizer) -> list[dict]:
+    "Batches of the same documents: packed, or one in a row, padded to the longest of the batch."
+    rows, count = options.rows, 2 if options.small else 8
+    dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, mlm_probability=MASKED, max_sequence_length=LENGTH,
+        pad_to_multiple_of=8 if padded else None)  # fmt: skip
+    if padded:  # as many positions as the other side has
+        some = collate([dataset[0, i] for i in range(min(64, len(dataset)))])
+        rows = max(8, rows * LENGTH // some["input_ids"].shape[1] // 8 * 8)
+    order = itertools.cycle(range(len(dataset)))
+    batches = [collate([dataset[0, next(order)] for _ in range(rows)]) for _ in range(count)]
+    if padded:
+        batches = [{"input_ids": b["input_ids"], "attention_mask": (b["attention_mask"] > 0).long(),
+                    "labels": b["labels"]} for b in batches]  # fmt: skip
+    else:
+        batches = [{name: b[name] for name in BATCH_KEYS if name in b} for b in batches]
+    pin = options.device.type == "cuda"
+    return [{k: t.pin_memory() if pin else t for k, t in batch.items()} for batch in batches]
+
+
+def mean_context(batches: list[dict]) -> float:
+    "Tokens that a token may attend to: sum(n * n) / sum(n) over the documents."
+    sizes = [torch.bincount(row[row > 0]) for batch in batches for row in batch["attention_mask"]]
+    sizes = torch.cat(sizes).double()
+    return float((sizes**2).sum() / sizes.sum())
+
+
+class Side:
+    "A model that trains on its batches."
+
+    def __init__(self, name: str, shape: str, options: argparse.Namespace, batches: list[dict]):
+        ours, theirs, more = SHAPES[shape]
+        size, self.device = TINY if options.small else {}, options.device
+        self.config, self.batches, self.turn = ours(**size), batches, 0
+        torch.manual_seed(0)
+        if SIDES[name] is None:
+            config = theirs(**{"vocab_size": self.config.vocab_size, **size, **more}, pad_token_id=0)
+            self.model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+        else:
+            kernel, compiling = SIDES[name]
+            self.model = BertLabForMaskedLM(ours(**size, attn_implementation=kernel))
+            if options.compile:
+                compile_layers(self.model, **compiling)
+        self.model.to(self.device).train()
+        self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule()}
+        self.graphs = bool(SIDES[name]) and "mode" in SIDES[name][1]
+        self.optimizer = get_optimizer("adamw", parameter_groups(self.model, weight_decay=0.01), {"lr": 1e-4})
+        self.rates, self.kernel = [], "sdpa"
+
+    def step(self) -> None:
+        "Copy, forward, backward, clip, update; nothing is read back."
+        batch = self.batches[self.turn % len(self.batches)]
+        self.turn += 1
+        if self.graphs:  # what the last step's graphs returned is no longer needed
+            torch.compiler.cudagraph_mark_step_begin()
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self.model(**batch, **self.loss).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, steps: int) -> None:
+        "Note the real tokens per second of some steps."
+        wait = wait_function(self.device)
+        numbers = range(self.turn, self.turn + steps)
+        real = sum(int((self.batches[n % len(self.batches)]["attention_mask"] > 0).sum()) for n in numbers)
+        wait()
+        start = time.perf_counter()
+        for _ in numbers:
+            self.step()
+        wait()
+        self.rates.append(real / (time.perf_counter() - start))
+
+
+def count_waits(step: Callable[[], None]) -> dict[str, int]:  # what waited -> times
+    "Count where the host waits for the GPU in a step, as CUDA's own debug mode sees it."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
+    places = (f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message))
+    return dict(Counter(places))
+
+
+def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | None, dict]:
+    "A side, warm, and what is known of it so far; None and the error where it fails."
+    on_gpu = options.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    try:
+        side = Side(name, shape, options, batches)
+        for _ in range(len(batches)):  # compiles, also for the last new shape
+            side.step()
+        if hasattr(side.model, "encoder") and name != "transformers":
+            with torch.autocast(options.device.type, torch.bfloat16):
+                side.kernel = side.model.encoder.attention_kernel(options.device, LENGTH)[0]
+        reads = count_waits(side.step) if on_gpu else host_reads(side.step)
+    except Exception as error:  # of a compiler, a driver, a kernel: whatever this device lacks
+        print(f"{shape}, {name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        return None, {"error": f"{type(error).__name__}: {error}"[:2000]}
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    return side, {"kernel": side.kernel, "peak_memory_bytes": peak, "host_waits": reads}
+
+
+def measure(shape: str, options, batches: dict[bool, list[dict]], ceiling: float) -> dict[str, dict]:
+    "All sides of a shape, in turns."
+    sides, found = {}, {}
+    if options.compile:  # torch compiles a function for so many models and shapes, and then runs it as it is
+        torch.compiler.reset()
+    for name in SIDES:
+        if options.small and "," in name:
+            continue  # on a CPU these kernels have no backward pass
+        sides[name], found[name] = build(name, shape, options, batches[SIDES[name] is None])
+    able = {name: side for name, side in sides.items() if side is not None}
+    for number in range(options.rounds):
+        for name in list(able)[:: 1 if number % 2 else -1]:
+            able[name].run(options.steps)
+    for name, side in able.items():
+        labels = sum(int((b["labels"] != -100).sum()) for b in side.batches)
+        tokens = sum(int((b["attention_mask"] > 0).sum()) for b in side.batches)
+        positions = sum(b["attention_mask"].numel() for b in side.batches)
+        rate = statistics.median(side.rates)
+        cost = side.config.flops_per_token(mean_context(side.batches), labels / tokens)
+        found[name] |= {
+            "tokens_per_second": rate, "tokens_per_second_of_rounds": side.rates, "mfu": rate * cost / ceiling,
+            "flops_per_token": cost, "real_share": tokens / positions,
+            "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches)}  # fmt: skip
+        print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
+              f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
+              f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
+    base = found["transformers"].get("tokens_per_second")
+    for name in able:
+        found[name]["times_transformers"] = base and found[name]["tokens_per_second"] / base
+    return found
+
+
+def judge(sides: dict[str, dict], small: bool) -> list[dict]:
+    "Hold the best of bertlab's sides against the targets, a line each."
+    ours = {name: side for name, side in sides.items() if name != "transformers"}
+    verdicts = []
+    for key, (what, least) in TARGETS.items():
+        name = max(ours, key=lambda name: ours[name].get(key) or 0)
+        value = ours[name].get(key) or 0
+        verdicts.append({"what": what, "least": least, "value": value, "side": name, "reached": value >= least})
+        print(f"{what}: {value:.3g} ({name}), target {least:g} or more: {'' if value >= least else 'not '}reached"
+              + (" (tiny shapes on a CPU: not what the target is about)" if small else ""))  # fmt: skip
+    return verdicts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, help="of 512 in a batch (default: 64; 2 with --small)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of a side in a round (default: 10; 1 with --small)")
+    parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
+    parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere with --small")
+    options = parser.parse_args()
+    if not options.small and not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
+    options.device = torch.device("cpu" if options.small else "cuda")
+    options.compile = not options.small
+    options.rows = options.rows or (2 if options.small else 64)
+    options.steps = options.steps or (1 if options.small else 10)
+    corpus = embedded_corpus(max_documents=100 if options.small else None)
+    texts = corpus.train_texts
+    tokenizer = train_tokenizer(texts, 1024 if options.small else 8192)
+    batches = {padded: make_batches(options, padded, texts, tokenizer) for padded in (False, True)}
+    ceiling = measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)
+    device = find_devices()[-1 if options.small else 0]  # the last is the CPU, the first what a run takes
+    print(f"{device.name}: {ceiling / 1e12:.4g} TFLOP/s measured; table: {device.peak}", flush=True)
+    found = {shape: measure(shape, options, batches, ceiling) for shape in SHAPES}
+    verdicts = judge(found["BERT-base"], options.small)
+    result = {
+        "what": __doc__.splitlines()[0], "verdicts": verdicts, "hardware": device.name,
+        "ceiling_flops": ceiling, "table_peak": device.peak, "small": options.small, "row_length": LENGTH,
+        "steps": options.steps, "rounds": options.rounds, "measured": time.strftime("%Y-%m-%d"),
+        "torch": str(torch.__version__), "cuda": torch.version.cuda, "bertlab": bertlab.__version__, "shapes": found,
+    }  # fmt: skip
+    output = options.output or (None if options.small else str(Path(__file__).parent / "results" / "gpu.json"))
+    if output:
+        with written_whole(Path(output)) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
