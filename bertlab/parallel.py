@@ -72,7 +72,7 @@ def count_processes(
 ) -> int:
     "How many processes a run will have, as Lightning counts them."
     options = {"devices": 1, "num_nodes": 1, "accelerator": "auto"} | trainer_options
-    if find_accelerator(options["accelerator"]) == "tpu":
+    if (find_accelerator() if (kind := options["accelerator"]) == "auto" else kind) == "tpu":
         return 1  # which drives all devices
     if isinstance(options["devices"], int) and options["devices"] > 0:
         return options["devices"] * options["num_nodes"]

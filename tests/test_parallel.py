@@ -369,6 +369,8 @@ def test_processes_are_counted_as_lightning_counts_them():
     assert count_processes({"devices": 3, "num_nodes": 2}) == 6
     assert count_processes({"devices": "auto", "accelerator": "cpu", "strategy": "fsdp"}) == 1
     assert count_processes({"devices": "2", "accelerator": "cpu"}) == 2
+    assert count_processes({"devices": 8, "accelerator": "gpu"}) == 8  # also where there is none
+    assert count_processes({"devices": 8, "accelerator": "tpu"}) == 1
 
 
 def test_an_unknown_strategy_is_answered_with_the_known_ones():
