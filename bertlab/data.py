@@ -73,7 +73,7 @@ class PackedLoaders(L.LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         "Let the workers go, which would else wait for another epoch."
         if self.batches:
-            self.batches.running = -1, None
+            self.batches.close()
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:
         "One loader, or one for each of several validation sets (none: an empty list)."

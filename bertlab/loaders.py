@@ -12,6 +12,7 @@ __all__ = ['HELD_OUT_AMONG', 'Delivered', 'EpochPlan', 'read_batches', 'EpochBat
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -95,7 +96,9 @@ class EpochBatches(EpochPlan):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         place, batches = self.running
         if place != self.delivered:  # the first time, and after a resume
-            keys = (self.keys(*divmod(n, len(self))) for n in count(self.delivered))
+            plan = copy(self)  # workers that hold what holds them would be freed late, and slowly
+            plan.close()
+            keys = (plan.keys(*divmod(n, len(plan))) for n in count(self.delivered))
             rows = FilledRows(self.dataset)
             batches = iter(read_batches(rows, keys, self.collator, self.num_workers))
         for _ in range(len(self) - self.delivered % len(self)):
@@ -103,6 +106,10 @@ class EpochBatches(EpochPlan):
             self.delivered += 1  # before the batch leaves: a checkpoint is taken after its step
             self.running = self.delivered, batches
             yield batch
+
+    def close(self) -> None:
+        "Let the workers go, which would else wait for another epoch; the place stays."
+        self.running = -1, None
 
 # %% ../nbs/16_loaders.ipynb #4943fabd
 class FilledRows(Dataset):

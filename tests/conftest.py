@@ -66,11 +66,20 @@ def pytest_xdist_auto_num_workers(config) -> int:
 SPREAD = {"test_notebooks.py", "test_house.py"}  # each case stands alone; elsewhere a file shares its fixtures
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    "A file stays on one worker, but for those of `SPREAD`."
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if Path(file).name in SPREAD else file
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.path.name not in SPREAD:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     for mark, why in REASONS.items():
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and (reason := why()):

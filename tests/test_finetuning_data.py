@@ -2,7 +2,10 @@
 
 import csv
 import functools
+import gc
 import json
+import multiprocessing
+import time
 
 import numpy as np
 import pytest
@@ -338,6 +341,17 @@ def test_a_stopped_run_goes_on_with_the_very_next_batch(stop, num_workers):
     before, again = first(loader, stop), data.train_dataloader()
     again.load_state_dict({"delivered": stop})
     assert all(map(torch.equal, whole, before + first(again, 16 - stop)))
+
+
+def test_workers_that_nobody_waits_for_are_let_go_at_once():
+    loader = given_rows(rows_of(24), rows_of(2), num_workers=2).train_dataloader()
+    next(iter(loader))
+    workers = multiprocessing.active_children()
+    start = time.perf_counter()
+    del loader
+    gc.collect()
+    assert time.perf_counter() - start < 4 and workers  # late ones are waited for, 5 s each
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_fixed_shapes_are_fixed():
