@@ -186,6 +186,7 @@ def rates_of_a_process(rank: int, folder: str) -> None:
         scheduler.optimizer.step()
         scheduler.step()
     torch.save(rates, f"{folder}/{rank}.pt")
+    torch.distributed.barrier()  # gloo's threads abort where the other process leaves first
     torch.distributed.destroy_process_group()
 
 
