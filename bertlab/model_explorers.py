@@ -80,8 +80,6 @@ def attention_maps(
     weights = torch.stack([layer[0] for layer in out.attentions]).float().cpu().numpy()
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), weights
 
-
-
 # %% ../nbs/51_model_explorers.ipynb #de6aaf71
 def shade_image(
     shades_LL: np.ndarray,  # 0 to 1: clear to solid

@@ -25,8 +25,6 @@ def among(kind: type, parts: Sequence[Any]) -> bool:
     "Whether one of the callbacks or plugins is of a kind that Lightning must be told of."
     return any(isinstance(part, kind) for part in parts)
 
-
-
 # %% ../nbs/42_trainer.ipynb #f0a7b6a6
 def listed(plugins: Any) -> list[Any]:
     "Several as they are, one in a list, None as none."

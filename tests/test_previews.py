@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from bertlab.callbacks import History, RunCheckpoint, TerminalBar, random_states
 from bertlab.generate import fill_mask
 from bertlab.modules import PretrainingModule, compile_layers
 from bertlab.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek
-from bertlab.previews import rehearsal, undisturbed
+from bertlab.previews import check_rehearsable, rehearsal, undisturbed
 from bertlab.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -247,6 +248,12 @@ def test_peeking_into_a_plain_loader_leaves_its_generator_alone():
 def test_compile_ahead_refuses_a_module_that_it_cannot_run():
     with pytest.raises(ValueError, match="Linear has no label_loss"):
         compile_ahead(torch.nn.Linear(2, 2), {})
+
+
+def test_compiling_ahead_is_refused_where_it_would_do_nothing():
+    on_tpu = SimpleNamespace(label_loss=None, device=torch.device("xla"))
+    with pytest.raises(ValueError, match="nothing on a TPU; set compile_ahead=False"):
+        check_rehearsable(on_tpu)
 
 
 def two(folder):
