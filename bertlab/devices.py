@@ -6,9 +6,10 @@
 __all__ = ['AMPERE', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision', 'default_attention',
            'describe_attention', 'Device', 'installed_version', 'count_tpus', 'count_devices', 'measure_peak',
            'find_devices', 'describe_device', 'find_accelerator', 'object_to_precision', 'check_count', 'check_request',
-           'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
+           'keep_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../nbs/02_devices.ipynb #5f341d85
+import ctypes
 import glob
 import os
 import platform
@@ -307,6 +308,26 @@ def check_request(
                          f"{default_precision(kind)[0]!r} or 'auto'")
     check_count(kind, devices)
     return kind
+
+# %% ../nbs/02_devices.ipynb #7a1de7f3
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of glibc's malloc.h
+_LARGE, _OLD_LARGE = 2**30, 2**25  # bytes; an old glibc takes no threshold above 32 MiB
+
+
+def keep_freed_memory() -> bool:  # is it kept now?
+    """Let the C library keep what torch frees on a CPU for the next step (`mallopt(3)`).
+
+    The process then stays as large as it once was. Nothing is changed without glibc, nor where
+    an environment variable `MALLOC_...` or `GLIBC_TUNABLES` says how memory is to be had.
+    """
+    said = any(name.startswith("MALLOC_") for name in os.environ)
+    if said or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    large = mallopt(_MMAP_THRESHOLD, _LARGE) or mallopt(_MMAP_THRESHOLD, _OLD_LARGE)
+    return bool(large and mallopt(_TRIM_THRESHOLD, 2**31 - 1))
 
 # %% ../nbs/02_devices.ipynb #35041f13
 def peak_memory_bytes() -> int | None:

@@ -107,10 +107,11 @@ class AnchoredLoss(LanguageModeling):
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Cross-entropy alone, so that it compares with other runs; `divergence` is set as well."
+        if not self._reference:
+            return super().label_loss(batch)
         inputs = {name: batch[name] for name in BATCH_KEYS if name in batch}
         out = self.model(**inputs, loss_rule=self.loss_rule)
-        if self._reference:
-            self.divergence = self.compare(out.logits, inputs)
+        self.divergence = self.compare(out.logits, inputs)
         return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
 
     def compare(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:  # nats, a sum

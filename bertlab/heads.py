@@ -24,7 +24,8 @@ from .encoder import (BertLabModel, BertLabPreTrainedModel, Block, LayerContext,
                              SelfAttention, add_to_stream, make_norm, split_heads)
 from .layers import ACTIVATIONS, alibi_slopes, init_matrix_, rotary_table, sinusoids
 from .losses import (IGNORED, LossParts, LossRule, gather_positions, masked_lm_loss,
-                            mean_loss, score_in_chunks, score_logits)
+                            labelled_alone, mean_loss, score_in_chunks, score_logits,
+                            shapes_are_free)
 
 # %% ../nbs/24_heads.ipynb #e12f9fc7
 _all_ = ["IGNORED", "gather_positions", "masked_lm_loss", "mean_loss"]  # found here as well
@@ -66,7 +67,7 @@ class LabelledOutput(MaskedLMOutput):
 
 def make_output(
     encoded: BaseModelOutput,
-    logits: Tensor | None,  # None where they were made in chunks
+    logits: Tensor | None,  # None where the rule keeps none
     parts: LossParts | None,  # None without labels
 ) -> LabelledOutput:
     "Put together what a model returns."
@@ -118,11 +119,15 @@ def score_positions(
     take = lambda t: t if t is None or positions_BM is None else gather_positions(t, positions_BM)
     x, labels, weights = map(take, (x_BLD, *targets))
     embedding_VD = model.get_input_embeddings().weight
+    if labels is not None and rule.only_loss and shapes_are_free(x):
+        x, labels, weights = labelled_alone(x, labels, weights)
     if labels is not None and rule.chunk_size:
         head = lambda x_ND: model.head(x_ND, embedding_VD)
         return None, score_in_chunks(head, x, labels, rule, weights)
     logits = model.head(x, embedding_VD)
-    return logits, None if labels is None else score_logits(logits, labels, rule, weights)
+    if labels is None:
+        return logits, None
+    return None if rule.only_loss else logits, score_logits(logits, labels, rule, weights)
 
 # %% ../nbs/24_heads.ipynb #1f4a6499
 class BertLabForMaskedLM(BertLabTokenPredictor):

@@ -11,7 +11,7 @@ __all__ = ['HELD_OUT_AMONG', 'Delivered', 'EpochPlan', 'read_batches', 'EpochBat
 # %% ../nbs/16_loaders.ipynb #b6cddc92
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import count
@@ -63,8 +63,8 @@ class EpochPlan(Delivered):
     def keys(self, epoch: int, batch: int) -> list[tuple[int, int]]:
         "The rows of this process's batch as (epoch, index); -1 stands for a blank one."
         start = (batch * self.world_size + self.rank) * self.batch_size
-        rows = range(start, start + self.batch_size)
-        return [(epoch, row if row < len(self.dataset) else -1) for row in rows]
+        rows, num_rows = range(start, start + self.batch_size), len(self.dataset)
+        return [(epoch, row if row < num_rows else -1) for row in rows]
 
 # %% ../nbs/16_loaders.ipynb #9385f376
 def read_batches(
@@ -122,10 +122,19 @@ class FilledRows(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, key: int | tuple[int, int]) -> dict:  # index, or (epoch, index)
-        epoch, index = key if isinstance(key, tuple) else (0, key)
-        if index >= 0:
-            return self.dataset[key]
-        row = self.dataset[epoch, 0]
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
+        "A batch at once, where the dataset has a way to."
+        index = lambda key: key[1] if isinstance(key, tuple) else key
+        wanted, dataset = [key for key in keys if index(key) >= 0], self.dataset
+        many = getattr(dataset, "__getitems__", None)
+        rows = iter(many(wanted) if many and wanted else [dataset[key] for key in wanted])
+        return [next(rows) if index(key) >= 0 else self.blank_row(key) for key in keys]
+
+    def blank_row(self, key: int | tuple[int, int]) -> dict:
+        "A row of padding alone."
+        row = self.dataset[key[0] if isinstance(key, tuple) else 0, 0]
         if "position_ids" not in row:  # the collator pads this kind: nothing is all padding
             return {**row, **{name: row[name][:0] for name in PADDING if name in row}}
         blank = {name: np.zeros_like(row[name]) for name in ("attention_mask", "position_ids")}
@@ -170,8 +179,8 @@ class PaddedDataset(PackedDataset):
         lengths = self.windows.lengths + self.num_special
         self.order = EpochOrder(self.plan, lengths, seed) if shuffle else None
 
-    def __getitem__(self, key: int | tuple[int, int]) -> dict:
-        return bare_row(super().__getitem__(key))
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
+        return [bare_row(row) for row in super().__getitems__(keys)]
 
 # %% ../nbs/16_loaders.ipynb #d1dadb05
 def special_ids(tokenizer: Any) -> dict[str, int | None]:  # what a packer needs to know

@@ -10,6 +10,7 @@ __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'check_objective', '
 
 # %% ../nbs/41_modules.ipynb #0120e55e
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -188,7 +189,8 @@ class LanguageModeling(LabelScoringModule):
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
         inputs = {name: batch[name] for name in BATCH_KEYS if name in batch}
-        out = self.model(**inputs, loss_rule=self.loss_rule)
+        rule = replace(self.loss_rule, only_loss=self.training)
+        out = self.model(**inputs, loss_rule=rule)
         return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
 
     def num_flops_per_token(

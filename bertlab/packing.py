@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['NUM_TRADES', 'TokenizedDocuments', 'Windows', 'check_overflow', 'split_long', 'deal_lengths', 'Plan', 'plan_best_fit',
-           'build_row', 'mark_repeated', 'trade_parts', 'EpochOrder', 'PlannedRows', 'account_rows', 'PackingReport',
-           'PackedDataset', 'occupancy']
+           'build_rows', 'mark_repeated', 'trade_parts', 'EpochOrder', 'AddressedRows', 'PlannedRows', 'account_rows',
+           'PackingReport', 'PackedDataset']
 
 # %% ../nbs/12_packing.ipynb #dc7657eb
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 
@@ -187,36 +188,36 @@ def plan_best_fit(
     return Plan(documents[np.argsort(rows, kind="stable")], offsets, num_empty)
 
 # %% ../nbs/12_packing.ipynb #4f831573
-def build_row(
-    pieces: list[np.ndarray],  # token ids of the documents of this row, without special tokens
-    capacity: int,  # positions in the row
+def build_rows(
+    rows: Sequence[Sequence[np.ndarray]],  # each row's documents: ids without special tokens
+    capacity: int,  # positions in a row
     pad_token_id: int,
     cls_token_id: int | None = None,  # before each document; None for nothing
     sep_token_id: int | None = None,  # after each document; None for nothing
-) -> dict[str, np.ndarray]:  # input_ids, attention_mask, position_ids; each (capacity,) int64
-    "Lay documents into one row: numbers 1, 2, ... in attention_mask, positions restart at 0."
-    row = {
-        "input_ids": np.full(capacity, pad_token_id, dtype=np.int64),
-        "attention_mask": np.zeros(capacity, dtype=np.int64),
-        "position_ids": np.zeros(capacity, dtype=np.int64),
-    }
-    before, after = int(cls_token_id is not None), int(sep_token_id is not None)
-    start = 0
-    for number, piece in enumerate(pieces, start=1):
-        stop = start + before + len(piece) + after
-        if before:
-            row["input_ids"][start] = cls_token_id
-        row["input_ids"][start + before:stop - after] = piece
-        if after:
-            row["input_ids"][stop - 1] = sep_token_id
-        row["attention_mask"][start:stop] = number
-        row["position_ids"][start:stop] = np.arange(stop - start)
-        start = stop
-    return row
+) -> list[dict[str, np.ndarray]]:  # input_ids, attention_mask, position_ids; (capacity,) int64
+    "Lay documents into rows: numbers 1, 2, ... in attention_mask, positions restart at 0."
+    before, after = ([] if i is None else [np.array([i])] for i in (cls_token_id, sep_token_id))
+    parts, laid, padding = [], [], np.full(capacity, pad_token_id, dtype=np.int64)
+    for documents in rows:
+        room = capacity
+        for number, ids in enumerate(documents, start=1):
+            parts += *before, ids, *after
+            laid.append((number, len(before) + len(ids) + len(after)))
+            room -= laid[-1][1]
+        parts.append(padding[:room])
+        laid.append((0, room))
+    # One pass over all rows: a loop over documents would pay numpy's fixed costs for each.
+    numbers, sizes = np.array(laid, dtype=np.int64).T
+    number_T = np.repeat(numbers, sizes)
+    begin_T = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    position_T = np.where(number_T > 0, np.arange(len(number_T)) - begin_T, 0)
+    arrays = np.concatenate(parts).astype(np.int64, copy=False), number_T, position_T
+    arrays = zip(*(array.reshape(len(rows), capacity) for array in arrays))
+    return [dict(zip(("input_ids", "attention_mask", "position_ids"), row)) for row in arrays]
 
 # %% ../nbs/12_packing.ipynb #89142bf5
 def mark_repeated(
-    row: dict[str, np.ndarray],  # of `build_row`
+    row: dict[str, np.ndarray],  # of `build_rows`
     contexts: Iterable[tuple[int, int]],  # of each document: tokens at its ends that are repeated
     before: int = 0,  # special tokens before each document
     after: int = 0,  # and after it
@@ -280,8 +281,8 @@ class EpochOrder:
         return self.latest[1]
 
 # %% ../nbs/12_packing.ipynb #786d7de7
-class PlannedRows:
-    "Random access to rows, by index or by (epoch, index)."
+class AddressedRows:
+    "Random access to the rows of a `plan`, by index or by (epoch, index)."
 
     epoch = 0  # of rows that are asked for by a lone index
 
@@ -292,22 +293,33 @@ class PlannedRows:
     def __len__(self) -> int:
         return len(self.plan)
 
-    def __getitem__(
-        self,
-        key: int | tuple[int, int],  # index, or (epoch, index); see `set_epoch`
-    ) -> dict:  # `build_row`'s arrays, and the ints epoch and index
-        "Build the row that stands at `index` in `epoch`."
+    def address(self, key: int | tuple[int, int]) -> tuple[int, int]:
+        "Epoch and index, 0 or more."
         epoch, index = map(int, key if isinstance(key, tuple) else (self.epoch, key))
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        index %= len(self)
-        windows = (self.order(epoch) if self.order else self.plan)[index]
-        starts, stops = self.windows.starts[windows], self.windows.stops[windows]
-        pieces = [self.documents.tokens[start:stop] for start, stop in zip(starts, stops)]
-        built = build_row(pieces, self.capacity, **self.special)
-        if self.windows.overlap:
-            built = mark_repeated(built, self.windows.contexts[windows], *self.around)
-        return {**built, "epoch": epoch, "index": index}
+        return epoch, index % len(self)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> dict:  # index, or (epoch, index)
+        "Build the row that stands at `index` in `epoch`: `build_rows`' arrays, and its address."
+        return self.__getitems__([key])[0]
+
+# %% ../nbs/12_packing.ipynb #526f6612
+class PlannedRows(AddressedRows):
+    "Rows of documents as planned; in the order of an epoch, where there is one."
+
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
+        "Build many rows at once, as torch's loaders ask for a batch."
+        at, w = [self.address(key) for key in keys], self.windows
+        members = [(self.order(epoch) if self.order else self.plan)[index] for epoch, index in at]
+        ends = (ends[np.concatenate(members)].tolist() for ends in (w.starts, w.stops))
+        pieces = map(self.documents.tokens.__getitem__, map(slice, *ends))
+        ids = [[*islice(pieces, len(m))] for m in members]
+        built = build_rows(ids, self.capacity, **self.special)
+        if w.overlap:
+            built = [mark_repeated(row, w.contexts[m], *self.around)
+                     for row, m in zip(built, members)]
+        return [{**row, "epoch": epoch, "index": index} for row, (epoch, index) in zip(built, at)]
 
 # %% ../nbs/12_packing.ipynb #a1344f8f
 def account_rows(
@@ -353,7 +365,7 @@ class PackingReport:
 class PackedDataset(PlannedRows, PackingReport):
     """Full rows from documents: map-style, equally long in every epoch, each token once an epoch.
 
-    `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_row`'s
+    `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_rows`'
     arrays and the ints `epoch` and `index`, by which a collator draws its masks."""
 
     def __init__(
@@ -380,14 +392,3 @@ class PackedDataset(PlannedRows, PackingReport):
         lengths = self.windows.lengths + self.num_special
         self.plan = plan_best_fit(lengths, capacity)
         self.order = EpochOrder(self.plan, lengths, seed) if shuffle else None
-
-# %% ../nbs/12_packing.ipynb #1ea1fed4
-def occupancy(
-    dataset: PackedDataset,
-    num_rows: int = 40,  # or all, if there are fewer
-    epoch: int = 0,
-) -> np.ndarray:  # (rows, capacity) document numbers, 0 where a position is wasted
-    "Rows evenly spread over an epoch, to draw."
-    picked = np.linspace(0, len(dataset) - 1, min(num_rows, len(dataset))).astype(int)
-    rows = [dataset[epoch, index]["attention_mask"] for index in picked]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), dataset.capacity)

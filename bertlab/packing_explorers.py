@@ -231,7 +231,7 @@ def draw_stretches(
 
 # %% ../nbs/51_packing_explorers.ipynb #96feb1e0
 def reach_html(
-    row: Mapping[str, Any],  # of `build_row`: attention_mask and position_ids; (L,) each
+    row: Mapping[str, Any],  # of `build_rows`: attention_mask and position_ids; (L,) each
     tokens: Sequence[str],  # the row as words
     token: int,
     kind: str = "global",

@@ -134,15 +134,19 @@ def pad_rows(
     vocabulary: Vocabulary,
 ) -> dict[str, np.ndarray]:  # (B, L) int64 for each key of PADDING
     "Stack rows of unequal length. Raises `ValueError` for an id outside the vocabulary."
-    batch = {}
+    batch, full = {}, all(len(row["input_ids"]) == length for row in rows)
     for name, value in {**PADDING, "input_ids": vocabulary.pad_token_id}.items():
-        batch[name] = np.full((len(rows), length), value, dtype=np.int64)
         # A row without a mask is one document; without special_tokens_mask the ids decide.
         absent = int(name == "attention_mask")
+        if full and all(name in row for row in rows):  # as packed rows are
+            batch[name] = np.array([row[name] for row in rows], dtype=np.int64)
+            continue
+        batch[name] = np.full((len(rows), length), value, dtype=np.int64)
         for filled_L, row in zip(batch[name], rows):
             filled_L[:len(row["input_ids"])] = row.get(name, absent)
     bare = [number for number, row in enumerate(rows) if "position_ids" not in row]
-    batch["position_ids"][bare] = count_positions(batch["attention_mask"][bare])
+    if bare:
+        batch["position_ids"][bare] = count_positions(batch["attention_mask"][bare])
     ids_BL = batch["input_ids"]
     if ids_BL.min(initial=0) < 0 or ids_BL.max(initial=0) >= vocabulary.size:
         number, column = np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))[0]

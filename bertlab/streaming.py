@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bertlab.packing import (
-    PackingReport, account_rows, build_row, check_overflow, mark_repeated, plan_best_fit,
+    PackingReport, account_rows, build_rows, check_overflow, mark_repeated, plan_best_fit,
 )
 from bertlab.readers import (
     ShuffledReader, StreamWindow, cut_document, read_windows, write_windows,
@@ -242,7 +242,8 @@ class StreamRows:
 
     def build(self, windows: list[StreamWindow], index: int) -> dict:
         "Lay windows into a row; no windows give a blank row."
-        row = build_row([window.ids for window in windows], self.capacity, **self.special)
+        ids = [window.ids for window in windows]
+        [row] = build_rows([ids], self.capacity, **self.special)
         if self.cut[1]:
             contexts = [(window.left, window.right) for window in windows]
             row = mark_repeated(row, contexts, self.before, self.after)

@@ -16,9 +16,8 @@ from bertlab.packing import (
     EpochOrder,
     PackedDataset,
     TokenizedDocuments,
-    build_row,
+    build_rows,
     mark_repeated,
-    occupancy,
     plan_best_fit,
     split_long,
     trade_parts,
@@ -220,7 +219,7 @@ def test_the_windows_of_a_document_worked_out_by_hand():
 
 
 def test_the_marks_of_a_row_worked_out_by_hand():
-    row = build_row([np.array([7, 8, 9]), np.array([5])], 10, **SPECIAL)
+    [row] = build_rows([[np.array([7, 8, 9]), np.array([5])]], 10, **SPECIAL)
     marked = mark_repeated(row, [(1, 1), (0, 0)], before=1, after=1)
     #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
     assert marked["special_tokens_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
@@ -295,14 +294,6 @@ def test_set_epoch_gives_lone_indices_an_epoch():
     assert dataset[5]["epoch"] == 3 and dataset[1, 5]["epoch"] == 1
 
 
-def test_occupancy_shows_rows_from_the_first_to_the_last():
-    dataset = PackedDataset(words(), 64, **SPECIAL, shuffle=False)
-    picture = occupancy(dataset, 5)
-    assert picture.shape == (5, 64)
-    assert (picture[0] == dataset[0]["attention_mask"]).all() and (picture[-1] == dataset[-1]["attention_mask"]).all()
-    assert occupancy(PackedDataset([], 64, **SPECIAL)).shape == (0, 64)
-
-
 def test_documents_meet_others_in_the_next_epoch():
     dataset = PackedDataset(words(), 64, **SPECIAL)
     first, second = (sorted(map(sorted, rows_of(dataset, epoch))) for epoch in (0, 1))
@@ -351,7 +342,7 @@ def test_no_documents_give_no_rows():
 def test_special_tokens_can_be_left_out():
     dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
     assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
-    row = build_row([np.array([5])], 3, pad_token_id=9, sep_token_id=2)
+    [row] = build_rows([[np.array([5])]], 3, pad_token_id=9, sep_token_id=2)
     assert row["input_ids"].tolist() == [5, 2, 9]
 
 

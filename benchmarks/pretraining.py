@@ -1,0 +1,388 @@
+"""Pretraining beside transformers' Trainer: real tokens per second, and loss after a fixed time.
+
+    python benchmarks/pretraining.py [--models small demo base] [--kinds bert modernbert] [--seconds 180]
+
+Ours is what `bertlab pretrain` runs: PretrainingModule, PretrainingDataModule and its trainer with
+history, guards and monitors. Theirs is transformers' Trainer with DataCollatorForLanguageModeling in
+its two usual forms: a document a row, padded to the longest of its batch; and documents concatenated
+and cut. Architecture, first weights, text, tokenizer, share of masked tokens, optimizer, rate,
+clipping and real tokens of a batch are equal. Real tokens are counted where the model meets them.
+
+Each measurement is a process of its own. Preparing data is reported, and not part of the timed steps.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from sides import (KEPT, Ledger, alternate, common_parser, fingerprint, judge, machine, ratios, say,
+                   spread, write_result)  # fmt: skip
+
+import bertlab
+from bertlab.config import BertLabConfig, bert_base, modernbert_tiny
+from bertlab.plots import BLUE, GREY, ORANGE, new_axes
+
+SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
+    "demo": (4, 192, 3, 4096, 32),
+    "small": (4, 256, 4, 30_522, 32),
+    "base": (12, 768, 12, 30_522, 8),
+    "tiny": (1, 32, 2, 2048, 4),  # to try the benchmark
+}
+LENGTH, PROBABILITY, RATE, DECAY, WARMUP, CLIP = 128, 0.15, 1e-3, 0.01, 100, 1.0
+FORMS = ("padded", "grouped")  # a document a row; concatenated and cut
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "auto": "auto"}
+TARGETS = {  # (model, form, same precision?): at least so many times their tokens per second
+    ("small", "grouped", True): 2.5, ("small", "padded", True): 6.0,
+    ("small", "grouped", False): 4.0, ("small", "padded", False): 10.0,
+    ("base", "grouped", True): 1.3, ("base", "padded", True): 3.5,
+}  # fmt: skip
+NATS = 0.3  # by which our loss must be lower after the same time
+
+
+def shape(kind: str, model: str, **overrides) -> BertLabConfig:
+    "One architecture in our words; `huggingface_config` says it in theirs."
+    layers, width, heads, vocabulary, _ = SHAPES[model]
+    sizes = dict(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, pad_token_id=0,
+                 num_attention_heads=heads, max_position_embeddings=512)  # fmt: skip
+    if kind == "bert":
+        return bert_base(**{**sizes, "intermediate_size": 4 * width, "norm_eps": 1e-12, **overrides})
+    return modernbert_tiny(**{**sizes, "intermediate_size": 3 * width // 2, "local_attention": 128,
+                              "initializer_range": 0.02, **overrides})  # fmt: skip
+
+
+def shared_text(vocabulary: int, max_documents: int | None, folder: Path = KEPT):
+    "The embedded corpus and a tokenizer trained on it, once for all children."
+    from bertlab.corpus import embedded_corpus, load_tokenizer, train_tokenizer
+
+    corpus = embedded_corpus(max_documents=max_documents)
+    path = Path(folder) / f"tokenizer-{vocabulary}-{corpus.sha256[:12]}"
+    if not (path / "tokenizer.json").exists():
+        train_tokenizer(corpus.train_texts, vocabulary).save_pretrained(path)
+    return corpus, load_tokenizer(path)
+
+
+class Meter:
+    "Counts real tokens where the model meets them, and notes both clocks after each step."
+
+    def __init__(self, model: torch.nn.Module):
+        self.real = self.positions = 0
+        self.marks = [self.mark()]
+        model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module, positional, named) -> None:
+        if module.training:
+            mask = named["attention_mask"]
+            self.real += int((mask > 0).sum())
+            self.positions += mask.numel()
+
+    def mark(self) -> tuple[float, float, int, int]:
+        return time.perf_counter(), time.process_time(), self.real, self.positions
+
+    def step(self) -> None:
+        self.marks.append(self.mark())
+
+    def figures(self, warm: int) -> dict[str, float]:
+        "Of the steps after the first so many."
+        parts = [b - a for a, b in zip(self.marks[warm], self.marks[-1])]
+        wall, cpu, real, positions = parts
+        return {"wall_seconds": wall, "processor_seconds": cpu, "real_tokens": real,
+                "steps": len(self.marks) - 1 - warm, "fill": real / positions,
+                "tokens_per_second": real / wall, "tokens_per_processor_second": real / cpu}  # fmt: skip
+
+
+def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
+    "What `bertlab pretrain` does."
+    from lightning.pytorch.callbacks import Callback
+
+    from bertlab.cli import quieten
+    from bertlab.data import PretrainingDataModule
+    from bertlab.modules import PretrainingModule
+    from bertlab.runs import RunChoices, run_trainer
+    from bertlab.trainer import seed_everything
+
+    quieten()
+    start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
+    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=rows,
+                                 collator_kwargs={"mlm_probability": PROBABILITY}, seed=case["seed"])  # fmt: skip
+    data.setup()
+    prepared = time.perf_counter() - start
+    seed_everything(case["seed"])
+    config = shape(case["kind"], case["model"]).to_diff_dict()
+    config = {name: value for name, value in config.items() if not name.endswith("token_id")}
+    module = PretrainingModule(config, None, tokenizer, learning_rate=RATE, weight_decay=DECAY,
+                               scheduler_warmup_steps=case["warmup"], **case.get("module", {}))  # fmt: skip
+    module.configure_model()
+    meter = Meter(module.model)
+
+    class Clock(Callback):
+        def on_train_start(self, *_) -> None:
+            meter.marks = [meter.mark()]
+
+        def on_train_batch_end(self, trainer, *_) -> None:
+            meter.step()
+            if case["seconds"] and meter.marks[-1][0] - meter.marks[0][0] >= case["seconds"]:
+                trainer.should_stop = True
+
+    steps = case["steps"] if not case["seconds"] else 10**6
+    run = RunChoices(output=folder, progress="none", val_every_steps=10**9, checkpoint_every_steps=10**9)
+    options = {"max_steps": steps, "precision": PRECISIONS[case["precision"]], "callbacks": [Clock()],
+               "gradient_clip_val": CLIP, "limit_val_batches": 0, **case.get("trainer", {})}  # fmt: skip
+    run_trainer(run, options, module, "").fit(module, data)
+    return {"preparation_seconds": prepared, **meter.figures(case["warm"])}, module.model
+
+
+def their_tokens(form: str, texts: list[str], tokenizer):
+    "Tokenized documents, as transformers' run_mlm.py makes them in its two forms."
+    from datasets import Dataset
+
+    cut = {"truncation": True, "max_length": LENGTH} if form == "padded" else {}
+
+    def tokenize(batch: dict) -> dict:
+        return tokenizer(batch["text"], return_special_tokens_mask=True, **cut)
+
+    return Dataset.from_dict({"text": texts}).map(tokenize, batched=True, remove_columns=["text"])
+
+
+def grouped_rows(tokens):
+    "Documents concatenated and cut into full rows, as run_mlm.py does it."
+
+    def group(batch: dict) -> dict:
+        joined = {name: [x for row in rows for x in row] for name, rows in batch.items()}
+        end = len(joined["input_ids"]) // LENGTH * LENGTH
+        return {name: [v[i : i + LENGTH] for i in range(0, end, LENGTH)] for name, v in joined.items()}
+
+    return tokens.map(group, batched=True)
+
+
+def their_rows(form: str, texts: list[str], tokenizer):
+    "Rows ready for the collator."
+    tokens = their_tokens(form, texts, tokenizer)
+    return tokens if form == "padded" else grouped_rows(tokens)
+
+
+def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
+    "transformers' Trainer."
+    from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback,
+                              TrainingArguments, set_seed)  # fmt: skip
+
+    from bertlab.families import huggingface_config, their_class
+
+    start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
+    dataset = their_rows(case["side"], corpus.train_texts, tokenizer)
+    if case["side"] == "padded":  # as many real tokens a batch as full rows hold
+        mean = statistics.mean(map(len, dataset["input_ids"]))
+        rows = max(1, round(rows * LENGTH / mean))
+    prepared = time.perf_counter() - start
+    set_seed(case["seed"])
+    config = huggingface_config(shape(case["kind"], case["model"]), case["kind"], "ForMaskedLM")
+    model = their_class(case["kind"], "ForMaskedLM")(config)
+    meter = Meter(model)
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_, **__) -> None:
+            meter.marks = [meter.mark()]
+
+        def on_step_end(self, args, state, control, **_) -> None:
+            meter.step()
+            if case["seconds"] and meter.marks[-1][0] - meter.marks[0][0] >= case["seconds"]:
+                control.should_training_stop = True
+
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=rows, learning_rate=RATE, weight_decay=DECAY,
+        warmup_steps=case["warmup"], lr_scheduler_type="constant_with_warmup", max_grad_norm=CLIP,
+        max_steps=10**6 if case["seconds"] else case["steps"], bf16=case["precision"] == "bf16",
+        seed=case["seed"], save_strategy="no", report_to="none", disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(), logging_strategy="no",
+    )  # fmt: skip
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
+    Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
+    return {"preparation_seconds": prepared, **meter.figures(case["warm"])}, model
+
+
+def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
+    """Loss on held-out text, of weights of either side.
+
+    The same packed rows and masks for all. `apart`: each document alone, its positions from 0.
+    `joined`: the row as one text, as rows of concatenated texts are trained on.
+    """
+    from bertlab.data import PretrainingDataModule
+    from bertlab.modules import load_encoder
+
+    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, val_batch_size=32,
+                                 collator_kwargs={"mlm_probability": PROBABILITY}, seed=0)  # fmt: skip
+    data.setup()
+    model, sums = load_encoder(directory).eval(), {"apart": [0.0, 0], "joined": [0.0, 0]}
+    for batch in data.val_dataloader():
+        mask = batch["attention_mask"]
+        places = torch.arange(mask.shape[1]).expand_as(mask)
+        ways = {"apart": (mask, batch["position_ids"]), "joined": ((mask > 0).long(), places)}
+        for way, (documents, positions) in ways.items():
+            with torch.no_grad():
+                out = model(batch["input_ids"], documents, positions, labels=batch["labels"],
+                            label_positions=batch.get("label_positions"))  # fmt: skip
+            sums[way][0] += out.loss_sum.item()
+            sums[way][1] += int(out.num_labels)
+    return {f"loss_{way}": total / count for way, (total, count) in sums.items()}
+
+
+def measure(case: dict) -> dict:
+    "One case, in this process."
+    corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
+    side = our_side if case["side"] == "ours" else their_side
+    with tempfile.TemporaryDirectory() as folder:
+        figures, model = side(case, corpus, tokenizer, folder)
+        figures["num_params"] = sum(p.numel() for p in model.parameters())
+        if case["seconds"]:
+            model.float().save_pretrained(Path(folder, "model"))
+            figures |= validation_loss(str(Path(folder, "model")), corpus, tokenizer)
+    return figures
+
+
+def rate_cases(model: str, kind: str, options) -> dict[str, dict]:
+    "Ours in both precisions and as it chooses; theirs in both forms and precisions."
+    steps = options.steps or {"base": 3}.get(model, 8)
+    warm = options.warm if options.warm is not None else {"base": 1}.get(model, 2)
+    base = {"model": model, "kind": kind, "steps": steps + warm, "warm": warm, "seconds": 0, "seed": 0,
+            "warmup": min(WARMUP, steps), "documents": options.documents, "kept": str(options.kept)}  # fmt: skip
+    cases = {f"ours, {p}": {**base, "side": "ours", "precision": p} for p in options.precisions}
+    for precision in options.precisions:
+        for form in FORMS if precision != "auto" else ():
+            cases[f"{form}, {precision}"] = {**base, "side": form, "precision": precision}
+    return cases
+
+
+def show(figures: dict) -> str:
+    loss = f", loss {figures['loss_apart']:.3f}" if "loss_apart" in figures else ""
+    return (f"{figures['tokens_per_second']:9,.0f} tokens/s, "
+            f"{figures['tokens_per_processor_second']:9,.0f} a processor second, "
+            f"{figures['fill']:4.0%} full{loss}")  # fmt: skip
+
+
+def compare_rates(runs: dict[str, list[dict]]) -> dict[str, dict]:
+    "Ours over theirs, at equal precision and of our choice against each of theirs."
+    found = {}
+    for name in runs:
+        form, _, precision = name.partition(", ")
+        if form == "ours":
+            continue
+        for ours in dict.fromkeys((precision, "auto")):
+            if f"ours, {ours}" in runs:
+                pair = runs[f"ours, {ours}"], runs[name]
+                found[f"ours in {ours} over {form} in {precision}"] = {
+                    clock: ratios(*pair, figure) for clock, figure in
+                    (("wall", "tokens_per_second"), ("processor", "tokens_per_processor_second"))}  # fmt: skip
+    return found
+
+
+def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
+    "The issue's targets; at equal precision the weaker of the two counts."
+    judged = []
+    for form in FORMS:
+        equal = [r["wall"]["median"] for name, r in compared.items()
+                 if f"over {form}" in name and name.split()[2] == name.split()[-1]]  # fmt: skip
+        default = compared.get(f"ours in auto over {form} in fp32")
+        for same, values in ((True, equal), (False, [default["wall"]["median"]] if default else [])):
+            if values and (target := TARGETS.get((model, form, same))):
+                how = "equal precision, the lesser of both" if same else "auto against fp32"
+                judged.append(judge(f"{model}, {kind}, {form}: {how}", min(values), at_least=target))
+    return judged
+
+
+def race(kind: str, options, ledger: Ledger) -> tuple[dict, list[dict]]:
+    "Loss after the same time, a round for each seed."
+    base = {"model": options.race_model, "kind": kind, "steps": 0, "warm": 0, "seconds": options.seconds,
+            "warmup": WARMUP, "documents": options.documents, "kept": str(options.kept), "precision": options.race_precision}
+    losses, runs = {}, {side: [] for side in ("ours", *FORMS)}
+    for number, seed in enumerate(options.seeds):
+        cases = {side: {**base, "side": side, "seed": seed} for side in runs}
+        if number % 2:
+            cases = dict(reversed(cases.items()))
+        for side, found in alternate(__file__, cases, 1, options.threads, ledger, show).items():
+            runs[side] += found
+    losses = {side: spread(min(f["loss_apart"], f["loss_joined"]) for f in runs[side]) for side in runs}
+    gaps = {form: spread(min(b["loss_apart"], b["loss_joined"]) - a["loss_apart"]
+                         for a, b in zip(runs["ours"], runs[form])) for form in FORMS}  # fmt: skip
+    judged = [judge(f"{kind}: nats below {form} after {options.seconds:g} s, the least of "
+                    f"{len(options.seeds)} seeds", gap["min"], at_least=NATS)
+              for form, gap in gaps.items()]  # fmt: skip
+    return {"seconds": options.seconds, "precision": options.race_precision, "seeds": options.seeds,
+            "loss": losses, "nats_below": gaps, "runs": runs}, judged  # fmt: skip
+
+
+def draw(result: dict):
+    "Tokens per second of each side, as multiples of the slowest."
+    rates = result["rates"]
+    figure, axes = new_axes("", "real tokens per second, as multiples of the slowest", size=(9, 4))
+    colours, labels, at = {"ours": BLUE, "grouped": ORANGE, "padded": GREY}, [], 0
+    for name, found in rates.items():
+        medians = {k: v["tokens_per_second"]["median"] for k, v in found["sides"].items()}
+        least = min(medians.values())
+        for side, value in medians.items():
+            axes.bar(at, value / least, color=colours[side.split(",")[0]])
+            axes.annotate(f"{value / least:.1f}", (at, value / least), ha="center", va="bottom", fontsize=7)
+            labels.append((at, side.split(", ")[1]))
+            at += 1
+        axes.annotate(name, (at - len(medians) / 2 - 0.5, 0), xytext=(0, -34), ha="center",
+                      textcoords="offset points", fontsize=9)  # fmt: skip
+        at += 1
+    axes.set_xticks([x for x, _ in labels], [text for _, text in labels], fontsize=7)
+    for side, colour in colours.items():
+        axes.bar([0], [0], color=colour, label=side)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
+    return figure
+
+
+def main() -> None:
+    parser = common_parser(__doc__.splitlines()[0], "pretraining", rounds=3)
+    parser.add_argument("--models", nargs="*", default=["small", "base", "demo"], choices=list(SHAPES))
+    parser.add_argument("--kinds", nargs="+", default=["bert", "modernbert"])
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS))
+    parser.add_argument("--steps", type=int, help="timed steps (default: 8, of the base shape 3)")
+    parser.add_argument("--warm", type=int, help="steps before (default: 2, of the base shape 1)")
+    parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
+    parser.add_argument("--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the races")
+    parser.add_argument("--race-kinds", nargs="+", default=["bert"])
+    parser.add_argument("--race-model", default="small", choices=list(SHAPES))
+    parser.add_argument("--race-precision", default="bf16", choices=("fp32", "bf16"))
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(json.loads(options.case))))
+        return
+    if options.quick:
+        options.models, options.kinds, options.rounds, options.seeds = ["tiny"], ["bert"], 1, [0]
+        options.steps, options.warm, options.documents, options.seconds = 2, 1, 2000, min(options.seconds, 1)
+        options.race_model, options.precisions = "tiny", ["bf16", "auto"]
+    place, ledger = machine(options.threads), Ledger(
+        options.kept / "pretraining.json", fingerprint(__file__), options.fresh)  # fmt: skip
+    for vocabulary in {SHAPES[model][3] for model in (*options.models, options.race_model)}:
+        shared_text(vocabulary, options.documents, options.kept)  # before the children need it
+    rates, races, judged = {}, {}, []
+    for model in options.models:
+        for kind in options.kinds:
+            name = f"{model}, {kind}"
+            print(name, flush=True)
+            cases = rate_cases(model, kind, options)
+            runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
+            sides = {side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()}
+            rates[name] = {"ratios": compare_rates(runs), "sides": sides, "runs": runs}
+            judged += judge_rates(model, kind, rates[name]["ratios"])
+    for kind in options.race_kinds if options.seconds else ():
+        print(f"race, {kind}", flush=True)
+        races[kind], found = race(kind, options, ledger)
+        judged += found
+    say(judged)
+    settings = dict(row_length=LENGTH, masked_share=PROBABILITY, learning_rate=RATE, weight_decay=DECAY,
+                    warmup_steps=WARMUP, gradient_clip=CLIP, shapes=SHAPES)  # fmt: skip
+    write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
+                                  "machine": place, "settings": settings, "judged": judged,
+                                  "rates": rates, "races": races}, draw if rates else None)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What the benchmarks that compare two sides share: fresh processes in turns, ratios, whole files.
+
+Each measurement runs in a process of its own, a child of this one, with the same number of threads.
+Sides take turns as A B B A, so that a machine that warms up or is busy for a while treats them alike.
+A ratio is formed within a round, of neighbours in time; reported are its median, least and most.
+
+Every child's figures are kept in build/benchmarks/ as soon as they are there. A benchmark that was
+interrupted goes on where it stopped, as long as the code is the same; `--fresh` begins anew.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from demo import processor
+
+from bertlab.files import written_whole
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, KEPT = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
+
+
+def machine(threads: int) -> dict:
+    "Where something was measured, and with what."
+    from importlib.metadata import version
+
+    names = ("torch", "lightning", "transformers", "datasets", "tokenizers")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "measured": time.strftime("%Y-%m-%d"), "processor": processor(), "cores": os.cpu_count(),
+        "threads": threads, "memory_bytes": memory, "system": platform.platform(),
+        "python": platform.python_version(), "load_at_start": os.getloadavg()[0],
+        **{name: version(name) for name in names},
+    }  # fmt: skip
+
+
+def fingerprint(script: str | Path) -> str:
+    "A hash of the package and of a benchmark: figures of other code are not mixed with new ones."
+    files = [*sorted((ROOT / "bertlab").glob("*.py")), Path(__file__), Path(script)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+class Ledger:
+    "Figures of children, written whole after each."
+
+    def __init__(self, path: str | Path, code: str, fresh: bool = False):
+        self.path, self.code, self.figures = Path(path).with_suffix(".figures.json"), code, {}
+        if not fresh and self.path.exists():
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            self.figures = kept["figures"] if kept["code"] == code else {}
+
+    def ask(self, key: str, measure: Callable[[], dict]) -> tuple[dict, bool]:
+        "Figures under a key and whether they were there; measured now if not."
+        if key in self.figures:
+            return self.figures[key], True
+        self.figures[key] = measure()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(self.path) as temporary:
+            text = json.dumps({"code": self.code, "figures": self.figures}, indent=1)
+            temporary.write_text(text, encoding="utf-8")
+        return self.figures[key], False
+
+
+def environment(threads: int) -> dict[str, str]:
+    "The same for every child: so many threads, no network, no bars."
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
+            "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}  # fmt: skip
+
+
+def run_child(script: str | Path, case: dict, threads: int) -> dict:
+    "One case in a fresh process, which prints its figures as the last line."
+    command = [sys.executable, str(script), "--case", json.dumps(case)]
+    done = subprocess.run(command, env=environment(threads), capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{Path(script).name} {case} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def in_turns(names: Iterable[str], rounds: int) -> list[tuple[int, str]]:
+    "A B B A ...: who is measured when, as (round, name)."
+    names = list(names)
+    return [(n, name) for n in range(rounds) for name in (names if n % 2 == 0 else names[::-1])]
+
+
+def alternate(
+    script: str | Path,
+    cases: dict[str, dict],  # by the name of a side
+    rounds: int,
+    threads: int,
+    ledger: Ledger,
+    show: Callable[[dict], str] = lambda figures: "",
+) -> dict[str, list[dict]]:  # figures by side, a dict for each round
+    "Measure all sides in turns."
+    runs = {name: [] for name in cases}
+    for number, name in in_turns(cases, rounds):
+        case = {**cases[name], "round": number}
+        key = json.dumps([case, threads], sort_keys=True)
+        figures, known = ledger.ask(key, lambda: run_child(script, case, threads))  # noqa: B023
+        runs[name].append(figures)
+        print(f"  {number + 1}/{rounds} {name:44} {show(figures)}{' (kept)' * known}", flush=True)
+    return runs
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    "Median, least and most."
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratios(ours: list[dict], theirs: list[dict], figure: str) -> dict[str, float]:
+    "How many times theirs ours is, round by round."
+    return spread(a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True))
+
+
+def judge(what: str, measured: float, at_least: float | None = None, at_most: float | None = None) -> dict:
+    "A target beside what was measured. Nothing ends because of it."
+    passed = (at_least is None or measured >= at_least) and (at_most is None or measured <= at_most)
+    bounds = {"at_least": at_least, "at_most": at_most}
+    return {"what": what, **{k: v for k, v in bounds.items() if v is not None}, "measured": measured,
+            "passed": passed}  # fmt: skip
+
+
+def say(judgements: list[dict]) -> None:
+    "Print targets, measured figures and verdicts."
+    for one in judgements:
+        bound = f">= {one['at_least']:g}" if "at_least" in one else f"<= {one['at_most']:g}"
+        print(f"{'pass' if one['passed'] else 'MISS'}  {one['measured']:8.2f}  {bound:8}  {one['what']}")
+
+
+def write_result(output: str | Path, result: dict, draw: Callable | None = None) -> None:
+    "The JSON file and the picture beside it, each whole."
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(output) as temporary:
+        temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if draw is not None:
+        with written_whole(output.with_suffix(".png")) as temporary:
+            draw(result).savefig(temporary, format="png", dpi=110, bbox_inches="tight")
+    print(f"written to {output}")
+
+
+def common_parser(description: str, name: str, rounds: int) -> argparse.ArgumentParser:
+    "The flags that all benchmarks of two sides take."
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns (default: {rounds})")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all)")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has measured")
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
+    parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: one case, in this process
+    return parser

@@ -1,0 +1,129 @@
+"""Every benchmark in order, as `make bench` runs them: unattended, and going on where it stopped.
+
+    python benchmarks/suite.py [--quick] [--only pretraining scaling] [--folder benchmarks/results]
+
+Prints what is ahead with its time, then each benchmark's own lines, and at the end targets and verdicts.
+A benchmark that was finished with the code as it is now is not run again, unless `--fresh` is given; one
+that was interrupted keeps what its finished processes have measured. A benchmark that fails is named at
+the end, and the others run all the same; only then is the exit status not 0.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sides import KEPT, RESULTS, environment, fingerprint, say
+
+from bertlab.files import written_whole
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Part:
+    "A benchmark of the suite."
+
+    name: str  # of the script, and of its result
+    minutes: float  # on two cores that do nothing else
+    quick: tuple[str, ...] | None = ("--quick",)  # its flags in a quick suite; None: left out there
+    flags: tuple[str, ...] = ()  # its flags otherwise
+    resumes: bool = False  # does it take the flags of `sides`?
+
+
+PARTS = (
+    Part("startup", 6, resumes=True),
+    Part("demo", 8, None),
+    Part("collators", 2, ("--repeats", "1")),
+    Part("packing", 2, ("--documents", "2000")),
+    Part("data", 3, ("--documents", "600", "--repeats", "1")),
+    Part("delivery", 8, resumes=True),
+    Part("heads", 5, None),
+    Part("checkpointing", 10, None),
+    Part("memory", 8, resumes=True),
+    Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
+    Part("finetuning_trainer", 30, resumes=True),
+    Part("scaling", 40, resumes=True),
+    Part("pretraining", 210, resumes=True),
+)
+
+
+def command(part: Part, options: argparse.Namespace) -> list[str]:
+    "What is run for a benchmark."
+    words = [sys.executable, str(HERE / f"{part.name}.py"), *(part.quick if options.quick else part.flags),
+             "--output", str(options.folder / f"{part.name}.json")]  # fmt: skip
+    if part.resumes:
+        words += ["--kept", str(options.kept), "--threads", str(options.threads)] if options.threads else [
+            "--kept", str(options.kept)]  # fmt: skip
+        words += ["--fresh"] if options.fresh else []
+    return words
+
+
+def stamp(part: Part, words: list[str]) -> str:
+    "What a finished benchmark is known by: its code and its flags."
+    flags = [word for word in words[2:] if word != "--fresh"]
+    return json.dumps([fingerprint(HERE / f"{part.name}.py"), flags])
+
+
+def chosen(options: argparse.Namespace) -> list[Part]:
+    "The benchmarks that were asked for, in order."
+    parts = [part for part in PARTS if not options.only or part.name in options.only]
+    return [part for part in parts if not options.quick or part.quick is not None]
+
+
+def plan(parts: list[Part], done: dict[str, str], words: dict[str, list[str]], quick: bool) -> list[Part]:
+    "Print what is ahead, and return it."
+    ahead = [part for part in parts if done.get(part.name) != stamp(part, words[part.name])]
+    for part in parts:
+        about = "" if quick else f"about {part.minutes:g} minutes"
+        print(f"  {part.name:20} {about if part in ahead else 'done with this code'}")
+    if not quick:
+        print(f"  in all               about {sum(part.minutes for part in ahead) / 60:.1f} hours", flush=True)
+    return ahead
+
+
+def judgements(folder: Path) -> list[dict]:
+    "All verdicts that lie in a folder of results."
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [one for result in found if isinstance(result, dict) for one in result.get("judged", [])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these alone")
+    parser.add_argument("--threads", type=int, help="of each side (default: all)")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--folder", type=Path, help="of the results (quick: build/benchmarks/quick)")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
+    parser.add_argument("--plan", action="store_true", help="say what would be run, and how long it takes")
+    options = parser.parse_args()
+    options.folder = options.folder or (options.kept / "quick" if options.quick else RESULTS)
+    options.kept.mkdir(parents=True, exist_ok=True)
+    book = options.kept / ("quick.json" if options.quick else "finished.json")
+    done = json.loads(book.read_text()) if book.exists() and not options.fresh else {}
+    parts = chosen(options)
+    words = {part.name: command(part, options) for part in parts}
+    ahead, failed = plan(parts, done, words, options.quick), []
+    for part in [] if options.plan else ahead:
+        print(f"\n== {part.name}", flush=True)
+        start = time.perf_counter()
+        code = subprocess.run(words[part.name], env=environment(options.threads) if options.threads else None)
+        if code.returncode:
+            failed.append(part.name)
+            continue
+        done[part.name] = stamp(part, words[part.name])
+        with written_whole(book) as temporary:
+            temporary.write_text(json.dumps(done, indent=1), encoding="utf-8")
+        print(f"== {part.name} took {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
+    print()
+    say(judgements(options.folder))
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
