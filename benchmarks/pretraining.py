@@ -32,7 +32,7 @@ SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
     "base": (12, 768, 12, 30_522, 8),
     "tiny": (1, 32, 2, 2048, 4),  # to try the benchmark
 }
-LENGTH, PROBABILITY, RATE, DECAY, WARMUP, CLIP = 128, 0.15, 1e-3, 0.01, 100, 1.0
+LENGTH, PROBABILITY, RATE, DECAY, WARMUP, CLIP = 128, 0.15, 1e-3, 0.01, 20, 1.0
 FORMS = ("padded", "grouped")  # a document a row; concatenated and cut
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "auto": "auto"}
 TARGETS = {  # (model, form, same precision?): at least so many times their tokens per second
