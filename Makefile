@@ -1,10 +1,11 @@
 # Everything runs in .venv, which `make demo`, `make test` and the others create when they need it.
 #   make demo DEMO_ARGS="--output runs/first"    passes flags to `bertlab demo`
 #   make test TEST_ARGS="tests/test_house.py"    passes arguments to pytest
+#   make bench BENCH_ARGS="--plan"               passes flags to benchmarks/suite.py
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-xla docs sync check clean
+.PHONY: help demo test test-xla bench docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
@@ -22,6 +23,9 @@ test: .venv/.dev ## Run every test, the notebooks among them
 
 test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
 	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
+
+bench: .venv/.dev ## Measure bertlab beside what people use; goes on where it stopped
+	@$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
 
 docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
 	@$(BIN)/python scripts/docs.py

@@ -16,8 +16,7 @@ import time
 
 import numpy as np
 import torch
-import transformers
-from demo import processor
+from sides import machine
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
@@ -92,9 +91,7 @@ def main():
               f"{figures['tokens_per_second']:12,} tokens/s  {figures['speedup']:6.1f} x")
     if options.output:
         about = {
-            "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
-            "processor": processor(), "threads": 1, "numpy": np.__version__,
-            "torch": torch.__version__, "transformers": transformers.__version__,
+            "bertlab": bertlab.__version__, "machine": machine(1), "numpy": np.__version__,
             "rows": BATCH, "positions": LENGTH, "vocabulary": VOCABULARY, "share": PROBABILITY,
             "repeats": options.repeats,
         }

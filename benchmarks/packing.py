@@ -9,7 +9,6 @@ first, for all of them. A picture is drawn beside the JSON file.
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
+from sides import machine
 
 import bertlab
 from bertlab.corpus import embedded_corpus, train_tokenizer
@@ -93,11 +93,12 @@ def log_normal(mean: float, num: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).lognormal(np.log(mean) - 0.5, 1.0, num).astype(np.int64) + 1
 
 
-def compare(sizes: np.ndarray, capacity: int) -> dict[str, float]:
-    "Share of positions in use, by packer. `sizes` are documents in the order of the stream."
+def compare(sizes: np.ndarray, capacity: int) -> tuple[dict[str, float], dict[str, int]]:
+    "Share of positions in use and tokens placed a second, by packer. `sizes` are in the stream's order."
     lengths = (split_long(np.append(0, np.cumsum(sizes)), capacity - 2).lengths + 2).tolist()
-    total, shares = sum(lengths), {}
+    total, shares, rates = sum(lengths), {}, {}
     for name in COLOURS:
+        start = time.perf_counter()
         if name.startswith("ModernBERT"):
             rows, tokens = greedy_best_fit(lengths, capacity, int(name.split()[-1]))
         else:
@@ -106,8 +107,9 @@ def compare(sizes: np.ndarray, capacity: int) -> dict[str, float]:
                 "bertlab, stream": lambda n: stream_rows(n, capacity),
                 "bertlab, plan": lambda n: len(plan_best_fit(n, capacity)),
             }[name](lengths)  # fmt: skip
+        rates[name] = round(total / (time.perf_counter() - start))
         shares[name] = round(tokens / (rows * capacity), 5) if rows else 0.0  # no full batch of rows
-    return shares
+    return shares, rates
 
 
 def time_planning(num: int = 1_000_000) -> dict[str, float]:
@@ -205,17 +207,19 @@ def main():
         "log-normal, mean 134, rows of 512": (log_normal(134, options.documents), 512),
         "log-normal, mean 560, rows of 1024": (log_normal(560, options.documents), 1024),
     }
-    shares = {name: compare(*stream) for name, stream in streams.items()}
+    compared = {name: compare(*stream) for name, stream in streams.items()}
+    shares = {name: share for name, (share, _) in compared.items()}
     for name, by_packer in shares.items():
         print(f"{name} ({len(streams[name][0]):,} documents)")
         print("".join(f"    {packer:24}{share:9.3%}\n" for packer, share in by_packer.items()), end="")
-    result = {"bertlab": bertlab.__version__, "python": platform.python_version(),
+    result = {"bertlab": bertlab.__version__, "machine": machine(1),
               "documents": {name: len(sizes) for name, (sizes, _) in streams.items()},
-              "share_of_positions_in_use": shares, "planning": time_planning(),
+              "share_of_positions_in_use": shares,
+              "tokens_placed_per_second": {name: rate for name, (_, rate) in compared.items()}, "planning": time_planning(),
               "tokens_per_second": time_rows(),
               "stream_peak_megabytes": {f"{n:,} documents": stream_memory(n)
                                         for n in (0, 100_000, 1_000_000)}}
-    print(json.dumps({name: result[name] for name in list(result)[4:]}, indent=2))
+    print(json.dumps({name: result[name] for name in list(result)[5:]}, indent=2))
     if options.output:
         with written_whole(options.output) as path:
             Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

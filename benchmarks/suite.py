@@ -35,19 +35,19 @@ class Part:
 
 
 PARTS = (
-    Part("startup", 6, resumes=True),
+    Part("startup", 3, resumes=True),
     Part("demo", 8, None),
     Part("collators", 2, ("--repeats", "1")),
     Part("packing", 2, ("--documents", "2000")),
     Part("data", 3, ("--documents", "600", "--repeats", "1")),
-    Part("delivery", 8, resumes=True),
+    Part("delivery", 3, resumes=True),
     Part("heads", 5, None),
     Part("checkpointing", 10, None),
-    Part("memory", 8, resumes=True),
+    Part("memory", 4, resumes=True),
     Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
-    Part("finetuning_trainer", 30, resumes=True),
-    Part("scaling", 40, resumes=True),
-    Part("pretraining", 210, resumes=True),
+    Part("finetuning_trainer", 10, resumes=True),
+    Part("scaling", 12, resumes=True),
+    Part("pretraining", 75, resumes=True),
 )
 
 

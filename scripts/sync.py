@@ -215,7 +215,7 @@ def readme(root: Path) -> dict[str, bytes]:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: the walkthroughs, the library by floors, the API."
+    "The site's sidebar: the walkthroughs, the library by floors, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
     lines += ["    contents:", "      - index.ipynb", "      - section: Walkthroughs", "        contents:"]
@@ -226,7 +226,9 @@ def sidebar(root: Path) -> str:
         if members:
             lines += [f"          - section: {floor}", "            contents:"]
             lines += [f"              - {name}" for name in members]
-    lines += ["      - section: API", "        contents:", "          - api.qmd"]
+    lines += ["      - section: Reference", "        contents:"]
+    pages = [name for name in names if name != "index.ipynb" and "/" not in name and not name[0].isdigit()]
+    lines += [f"          - {name}" for name in (*pages, "api.qmd")]  # what is no part: benchmarks
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ import torch
 from test_training import word_tokenizer
 
 from bertlab.data import PretrainingDataModule, pair_splits
-from bertlab.loaders import EpochBatches, PaddedDataset, TokenStream, TrainingTexts, pack_texts
+from bertlab.loaders import EpochBatches, FilledRows, PaddedDataset, TokenStream, TrainingTexts, pack_texts
 from bertlab.packing import PackedDataset, TokenizedDocuments
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -233,6 +233,27 @@ def test_the_last_batch_of_an_epoch_is_left_out_or_filled_with_blank_rows(world_
     seen = [row["input_ids"][1] for part in batches for b in part for row in b if row["attention_mask"].any()]
     assert len(set(seen)) == len(seen)
     assert len(seen) == (50 if fill else 50 // (4 * world_size) * 4 * world_size)
+
+
+class RowByRow:
+    "A dataset of somebody's own, which knows single rows alone."
+    special = SPECIAL
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getitem__(self, key):
+        return self.rows[key]
+
+
+@pytest.mark.parametrize("seen_as", [lambda rows: rows, RowByRow])
+def test_rows_asked_for_at_once_come_with_blank_ones_in_their_places(seen_as):
+    dataset = PackedDataset([range(5, 9 + n) for n in range(9)], 16, **SPECIAL)
+    rows = FilledRows(seen_as(dataset)).__getitems__([(0, 1), (0, -1), (1, 0), (1, -1)])
+    for row, wanted in zip(rows[::2], (dataset[0, 1], dataset[1, 0]), strict=True):
+        assert all(np.array_equal(row[name], wanted[name]) for name in wanted)
+    for blank in (*rows[1::2], FilledRows(seen_as(dataset))[0, -1]):
+        assert not blank["attention_mask"].any() and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
 
 
 @pytest.mark.parametrize("packing", [False, True])

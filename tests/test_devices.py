@@ -11,7 +11,8 @@ from bertlab import devices
 from bertlab.attention import Setting, choose_kernel
 from bertlab.cli import main
 from bertlab.devices import check_request, default_precision, describe_attention, describe_device
-from bertlab.devices import device_memory_peaks, find_devices, peak_memory_bytes, resident_memory_bytes
+from bertlab.devices import device_memory_peaks, find_devices, keep_freed_memory, peak_memory_bytes
+from bertlab.devices import resident_memory_bytes
 from bertlab.peaks import DEVICE_PEAKS, SERVER_PEAKS, measured_bandwidth, measured_peak_flops
 from bertlab.peaks import multiplied_type, peak_flops
 
@@ -313,3 +314,33 @@ def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
 
 def test_memory_moves_numbers_at_a_rate_that_is_possible():
     assert 1e8 < measured_bandwidth(seconds=0.05, megabytes=4) < 1e14
+
+
+# --- memory that a step frees ---------------------------------------------------------------------
+
+
+def asked_of(monkeypatch, libc=("glibc", "2.36"), platform="linux", answers=(1, 1, 1)):
+    "What `keep_freed_memory` says and asks of a C library that answers so."
+    asked, answers = [], iter(answers)
+    mallopt = lambda what, value: (asked.append((what, value)), next(answers))[1]  # noqa: E731
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    monkeypatch.setattr(devices.platform, "libc_ver", lambda: libc)
+    monkeypatch.setattr(devices.sys, "platform", platform)
+    return keep_freed_memory(), asked
+
+
+def test_freed_memory_is_kept_where_glibc_can(monkeypatch):
+    for name in [name for name in devices.os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    assert asked_of(monkeypatch) == (True, [(-3, 2**30), (-1, 2**31 - 1)])
+    assert asked_of(monkeypatch, answers=(0, 1, 1)) == (True, [(-3, 2**30), (-3, 2**25), (-1, 2**31 - 1)])  # an old one
+    assert asked_of(monkeypatch, answers=(0, 0, 1))[0] is False
+    assert asked_of(monkeypatch, libc=("", "")) == (False, [])  # musl
+    assert asked_of(monkeypatch, platform="darwin") == (False, [])
+
+
+@pytest.mark.parametrize("name, value", [("MALLOC_TRIM_THRESHOLD_", "1"), ("MALLOC_ARENA_MAX", "2"),
+                                         ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")])  # fmt: skip
+def test_what_a_user_says_about_memory_stands(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert asked_of(monkeypatch) == (False, [])

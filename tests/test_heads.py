@@ -143,6 +143,28 @@ def test_sparse_and_chunked_losses_and_gradients_are_the_dense_ones(cls, variant
 
 
 @pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("at_labels", [True, False])
+@pytest.mark.parametrize("free", [True, False])
+def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkeypatch):
+    model = lively(cls(small()))
+    batch, at = some_batch()
+    seen, forward = [], model.head.forward
+    monkeypatch.setattr("bertlab.heads.shapes_are_free", lambda values: free)  # as on a CPU, or elsewhere
+    monkeypatch.setattr(model.head, "forward", lambda x, *rest: (seen.append(x[..., 0].numel()), forward(x, *rest))[1])
+    grads, outs = [], []
+    for rule in (LossRule(0.1, 1e-3), LossRule(0.1, 1e-3, only_loss=True)):
+        model.zero_grad()
+        outs.append(model(**batch, label_positions=at if at_labels else None, loss_rule=rule, **keyed(model)))
+        outs[-1].loss.backward()
+        grads.append(gradients(model))
+    assert outs[1].logits is outs[1].num_right is None
+    assert seen[0] == (at if at_labels else batch["labels"]).numel()
+    assert seen[1] == ((batch["labels"] != -100).sum() if free else seen[0])
+    torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("cls", MODELS)
 def test_the_loss_is_the_mean_of_the_sums_beside_it(cls):
     model = lively(cls(small()))
     batch, _ = some_batch()

@@ -12,10 +12,12 @@ from bertlab.losses import (
     LossParts,
     LossRule,
     gather_positions,
+    labelled_alone,
     masked_lm_loss,
     mean_loss,
     score_in_chunks,
     score_logits,
+    shapes_are_free,
     z_loss,
 )
 
@@ -275,3 +277,31 @@ def test_chunks_in_bfloat16_add_in_float32():
         (x @ decoder.T).bfloat16().float(), labels, reduction="sum", label_smoothing=0.1
     )
     torch.testing.assert_close(parts.loss_sum, reference, rtol=1e-3, atol=1e-2)
+
+
+# ---- what a training step asks for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("unlabelled", [0.0, 0.5, 1.0])
+def test_labels_alone_have_the_loss_and_the_gradients_of_all_positions(size, weighted, unlabelled):
+    x, labels, weights, decoder = some_case(24, seed=9, unlabelled=unlabelled)
+    x, labels, weights = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12) if weighted else None
+    x.requires_grad_(), decoder.requires_grad_()
+    whole = score_logits(x @ decoder.T, labels, LossRule(0.1, 1e-2), weights)
+    rule, head = LossRule(0.1, 1e-2, chunk_size=size, only_loss=True), lambda t: t @ decoder.T
+    kept, y, w = labelled_alone(x, labels, weights)
+    parts = score_in_chunks(head, kept, y, rule, w) if size else score_logits(head(kept), y, rule, w)
+    assert len(y) == (labels != -100).sum() and parts.num_right is None
+    for name in ("loss_sum", "num_labels", "z_loss"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(one.mean(), (x, decoder)) for one in (whole, parts)]
+    for one, other in zip(*grads):
+        torch.testing.assert_close(other, one, **EXACT)
+
+
+def test_shapes_are_free_on_a_cpu_outside_of_a_compiler():
+    assert shapes_are_free(torch.ones(1)) and not shapes_are_free(torch.ones(1, device="meta"))
+    compiled = torch.compile(lambda x: x + int(shapes_are_free(x)), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == 0

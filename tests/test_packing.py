@@ -339,6 +339,43 @@ def test_no_documents_give_no_rows():
         assert "0 rows" in dataset.report()
 
 
+def row_by_row(pieces, capacity, pad, cls=None, sep=None):
+    "The definition, token by token."
+    row = []
+    for number, ids in enumerate(pieces, start=1):
+        around = [*([cls] if cls is not None else []), *ids, *([sep] if sep is not None else [])]
+        row += [(token, number, position) for position, token in enumerate(around)]
+    return np.array(row + [(pad, 0, 0)] * (capacity - len(row)), dtype=np.int64).reshape(-1, 3).T
+
+
+@many
+@given(st.lists(st.lists(st.lists(st.integers(5, 90), max_size=7), max_size=4), min_size=1, max_size=5),
+       st.sampled_from([None, 1]), st.sampled_from([None, 2]), st.integers(0, 3))  # fmt: skip
+def test_rows_laid_at_once_are_those_laid_token_by_token(rows, cls, sep, spare):
+    around = (cls is not None) + (sep is not None)
+    capacity = max(sum(len(ids) + around for ids in pieces) for pieces in rows) + spare
+    capacity = max(capacity, 1)
+    pieces = [[np.array(ids, dtype=np.int32) for ids in row] for row in rows]
+    built = build_rows(pieces, capacity, pad_token_id=0, cls_token_id=cls, sep_token_id=sep)
+    for row, documents in zip(built, rows, strict=True):
+        assert list(row) == ["input_ids", "attention_mask", "position_ids"]
+        assert {array.dtype for array in row.values()} == {np.dtype(np.int64)}
+        assert np.array_equal(np.array(list(row.values())), row_by_row(documents, capacity, 0, cls, sep))
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(overlap):
+    dataset = PackedDataset([range(n, n + 3 + n % 30) for n in range(5, 90)], 16, **SPECIAL, overlap=overlap)
+    dataset.set_epoch(2)
+    keys = [(0, 3), (1, 0), (0, 3), 5, -1, (4, -2)]
+    for key, row in zip(keys, dataset.__getitems__(keys), strict=True):
+        alone = dataset[key]
+        assert row.keys() == alone.keys() and all(np.array_equal(row[name], alone[name]) for name in row)
+    assert dataset[-1]["epoch"] == 2 and dataset[-1]["index"] == len(dataset) - 1
+    with pytest.raises(IndexError, match=f"row {len(dataset)} of"):
+        dataset.__getitems__([0, len(dataset)])
+
+
 def test_special_tokens_can_be_left_out():
     dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
     assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
