@@ -245,7 +245,7 @@ def measure(case: dict) -> dict:
 def rate_cases(model: str, kind: str, options) -> dict[str, dict]:
     "Ours in both precisions and as it chooses; theirs in both forms and precisions."
     steps = options.steps or {"base": 3}.get(model, 8)
-    warm = options.warm if options.warm is not None else {"base": 1}.get(model, 2)
+    warm = options.warm if options.warm is not None else 2
     base = {"model": model, "kind": kind, "steps": steps + warm, "warm": warm, "seconds": 0, "seed": 0,
             "warmup": min(WARMUP, steps), "documents": options.documents, "kept": str(options.kept)}  # fmt: skip
     cases = {f"ours, {p}": {**base, "side": "ours", "precision": p} for p in options.precisions}
@@ -297,7 +297,8 @@ def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
 def race(kind: str, options, ledger: Ledger) -> tuple[dict, list[dict]]:
     "Loss after the same time, a round for each seed."
     base = {"model": options.race_model, "kind": kind, "steps": 0, "warm": 0, "seconds": options.seconds,
-            "warmup": WARMUP, "documents": options.documents, "kept": str(options.kept), "precision": options.race_precision}
+            "warmup": WARMUP, "documents": options.documents, "kept": str(options.kept),
+            "precision": options.race_precision}  # fmt: skip
     losses, runs = {}, {side: [] for side in ("ours", *FORMS)}
     for number, seed in enumerate(options.seeds):
         cases = {side: {**base, "side": side, "seed": seed} for side in runs}
@@ -345,11 +346,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["bert", "modernbert"])
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS))
     parser.add_argument("--steps", type=int, help="timed steps (default: 8, of the base shape 3)")
-    parser.add_argument("--warm", type=int, help="steps before (default: 2, of the base shape 1)")
+    parser.add_argument("--warm", type=int, help="steps before (default: 2)")
     parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
     parser.add_argument("--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the races")
-    parser.add_argument("--race-kinds", nargs="+", default=["bert"])
+    parser.add_argument("--race-kinds", nargs="+", default=["modernbert"], help="BERT's norms want a longer warm-up")
     parser.add_argument("--race-model", default="small", choices=list(SHAPES))
     parser.add_argument("--race-precision", default="bf16", choices=("fp32", "bf16"))
     options = parser.parse_args()
