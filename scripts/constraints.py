@@ -16,6 +16,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 TORCH_NEEDS = ["filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec"]
@@ -40,6 +42,11 @@ def stand_in_for_torch(folder: Path) -> Path:
     return wheel
 
 
+def runs_on(metadata: dict, python: str) -> bool:
+    "Whether a release takes the first Python of a minor version, which long-lived systems keep."
+    return SpecifierSet(metadata.get("requires_python") or "").contains(python)
+
+
 def resolve(
     python: str,  # an interpreter's name or path
     folder: Path,  # where its scratch environment goes
@@ -52,14 +59,23 @@ def resolve(
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     pip = [str(folder / "venv/bin/python"), "-m", "pip"]
     subprocess.run([*pip, "install", "--quiet", "--upgrade", "pip"], check=True)
-    report, wishes = folder / "report.json", folder / "lead.txt"
+    report, wishes, bounds = folder / "report.json", folder / "lead.txt", folder / "bounds.txt"
+    bounds.touch()
     command = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
     command += [f"{ROOT}[dev]", str(stand_in_for_torch(folder))]
     wishes.write_text("".join(f"{name}=={number}\n" for name, number in lead.items() if name != "torch"))
-    if not lead or subprocess.run([*command, "--constraint", str(wishes)], capture_output=True).returncode:
-        subprocess.run(command, check=True)
+    command += ["--constraint", str(bounds)]
+    while True:
+        if not lead or subprocess.run([*command, "--constraint", str(wishes)], capture_output=True).returncode:
+            subprocess.run(command, check=True)
+        items = json.loads(report.read_text())["install"]
+        late = [item["metadata"] for item in items if not runs_on(item["metadata"], f"{version}.0")]
+        if not late:
+            break
+        with open(bounds, "a") as file:
+            file.writelines(f"{release['name']}<{release['version']}\n" for release in late)
     found = {}
-    for item in json.loads(report.read_text())["install"]:
+    for item in items:
         name = re.sub(r"[-_.]+", "-", item["metadata"]["name"]).lower()
         found[name] = item["metadata"]["version"]
     del found["bertlab"]
