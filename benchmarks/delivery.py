@@ -39,6 +39,12 @@ def count_real(batches: Iterable[dict]) -> int:
     return sum(int((batch["attention_mask"] > 0).sum()) for batch in batches)
 
 
+def rate_of(batches: Iterable[dict]) -> float:
+    "Tokens per second of batches that are looked at and let go, as a training run does."
+    start = time.perf_counter()
+    return count_real(batches) / (time.perf_counter() - start)
+
+
 def forever(loader: Iterable) -> Iterable[dict]:
     "Epoch after epoch. The first batch, before which an epoch is planned or workers start, is left out."
     batches = (batch for _ in range(10**6) for batch in loader)
@@ -66,10 +72,8 @@ def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     data.setup()
     loader = data.train_dataloader()
     some = [rows[n : n + ROWS] for n in range(0, len(rows) - ROWS, ROWS)][: case["batches"]]
-    masked, _ = timed(lambda: list(map(loader.collator, some)), count_real)
-    loaded = forever(loader)
-    delivered, _ = timed(lambda: list(islice(loaded, case["batches"])), count_real)
-    return {"tokenize": tokenize, "pack": packed, "mask": masked, "deliver": delivered}
+    return {"tokenize": tokenize, "pack": packed, "mask": rate_of(map(loader.collator, some)),
+            "deliver": rate_of(islice(forever(loader), case["batches"]))}  # fmt: skip
 
 
 def their_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
@@ -85,10 +89,9 @@ def their_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
     listed = rows.select(range(min(len(rows), ROWS * case["batches"]))).to_list()
     some = [listed[n : n + ROWS] for n in range(0, len(listed) - ROWS, ROWS)]
-    found["mask"], _ = timed(lambda: list(map(collator, some)), count_real)
-    loaded = forever(DataLoader(rows, ROWS, shuffle=True, collate_fn=collator, drop_last=True))
-    found["deliver"], _ = timed(lambda: list(islice(loaded, case["batches"])), count_real)
-    return found
+    found["mask"] = rate_of(map(collator, some))
+    loader = DataLoader(rows, ROWS, shuffle=True, collate_fn=collator, drop_last=True)
+    return {**found, "deliver": rate_of(islice(forever(loader), case["batches"]))}
 
 
 def measure(case: dict) -> dict:
