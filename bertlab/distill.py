@@ -9,6 +9,7 @@ __all__ = ['kl_divergence', 'hash_weights', 'load_reference', 'check_same_words'
 # %% ../nbs/45_distill.ipynb #9a4d5c75
 import hashlib
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class AnchoredLoss(LanguageModeling):
         if not self._reference:
             return super().label_loss(batch)
         inputs = {name: batch[name] for name in BATCH_KEYS if name in batch}
-        out = self.model(**inputs, loss_rule=self.loss_rule)
+        rule = replace(self.loss_rule, only_loss=False)  # the reference is compared with scores
+        out = self.model(**inputs, loss_rule=rule)
         self.divergence = self.compare(out.logits, inputs)
         return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
 

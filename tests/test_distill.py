@@ -204,6 +204,15 @@ def test_without_weight_the_reference_is_not_even_read_and_the_run_is_the_plain_
     assert "val_kl" not in ours.validation[-1]
 
 
+def test_a_rule_that_keeps_no_scores_does_not_keep_the_reference_from_being_compared(references):
+    found = []
+    for rule in ({}, {"only_loss": True}):
+        module = distilled(references["mlm"], loss_kwargs=rule)
+        module.configure_model()
+        found.append(gradient(module, data_of()))
+    torch.testing.assert_close(*found)
+
+
 def test_model_and_reference_run_once_for_each_batch(references):
     module, calls = distilled(references["mlm"]), []
     module.configure_model()
