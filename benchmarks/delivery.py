@@ -59,19 +59,19 @@ def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     from bertlab.packing import PackedDataset
     from bertlab.token_cache import tokenize_documents
 
-    def pack(documents) -> list[dict]:
+    def pack(documents) -> list:
         dataset = PackedDataset(documents, LENGTH, **special_ids(tokenizer))
         places = range(len(dataset))
-        return [row for n in places[::ROWS] for row in dataset.__getitems__(places[n : n + ROWS])]
+        return [dataset.__getitems__(places[n : n + ROWS]) for n in places[::ROWS]]
 
     tokenize, documents = timed(lambda: tokenize_documents(corpus.train_texts, tokenizer, num_proc=1),
                                 lambda documents: int(documents.offsets[-1]))  # fmt: skip
-    packed, rows = timed(lambda: pack(documents), count_real)
+    packed, blocks = timed(lambda: pack(documents), lambda blocks: count_real(b.stacked for b in blocks))
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS,
                                  collator_kwargs={"mlm_probability": PROBABILITY})  # fmt: skip
     data.setup()
     loader = data.train_dataloader()
-    some = [rows[n : n + ROWS] for n in range(0, len(rows) - ROWS, ROWS)][: case["batches"]]
+    some = blocks[:-1][: case["batches"]]
     return {"tokenize": tokenize, "pack": packed, "mask": rate_of(map(loader.collator, some)),
             "deliver": rate_of(islice(forever(loader), case["batches"]))}  # fmt: skip
 

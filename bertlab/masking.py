@@ -356,17 +356,17 @@ def replace_tokens(
     vocabulary: Vocabulary,
 ) -> np.ndarray:  # (B, L), equal to `ids_BL` wherever nothing was chosen
     "Turn the chosen into [MASK] or a random word, or leave them (Devlin et al. 2019, sec. 3.1)."
-    words, out_BL = vocabulary.ordinary_ids, ids_BL.copy()
-    # Draws are needed for the chosen alone.
-    rows, columns = np.divmod(np.flatnonzero(chosen_BL), ids_BL.shape[1])
-    acts = draw_uniforms(keys_B[rows], columns, ACT)
-    masked = acts < rule.mask_replace_prob
-    out_BL[rows[masked], columns[masked]] = vocabulary.mask_token_id
-    swapped = ~masked & (acts < rule.mask_replace_prob + rule.random_replace_prob)
-    rows, columns = rows[swapped], columns[swapped]
-    places = draw_uniforms(keys_B[rows], columns, REPLACE) * len(words)
-    out_BL[rows, columns] = words[places.astype(np.int64)]
-    return out_BL
+    words, out_T = vocabulary.ordinary_ids, ids_BL.flatten()
+    places = np.flatnonzero(chosen_BL)  # draws are needed for the chosen alone
+    rows, columns = np.divmod(places, ids_BL.shape[1])
+    keys, masked_share = keys_B[rows], rule.mask_replace_prob
+    acts = draw_uniforms(keys, columns, ACT)
+    out_T[places[acts < masked_share]] = vocabulary.mask_token_id
+    swapped = (acts >= masked_share) & (acts < masked_share + rule.random_replace_prob)
+    swapped = np.flatnonzero(swapped)
+    draws = draw_uniforms(keys[swapped], columns[swapped], REPLACE)
+    out_T[places[swapped]] = words[(draws * len(words)).astype(np.int64)]
+    return out_T.reshape(ids_BL.shape)
 
 # %% ../nbs/05_masking.ipynb #4e98040e
 def mask_tokens(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUM_TRADES', 'TokenizedDocuments', 'Windows', 'check_overflow', 'split_long', 'deal_lengths', 'Plan', 'plan_best_fit',
-           'build_rows', 'mark_repeated', 'trade_parts', 'EpochOrder', 'AddressedRows', 'PlannedRows', 'account_rows',
+           'place_documents', 'build_rows', 'mark_repeated', 'trade_parts', 'EpochOrder', 'PlannedRows', 'account_rows',
            'PackingReport', 'PackedDataset']
 
 # %% ../nbs/12_packing.ipynb #dc7657eb
@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import islice
 
 import numpy as np
+
+from .rows import AddressedRows, RowBlock
 
 # %% ../nbs/12_packing.ipynb #2540fd0b
 @dataclass(frozen=True)
@@ -188,47 +189,67 @@ def plan_best_fit(
     return Plan(documents[np.argsort(rows, kind="stable")], offsets, num_empty)
 
 # %% ../nbs/12_packing.ipynb #4f831573
+def place_documents(
+    sizes: np.ndarray,  # (D,) positions that each document takes
+    counts: np.ndarray,  # (B,) documents in each row, D in all
+    capacity: int,  # positions in a row
+) -> tuple[np.ndarray, np.ndarray]:  # (D,) each
+    "Tell where documents begin, rows laid end to end, and their numbers in their rows: 1, 2, ..."
+    laid, first = np.append(0, np.cumsum(sizes)), np.cumsum(counts) - counts
+    spare = capacity - laid[first + counts] + laid[first]
+    for row in np.flatnonzero(spare < 0):
+        raise ValueError(f"row {row} has {capacity} positions, its documents need "
+                         f"{capacity - spare[row]}")
+    begins = laid[:-1] + np.repeat(np.cumsum(spare) - spare, counts)
+    return begins, np.arange(1, len(sizes) + 1) - np.repeat(first, counts)
+
+# %% ../nbs/12_packing.ipynb #5dde43e2
 def build_rows(
-    rows: Sequence[Sequence[np.ndarray]],  # each row's documents: ids without special tokens
+    tokens: np.ndarray,  # ids without special tokens
+    ends: tuple[np.ndarray, np.ndarray],  # (D,) each: document d is tokens[ends[0][d]:ends[1][d]]
+    counts: Sequence[int],  # documents in each of B rows, D in all
     capacity: int,  # positions in a row
     pad_token_id: int,
     cls_token_id: int | None = None,  # before each document; None for nothing
     sep_token_id: int | None = None,  # after each document; None for nothing
-) -> list[dict[str, np.ndarray]]:  # input_ids, attention_mask, position_ids; (capacity,) int64
+) -> RowBlock:  # input_ids, attention_mask, position_ids; (B, capacity) int64
     "Lay documents into rows: numbers 1, 2, ... in attention_mask, positions restart at 0."
-    before, after = ([] if i is None else [np.array([i])] for i in (cls_token_id, sep_token_id))
-    parts, laid, padding = [], [], np.full(capacity, pad_token_id, dtype=np.int64)
-    for documents in rows:
-        room = capacity
-        for number, ids in enumerate(documents, start=1):
-            parts += *before, ids, *after
-            laid.append((number, len(before) + len(ids) + len(after)))
-            room -= laid[-1][1]
-        parts.append(padding[:room])
-        laid.append((0, room))
-    # One pass over all rows: a loop over documents would pay numpy's fixed costs for each.
-    numbers, sizes = np.array(laid, dtype=np.int64).T
-    number_T = np.repeat(numbers, sizes)
-    begin_T = np.repeat(np.cumsum(sizes) - sizes, sizes)
-    position_T = np.where(number_T > 0, np.arange(len(number_T)) - begin_T, 0)
-    arrays = np.concatenate(parts).astype(np.int64, copy=False), number_T, position_T
-    arrays = zip(*(array.reshape(len(rows), capacity) for array in arrays))
-    return [dict(zip(("input_ids", "attention_mask", "position_ids"), row)) for row in arrays]
+    around, counts = (cls_token_id, sep_token_id), np.asarray(counts, dtype=np.int64)
+    sizes = ends[1] - ends[0] + 2 - around.count(None)
+    begins, numbers = place_documents(sizes, counts, capacity)
+    # One pass over all positions, T: a loop over documents would pay numpy's fixed costs for each.
+    edges, none = np.append(begins, len(counts) * capacity), np.zeros(1, dtype=np.int64)
+    latest_T = np.repeat(np.arange(len(edges)), np.diff(edges, prepend=0))  # 0: none has begun yet
+    lookup = lambda values: np.concatenate([none, values])[latest_T]
+    position_T = np.arange(len(latest_T)) - lookup(begins)
+    is_real_T = position_T < lookup(sizes)
+    sources_T = position_T + lookup(ends[0] - (cls_token_id is not None))
+    found_T = (tokens if len(tokens) else none).take(sources_T, mode="clip")
+    ids_T = np.where(is_real_T, found_T, np.int64(pad_token_id))
+    for places, special in zip((begins, begins + sizes - 1), around):
+        if special is not None:
+            ids_T[places] = special
+    arrays = {"input_ids": ids_T, "attention_mask": lookup(numbers) * is_real_T,
+              "position_ids": position_T * is_real_T}
+    return RowBlock({name: values.reshape(-1, capacity) for name, values in arrays.items()})
 
 # %% ../nbs/12_packing.ipynb #89142bf5
 def mark_repeated(
-    row: dict[str, np.ndarray],  # of `build_rows`
-    contexts: Iterable[tuple[int, int]],  # of each document: tokens at its ends that are repeated
+    block: RowBlock,  # of `build_rows`
+    contexts: np.ndarray,  # (D, 2) tokens at the ends of each document that are repeated
     before: int = 0,  # special tokens before each document
     after: int = 0,  # and after it
-) -> dict[str, np.ndarray]:  # the row, with special_tokens_mask (capacity,) int64
+) -> RowBlock:  # with special_tokens_mask (B, capacity) int64
     "Mark what must not become a label: special tokens, padding, and what is repeated as context."
-    special = row["attention_mask"] == 0
-    for number, (left, right) in enumerate(contexts, start=1):
-        places = np.flatnonzero(row["attention_mask"] == number)
-        special[places[:before + left]] = True
-        special[places[len(places) - after - right:]] = True
-    return {**row, "special_tokens_mask": special.astype(np.int64)}
+    mask_BL, position_BL = (block.stacked[name] for name in ("attention_mask", "position_ids"))
+    is_real_BL, special_BL = mask_BL > 0, np.ones_like(mask_BL)
+    position_R = position_BL[is_real_BL]  # all but padding
+    document_R = np.cumsum(position_R == 0) - 1
+    left_R, right_R = np.reshape(contexts, (-1, 2))[document_R].T
+    size_R = np.bincount(document_R)[document_R]
+    own_R = (position_R >= before + left_R) & (position_R < size_R - after - right_R)
+    special_BL[is_real_BL] = ~own_R
+    return RowBlock({**block.stacked, "special_tokens_mask": special_BL})
 
 # %% ../nbs/12_packing.ipynb #b219f5d9
 def trade_parts(
@@ -280,46 +301,24 @@ class EpochOrder:
             self.latest = epoch, Plan(members, offsets, plan.num_empty)
         return self.latest[1]
 
-# %% ../nbs/12_packing.ipynb #786d7de7
-class AddressedRows:
-    "Random access to the rows of a `plan`, by index or by (epoch, index)."
-
-    epoch = 0  # of rows that are asked for by a lone index
-
-    def set_epoch(self, epoch: int) -> None:
-        "Choose the epoch of lone indices. transformers' Trainer and accelerate call it."
-        self.epoch = int(epoch)
-
-    def __len__(self) -> int:
-        return len(self.plan)
-
-    def address(self, key: int | tuple[int, int]) -> tuple[int, int]:
-        "Epoch and index, 0 or more."
-        epoch, index = map(int, key if isinstance(key, tuple) else (self.epoch, key))
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return epoch, index % len(self)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> dict:  # index, or (epoch, index)
-        "Build the row that stands at `index` in `epoch`: `build_rows`' arrays, and its address."
-        return self.__getitems__([key])[0]
-
 # %% ../nbs/12_packing.ipynb #526f6612
 class PlannedRows(AddressedRows):
     "Rows of documents as planned; in the order of an epoch, where there is one."
 
-    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> list[dict]:
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitems__(self, keys: Sequence[int | tuple[int, int]]) -> RowBlock:
         "Build many rows at once, as torch's loaders ask for a batch."
-        at, w = [self.address(key) for key in keys], self.windows
-        members = [(self.order(epoch) if self.order else self.plan)[index] for epoch, index in at]
-        ends = (ends[np.concatenate(members)].tolist() for ends in (w.starts, w.stops))
-        pieces = map(self.documents.tokens.__getitem__, map(slice, *ends))
-        ids = [[*islice(pieces, len(m))] for m in members]
-        built = build_rows(ids, self.capacity, **self.special)
+        (epochs, indices), w = self.address(keys), self.windows
+        plans = {n: self.order(n) if self.order else self.plan for n in {*epochs.tolist()}}
+        rows = [plans[epoch][index] for epoch, index in zip(epochs.tolist(), indices.tolist())]
+        members = np.concatenate(rows)
+        block = build_rows(self.documents.tokens, (w.starts[members], w.stops[members]),
+                           [len(row) for row in rows], self.capacity, **self.special)
         if w.overlap:
-            built = [mark_repeated(row, w.contexts[m], *self.around)
-                     for row, m in zip(built, members)]
-        return [{**row, "epoch": epoch, "index": index} for row, (epoch, index) in zip(built, at)]
+            block = mark_repeated(block, w.contexts[members], *self.around)
+        return RowBlock({**block.stacked, "epoch": epochs, "index": indices})
 
 # %% ../nbs/12_packing.ipynb #a1344f8f
 def account_rows(

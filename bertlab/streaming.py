@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from bertlab.packing import (
-    PackingReport, account_rows, build_rows, check_overflow, mark_repeated, plan_best_fit,
+    PackingReport, TokenizedDocuments, account_rows, build_rows, check_overflow, mark_repeated,
+    plan_best_fit,
 )
 from bertlab.readers import (
     ShuffledReader, StreamWindow, cut_document, read_windows, write_windows,
@@ -242,12 +243,13 @@ class StreamRows:
 
     def build(self, windows: list[StreamWindow], index: int) -> dict:
         "Lay windows into a row; no windows give a blank row."
-        ids = [window.ids for window in windows]
-        [row] = build_rows([ids], self.capacity, **self.special)
+        laid = TokenizedDocuments.from_sequences(window.ids for window in windows)
+        ends = laid.offsets[:-1], laid.offsets[1:]
+        block = build_rows(laid.tokens, ends, [len(windows)], self.capacity, **self.special)
         if self.cut[1]:
             contexts = [(window.left, window.right) for window in windows]
-            row = mark_repeated(row, contexts, self.before, self.after)
-        return {**row, "epoch": self.epoch, "index": index}
+            block = mark_repeated(block, contexts, self.before, self.after)
+        return {**block[0], "epoch": self.epoch, "index": index}
 
     def place(self, index: int) -> tuple[int, int, int]:
         "Round, rank, and number among the rank's rows, of a row of the epoch."

@@ -151,6 +151,23 @@ def test_joined_tokens_refuse_what_they_cannot_do():
     assert joined[2:2].tolist() == [] and joined[-2:].tolist() == [2, 3]
     with pytest.raises(ValueError, match="steps of 1"):
         joined[::2]
+    with pytest.raises(ValueError, match="mode must be 'clip', got 'wrap'"):
+        joined.take(np.arange(2), mode="wrap")
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=9),
+       st.integers(0, 10**6))  # fmt: skip
+def test_joined_tokens_are_read_like_one_array(stretches, seed):
+    arrays = [np.arange(30, dtype=np.int32) + 100 * n for n in range(3)]
+    sources, starts, sizes = np.array([*stretches, (0, 3, 1)]).T
+    joined = JoinedTokens(arrays, sources, starts, np.cumsum([0, *sizes]))
+    flat = np.concatenate([arrays[s][a : a + n] for s, a, n in zip(sources, starts, sizes, strict=True)])
+    rng = np.random.default_rng(seed)
+    begin, end = sorted(rng.integers(0, len(flat) + 1, 2))
+    assert len(joined) == len(flat) and np.array_equal(joined[begin:end], flat[begin:end])
+    places = rng.integers(-3, len(flat) + 3, (2, 7))
+    assert np.array_equal(joined.take(places, mode="clip"), flat.take(places, mode="clip"))
 
 
 @pytest.mark.parametrize("options, words", [

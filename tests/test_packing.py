@@ -59,6 +59,13 @@ def slow_best_fit(lengths, capacity):
     return rows
 
 
+def lay(rows, capacity, **special):
+    "Rows of pieces, as `build_rows` takes them: end to end."
+    laid = TokenizedDocuments.from_sequences(ids for pieces in rows for ids in pieces)
+    return build_rows(laid.tokens, (laid.offsets[:-1], laid.offsets[1:]), list(map(len, rows)), capacity,
+                      **special)  # fmt: skip
+
+
 def documents_of(row):
     "Take a row apart again: ordinary tokens by document number."
     ids, numbers = row["input_ids"], row["attention_mask"]
@@ -219,10 +226,29 @@ def test_the_windows_of_a_document_worked_out_by_hand():
 
 
 def test_the_marks_of_a_row_worked_out_by_hand():
-    [row] = build_rows([[np.array([7, 8, 9]), np.array([5])]], 10, **SPECIAL)
-    marked = mark_repeated(row, [(1, 1), (0, 0)], before=1, after=1)
+    [marked] = mark_repeated(lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1)
     #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
     assert marked["special_tokens_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
+
+
+@many
+@given(st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 5)), max_size=4),
+                min_size=1, max_size=4), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))  # fmt: skip
+def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, before, after):
+    capacity = max(1, spare + max(sum(size + before + after for size, _, _ in row) for row in rows))
+    special = {"pad_token_id": 0, "cls_token_id": 1 if before else None, "sep_token_id": 2 if after else None}
+    block = lay([[[7] * size for size, _, _ in row] for row in rows], capacity, **special)
+    contexts = [context for row in rows for _, *context in row]
+    expected = []
+    for row in rows:
+        marks = []
+        for size, left, right in row:
+            free = [left <= n < size - right for n in range(size)]
+            marks += [1] * before + [int(not own) for own in free] + [1] * after
+        expected.append(marks + [1] * (capacity - len(marks)))
+    marked = mark_repeated(block, np.array(contexts).reshape(-1, 2), before, after)
+    assert marked.stacked["special_tokens_mask"].tolist() == expected
+    assert "special_tokens_mask" not in block.stacked
 
 
 def test_a_collator_makes_each_token_a_label_once_where_windows_overlap():
@@ -355,8 +381,7 @@ def test_rows_laid_at_once_are_those_laid_token_by_token(rows, cls, sep, spare):
     around = (cls is not None) + (sep is not None)
     capacity = max(sum(len(ids) + around for ids in pieces) for pieces in rows) + spare
     capacity = max(capacity, 1)
-    pieces = [[np.array(ids, dtype=np.int32) for ids in row] for row in rows]
-    built = build_rows(pieces, capacity, pad_token_id=0, cls_token_id=cls, sep_token_id=sep)
+    built = lay(rows, capacity, pad_token_id=0, cls_token_id=cls, sep_token_id=sep)
     for row, documents in zip(built, rows, strict=True):
         assert list(row) == ["input_ids", "attention_mask", "position_ids"]
         assert {array.dtype for array in row.values()} == {np.dtype(np.int64)}
@@ -379,8 +404,19 @@ def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(overlap):
 def test_special_tokens_can_be_left_out():
     dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
     assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
-    [row] = build_rows([[np.array([5])]], 3, pad_token_id=9, sep_token_id=2)
+    [row] = lay([[[5]]], 3, pad_token_id=9, sep_token_id=2)
     assert row["input_ids"].tolist() == [5, 2, 9]
+
+
+def test_a_row_that_is_given_too_much_is_named():
+    with pytest.raises(ValueError, match="row 1 has 4 positions, its documents need 5"):
+        lay([[[5]], [[6, 7], [8]]], 4, pad_token_id=0, sep_token_id=2)
+
+
+def test_packing_loads_no_torch():
+    # Processes that tokenize import it: torch would cost each of them seconds and memory.
+    code = "import sys, bertlab.token_cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_generator_of_documents_is_read_once():
