@@ -4,57 +4,85 @@
 
 Corpus: a text file, which PretrainingDataModule reads, deduplicates, divides, tokenizes, plans and
 delivers for one epoch; a larger one holds copies whose words are shuffled, so that no document is a
-double and lengths stay. Microseconds per real token, of the data alone, and with a training step of the
-small shape on top. Rows: a step on as many positions in rows of other lengths, packed with the same
-documents. Processes: one thread each, together training on twice as many rows.
+double and lengths stay. Microseconds of the processor per real token, of the data alone, and with a
+training step of the small shape on top. A shared machine is now faster and now slower, by more than the
+growth that is looked for; so the sizes run side by side in slices of less than a second, one at a time,
+and the small ones again and again until the largest is through. Rows: a step on as many positions in
+rows of other lengths, packed with the same documents. Processes: one thread each, together training on
+twice as many rows.
 """
 
 import json
+import os
 import random
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 
 from pretraining import SHAPES, our_side, shape, shared_text
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, say, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    environment,
+    fingerprint,
+    judge,
+    machine,
+    ratios,
+    say,
+    spread,
+    write_result,
+)
 
 import bertlab
+from bertlab.files import written_whole
 from bertlab.plots import BLUE, GREEN, ORANGE, new_axes
 
 FLAT = 1.1  # the dearest token of any size over that of the smallest corpus
 PROCESSES = (1, 2)
 
 
-def grown_file(texts: list[str], growth: int, path: Path) -> None:
-    "A document a line; copies have their words in another order."
+def grown_file(case: dict) -> Path:
+    "A file of a document a line; copies have their words in another order. Written once."
+    path = Path(case["kept"], f"grown-{case['documents']}-{case['model']}-{case['growth']}.txt")
+    if path.exists():
+        return path
+    corpus, _ = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
+    texts = [text for text in corpus.train_texts + corpus.validation_texts if text.split()]
     draw = random.Random(0)
-    with open(path, "w", encoding="utf-8") as file:
-        for copy in range(growth):
+    with written_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for copy in range(case["growth"]):
             for text in texts:
                 words = text.split()
                 if copy:
                     draw.shuffle(words)
                 file.write(" ".join(words) + "\n")
+    return path
+
+
+@cache
+def kept_tokenizer(model: str, documents: int | None, kept: str):
+    return shared_text(SHAPES[model][3], documents, Path(kept))[1]
 
 
 def corpus_case(case: dict, folder: str) -> dict:
     "One epoch of data from a file, and the steps that would train on it."
     from bertlab.data import PretrainingDataModule
 
-    corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
-    texts = [text for text in corpus.train_texts + corpus.validation_texts if text.split()]
-    path = Path(folder, "corpus.txt")
-    grown_file(texts, case["growth"], path)
-    start, busy = time.perf_counter(), time.process_time()
+    tokenizer, path = kept_tokenizer(case["model"], case["documents"], case["kept"]), grown_file(case)
+    start = time.process_time()
     data = PretrainingDataModule(str(path), tokenizer, train_batch_size=32, num_shards=1,
                                  data_kwargs={"lines": "documents"})  # fmt: skip
     data.setup()
-    prepared = time.perf_counter()
+    prepared = time.process_time()
     tokens = sum(int((batch["attention_mask"] > 0).sum()) for batch in data.train_dataloader())
-    wall, cpu = time.perf_counter() - start, time.process_time() - busy
-    return {"tokens": tokens, "file_bytes": path.stat().st_size, "microseconds": 1e6 * wall / tokens,
-            "processor_microseconds": 1e6 * cpu / tokens,
-            "prepare_microseconds": 1e6 * (prepared - start) / tokens}  # fmt: skip
+    end = time.process_time()
+    return {"tokens": tokens, "file_bytes": path.stat().st_size, "microseconds": 1e6 * (end - start) / tokens,
+            "deliver_microseconds": 1e6 * (end - prepared) / tokens}  # fmt: skip
 
 
 def rows_case(case: dict, folder: str) -> dict:
@@ -107,9 +135,62 @@ CASES = {"corpus": corpus_case, "rows": rows_case, "processes": processes_case}
 
 
 def measure(case: dict) -> dict:
-    "One case, in this process."
+    "One case, in this process; `again` and again, a line each time, until the process is ended."
+    while case.get("again"):
+        print(json.dumps(corpus_case(case, "")), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         return CASES[case["part"]](case, folder)
+
+
+def start_case(case: dict, output: Path) -> subprocess.Popen:
+    "A child that waits for its first slice. What it prints goes to a file, which never blocks it."
+    command = [sys.executable, __file__, "--case", json.dumps(case)]
+    with open(output, "w", encoding="utf-8") as file:
+        child = subprocess.Popen(command, env=environment(1), stdout=file, stderr=subprocess.STDOUT,
+                                 start_new_session=True)  # fmt: skip
+    os.killpg(child.pid, signal.SIGSTOP)
+    return child
+
+
+def in_slices(cases: dict[str, dict], seconds: float = 0.6) -> dict[str, dict]:  # figures by case
+    "Run cases side by side, one at a time, in slices, until the last, the longest, has ended."
+    longest, medians = list(cases)[-1], {}
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = {name: Path(folder, name) for name in cases}
+        children = {name: start_case({**case, "again": name != longest}, outputs[name])
+                    for name, case in cases.items()}  # fmt: skip
+        try:
+            while children[longest].poll() is None:
+                for name, child in children.items():
+                    os.killpg(child.pid, signal.SIGCONT)
+                    time.sleep(seconds if name == longest else seconds / 2)
+                    if child.poll() is None:
+                        os.killpg(child.pid, signal.SIGSTOP)
+                    elif name != longest or child.returncode:
+                        raise SystemExit(f"{cases[name]} failed:\n{outputs[name].read_text()[-3000:]}")
+        finally:
+            for child in children.values():
+                if child.poll() is None:
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        for name, output in outputs.items():
+            runs = [json.loads(line) for line in output.read_text().splitlines() if line[-1:] == "}"]
+            medians[name] = {k: spread(run[k] for run in runs)["median"] for k in runs[0]} | {"runs": len(runs)}
+    return medians
+
+
+def corpus_rounds(cases: dict[str, dict], rounds: int, ledger: Ledger, show) -> dict[str, list[dict]]:
+    "All sizes of the corpus, side by side in each round."
+    for case in cases.values():
+        grown_file(case)
+    runs = {name: [] for name in cases}
+    for number in range(rounds):
+        key = json.dumps([*cases.values(), number], sort_keys=True)
+        figures, known = ledger.ask(key, lambda: in_slices(cases))
+        for name, found in figures.items():
+            runs[name].append(found)
+            print(f"  {number + 1}/{rounds} {name:44} {show(found)}{' (kept)' * known}", flush=True)
+    return runs
 
 
 def draw(result: dict):
@@ -151,27 +232,33 @@ def main() -> None:
     ledger = Ledger(options.kept / "scaling.json", fingerprint(__file__), options.fresh)
     shared_text(SHAPES[options.model][3], options.documents, options.kept)
     show = lambda f: f"{f['microseconds']:9.2f} microseconds a token, {f['tokens']:,} tokens"  # noqa: E731
-    parts, runs = {}, {}
+    parts, runs, compared = {}, {}, {}
     for part in options.parts:
         word, values = sizes[part]
         print(part, flush=True)
         cases = {str(value): {**base, "part": part, word: value} for value in values}
-        runs[part] = alternate(__file__, cases, options.rounds, 1, ledger, show)
+        runs[part] = (corpus_rounds(cases, options.rounds, ledger, show) if part == "corpus"
+                      else alternate(__file__, cases, options.rounds, 1, ledger, show))  # fmt: skip
         parts[part] = {name: {k: spread(f[k] for f in found) for k in found[0]}
                        for name, found in runs[part].items()}  # fmt: skip
     judged = []
     if "corpus" in parts:
-        costs = [f["microseconds"]["median"] for f in parts["corpus"].values()]
+        corpora = runs["corpus"]
+        compared = {name: ratios(found, corpora[str(options.growth[0])], "microseconds")
+                    for name, found in corpora.items()}  # fmt: skip
+        dearest = max(f["median"] for f in compared.values())
         judged = [judge(f"data, cost of a token at up to {options.growth[-1]}x over {options.growth[0]}x",
-                        max(costs) / costs[0], at_most=FLAT)]  # fmt: skip
+                        dearest, at_most=FLAT)]  # fmt: skip
     if {"corpus", "processes"} <= parts.keys():
         step = parts["processes"]["1"]["microseconds"]["median"]
+        cost = parts["corpus"][str(options.growth[0])]["microseconds"]["median"]
         judged += [judge(f"data and step, cost of a token at up to {options.growth[-1]}x over "
-                         f"{options.growth[0]}x", (max(costs) + step) / (costs[0] + step), at_most=FLAT)]  # fmt: skip
+                         f"{options.growth[0]}x", (cost * dearest + step) / (cost + step), at_most=FLAT)]  # fmt: skip
     say(judged)
     write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
-        "model": options.model, "judged": judged, "parts": parts, "runs": runs}, draw)  # fmt: skip
+        "model": options.model, "judged": judged, "ratios": compared, "parts": parts,
+        "runs": runs}, draw)  # fmt: skip
 
 
 if __name__ == "__main__":
