@@ -9,6 +9,8 @@ and cut. Architecture, first weights, text, tokenizer, share of masked tokens, o
 clipping and real tokens of a batch are equal. Real tokens are counted where the model meets them.
 
 Each measurement is a process of its own. Preparing data is reported, and not part of the timed steps.
+Parts of the result that a call does not measure stay as they are, each with its date, if they come from
+such a machine and the same settings.
 """
 
 import json
@@ -16,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -294,7 +297,7 @@ def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
     return judged
 
 
-def race(kind: str, options, ledger: Ledger) -> tuple[dict, list[dict]]:
+def race(kind: str, options, ledger: Ledger) -> dict:
     "Loss after the same time, a round for each seed."
     base = {"model": options.race_model, "kind": kind, "steps": 0, "warm": 0, "seconds": options.seconds,
             "warmup": WARMUP, "documents": options.documents, "kept": str(options.kept),
@@ -309,11 +312,30 @@ def race(kind: str, options, ledger: Ledger) -> tuple[dict, list[dict]]:
     losses = {side: spread(min(f["loss_apart"], f["loss_joined"]) for f in runs[side]) for side in runs}
     gaps = {form: spread(min(b["loss_apart"], b["loss_joined"]) - a["loss_apart"]
                          for a, b in zip(runs["ours"], runs[form])) for form in FORMS}  # fmt: skip
-    judged = [judge(f"{kind}: nats below {form} after {options.seconds:g} s, the least of "
-                    f"{len(options.seeds)} seeds", gap["min"], at_least=NATS)
-              for form, gap in gaps.items()]  # fmt: skip
     return {"seconds": options.seconds, "precision": options.race_precision, "seeds": options.seeds,
-            "loss": losses, "nats_below": gaps, "runs": runs}, judged  # fmt: skip
+            "loss": losses, "nats_below": gaps, "runs": runs}  # fmt: skip
+
+
+def earlier_parts(output: Path, place: dict, settings: dict) -> tuple[dict, dict]:
+    "Rates and races of the file that is there, if they were measured here and in the same way."
+    if not output.exists():
+        return {}, {}
+    old = json.loads(output.read_text(encoding="utf-8"))
+    same = json.loads(json.dumps(settings)) == old["settings"] and all(
+        place[name] == old["machine"][name] for name in ("processor", "cores", "threads", "torch", "transformers"))
+    if not same:
+        print(f"{output} is of another machine or other settings: all of it is replaced")
+        return {}, {}
+    for part in (*old["rates"].values(), *old["races"].values()):
+        part.setdefault("machine", old["machine"])
+    return old["rates"], old["races"]
+
+
+def judge_race(kind: str, found: dict) -> list[dict]:
+    "The issue's targets: every seed counts."
+    return [judge(f"{kind}: nats below {form} after {found['seconds']:g} s, the least of "
+                  f"{len(found['seeds'])} seeds", gap["min"], at_least=NATS)
+            for form, gap in found["nats_below"].items()]  # fmt: skip
 
 
 def draw(result: dict):
@@ -363,25 +385,25 @@ def main() -> None:
         options.race_model, options.precisions = "tiny", ["bf16", "auto"]
     place, ledger = machine(options.threads), Ledger(
         options.kept / "pretraining.json", fingerprint(__file__), options.fresh)  # fmt: skip
-    for vocabulary in {SHAPES[model][3] for model in (*options.models, options.race_model)}:
-        shared_text(vocabulary, options.documents, options.kept)  # before the children need it
-    rates, races, judged = {}, {}, []
-    for model in options.models:
-        for kind in options.kinds:
-            name = f"{model}, {kind}"
-            print(name, flush=True)
-            cases = rate_cases(model, kind, options)
-            runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
-            sides = {side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()}
-            rates[name] = {"ratios": compare_rates(runs), "sides": sides, "runs": runs}
-            judged += judge_rates(model, kind, rates[name]["ratios"])
-    for kind in options.race_kinds if options.seconds else ():
-        print(f"race, {kind}", flush=True)
-        races[kind], found = race(kind, options, ledger)
-        judged += found
-    say(judged)
     settings = dict(row_length=LENGTH, masked_share=PROBABILITY, learning_rate=RATE, weight_decay=DECAY,
                     warmup_steps=WARMUP, gradient_clip=CLIP, shapes=SHAPES)  # fmt: skip
+    settings |= {"documents": options.documents} if options.documents else {}
+    rates, races = earlier_parts(options.output, place, settings)
+    for vocabulary in {SHAPES[model][3] for model in (*options.models, options.race_model)}:
+        shared_text(vocabulary, options.documents, options.kept)  # before the children need it
+    for model, kind in product(options.models, options.kinds):
+        print(f"{model}, {kind}", flush=True)
+        runs = alternate(__file__, rate_cases(model, kind, options), options.rounds, options.threads, ledger, show)
+        sides = {side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()}
+        rates[f"{model}, {kind}"] = {"machine": place, "ratios": compare_rates(runs),
+                                     "sides": sides, "runs": runs}  # fmt: skip
+    for kind in options.race_kinds if options.seconds else ():
+        print(f"race, {kind}", flush=True)
+        races[kind] = {"machine": place, **race(kind, options, ledger)}
+    rates = {name: rates[name] for name in sorted(rates, key=lambda name: list(SHAPES).index(name.split(",")[0]))}
+    judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
+    judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
+    say(judged)
     write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
                                   "machine": place, "settings": settings, "judged": judged,
                                   "rates": rates, "races": races}, draw if rates else None)  # fmt: skip

@@ -3,24 +3,27 @@
     python benchmarks/scaling.py [--documents N] [--growth 1 10 100] [--lengths 128 512 2048 8192]
 
 Corpus: a text file, which PretrainingDataModule reads, deduplicates, divides, tokenizes, plans and
-delivers for one epoch; a larger one holds copies whose words are shuffled, so that no document is a
-double and lengths stay. Microseconds of the processor per real token, of the data alone, and with a
-training step of the small shape on top. A shared machine is now faster and now slower, by more than the
-growth that is looked for; so the sizes run side by side in slices of less than a second, one at a time,
-and the small ones again and again until the largest is through. Rows: a step on as many positions in
-rows of other lengths, packed with the same documents. Processes: one thread each, together training on
-twice as many rows.
+delivers for one epoch; a larger one holds more copies, each with its words shuffled in its own way, so
+that no document is a double and lengths stay. Microseconds of the processor per real token, of the data
+alone, and with a training step of the small shape on top. A shared machine is now faster and now slower,
+by more than the growth that is looked for; so the sizes run side by side in slices of less than a second,
+one at a time, and the small ones again and again until the largest is through, each time with other
+copies: a processor reads a text that it has just read a sixth faster. Rows: a step on as many positions
+in rows of other lengths, packed with the same documents. Processes: one thread each, together training
+on twice as many rows.
 """
 
 import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from pretraining import SHAPES, our_side, shape, shared_text
@@ -47,20 +50,29 @@ PROCESSES = (1, 2)
 
 
 def grown_file(case: dict) -> Path:
-    "A file of a document a line; copies have their words in another order. Written once."
-    path = Path(case["kept"], f"grown-{case['documents']}-{case['model']}-{case['growth']}.txt")
+    "Copies of the corpus, a document a line, each with its words in an order of its own. Written once."
+    path = Path(case["kept"], f"grown-{case['documents']}-{case['model']}-{case['copies']}.txt")
     if path.exists():
         return path
     corpus, _ = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     texts = [text for text in corpus.train_texts + corpus.validation_texts if text.split()]
     draw = random.Random(0)
     with written_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        for copy in range(case["growth"]):
+        for _ in range(case["copies"]):
             for text in texts:
                 words = text.split()
-                if copy:
-                    draw.shuffle(words)
+                draw.shuffle(words)
                 file.write(" ".join(words) + "\n")
+    return path
+
+
+def some_copies(case: dict, number: int, folder: str) -> Path:
+    "A file of `growth` copies; with the next number of the next ones. All copies have as many bytes."
+    size = grown_file(case).stat().st_size // case["copies"]
+    path = Path(folder, "corpus.txt")
+    with open(grown_file(case), "rb") as file:
+        file.seek(number % (case["copies"] // case["growth"]) * case["growth"] * size)
+        path.write_bytes(file.read(case["growth"] * size))
     return path
 
 
@@ -69,11 +81,12 @@ def kept_tokenizer(model: str, documents: int | None, kept: str):
     return shared_text(SHAPES[model][3], documents, Path(kept))[1]
 
 
-def corpus_case(case: dict, folder: str) -> dict:
+def corpus_case(case: dict, folder: str, number: int = 0) -> dict:
     "One epoch of data from a file, and the steps that would train on it."
     from bertlab.data import PretrainingDataModule
 
-    tokenizer, path = kept_tokenizer(case["model"], case["documents"], case["kept"]), grown_file(case)
+    tokenizer = kept_tokenizer(case["model"], case["documents"], case["kept"])
+    path = some_copies(case, number, folder)
     start = time.process_time()
     data = PretrainingDataModule(str(path), tokenizer, train_batch_size=32, num_shards=1,
                                  data_kwargs={"lines": "documents"})  # fmt: skip
@@ -136,15 +149,15 @@ CASES = {"corpus": corpus_case, "rows": rows_case, "processes": processes_case}
 
 def measure(case: dict) -> dict:
     "One case, in this process; `again` and again, a line each time, until the process is ended."
-    while case.get("again"):
-        print(json.dumps(corpus_case(case, "")), flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        for number in count() if case.get("again") else ():
+            print(json.dumps(corpus_case(case, folder, number)), flush=True)
         return CASES[case["part"]](case, folder)
 
 
-def start_case(case: dict, output: Path) -> subprocess.Popen:
+def start_case(script: str | Path, case: dict, output: Path) -> subprocess.Popen:
     "A child that waits for its first slice. What it prints goes to a file, which never blocks it."
-    command = [sys.executable, __file__, "--case", json.dumps(case)]
+    command = [sys.executable, str(script), "--case", json.dumps(case)]
     with open(output, "w", encoding="utf-8") as file:
         child = subprocess.Popen(command, env=environment(1), stdout=file, stderr=subprocess.STDOUT,
                                  start_new_session=True)  # fmt: skip
@@ -152,16 +165,25 @@ def start_case(case: dict, output: Path) -> subprocess.Popen:
     return child
 
 
-def in_slices(cases: dict[str, dict], seconds: float = 0.6) -> dict[str, dict]:  # figures by case
+def printed(output: Path) -> list[dict]:
+    "The figures that a child has printed so far."
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines() if line[-1:] == "}"]
+
+
+def in_slices(
+    cases: dict[str, dict], script: str | Path = __file__, seconds: float = 0.6
+) -> dict[str, dict]:  # mean figures by case
     "Run cases side by side, one at a time, in slices, until the last, the longest, has ended."
-    longest, medians = list(cases)[-1], {}
+    longest = list(cases)[-1]
     with tempfile.TemporaryDirectory() as folder:
         outputs = {name: Path(folder, name) for name in cases}
-        children = {name: start_case({**case, "again": name != longest}, outputs[name])
+        children = {name: start_case(script, {**case, "again": name != longest}, outputs[name])
                     for name, case in cases.items()}  # fmt: skip
         try:
-            while children[longest].poll() is None:
+            while not all(map(printed, outputs.values())):
                 for name, child in children.items():
+                    if child.poll() is not None:
+                        continue
                     os.killpg(child.pid, signal.SIGCONT)
                     time.sleep(seconds if name == longest else seconds / 2)
                     if child.poll() is None:
@@ -173,16 +195,15 @@ def in_slices(cases: dict[str, dict], seconds: float = 0.6) -> dict[str, dict]: 
                 if child.poll() is None:
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        for name, output in outputs.items():
-            runs = [json.loads(line) for line in output.read_text().splitlines() if line[-1:] == "}"]
-            medians[name] = {k: spread(run[k] for run in runs)["median"] for k in runs[0]} | {"runs": len(runs)}
-    return medians
+        runs = {name: printed(output) for name, output in outputs.items()}
+    # Means, for the one long run is a mean over its time as well.
+    return {name: {k: statistics.mean(run[k] for run in found) for k in found[0]} | {"runs": len(found)}
+            for name, found in runs.items()}  # fmt: skip
 
 
 def corpus_rounds(cases: dict[str, dict], rounds: int, ledger: Ledger, show) -> dict[str, list[dict]]:
     "All sizes of the corpus, side by side in each round."
-    for case in cases.values():
-        grown_file(case)
+    grown_file(next(iter(cases.values())))  # before the children need it
     runs = {name: [] for name in cases}
     for number in range(rounds):
         key = json.dumps([*cases.values(), number], sort_keys=True)
@@ -225,7 +246,7 @@ def main() -> None:
         options.rounds, options.documents, options.growth, options.lengths = 1, 1200, [1, 2], [128, 256]
         options.positions, options.steps, options.model = 1024, 2, "tiny"
     base = {"documents": options.documents, "kept": str(options.kept), "model": options.model,
-            "steps": options.steps + 2, "positions": options.positions}  # fmt: skip
+            "steps": options.steps + 2, "positions": options.positions, "copies": max(options.growth)}  # fmt: skip
     sizes = {"corpus": ("growth", options.growth), "rows": ("length", options.lengths),
              "processes": ("processes", PROCESSES)}  # fmt: skip
     place = machine(options.threads)

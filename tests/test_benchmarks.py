@@ -217,12 +217,64 @@ def test_fine_tuning_rows_and_labels_are_the_same_on_both_sides(kind, text):
         assert [listed(row["labels"]) for row in ours] == list(theirs["labels"])
 
 
-def test_a_grown_corpus_has_the_same_words_and_no_double(tmp_path):
+def test_copies_of_the_corpus_have_the_same_words_and_no_double(tmp_path, monkeypatch):
     texts = [" ".join(f"word{n}-{k}" for k in range(12)) for n in range(5)]
-    scaling.grown_file(texts, 3, tmp_path / "grown.txt")
-    lines = (tmp_path / "grown.txt").read_text().splitlines()
-    assert len(set(lines)) == 15 and lines[:5] == texts
-    assert Counter(" ".join(lines).split()) == Counter(" ".join(texts).split() * 3)
+    corpus = SimpleNamespace(train_texts=texts[:3], validation_texts=texts[3:])
+    monkeypatch.setattr(scaling, "shared_text", lambda *_: (corpus, None))
+    case = {"kept": str(tmp_path), "documents": None, "model": "tiny", "growth": 2, "copies": 5}
+    parts = [scaling.some_copies(case, number, tmp_path).read_text().splitlines() for number in range(3)]
+    assert parts[0] == parts[2] and len(set(parts[0] + parts[1])) == 20  # two parts of two, then again
+    for part in parts:
+        assert Counter(" ".join(part).split()) == Counter(" ".join(texts).split() * 2)
+    everything = scaling.some_copies({**case, "growth": 5}, 7, tmp_path).read_text()
+    assert everything == scaling.grown_file(case).read_text() and len(set(everything.splitlines())) == 25
+
+
+SLICED = """
+import json, os, sys, time
+case = json.loads(sys.argv[2])
+if case.get("broken"): sys.exit("this one is broken")
+def busy(seconds):
+    start = time.process_time()
+    while time.process_time() - start < seconds:
+        with open(case["log"], "a") as log: log.write(json.dumps([case["name"], time.monotonic()]) + chr(10))
+        sum(range(10_000))
+print("a warning", flush=True)
+busy(case["seconds"])
+while case["again"]:
+    print(json.dumps({"cost": 2.0}), flush=True)
+    busy(case["seconds"])
+print(json.dumps({"cost": 3.0}))
+"""
+
+
+def test_sizes_run_side_by_side_one_at_a_time_until_the_longest_is_through(tmp_path):
+    (tmp_path / "child.py").write_text(SLICED)
+    cases = {name: {"name": name, "log": str(tmp_path / "log"), "seconds": seconds}
+             for name, seconds in (("short", 0.05), ("long", 0.6))}  # fmt: skip
+    found = scaling.in_slices(cases, tmp_path / "child.py", seconds=0.2)
+    assert found["short"].pop("runs") > 1 and found["long"].pop("runs") == 1
+    assert found == {"short": {"cost": 2.0}, "long": {"cost": 3.0}}
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    names = [name for name, _ in sorted(log, key=lambda line: line[1])]
+    turns = sum(a != b for a, b in zip(names, names[1:], strict=False))
+    assert 2 <= turns < len(names) / 10  # long stretches of each: never both at once
+    with pytest.raises(SystemExit, match="this one is broken"):
+        scaling.in_slices({**cases, "long": {**cases["long"], "broken": True}}, tmp_path / "child.py", 0.2)
+
+
+def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tmp_path, capsys):
+    place = {**sides.machine(2), "measured": "2026-01-31"}
+    settings = {"shapes": {"small": (4, 256)}}
+    part = {"ratios": {}}
+    path = tmp_path / "pretraining.json"
+    assert pretraining.earlier_parts(path, place, settings) == ({}, {})
+    path.write_text(json.dumps({"machine": place, "settings": settings, "rates": {"small, bert": part}, "races": {}}))
+    rates, races = pretraining.earlier_parts(path, {**place, "measured": "2026-02-01"}, settings)
+    assert rates == {"small, bert": {**part, "machine": place}} and races == {}
+    for other in ({**place, "processor": "another"}, {**place, "torch": "2.99"}):
+        assert pretraining.earlier_parts(path, other, settings) == ({}, {})
+    assert "of another machine or other settings" in capsys.readouterr().out
 
 
 def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
