@@ -162,6 +162,8 @@ def start_case(script: str | Path, case: dict, output: Path) -> subprocess.Popen
         child = subprocess.Popen(command, env=environment(1), stdout=file, stderr=subprocess.STDOUT,
                                  start_new_session=True)  # fmt: skip
     os.killpg(child.pid, signal.SIGSTOP)
+    if hasattr(os, "sched_setaffinity"):  # cores of a shared machine differ from each other as well
+        os.sched_setaffinity(child.pid, {max(os.sched_getaffinity(0))})
     return child
 
 

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -349,3 +350,25 @@ def test_a_process_that_has_used_threads_forks_without_a_warning(tokenizer, monk
         documents = tokenize_documents(TEXTS, tokenizer, num_proc=2)
     assert rows(documents) == expected(tokenizer, TEXTS)
     assert "fork" not in capfd.readouterr().err and os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_the_first_batch_comes_before_the_text_has_been_read(tokenizer, num_proc):
+    taken = []
+    texts = (taken.append(n) or [f"text {n}"] for n in range(50))
+    batches = token_cache.encode_batches(texts, token_cache.Encoder(token_cache.serialize_tokenizer(tokenizer)), num_proc)
+    next(batches)
+    assert len(taken) <= 2 * num_proc + 1
+    assert 1 + sum(1 for _ in batches) == len(taken) == 50
+
+
+def test_encoding_leaves_the_heap_of_the_process_alone_and_no_thread_behind(tokenizer, monkeypatch):
+    before, seen = threading.active_count(), []
+    encoder = token_cache.Encoder(token_cache.serialize_tokenizer(tokenizer))
+    encode = encoder.encode
+    monkeypatch.setattr(encoder, "encode", lambda texts: seen.append(threading.current_thread()) or encode(texts))
+    ids, lengths = encoder(TEXTS[:3])
+    assert seen != [threading.main_thread()] and threading.active_count() == before
+    assert ids.tolist() == sum(expected(tokenizer, TEXTS[:3]), []) and len(lengths) == 3
+    with pytest.raises(TypeError):  # what goes wrong there is raised here
+        encoder([3])
