@@ -23,8 +23,8 @@ import bertlab
 from bertlab.plots import BLUE, GREY, ORANGE, new_axes
 
 VOCABULARY, ROWS, TARGET = 30_522, 32, 5.0
-STAGES = {"tokenize": "text to ids", "pack": "ids to rows", "mask": "rows at hand to masked batches",
-          "deliver": "rows to masked batches, by the loader"}  # fmt: skip
+STAGES = {"tokenize": "text to ids", "pack": "ids to rows", "mask": "rows at hand to batches",
+          "deliver": "loader: rows to batches"}  # fmt: skip
 
 
 def timed(make: Callable, count: Callable) -> tuple[float, object]:

@@ -82,7 +82,7 @@ def kept_tokenizer(model: str, documents: int | None, kept: str):
 
 
 def corpus_case(case: dict, folder: str, number: int = 0) -> dict:
-    "One epoch of data from a file, and the steps that would train on it."
+    "One epoch of data from a file, its copies the next ones with each number."
     from bertlab.data import PretrainingDataModule
 
     tokenizer = kept_tokenizer(case["model"], case["documents"], case["kept"])
@@ -120,7 +120,7 @@ def rows_case(case: dict, folder: str) -> dict:
     batch = next(iter(data.train_dataloader()))
     model = BertLabForMaskedLM(shape("modernbert", case["model"], max_position_embeddings=8192)).train()
     times = []
-    for _ in range(case["steps"] + 1):
+    for _ in range(case["steps"] - 1):  # as many as on other parts, and the first not timed
         start, busy = time.perf_counter(), time.process_time()
         named = {name: batch[name] for name in BATCH_KEYS if name in batch}
         model(**named, loss_rule=LossRule(only_loss=True)).loss.backward()
@@ -225,6 +225,7 @@ def draw(result: dict):
         axes.plot([s / sizes[0] for s in sizes], [c / costs[0] for c in costs], "o-", color=colour,
                   label=f"{part}, from {sizes[0]} to {sizes[-1]}")  # fmt: skip
     axes.set_xscale("log")
+    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
     axes.axhline(1, color="0.8", zorder=0)
     axes.set_title(result["machine"]["processor"], fontsize=9)
     axes.legend(frameon=False)
