@@ -284,7 +284,7 @@ def compare_rates(runs: dict[str, list[dict]]) -> dict[str, dict]:
 
 
 def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
-    "The issue's targets; at equal precision the weaker of the two counts."
+    "Rates beside their targets; at equal precision the weaker of the two counts."
     judged = []
     for form in FORMS:
         equal = [r["wall"]["median"] for name, r in compared.items()
@@ -321,10 +321,11 @@ def earlier_parts(output: Path, place: dict, settings: dict) -> tuple[dict, dict
     if not output.exists():
         return {}, {}
     old = json.loads(output.read_text(encoding="utf-8"))
-    same = json.loads(json.dumps(settings)) == old["settings"] and all(
+    same = json.loads(json.dumps(settings)) == old.get("settings") and all(
         place[name] == old["machine"][name] for name in ("processor", "cores", "threads", "torch", "transformers"))
     if not same:
-        print(f"{output} is of another machine or other settings: all of it is replaced")
+        print(f"{output} is of another machine or other settings: all of it is replaced at the end; "
+              "stop now and choose another --output to keep it")  # fmt: skip
         return {}, {}
     for part in (*old["rates"].values(), *old["races"].values()):
         part.setdefault("machine", old["machine"])
@@ -332,7 +333,7 @@ def earlier_parts(output: Path, place: dict, settings: dict) -> tuple[dict, dict
 
 
 def judge_race(kind: str, found: dict) -> list[dict]:
-    "The issue's targets: every seed counts."
+    "Loss beside its target: every seed counts."
     return [judge(f"{kind}: nats below {form} after {found['seconds']:g} s, the least of "
                   f"{len(found['seeds'])} seeds", gap["min"], at_least=NATS)
             for form, gap in found["nats_below"].items()]  # fmt: skip

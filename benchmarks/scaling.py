@@ -8,7 +8,7 @@ that no document is a double and lengths stay. Microseconds of the processor per
 alone, and with a training step of the small shape on top. A shared machine is now faster and now slower,
 by more than the growth that is looked for; so the sizes run side by side in slices of less than a second,
 one at a time, and the small ones again and again until the largest is through, each time with other
-copies: a processor reads a text that it has just read a sixth faster. Rows: a step on as many positions
+copies, for a text that was read a moment ago may be cheaper. Rows: a step on as many positions
 in rows of other lengths, packed with the same documents. Processes: one thread each, together training
 on twice as many rows.
 """

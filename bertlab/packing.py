@@ -199,7 +199,7 @@ def place_documents(
     spare = capacity - laid[first + counts] + laid[first]
     for row in np.flatnonzero(spare < 0):
         raise ValueError(f"row {row} has {capacity} positions, its documents need "
-                         f"{capacity - spare[row]}")
+                         f"{capacity - spare[row]}: give it fewer, or raise capacity")
     begins = laid[:-1] + np.repeat(np.cumsum(spare) - spare, counts)
     return begins, np.arange(1, len(sizes) + 1) - np.repeat(first, counts)
 
