@@ -13,8 +13,6 @@ with the control's, or the benchmark ends. Nothing else here passes or fails.
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,17 +20,17 @@ import time
 from pathlib import Path
 
 import torch
-from demo import processor
 from heads import resident_bytes
+from sides import machine, write_result
 
 import bertlab
 from bertlab.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
 from bertlab.config import modernbert_tiny
 from bertlab.devices import describe_device, peak_memory_bytes
 from bertlab.encoder import run_layers
-from bertlab.files import written_whole
 from bertlab.heads import BertLabForMaskedLM
 from bertlab.losses import LossRule
+from bertlab.plots import BLUE, ORANGE, new_axes
 
 ROWS, LENGTH, LABELS, CHUNK, STEPS = 4, 512, 0.15, 128, 3
 SHAPE = dict(vocab_size=8192, hidden_size=256, intermediate_size=384, num_attention_heads=4,
@@ -113,7 +111,7 @@ def control_of(case: str) -> str:
     return "compiled, keep everything" if case.startswith("compiled") else "keep everything"
 
 
-def write_result(runs: dict[str, list[dict]], output: str) -> None:
+def summary(runs: dict[str, list[dict]], place: dict) -> dict:
     "Medians of the runs so far, and what they are of the control's."
     median = {case: {k: statistics.median(f[k] for f in figures) for k in figures[0]}
               for case, figures in runs.items() if figures}  # fmt: skip
@@ -123,16 +121,31 @@ def write_result(runs: dict[str, list[dict]], output: str) -> None:
         if abs(figures["loss"] - control["loss"]) > 1e-6:
             raise SystemExit(f"{case}: loss {figures['loss']} is not the control's {control['loss']}")
         shares[case] = {k: round(figures[k] / control[k], 3) for k in figures if k != "loss"}
-    result = {
-        "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
-        "processor": processor(), "cores": os.cpu_count(), "device": str(describe_device()),
-        "system": platform.platform(), "python": platform.python_version(),
-        "torch": str(torch.__version__), "threads": 1, "rows": ROWS, "row_length": LENGTH,
+    return {
+        "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
+        "device": str(describe_device()), "rows": ROWS, "row_length": LENGTH,
         "label_share": LABELS, "chunk_size": CHUNK, "steps": STEPS, **SHAPE, **DROPOUT,
         "share_of_control": shares, "median": median, "runs": runs,
     }  # fmt: skip
-    with written_whole(output) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def draw(result: dict):
+    "Memory and processor time of each mode, as shares of the step that keeps everything."
+    figure, axes = new_axes("share of a step that keeps everything", "", size=(7, 4))
+    for place, (mode, shares) in enumerate(result["share_of_control"].items()):
+        memory = shares.get("live_bytes", shares.get("kept_bytes"))
+        for what, shift, value, colour in (("peak of live bytes (compiled: bytes kept)", -0.2, memory, BLUE),
+                                           ("processor time", 0.2, shares["seconds"], ORANGE)):  # fmt: skip
+            axes.barh(place + shift, value, height=0.4, color=colour, label=what if place == 0 else None)
+            axes.annotate(f"{value:.2f}", (value, place + shift), xytext=(3, 0), va="center",
+                          textcoords="offset points", fontsize=8)  # fmt: skip
+    axes.set_yticks(range(len(result["share_of_control"])), list(result["share_of_control"]))
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.08 * axes.get_xlim()[1])
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.set_title(f"{result['machine']['processor']}, one thread", fontsize=9)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=2)
+    return figure
 
 
 def main() -> None:
@@ -144,6 +157,7 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(options.case)))
         return
+    place = machine(threads=1)
     runs = {case: [] for case in CASES}
     for number in range(options.runs):
         for case in CASES:
@@ -153,7 +167,7 @@ def main() -> None:
             shown = {k: v / 2**20 if "bytes" in k else v
                      for k, v in runs[case][-1].items()}  # fmt: skip
             print(f"run {number + 1}: {case:26}", {k: round(v, 3) for k, v in shown.items()}, flush=True)
-        write_result(runs, options.output)
+        write_result(options.output, summary(runs, place), draw)
 
 
 if __name__ == "__main__":

@@ -110,8 +110,8 @@ def draw(result: dict):
     for place, (side, figures) in enumerate(result["sides"].items()):
         at = [x for x, stage in enumerate(STAGES) if stage in figures]
         values = [figures[stage]["median"] / 1e6 for stage in STAGES if stage in figures]
-        axes.bar([x + 0.27 * (place - 1) for x in at], values, 0.25, color=colours[side], label=side)
-    axes.set_yscale("log")
+        bars = axes.bar([x + 0.27 * (place - 1) for x in at], values, 0.25, color=colours[side], label=side)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks(range(len(STAGES)), [f"{stage}\n{what}" for stage, what in STAGES.items()], fontsize=7)
     axes.set_title(f"{result['machine']['processor']}, one thread", fontsize=9)
     axes.legend(frameon=False)

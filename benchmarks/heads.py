@@ -10,8 +10,6 @@ weights and batch). Medians over runs that take turns. Nothing here passes or fa
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,12 +17,11 @@ import time
 from pathlib import Path
 
 import torch
-from demo import processor
+from sides import judge, machine, write_result
 
 import bertlab
 from bertlab.config import modernbert_tiny
 from bertlab.devices import describe_device, peak_memory_bytes
-from bertlab.files import written_whole
 from bertlab.heads import BertLabForMaskedLM
 from bertlab.losses import LossRule
 
@@ -32,7 +29,7 @@ ROWS, LENGTH, VOCABULARY, LABELS, CHUNK = 12, 512, 30_522, 0.15, 128
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_attention_heads=2,
              num_hidden_layers=2)  # fmt: skip
 PARTS, WAYS = ("head", "model"), ("dense", "sparse", "sparse_in_chunks")
-TARGET = "sparse below a third of dense"
+TARGET = 1 / 3  # of the dense head's peak
 
 
 def resident_bytes() -> int:
@@ -77,23 +74,20 @@ def run_case(part: str, way: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def write_result(runs: dict[str, list[dict]], output: str) -> None:
+def summary(runs: dict[str, list[dict]], place: dict) -> dict:
     "Medians of the runs so far, and what they are of the dense head's."
     median, shares = {}, {}
     for case, figures in runs.items():
         median[case] = {k: statistics.median(f[k] for f in figures) for k in figures[0]}
         dense = median[case.partition(", ")[0] + ", dense"]
         shares[case] = {k: round(median[case][k] / dense[k], 3) for k in dense if k != "loss"}
-    result = {
-        "measured": time.strftime("%Y-%m-%d"), "bertlab": bertlab.__version__,
-        "processor": processor(), "cores": os.cpu_count(), "device": str(describe_device()),
-        "system": platform.platform(), "python": platform.python_version(),
-        "torch": str(torch.__version__), "threads": 1,
-        "rows": ROWS, "row_length": LENGTH, "label_share": LABELS, "chunk_size": CHUNK, **SHAPE,
-        "target": TARGET, "share_of_dense": shares, "median": median, "runs": runs,
+    judged = judge("peak memory, sparse head over dense head",
+                   shares["head, sparse"]["peak_resident_bytes"], at_most=TARGET)  # fmt: skip
+    return {
+        "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
+        "device": str(describe_device()), "rows": ROWS, "row_length": LENGTH, "label_share": LABELS,
+        "chunk_size": CHUNK, **SHAPE, "judged": [judged], "share_of_dense": shares, "median": median, "runs": runs,
     }  # fmt: skip
-    with written_whole(output) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -106,6 +100,7 @@ def main() -> None:
         print(json.dumps(measure_step(*options.case)))
         return
     cases = [(part, way) for part in PARTS for way in WAYS]
+    place = machine(threads=1)
     runs = {", ".join(case): [] for case in cases}
     for number in range(options.runs):
         for case in cases:
@@ -115,7 +110,7 @@ def main() -> None:
                   f"{figures['peak_resident_bytes'] / 2**20:7.0f} MiB in all,"
                   f"{figures['bytes_above_start'] / 2**20:7.0f} MiB of the step,"
                   f"{figures['seconds']:7.2f} s", flush=True)  # fmt: skip
-        write_result(runs, options.output)
+        write_result(options.output, summary(runs, place))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from sides import (KEPT, Ledger, alternate, common_parser, fingerprint, judge, m
 
 import bertlab
 from bertlab.config import BertLabConfig, bert_base, modernbert_tiny
-from bertlab.plots import BLUE, GREY, ORANGE, new_axes
+from bertlab.plots import BLUE, GREY, ORANGE, HouseFigure
 
 SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
     "demo": (4, 192, 3, 4096, 32),
@@ -37,6 +37,7 @@ SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
 }
 LENGTH, PROBABILITY, RATE, DECAY, WARMUP, CLIP = 128, 0.15, 1e-3, 0.01, 20, 1.0
 FORMS = ("padded", "grouped")  # a document a row; concatenated and cut
+KINDS = ("bert", "modernbert")
 PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "auto": "auto"}
 TARGETS = {  # (model, form, same precision?): at least so many times their tokens per second
     ("small", "grouped", True): 2.5, ("small", "padded", True): 6.0,
@@ -340,40 +341,40 @@ def judge_race(kind: str, found: dict) -> list[dict]:
 
 
 def draw(result: dict):
-    "Tokens per second of each side, as multiples of the slowest."
-    rates = result["rates"]
-    figure, axes = new_axes("", "real tokens per second, as multiples of the slowest", size=(9, 4))
-    colours, labels, at = {"ours": BLUE, "grouped": ORANGE, "padded": GREY}, [], 0
-    for name, found in rates.items():
-        medians = {k: v["tokens_per_second"]["median"] for k, v in found["sides"].items()}
-        least = min(medians.values())
-        for side, value in medians.items():
-            axes.bar(at, value / least, color=colours[side.split(",")[0]])
-            axes.annotate(f"{value / least:.1f}", (at, value / least), ha="center", va="bottom", fontsize=7)
-            labels.append((at, side.split(", ")[1]))
-            at += 1
-        axes.annotate(name, (at - len(medians) / 2 - 0.5, 0), xytext=(0, -34), ha="center",
-                      textcoords="offset points", fontsize=9)  # fmt: skip
-        at += 1
-    axes.set_xticks([x for x, _ in labels], [text for _, text in labels], fontsize=7)
-    for side, colour in colours.items():
-        axes.bar([0], [0], color=colour, label=side)
-    axes.legend(frameon=False, fontsize=8)
-    axes.set_title(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
+    "Real tokens per second of each side, a panel for each shape and architecture."
+    rates, colours = result["rates"], {"ours": BLUE, "grouped": ORANGE, "padded": GREY}
+    columns, rows = min(2, len(rates)), -(-len(rates) // 2)
+    figure = HouseFigure(figsize=(4.6 * columns, 0.5 + 2.2 * rows), layout="constrained", dpi=100)
+    for place, (name, found) in enumerate(rates.items(), 1):
+        axes = figure.add_subplot(rows, columns, place, title=name)
+        figures = {side: values["tokens_per_second"] for side, values in found["sides"].items()}
+        least = min(f["median"] for f in figures.values())
+        for side, f in figures.items():
+            ends = [[f["median"] - f["min"]], [f["max"] - f["median"]]]
+            axes.barh(side, f["median"], xerr=ends, color=colours[side.split(",")[0]], capsize=2)
+            axes.annotate(f"{f['median'] / least:.1f} times", (f["max"], side), xytext=(4, 0),
+                          textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.25 * max(f["max"] for f in figures.values()))
+        axes.locator_params(axis="x", nbins=5)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel("real tokens per second (median, least and most), and as multiples of the slowest")
+    figure.suptitle(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
     return figure
 
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "pretraining", rounds=3)
     parser.add_argument("--models", nargs="*", default=["small", "base", "demo"], choices=list(SHAPES))
-    parser.add_argument("--kinds", nargs="+", default=["bert", "modernbert"])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS))
     parser.add_argument("--steps", type=int, help="timed steps (default: 8, of the base shape 3)")
     parser.add_argument("--warm", type=int, help="steps before (default: 2)")
     parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
     parser.add_argument("--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the races")
-    parser.add_argument("--race-kinds", nargs="+", default=["modernbert"], help="BERT's norms want a longer warm-up")
+    parser.add_argument("--race-kinds", nargs="+", default=["modernbert"], choices=KINDS,
+                        help="BERT's norms want a longer warm-up")
     parser.add_argument("--race-model", default="small", choices=list(SHAPES))
     parser.add_argument("--race-precision", default="bf16", choices=("fp32", "bf16"))
     options = parser.parse_args()
@@ -401,7 +402,8 @@ def main() -> None:
     for kind in options.race_kinds if options.seconds else ():
         print(f"race, {kind}", flush=True)
         races[kind] = {"machine": place, **race(kind, options, ledger)}
-    rates = {name: rates[name] for name in sorted(rates, key=lambda name: list(SHAPES).index(name.split(",")[0]))}
+    rates = {f"{model}, {kind}": rates[f"{model}, {kind}"] for model, kind in product(SHAPES, KINDS)
+             if f"{model}, {kind}" in rates}  # fmt: skip
     judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
     judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
     say(judged)
