@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -26,6 +27,9 @@ os.environ.update(
     PYTHONHASHSEED="0",
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
+# A shell starts background jobs deaf to Ctrl-C, and children inherit that: no test of it could pass.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The workers share the cores: more threads than cores slow each other down.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
