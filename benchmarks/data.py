@@ -9,7 +9,6 @@ turns. Then the memory that a stream adds while a corpus, and one four times as 
 """
 
 import argparse
-import json
 import resource
 import statistics
 import subprocess
@@ -20,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sides import machine, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
+import bertlab
 from bertlab.data import PretrainingDataModule
 
 LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
@@ -95,7 +96,7 @@ def main():
     if options.memory_of:
         print(stream_memory(options.memory_of[0], int(options.memory_of[1])))
         return
-    tokenizer = build_tokenizer()
+    tokenizer, place = build_tokenizer(), machine(threads=1)
     with tempfile.TemporaryDirectory() as folder:
         path, larger = Path(folder, "text.txt"), Path(folder, "larger.txt")
         write_corpus(path, options.documents)
@@ -123,8 +124,8 @@ def main():
             result[f"stream of {size} documents"] = {"memory_added_MB": megabytes}
             print(f"stream of {size:,} documents: {megabytes} MB added after its first 20 batches")
     if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
+        write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
+                                      "machine": place, "figures": result})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Each step runs in a process of its own, once for the head alone and once for a small model. Two
 figures are written for each: the most resident memory of the whole process, as the operating
 system counts it, and how far that is above what the process held before the step (Python, torch,
-weights and batch). Medians over runs that take turns. Nothing here passes or fails.
+weights and batch). Medians over runs that take turns. The sparse head alone
+has a target, and a verdict is written beside it.
 """
 
 import argparse

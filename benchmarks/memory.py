@@ -82,9 +82,10 @@ def draw(result: dict):
         width = 5 if way == "transformers" else 1.5
         axes.plot(list(found), list(found.values()), "o-", color=colour, label=way, linewidth=width)
     axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(list(found), [f"{size:,}" for size in found])
-    axes.set_yticks([0.25, 0.5, 1, 2, 4, 8], ["1/4", "1/2", "1", "2", "4", "8"])
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    sizes = sorted({int(name.split(",")[0]) for name in result["cases"]})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()
     axes.set_title(f"{result['machine']['processor']}, {result['device']}", fontsize=9)
     axes.legend(frameon=False, fontsize=8)

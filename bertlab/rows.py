@@ -291,7 +291,8 @@ class AddressedRows(ABC):
         pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]
         epochs, indices = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         for index in indices[(indices < -len(self)) | (indices >= len(self))]:
-            raise IndexError(f"row {index} of {len(self)}: ask for one below {len(self)}")
+            raise IndexError(f"row {index} of {len(self)}: indices go from "
+                             f"{-len(self)} to {len(self) - 1}")
         return epochs, indices % max(len(self), 1)
 
 # %% ../nbs/04_rows.ipynb #4e5329fc
