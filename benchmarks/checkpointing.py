@@ -24,13 +24,13 @@ from heads import resident_bytes
 from sides import machine, write_result
 
 import bertlab
-from bertlab.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
-from bertlab.config import modernbert_tiny
-from bertlab.devices import describe_device, peak_memory_bytes
-from bertlab.encoder import run_layers
-from bertlab.heads import BertLabForMaskedLM
-from bertlab.losses import LossRule
-from bertlab.plots import BLUE, ORANGE, new_axes
+from bertlab.model.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
+from bertlab.model.config import modernbert_tiny
+from bertlab.core.devices import describe_device, peak_memory_bytes
+from bertlab.model.encoder import run_layers
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.losses import LossRule
+from bertlab.core.plots import BLUE, ORANGE, new_axes
 
 ROWS, LENGTH, LABELS, CHUNK, STEPS = 4, 512, 0.15, 128, 3
 SHAPE = dict(vocab_size=8192, hidden_size=256, intermediate_size=384, num_attention_heads=4,

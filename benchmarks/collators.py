@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 import bertlab
-from bertlab.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
-from bertlab.packing import PackedDataset
+from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
+from bertlab.data.packing import PackedDataset
 
 LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
 

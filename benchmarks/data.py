@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
 import bertlab
-from bertlab.data import PretrainingDataModule
+from bertlab.data.module import PretrainingDataModule
 
 LENGTH, BATCH, VOCABULARY, PROBABILITY = 512, 32, 8192, 0.3
 

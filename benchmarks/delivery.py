@@ -20,7 +20,7 @@ from pretraining import FORMS, LENGTH, PROBABILITY, grouped_rows, shared_text, t
 from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, ratios, say, spread, write_result
 
 import bertlab
-from bertlab.plots import BLUE, GREY, ORANGE, new_axes
+from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
 
 VOCABULARY, ROWS, TARGET = 30_522, 32, 5.0
 STAGES = {"tokenize": "text to ids", "pack": "ids to rows", "mask": "rows at hand to batches",
@@ -54,10 +54,10 @@ def forever(loader: Iterable) -> Iterable[dict]:
 
 def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     "What PretrainingDataModule does, stage by stage."
-    from bertlab.data import PretrainingDataModule
-    from bertlab.loaders import special_ids
-    from bertlab.packing import PackedDataset
-    from bertlab.token_cache import tokenize_documents
+    from bertlab.data.module import PretrainingDataModule
+    from bertlab.data.loaders import special_ids
+    from bertlab.data.packing import PackedDataset
+    from bertlab.data.cache import tokenize_documents
 
     def pack(documents) -> list:
         dataset = PackedDataset(documents, LENGTH, **special_ids(tokenizer))

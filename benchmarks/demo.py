@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 
 import bertlab
-from bertlab.devices import describe_device
-from bertlab.files import written_whole
+from bertlab.core.devices import describe_device
+from bertlab.core.files import written_whole
 
 TARGETS = {  # what the demo is meant to reach on two CPU cores
     "seconds": "under 180",
@@ -46,7 +46,7 @@ def seconds(command: list[str], repeats: int) -> list[float]:
 
 def run_demo(directory: Path, arguments: list[str]) -> dict[str, float]:
     "One run of the demo, watched line by line."
-    command = [sys.executable, "-m", "bertlab.cli", "demo", "--output", str(directory), *arguments]
+    command = [sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(directory), *arguments]
     start, first_step = time.perf_counter(), None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
@@ -85,7 +85,7 @@ def main() -> None:
     python = sys.executable
     bare = seconds([python, "-c", "pass"], 9)
     imported = seconds([python, "-c", "import bertlab"], 9)
-    help_ = seconds([python, "-m", "bertlab.cli", "--help"], 9)
+    help_ = seconds([python, "-m", "bertlab.cli.main", "--help"], 9)
     with tempfile.TemporaryDirectory() as folder:
         runs = [run_demo(Path(folder) / str(i), demo_arguments) for i in range(arguments.runs)]
     medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}

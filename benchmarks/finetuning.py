@@ -5,7 +5,7 @@
 
 Both starts have the same shape, tokenizer, rows, updates and seeds. Every run goes back to the weights
 that did best on the validation rows, and is scored on the test rows, once. Beside them stand the
-majority and the bag of words of `bertlab.baselines`. With --tune, each start first tries the rates of
+majority and the bag of words of `bertlab.finetuning.baselines`. With --tune, each start first tries the rates of
 TUNING on a seed that does not count, and keeps the better one by the validation rows. Seconds are wall
 time of a whole run: training, validations and scores. The demo's model has read the documentation of all
 modules, without labels. Nothing here passes or fails; the figures are written with the machine.
@@ -25,15 +25,15 @@ import torch
 from demo import processor
 
 import bertlab
-from bertlab.baselines import bag_of_words_baseline, majority_baseline
-from bertlab.convert import from_huggingface
-from bertlab.corpus import load_tokenizer
-from bertlab.devices import describe_device
-from bertlab.files import written_whole
-from bertlab.finetuning import FinetuningModule
-from bertlab.finetuning_data import FinetuningDataModule
-from bertlab.finetuning_runs import finetune
-from bertlab.tasks import TASK_RECIPES, Task, load_task
+from bertlab.finetuning.baselines import bag_of_words_baseline, majority_baseline
+from bertlab.model.convert import from_huggingface
+from bertlab.data.corpus import load_tokenizer
+from bertlab.core.devices import describe_device
+from bertlab.core.files import written_whole
+from bertlab.finetuning.module import FinetuningModule
+from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.finetuning.runs import finetune
+from bertlab.finetuning.tasks import TASK_RECIPES, Task, load_task
 
 NUM_EPOCHS = {"docstring-area": 4, "code-tokens": 3, "doc-words": 3, "api-questions": 4}
 RATES = {"docstring-area": 5e-4, "code-tokens": 1e-3, "doc-words": 1e-3, "api-questions": 1e-3}

@@ -19,7 +19,7 @@ from pretraining import DECAY, PRECISIONS, SHAPES, Meter, shape, shared_text
 from sides import Ledger, alternate, common_parser, fingerprint, machine, ratios, spread, write_result
 
 import bertlab
-from bertlab.plots import BLUE, ORANGE, new_axes
+from bertlab.core.plots import BLUE, ORANGE, new_axes
 
 TASKS = ("docstring-area", "code-tokens", "api-questions")
 ENDINGS = {"classification": "ForSequenceClassification", "token_classification": "ForTokenClassification",
@@ -31,10 +31,10 @@ def our_side(case: dict, task, tokenizer) -> dict:
     "FinetuningModule with a trainer of ours."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.cli import quieten
-    from bertlab.finetuning import FinetuningModule
-    from bertlab.finetuning_data import FinetuningDataModule
-    from bertlab.trainer import make_trainer, seed_everything
+    from bertlab.cli.main import quieten
+    from bertlab.finetuning.module import FinetuningModule
+    from bertlab.finetuning.data import FinetuningDataModule
+    from bertlab.train.trainer import make_trainer, seed_everything
 
     quieten()
     start = time.perf_counter()
@@ -107,7 +107,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
     from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
                               TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.families import huggingface_config, their_class
+    from bertlab.model.families import huggingface_config, their_class
 
     start = time.perf_counter()
     dataset = their_dataset(task, tokenizer)
@@ -142,7 +142,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
 
 def measure(case: dict) -> dict:
     "One case, in this process."
-    from bertlab.tasks import load_task
+    from bertlab.finetuning.tasks import load_task
 
     _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     sizes = {"train": case["train_rows"], "validation": 50, "test": 50}

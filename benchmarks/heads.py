@@ -21,10 +21,10 @@ import torch
 from sides import judge, machine, write_result
 
 import bertlab
-from bertlab.config import modernbert_tiny
-from bertlab.devices import describe_device, peak_memory_bytes
-from bertlab.heads import BertLabForMaskedLM
-from bertlab.losses import LossRule
+from bertlab.model.config import modernbert_tiny
+from bertlab.core.devices import describe_device, peak_memory_bytes
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.losses import LossRule
 
 ROWS, LENGTH, VOCABULARY, LABELS, CHUNK = 12, 512, 30_522, 0.15, 128
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=128, intermediate_size=192, num_attention_heads=2,

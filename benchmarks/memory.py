@@ -17,7 +17,7 @@ from pretraining import LENGTH, PROBABILITY, shape
 from sides import Ledger, alternate, common_parser, fingerprint, machine, ratios, spread, write_result
 
 import bertlab
-from bertlab.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, new_axes
+from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, new_axes
 
 WAYS = {"transformers": GREY, "ours, dense": ORANGE, "ours, sparse": BLUE,
         "ours, sparse in chunks": GREEN, "ours, labels alone": RED, "ours, sparse, recomputed": PURPLE}  # fmt: skip
@@ -26,9 +26,9 @@ CHUNK = 128  # labels whose scores exist at once
 
 def build(way: str, vocabulary: int, model: str):
     "The same architecture on either side."
-    from bertlab.activation_checkpointing import checkpoint_activations
-    from bertlab.families import huggingface_config, their_class
-    from bertlab.heads import BertLabForMaskedLM
+    from bertlab.model.activation_checkpointing import checkpoint_activations
+    from bertlab.model.families import huggingface_config, their_class
+    from bertlab.model.heads import BertLabForMaskedLM
 
     config = shape("bert", model, vocab_size=vocabulary)
     if way == "transformers":
@@ -44,8 +44,8 @@ def measure(case: dict) -> dict:
     import torch
     from heads import resident_bytes
 
-    from bertlab.devices import describe_device, keep_freed_memory, peak_memory_bytes
-    from bertlab.losses import LossRule
+    from bertlab.core.devices import describe_device, keep_freed_memory, peak_memory_bytes
+    from bertlab.model.losses import LossRule
 
     torch.manual_seed(0)
     way, device = case["way"], torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,7 +9,7 @@ a rate that sometimes diverges is none. Its best rate then runs with three other
 diverges, the rate is given up for the next best. Everything that was tried is written down.
 
 With `--watch` nothing is tuned: the rules of an earlier record run again at the rates found there, and every
-update of one hidden matrix is measured, for the replay in nbs/51_optimizer_replay.ipynb.
+update of one hidden matrix is measured, for the replay in nbs/explorers/04_optimizers.ipynb.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from bertlab.metrics import unigram_counts, unigram_entropy
-from bertlab.optimizer_replay import OptimizerRun, UpdateWatch, save_runs
+from bertlab.model.metrics import unigram_counts, unigram_entropy
+from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, save_runs
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/02_optimizers.ipynb"
 GRIDS = {  # a worse rate, or one that diverges, should lie on each side of the best

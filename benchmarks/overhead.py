@@ -27,14 +27,14 @@ from demo import processor
 from lightning.pytorch.callbacks import Callback
 
 import bertlab
-from bertlab.cli import quieten
-from bertlab.config import bert_tiny
-from bertlab.corpus import embedded_corpus, train_tokenizer
-from bertlab.data import PretrainingDataModule
-from bertlab.files import written_whole
-from bertlab.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
-from bertlab.runs import RunChoices, run_trainer
-from bertlab.trainer import seed_everything
+from bertlab.cli.main import quieten
+from bertlab.model.config import bert_tiny
+from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.module import PretrainingDataModule
+from bertlab.core.files import written_whole
+from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
+from bertlab.cli.runs import RunChoices, run_trainer
+from bertlab.train.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, WARM_STEPS = 32, 128, 30_522, 5
 TARGET = "overhead below 5 % of the engine's step, on both clocks"

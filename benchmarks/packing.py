@@ -20,12 +20,12 @@ import numpy as np
 from sides import machine
 
 import bertlab
-from bertlab.corpus import embedded_corpus, train_tokenizer
-from bertlab.files import written_whole
-from bertlab.packing import EpochOrder, PackedDataset, TokenizedDocuments, plan_best_fit, split_long
-from bertlab.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes
-from bertlab.readers import StreamWindow
-from bertlab.streaming import BestFitBuffer, PackedStream, drain_rows, fill_row
+from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.core.files import written_whole
+from bertlab.data.packing import EpochOrder, PackedDataset, TokenizedDocuments, plan_best_fit, split_long
+from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes
+from bertlab.data.shuffled_readers import StreamWindow
+from bertlab.data.streaming import BestFitBuffer, PackedStream, drain_rows, fill_row
 
 BUFFER, SPECIAL = 1000, {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
 COLOURS = {"padding": RED, "next-fit": ORANGE, "ModernBERT, batch 64": GREY,

@@ -26,12 +26,12 @@ import torch
 from demo import processor
 
 import bertlab
-from bertlab.corpus import embedded_corpus, train_tokenizer
-from bertlab.data import PretrainingDataModule
-from bertlab.devices import cpu_multiplies_bfloat16
-from bertlab.files import written_whole
-from bertlab.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
-from bertlab.trainer import seed_everything
+from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.module import PretrainingDataModule
+from bertlab.core.devices import cpu_multiplies_bfloat16
+from bertlab.core.files import written_whole
+from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
+from bertlab.train.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, DOCUMENTS, WARM_STEPS = 8, 128, 8192, 2500, 5
 SHAPE = dict(hidden_size=256, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4)

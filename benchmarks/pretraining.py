@@ -26,8 +26,8 @@ from sides import (KEPT, Ledger, alternate, common_parser, fingerprint, judge, m
                    spread, write_result)  # fmt: skip
 
 import bertlab
-from bertlab.config import BertLabConfig, bert_base, modernbert_tiny
-from bertlab.plots import BLUE, GREY, ORANGE, HouseFigure
+from bertlab.model.config import BertLabConfig, bert_base, modernbert_tiny
+from bertlab.core.plots import BLUE, GREY, ORANGE, HouseFigure
 
 SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
     "demo": (4, 192, 3, 4096, 32),
@@ -60,7 +60,7 @@ def shape(kind: str, model: str, **overrides) -> BertLabConfig:
 
 def shared_text(vocabulary: int, max_documents: int | None, folder: Path = KEPT):
     "The embedded corpus and a tokenizer trained on it, once for all children."
-    from bertlab.corpus import embedded_corpus, load_tokenizer, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus, load_tokenizer, train_tokenizer
 
     corpus = embedded_corpus(max_documents=max_documents)
     path = Path(folder) / f"tokenizer-{vocabulary}-{corpus.sha256[:12]}"
@@ -102,11 +102,11 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     "What `bertlab pretrain` does."
     from lightning.pytorch.callbacks import Callback
 
-    from bertlab.cli import quieten
-    from bertlab.data import PretrainingDataModule
-    from bertlab.modules import PretrainingModule
-    from bertlab.runs import RunChoices, run_trainer
-    from bertlab.trainer import seed_everything
+    from bertlab.cli.main import quieten
+    from bertlab.data.module import PretrainingDataModule
+    from bertlab.train.modules import PretrainingModule
+    from bertlab.cli.runs import RunChoices, run_trainer
+    from bertlab.train.trainer import seed_everything
 
     quieten()
     start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
@@ -173,7 +173,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback,
                               TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.families import huggingface_config, their_class
+    from bertlab.model.families import huggingface_config, their_class
 
     start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
     dataset = their_rows(case["side"], corpus.train_texts, tokenizer)
@@ -213,8 +213,8 @@ def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
     The same packed rows and masks for all. `apart`: each document alone, its positions from 0.
     `joined`: the row as one text, as rows of concatenated texts are trained on.
     """
-    from bertlab.data import PretrainingDataModule
-    from bertlab.modules import load_encoder
+    from bertlab.data.module import PretrainingDataModule
+    from bertlab.train.modules import load_encoder
 
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, val_batch_size=32,
                                  collator_kwargs={"mlm_probability": PROBABILITY}, seed=0)  # fmt: skip

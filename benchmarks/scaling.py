@@ -42,8 +42,8 @@ from sides import (
 )
 
 import bertlab
-from bertlab.files import written_whole
-from bertlab.plots import BLUE, GREEN, ORANGE, new_axes
+from bertlab.core.files import written_whole
+from bertlab.core.plots import BLUE, GREEN, ORANGE, new_axes
 
 FLAT = 1.1  # the dearest token of any size over that of the smallest corpus
 PROCESSES = (1, 2)
@@ -83,7 +83,7 @@ def kept_tokenizer(model: str, documents: int | None, kept: str):
 
 def corpus_case(case: dict, folder: str, number: int = 0) -> dict:
     "One epoch of data from a file, its copies the next ones with each number."
-    from bertlab.data import PretrainingDataModule
+    from bertlab.data.module import PretrainingDataModule
 
     tokenizer = kept_tokenizer(case["model"], case["documents"], case["kept"])
     path = some_copies(case, number, folder)
@@ -103,11 +103,11 @@ def rows_case(case: dict, folder: str) -> dict:
     import numpy as np
     import torch
 
-    from bertlab.data import PretrainingDataModule
-    from bertlab.devices import keep_freed_memory
-    from bertlab.heads import BertLabForMaskedLM
-    from bertlab.losses import LossRule
-    from bertlab.modules import BATCH_KEYS
+    from bertlab.data.module import PretrainingDataModule
+    from bertlab.core.devices import keep_freed_memory
+    from bertlab.model.heads import BertLabForMaskedLM
+    from bertlab.model.losses import LossRule
+    from bertlab.train.modules import BATCH_KEYS
 
     keep_freed_memory()  # as training on a CPU does
     _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))

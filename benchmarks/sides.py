@@ -22,7 +22,7 @@ from pathlib import Path
 
 from demo import processor
 
-from bertlab.files import written_whole
+from bertlab.core.files import written_whole
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, KEPT = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"

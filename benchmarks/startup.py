@@ -21,15 +21,15 @@ from sides import (Ledger, common_parser, environment, fingerprint, in_turns, ju
                    spread, write_result)  # fmt: skip
 
 import bertlab
-from bertlab.plots import BLUE, GREY, ORANGE, new_axes
+from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
 
 COMMANDS = {  # what a fresh Python runs
     "python alone": ["-c", "pass"],
     "import bertlab": ["-c", "import bertlab"],
     "import transformers": ["-c", "import transformers"],
     "import torch": ["-c", "import torch"],
-    "bertlab --help": ["-m", "bertlab.cli", "--help"],
-    "bertlab pretrain --help": ["-m", "bertlab.cli", "pretrain", "--help"],
+    "bertlab --help": ["-m", "bertlab.cli.main", "--help"],
+    "bertlab pretrain --help": ["-m", "bertlab.cli.main", "pretrain", "--help"],
 }
 FIRST_STEPS = {"first step, bertlab": "ours", "first step, Trainer": "grouped"}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sides import KEPT, RESULTS, environment, fingerprint, say
 
-from bertlab.files import written_whole
+from bertlab.core.files import written_whole
 
 HERE = Path(__file__).resolve().parent
 

@@ -28,14 +28,14 @@ sys.path.insert(0, str(ROOT / "tests" / "xla"))
 from host_device import stand_in  # noqa: E402
 
 import bertlab  # noqa: E402
-from bertlab.callbacks import History  # noqa: E402
-from bertlab.config import modernbert_tiny  # noqa: E402
-from bertlab.corpus import embedded_corpus, train_tokenizer  # noqa: E402
-from bertlab.data import PretrainingDataModule  # noqa: E402
-from bertlab.files import written_whole  # noqa: E402
-from bertlab.modules import PretrainingModule  # noqa: E402
-from bertlab.trainer import make_trainer, seed_everything  # noqa: E402
-from bertlab.xla import CompileRecorder  # noqa: E402
+from bertlab.train.history import History  # noqa: E402
+from bertlab.model.config import modernbert_tiny  # noqa: E402
+from bertlab.data.corpus import embedded_corpus, train_tokenizer  # noqa: E402
+from bertlab.data.module import PretrainingDataModule  # noqa: E402
+from bertlab.core.files import written_whole  # noqa: E402
+from bertlab.train.modules import PretrainingModule  # noqa: E402
+from bertlab.train.trainer import make_trainer, seed_everything  # noqa: E402
+from bertlab.train.xla import CompileRecorder  # noqa: E402
 
 LENGTH, BATCH, DOCUMENTS, EPOCHS = 64, 4, 74, 3
 LOADERS = ("packed", "one document a row", "padded to the longest")

@@ -2,23 +2,109 @@
 
 __version__ = "0.1.0"
 
+# The public face, by chapter: what a user comes for. Everything else is reached by its chapter,
+# for example `bertlab.data.packing.deal_lengths`. `__init__.pyi` is written from this list by `make sync`,
+# so that editors and type checkers know the names too.
+_FACE = {
+    # core: whole files and honest devices
+    "core.devices": "Device describe_device find_devices",
+    "core.durations": "Duration",
+    "core.files": "written_whole",
+    "core.plots": "new_axes plot_loss",
+    # data: from a text on disk to a masked batch
+    "data.documents": "Document",
+    "data.corpus": "Corpus embedded_corpus load_corpus load_tokenizer make_corpus train_tokenizer",
+    "data.masking": "MaskingRule",
+    "data.diffusion": "DiffusionRule",
+    "data.rows": "Collator Vocabulary",
+    "data.supervised": "QuestionAnsweringCollator SequenceClassificationCollator TokenClassificationCollator",
+    "data.collators": """
+        EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
+        get_collator_cls""",
+    "data.packing": "PackedDataset TokenizedDocuments",
+    "data.cache": "open_tokens tokenize_documents",
+    "data.streaming": "PackedStream",
+    "data.mixing": "mix_documents",
+    "data.module": "PretrainingDataModule",
+    "data.plain_models": "PlainModelCollator",
+    # model: from ids to a loss, one document at a time
+    "model.config": """
+        BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
+        roberta_base""",
+    "model.attention": "attend document_mask",
+    "model.encoder": "BertLabModel",
+    "model.metrics": "bits_per_byte perplexity unigram_entropy",
+    "model.losses": "LossParts LossRule masked_lm_loss",
+    "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
+    "model.task_heads": """
+        BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
+    "model.convert": "BertLabModelWithPooler from_huggingface to_huggingface",
+    "model.generate": "fill_mask sample_diffusion",
+    "model.growth": "grow",
+    "model.activation_checkpointing": "checkpoint_activations",
+    "model.float8": "convert_to_float8",
+    # optim: what moves which weight, and when
+    "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
+    "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
+    "optim.groups": "parameter_groups parameter_table",
+    "optim.muon": "MuonWithAdamW",
+    "optim.optimizers": "get_optimizer optimizer_table",
+    # train: a loop that survives being killed
+    "train.modules": "PretrainingModule",
+    "train.history": "History RandomStates RunCheckpoint",
+    "train.parallel": "FullyShardedStrategy get_strategy",
+    "train.checkpoints": "CheckpointSeries find_checkpoint",
+    "train.model_directories": "ModelDirectories write_model",
+    "train.stopping": "GrowingBatch LossBound TimeLimit TokenLimit",
+    "train.guards": "NonFiniteGuard SpikeGuard",
+    "train.monitors": "MemoryMonitor Throughput",
+    "train.histograms": "WeightHistograms read_histograms",
+    "train.previews": "CompileAhead DiffusionPreview FillMaskPreview",
+    "train.reports": "RunReport",
+    "train.trainer": "make_trainer seed_everything",
+    "train.distill": "DistillationModule",
+    "train.stages": "Stage load_stages train_stages",
+    # finetuning: a checkpoint, a task, an honest number
+    "finetuning.data": "FinetuningDataModule",
+    "finetuning.metrics": "get_metrics_for_task",
+    "finetuning.module": "FinetuningModule",
+    "finetuning.runs": "finetune finetune_seeds",
+    "finetuning.evaluations": "evaluate_split",
+    "finetuning.predictions": "TaskPredictor load_predictor",
+    "finetuning.tasks": "Task load_task",
+    # explorers: see it, move it
+    "explorers.widgets": "mask_dial",
+    "explorers.packing": "document_mask_viewer packing_visualiser",
+    "explorers.schedules": "design_schedule rate_designer",
+    "explorers.optimizers": "optimizer_race",
+    "explorers.models": "attention_browser embedding_map",
+    "explorers.fill_mask": "ask_checkpoints",
+    "explorers.training_monitor": "TrainingMonitor",
+    "explorers.profiling": "measure_roofline profile_step",
+    # cli: the same without Python
+    "cli.recipes": "Recipe load_recipe",
+    "cli.demo": "run_demo",
+}
+_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
+_PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
+
+__all__ = ["__version__", *_CHAPTERS, *_PLACES]
+
 
 def __getattr__(name: str):
-    "Import the module that defines a public name, or is it, when somebody asks for it (PEP 562)."
+    "Import a chapter, or the module that defines a public name, when somebody asks for it (PEP 562)."
     from importlib import import_module
 
-    from ._modidx import d
+    if name in _CHAPTERS:
+        return import_module(f"bertlab.{name}")
+    if name in _PLACES:
+        return getattr(import_module(f"bertlab.{_PLACES[name]}"), name)
+    from difflib import get_close_matches
 
-    for module, symbols in d["syms"].items():
-        if name == module.rpartition(".")[2] or f"{module}.{name}" in symbols:
-            loaded = import_module(module)
-            return loaded if name == module.rpartition(".")[2] else getattr(loaded, name)
-    raise AttributeError(f"module 'bertlab' has no attribute {name!r}")
+    near = get_close_matches(name, __all__, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise AttributeError(f"module 'bertlab' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    from ._modidx import d
-
-    names = {key.rpartition(".")[2] for symbols in d["syms"].values() for key in symbols}
-    modules = {module.rpartition(".")[2] for module in d["syms"]}
-    return sorted({"__version__"} | {name for name in names | modules if not name.startswith("_")})
+    return sorted(__all__)

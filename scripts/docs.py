@@ -183,13 +183,15 @@ def public_symbols() -> dict[str, list[str]]:
 def notebook_of(module: str) -> str:
     "The notebook, relative to nbs/, that exports to a module."
     head = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")[:2000]
-    return re.search(r"File to edit: \.\./nbs/(\S+\.ipynb)", head)[1]
+    return re.search(r"File to edit: (?:\.\./)+nbs/(\S+\.ipynb)", head)[1]
 
 
 def api_page() -> str:
     "Every public name, with the first line of its docstring and a link to where it is explained."
+    import bertlab
+
     parts = ["---", "title: API", "description: Every public name, and where it is explained.", "---", ""]
-    parts += ["Each name can be imported from `bertlab` itself or from its module.", ""]
+    parts += ["Each name is imported from its module; those in bold from `bertlab` itself, too.", ""]
     modules = {module: names for module, names in public_symbols().items() if names}
     for module, names in sorted(modules.items(), key=lambda item: notebook_of(item[0])):
         page = notebook_of(module)
@@ -198,7 +200,8 @@ def api_page() -> str:
         parts += [f"## [{module}]({page})", "", ast.get_docstring(tree) or "", "", "| name | |", "|---|---|"]
         for name in sorted(names, key=str.lower):
             first = (ast.get_docstring(documented[name]) or "").split("\n")[0].replace("|", "\\|")
-            parts.append(f"| [`{name}`]({page}#{name.lower()}) | {first} |")
+            mark = "**" if bertlab._PLACES.get(name) == module.removeprefix("bertlab.") else ""
+            parts.append(f"| {mark}[`{name}`]({page}#{name.lower()}){mark} | {first} |")
         parts.append("")
     return "\n".join(parts)
 

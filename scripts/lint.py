@@ -1,6 +1,8 @@
-"""Hold notebooks against the house's style: rhythm, sizes, figures, exercises, nothing of one machine.
+"""Hold notebooks against the house's style: frame, figures, clean outputs, nothing of one machine.
 
     python scripts/lint.py [NOTEBOOK...]      all of nbs/ by default
+    python scripts/lint.py --outliers         the longest cells, functions, classes and modules, for a person to
+                                              look at; sizes fail nothing
 """
 
 import ast
@@ -14,12 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from sync import SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
-MAX_EXPORT_LINES = 30
-MAX_LESSON_LINES = {"library": 12, "walkthrough": 30, "page": 12}
 MAX_WIDTH = 100  # characters of a line of code
-MAX_PROSE_WORDS = 80  # between two headings or code cells; tables, equations and lists of exercises aside
 MAX_NOTEBOOK_BYTES = 1_000_000
-MAX_IN_A_ROW = 2  # visible code cells
 MIN_FIGURES, MIN_EXERCISES = 2, 3
 # Folders that exist on one machine only, and hosts of package registries.
 MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users")
@@ -78,14 +76,6 @@ def output_text(cell: dict) -> str:
     return "\n".join(parts)
 
 
-def prose_words(text: str) -> int:
-    "Words of running text: no headings, tables, equations, code, list items or folded parts."
-    text = re.sub(r"<details>.*?</details>|```.*?```|\$\$.*?\$\$", " ", text, flags=re.DOTALL)
-    lines = [line for line in text.splitlines() if not re.match(r"\s*(#|\||>|[-*] |\d+\. |\*\*References)", line)]
-    words = re.sub(r"\$[^$]*\$|\[([^\]]*)\]\([^)]*\)", r" \1 ", " ".join(lines)).split()
-    return sum(any(character.isalnum() for character in word) for word in words)
-
-
 def is_silent(cell: dict) -> bool:
     "Whether a visible lesson cell that ran displays nothing."
     marks = directives(source_of(cell))
@@ -98,7 +88,7 @@ def shown_next(cells: list[dict]) -> bool:
     return bool(cells) and cells[0]["cell_type"] == "code" and bool(cells[0]["outputs"])
 
 
-def lint_cells(cells: list[dict], kind: str) -> list[str]:
+def lint_cells(cells: list[dict]) -> list[str]:
     "What is wrong with single cells, each named by its first line."
     problems = []
     for number, cell in enumerate(cells):
@@ -111,9 +101,6 @@ def lint_cells(cells: list[dict], kind: str) -> list[str]:
         if found := REGISTRY.search(source) or REGISTRY.search(output_text(cell)):
             problems.append(f"{head}: names the registry {found[0]}")
         if cell["cell_type"] == "markdown":
-            words = prose_words(source)
-            if number > 1 and words > MAX_PROSE_WORDS and "## Recap" not in source:
-                problems.append(f"{head}: {words} words of prose, {MAX_PROSE_WORDS} at most")
             continue
         if cell["cell_type"] != "code":
             continue
@@ -123,10 +110,6 @@ def lint_cells(cells: list[dict], kind: str) -> list[str]:
         for line in lines:
             if len(line) > MAX_WIDTH:
                 problems.append(f"{head}: a line of {len(line)} characters, {MAX_WIDTH} at most")
-        if not exported(cell) and visible(cell) and len(lines) > MAX_LESSON_LINES[kind] and not imports_only(cell):
-            problems.append(f"{head}: {len(lines)} lines, {MAX_LESSON_LINES[kind]} at most in a lesson cell")
-        if exported(cell) and len(lines) > MAX_EXPORT_LINES and not imports_only(cell):
-            problems.append(f"{head}: {len(lines)} lines, {MAX_EXPORT_LINES} at most in an export cell")
         if marks.get("eval") != "false" and mixes_imports(cell):
             problems.append(f"{head}: imports share a cell with other code")
         if any(output["output_type"] == "error" for output in cell["outputs"]):
@@ -138,19 +121,6 @@ def lint_cells(cells: list[dict], kind: str) -> list[str]:
         pictures = [o for o in cell["outputs"] if any(key.startswith("image/") for key in o.get("data", {}))]
         if pictures and "hide" not in marks and not marks.get("fig-alt"):
             problems.append(f'{head}: a figure without alternative text; begin with #| fig-alt: "..."')
-    return problems
-
-
-def lint_rhythm(cells: list[dict]) -> list[str]:
-    "Runs of visible code cells that are too long."
-    problems, run = [], 0
-    for number, cell in enumerate(cells):
-        if cell["cell_type"] == "code":
-            run += visible(cell)
-            if run == MAX_IN_A_ROW + 1:
-                problems.append(f"cell {number}: more than {MAX_IN_A_ROW} visible code cells in a row")
-        else:
-            run = 0
     return problems
 
 
@@ -171,7 +141,7 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
     if kind == "page":
         return problems
-    if kind == "library" and not re.match(r"#\|\s*default_exp \w+", code[0] if code else ""):
+    if kind == "library" and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0] if code else ""):
         problems.append("the first cell must be #| default_exp")
     wanted = {"You can now": "goals", "Before": "prerequisites", "Takes": "measured minutes and megabytes"}
     for word, what in wanted.items():
@@ -219,10 +189,36 @@ def lint(path: Path) -> list[str]:
     ids = [cell.get("id") for cell in cells]
     if None in ids or len(set(ids)) != len(ids):
         problems.append("each cell needs an id of its own")
-    return problems + lint_frame(cells, kind) + lint_cells(cells, kind) + lint_rhythm(cells) + lint_figures(cells, kind)
+    return problems + lint_frame(cells, kind) + lint_cells(cells) + lint_figures(cells, kind)
+
+
+def outliers(root: Path, most: int = 15) -> list[str]:
+    "The longest things of each kind, longest first: cells of notebooks, and what the package is made of."
+    lengths: dict[str, list[tuple[int, str]]] = {"cells": [], "functions": [], "classes": [], "modules": []}
+    for path in notebooks(root):
+        for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
+            if cell["cell_type"] == "code":
+                lines = code_lines(cell)
+                head = lines[0][:50] if lines else ""
+                lengths["cells"].append((len(lines), f"{path.relative_to(root)} cell {number}: {head}"))
+    for path in sorted((root / "bertlab").rglob("[!_]*.py")):
+        source, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
+        lengths["modules"].append((len(source.splitlines()), name))
+        for node in ast.walk(ast.parse(source)):
+            kinds = {ast.FunctionDef: "functions", ast.ClassDef: "classes"}
+            if kind := kinds.get(type(node)):
+                lengths[kind].append((node.end_lineno - node.lineno + 1, f"{name}: {node.name}"))
+    return [
+        line
+        for kind, found in lengths.items()
+        for line in (kind, *(f"  {lines:5} lines  {what}" for lines, what in sorted(found, reverse=True)[:most]))
+    ]
 
 
 def main(names: list[str]) -> None:
+    if names == ["--outliers"]:
+        print("\n".join(outliers(ROOT)))
+        return
     found = {path: lint(path) for path in map(Path, names or notebooks(ROOT))}
     for path, problems in found.items():
         print(f"{path}: {'in order' if not problems else ''}")

@@ -27,7 +27,17 @@ from pathlib import Path
 # What sync reads and writes; --check works on a copy of these.
 SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts"]
 SETUP_MARK = "# setup"
-FLOORS = ["Ground", "Data", "Model", "Optimisation", "Training", "Demo and widgets", "Command line"]
+# The chapters in reading order: folders of nbs/ and of bertlab/, and their titles in the sidebar.
+CHAPTERS = {
+    "core": "Core",
+    "data": "Data",
+    "model": "Model",
+    "optim": "Optimization",
+    "train": "Training",
+    "finetuning": "Fine-tuning",
+    "explorers": "Explorers",
+    "cli": "Command line",
+}
 
 
 @dataclass(frozen=True)
@@ -215,27 +225,40 @@ def readme(root: Path) -> dict[str, bytes]:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: the walkthroughs, the library by floors, what is no part of it, the API."
+    "The site's sidebar: the walkthroughs, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
     lines += ["    contents:", "      - index.ipynb", "      - section: Walkthroughs", "        contents:"]
     lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
     lines += ["      - section: Library", "        contents:"]
-    for digit, floor in enumerate(FLOORS):
-        members = [name for name in names if re.match(rf"{digit}\d_[^/]*$", name)]
+    for chapter, title in CHAPTERS.items():
+        members = [name for name in names if name.startswith(f"{chapter}/")]
+        # The chapter's index page comes first, then its parts in the order of their numbers.
+        members.sort(key=lambda name: (not name.endswith("/index.ipynb"), name))
         if members:
-            lines += [f"          - section: {floor}", "            contents:"]
+            lines += [f"          - section: {title}", "            contents:"]
             lines += [f"              - {name}" for name in members]
     lines += ["      - section: Reference", "        contents:"]
-    pages = [name for name in names if name != "index.ipynb" and "/" not in name and not name[0].isdigit()]
+    pages = [name for name in names if name != "index.ipynb" and "/" not in name]
     lines += [f"          - {name}" for name in (*pages, "api.qmd")]  # what is no part: benchmarks
     return "\n".join(lines) + "\n"
 
 
+def stub(root: Path) -> str:
+    "`bertlab/__init__.pyi`: the names of `_FACE` as imports that editors and type checkers read."
+    space: dict = {"__name__": "bertlab"}
+    exec((root / "bertlab/__init__.py").read_text(encoding="utf-8"), space)
+    lines = ["# Written by scripts/sync.py from _FACE in __init__.py.", ""]
+    lines += [f"from . import {name} as {name}" for name in space["_CHAPTERS"]]
+    for module, names in space["_FACE"].items():
+        lines += [f"from .{module} import {name} as {name}" for name in names.split()]
+    return "\n".join([*lines, "", "__version__: str", ""])
+
+
 def modules_made(root: Path) -> set[str]:
-    "The names of the modules that notebooks export to."
+    "The modules that notebooks export to, as `chapter.name`."
     texts = [path.read_text(encoding="utf-8") for path in notebooks(root)]
-    return {name for text in texts for name in re.findall(r'#\|\s*default_exp\s+(\w+)', text)}
+    return {name for text in texts for name in re.findall(r"#\|\s*default_exp\s+([\w.]+)", text)}
 
 
 def export_and_clean(root: Path) -> None:
@@ -245,8 +268,9 @@ def export_and_clean(root: Path) -> None:
     from nbdev.clean import nbdev_clean
     from nbdev.doclinks import nbdev_export
 
-    for path in (root / "bertlab").glob("[!_]*.py"):
-        if path.stem not in modules_made(root):
+    made = modules_made(root)
+    for path in (root / "bertlab").rglob("[!_]*.py"):
+        if ".".join(path.relative_to(root / "bertlab").with_suffix("").parts) not in made:
             print(f"removed {path.relative_to(root)}: no notebook exports to it")
             path.unlink()
     nbdev_export.__wrapped__()
@@ -266,6 +290,7 @@ def sync(root: Path) -> None:
         write_whole(root / name, content)
     sync_urls(root, address)
     write_whole(root / "nbs/sidebar.yml", sidebar(root))
+    write_whole(root / "bertlab/__init__.pyi", stub(root))
 
 
 def copy_sources(root: Path, destination: Path) -> None:

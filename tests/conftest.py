@@ -34,7 +34,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
 os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
-sys.path.insert(0, str(ROOT / "scripts"))
+# Tests of one chapter may use what those of another prepare, so file names are unique over all of them.
+sys.path[:0] = [str(ROOT / "scripts"), *sorted(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir())]
 
 
 def why_no_gpu() -> str:

@@ -8,14 +8,14 @@ pytest.importorskip("torch_xla", reason="needs torch_xla, in an environment of i
 
 from host_device import stand_in
 
-from bertlab.callbacks import History
-from bertlab.commands import pretrain, validate
-from bertlab.config import modernbert_tiny
-from bertlab.corpus import train_tokenizer
-from bertlab.finetuning import FinetuningModule
-from bertlab.finetuning_data import FinetuningDataModule
-from bertlab.trainer import make_trainer, seed_everything
-from bertlab.xla import CompileRecorder, XLACounts, xla_counts
+from bertlab.train.history import History
+from bertlab.cli.pretrain import pretrain, validate
+from bertlab.model.config import modernbert_tiny
+from bertlab.data.corpus import train_tokenizer
+from bertlab.finetuning.module import FinetuningModule
+from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.train.trainer import make_trainer, seed_everything
+from bertlab.train.xla import CompileRecorder, XLACounts, xla_counts
 
 stand_in()
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()

@@ -19,13 +19,13 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.callbacks import History, RunCheckpoint
-from bertlab.data import PretrainingDataModule
-from bertlab.guards import NonFiniteGuard, SpikeGuard
-from bertlab.heads import keep_half
-from bertlab.modules import PretrainingModule
-from bertlab.trainer import make_trainer, seed_everything
-from bertlab.xla import CompileRecorder
+from bertlab.train.history import History, RunCheckpoint
+from bertlab.data.module import PretrainingDataModule
+from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.model.heads import keep_half
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.trainer import make_trainer, seed_everything
+from bertlab.train.xla import CompileRecorder
 
 stand_in()
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -6,7 +6,7 @@ import torch_xla
 from lightning.pytorch.callbacks import Callback
 from test_xla_training import train
 
-from bertlab.guards import NonFiniteGuard
+from bertlab.train.guards import NonFiniteGuard
 
 
 class Sharding(Callback):

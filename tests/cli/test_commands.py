@@ -1,0 +1,323 @@
+"`bertlab pretrain`, `validate` and `fill-mask`: one line for every mistake, and a run that can be read and resumed."
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from bertlab.cli import pretrain as commands
+from bertlab.cli.main import build_parser, main, take_words
+from bertlab.cli.pretrain import BuiltRun, explain, pretrain, validate
+from bertlab.train.checkpoints import find_checkpoint
+from bertlab.cli.runs import RunChoices, choose_tokenizer, find_model
+
+CONFIG = {
+    "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                          num_attention_heads=1, max_position_embeddings=64),
+              "scheduler_warmup_steps": 1, "learning_rate": 0.01},
+    "data": {"max_sequence_length": 32, "train_batch_size": 4, "val_batch_size": 4},
+    "trainer": {"max_steps": 4, "precision": "32-true"},
+    "run": {"vocab_size": 60, "val_every_steps": 2, "checkpoint_every_steps": 2, "progress": "none"},
+}  # fmt: skip
+WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    "A folder with a text, a configuration, and a run of four steps."
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "text.txt").write_text("".join(" ".join(WORDS[i % 7:] + WORDS[:i % 5]) + "\n" for i in range(120)))
+    config = {**CONFIG, "data": {**CONFIG["data"], "train_dataset_name_or_path": str(folder / "text.txt")}}
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
+    pretrain(["--config", str(folder / "tiny.yaml"), "--run.output", str(folder / "run")])
+    return folder
+
+
+@pytest.fixture
+def words(place, tmp_path) -> list[str]:
+    "The words of a run of its own."
+    return ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run")]
+
+
+def said(capsys, *line: str) -> str:
+    "The one line with which the program refuses, in this process."
+    status = main(list(line))
+    message = capsys.readouterr().err.strip()
+    assert status == 2 and "\n" not in message, (status, message)
+    return message
+
+
+def weights(directory: Path) -> dict:
+    state = torch.load(find_checkpoint(directory / "checkpoints", weights_only=False), weights_only=False)
+    return state["state_dict"]
+
+
+def test_a_run_leaves_models_checkpoints_numbers_pictures_and_its_whole_configuration(place):
+    run = place / "run"
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"run.yaml", "tokenizer", "models", "checkpoints", "metrics.json", "history.csv", "loss.png",
+                     "report.md"}  # fmt: skip
+    saved = yaml.safe_load((run / "run.yaml").read_text())
+    assert saved["model"]["learning_rate"] == 0.01 and saved["model"]["weight_decay"] == 0.001
+    assert saved["trainer"]["max_steps"] == 4 and saved["run"]["skip_spikes"] is True
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["steps"] == 4 and metrics["val_loss"] > 0 and metrics["val_bits_per_byte"] > 0
+    assert (run / "history.csv").read_text().count("\n") == 5
+    assert [path.name for path in run.rglob(".*")] == []
+
+
+def test_the_saved_configuration_gives_the_same_run_again(place, tmp_path):
+    again = tmp_path / "again"
+    pretrain(["--config", str(place / "run" / "run.yaml"), "--run.output", str(again)])
+    first, second = weights(place / "run"), weights(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_files_are_laid_over_each_other_and_flags_win(place, tmp_path):
+    (tmp_path / "over.yaml").write_text("model: {learning_rate: 0.5, weight_decay: 0.25}\n")
+
+    class Parsed(commands.CheckedRun):
+        def instantiate_classes(self):
+            "Only read."
+
+    run = Parsed(["--config", str(place / "tiny.yaml"), "--config", str(tmp_path / "over.yaml"),
+                  "--model.weight_decay", "0.125", "--run.output", str(tmp_path / "r")])
+    model = run.config.model
+    assert (model.learning_rate, model.weight_decay, model.scheduler_warmup_steps) == (0.5, 0.125, 1)
+    assert run.config.data.max_sequence_length == 32
+
+
+def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_opinion(words, capsys):
+    class Parsed(commands.CheckedRun):
+        def instantiate_classes(self):
+            "Only read."
+
+    tokens = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"]
+    run = Parsed([*words, *tokens])
+    # 512 / 32 = 16 rows, 4 at once.
+    assert (run.config.data.train_batch_size, run.config.trainer.accumulate_grad_batches) == (4, 4)
+    assert run.config.data.val_batch_size == 4
+    assert "train_batch_size=5" in said(capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5")
+
+
+def test_null_switches_clipping_off_and_leaves_other_choices_to_the_trainer(words):
+    run = BuiltRun([*words, "--trainer.gradient_clip_val", "null", "--trainer.precision", "null"])
+    assert run.trainer.gradient_clip_val is None and BuiltRun(words).trainer.gradient_clip_val == 1.0
+    assert run.trainer.num_sanity_val_steps == 0 and run.trainer.loggers == []
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
+    run = tmp_path / "run"
+    pretrain([*words, "--trainer.max_steps", "2"])
+    assert find_checkpoint(run / "checkpoints", weights_only=False).name == "step-00000002.ckpt"
+    pretrain(["--trainer.max_steps", "4"], resume=str(run))  # its own run.yaml says the rest
+    straight, resumed = weights(place / "run"), weights(run)
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    assert yaml.safe_load((run / "run.yaml").read_text())["trainer"]["max_steps"] == 4
+    assert (run / "history.csv").read_text().count("\n") == 5
+
+
+def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, capsys):
+    pretrain(words)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000004.ckpt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert pretrain([], resume=str(tmp_path / "run"))["steps"] == 4
+    assert "step-00000004.ckpt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options, part", [
+    ([], "already passed"),
+    (["--trainer.max_steps", "3"], "already passed"),
+    (["--trainer.max_steps", "9", "--model.model_config_kwargs.hidden_size", "32"], "hidden_size is 16 there and 32 here"),
+    (["--trainer.max_steps", "9", "--model.objective", "diffusion"], "objective"),
+    (["--trainer.max_steps", "9", "--data.max_sequence_length", "16"], "max_sequence_length is 32 there and 16 here"),
+    (["--trainer.max_steps", "9", "--data.pretrained_tokenizer_name_or_path", "OTHER"], "tokenizer"),
+])  # fmt: skip
+def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, tmp_path, options, part):
+    if "OTHER" in options:
+        run = RunChoices(vocab_size=50)
+        choose_tokenizer({}, {"train_dataset_name_or_path": str(place / "text.txt")}, run).save_pretrained(tmp_path)
+        options = [str(tmp_path) if word == "OTHER" else word for word in options]
+    before = {path: path.stat().st_mtime_ns for path in (place / "run").rglob("*")}
+    message = said(capsys, "pretrain", "--resume", str(place / "run"), *options)
+    assert part in message
+    assert {path: path.stat().st_mtime_ns for path in (place / "run").rglob("*")} == before
+
+
+@pytest.mark.parametrize("options, part", [
+    (["--data.train_batchsize", "3"], "did you mean 'data.train_batch_size'"),
+    (["--modle.learning_rate", "3"], "did you mean 'model.learning_rate'"),
+    (["--model.learning_rate", "fast"], "Expected a float"),
+    (["--config", "missing.yaml"], "missing.yaml"),
+    (["--config", "YAML:data: [1"], "parsing"),
+    (["--config", "YAML:data: {train_batchsize: 3}"], "did you mean 'data.train_batch_size'"),
+    (["--config", "YAML:trainer: {max_step: 3}"], "did you mean 'trainer.max_steps'"),
+    (["--config", "YAML:model: {model_config_kwargs: {hiden_size: 3}}"], "did you mean 'hidden_size'"),
+    (["--model.loss_kwargs.z_wait", "0.1"], "z_wait"),
+    (["--model.optimizer_kwargs.beta", "0.1"], "beta"),
+    (["--model.optimizer_class", "adamv"], "adamw"),
+    (["--model.objective", "clm"], "mlm"),
+    (["--model.scheduler_warmup_steps", "9"], "warmup"),
+    (["--trainer.max_steps", "0"], "max_steps"),
+    (["--run.progress", "loud"], "tqdm"),
+    (["--run.loggers", "[paper]"], "tensorboard"),
+    (["--run.time_limit", "soon"], "soon"),
+    (["--run.peak_flops", "high"], "measured"),
+    (["--run.preview_sentences", "[no gap]"], "[MASK]"),
+    (["--data.train_dataset_name_or_path", "missing.txt"], "missing.txt"),
+    (["--data.data_kwargs.linse", "documents"], "linse"),
+    (["--data.collator_kwargs.mlm_probabilty", "0.2"], "mlm_probabilty"),
+    (["--data.train_batch_size", "9999"], "9999"),
+    (["--data.pretrained_tokenizer_name_or_path", "a", "--model.pretrained_tokenizer_name_or_path", "b"], "name it once"),
+    (["--resume"], "nothing to resume"),
+])  # fmt: skip
+def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, options, part):
+    for i, word in enumerate(options):
+        if word.startswith("YAML:"):
+            (tmp_path / "wrong.yaml").write_text(word[5:])
+            options = [*options[:i], str(tmp_path / "wrong.yaml"), *options[i + 1:]]
+    assert part in said(capsys, "pretrain", *words, *options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the_text_is_read(
+        place, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "choose_tokenizer", lambda *_: pytest.fail("too late"))
+    config = ["--config", str(place / "tiny.yaml"), "--run.output"]
+    assert "--resume" in said(capsys, "pretrain", *config, str(place / "run"))
+    assert "is a file" in said(capsys, "pretrain", *config, str(place / "text.txt" / "run"))
+    allowed = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and allowed(path, mode))
+    assert "permissions" in said(capsys, "pretrain", *config, str(tmp_path / "run"))
+
+
+def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, tmp_path):
+    pretrain([*words, "--run.vocab_size", "40"])
+    pretrain([*words, "--trainer.max_steps", "2"], overwrite=True)
+    run = tmp_path / "run"
+    sizes = [len(json.loads((home / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"])
+             for home in (run / "previous-1", run)]  # fmt: skip
+    assert sizes[0] <= 40 < sizes[1]
+
+
+def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsys):
+    capsys.readouterr()
+    assert main(["validate", "--run.output", str(place / "run"), "--data.val_batch_size", "3"]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    best = find_model(place / "run")
+    kept = json.loads((best / "bertlab-model.json").read_text())
+    assert row["loss"] == pytest.approx(kept["value"], rel=1e-5) and row["model"] == str(best)
+    assert set(row) >= {"perplexity", "accuracy", "bits_per_byte"}
+    assert json.loads((place / "run" / "validation.json").read_text()) == [row]
+
+
+def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_path):
+    (tmp_path / "other.txt").write_text("a red house near the sea\n" * 30)
+    model = find_model(place / "run")
+    rows = validate(["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "v"),
+                     "--model.pretrained_model_name_or_path", str(model), "--data.val_dataset_name_or_path",
+                     f"[{place / 'text.txt'}, {tmp_path / 'other.txt'}]"])  # fmt: skip
+    assert len(rows) == 2 and "other.txt" in rows[1]["set"] and rows[0]["loss"] != rows[1]["loss"]
+
+
+def test_the_best_model_answers_in_transformers_and_in_fill_mask_alike(place, capsys):
+    from transformers import pipeline
+
+    best = str(place / "run" / "models" / "best")
+    theirs = pipeline("fill-mask", model=best, top_k=3)("the [MASK] sat on a mat")
+    capsys.readouterr()
+    assert main(["fill-mask", str(place / "run"), "the [MASK] sat on a mat", "a [MASK] [MASK]", "--top_k", "3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "the [MASK] sat on a mat" and len(printed) == 5
+    assert [guess.split()[0] for guess in printed[1].strip().split(", ")] == [t["token_str"].strip() for t in theirs]
+
+
+def test_fill_mask_refuses_in_one_line(place, capsys, tmp_path, monkeypatch):
+    run = str(place / "run")
+    assert "no such directory" in said(capsys, "fill-mask", str(tmp_path / "none"), "x [MASK]")
+    assert "[MASK]" in said(capsys, "fill-mask", run, "no gap")
+    assert "neither config.json" in said(capsys, "fill-mask", str(tmp_path), "x [MASK]")
+    assert "top_k" in said(capsys, "fill-mask", run, "x [MASK]", "--top_k", "0")
+    monkeypatch.setattr(sys, "stdin", open(os.devnull))
+    assert "no text" in said(capsys, "fill-mask", run)
+
+
+def test_distill_refuses_a_wrong_file_in_one_line_and_devices_names_the_precision(capsys, tmp_path):
+    (tmp_path / "s.yaml").write_text("stages: [{tokns: 3}]\n")
+    assert "tokns" in said(capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"))
+    assert "missing.yaml" in said(capsys, "distill", "missing.yaml") and not (tmp_path / "run").exists()
+    assert main(["devices"]) == 0
+    assert "device  " in (shown := capsys.readouterr().out) and "32-true" in shown or "16" in shown
+
+
+def test_own_words_are_taken_out_wherever_they_stand():
+    assert take_words(["--trainer.max_steps", "-1", "--resume"]) == (["--trainer.max_steps", "-1"], True, False)
+    assert take_words(["--resume=x", "--run.output", "y", "--overwrite"]) == (["--run.output", "y"], "x", True)
+    assert take_words(["--resumed"]) == (["--resumed"], False, False)
+
+
+def test_the_nearest_name_is_named_and_a_long_complaint_is_cut():
+    known = ["data.seed", "model.learning_rate"]
+    assert explain("unrecognized arguments: --learning_rate 3", known).endswith("'model.learning_rate'?")
+    assert explain("unrecognized arguments: --zzz 3", known) == "'zzz' is no parameter"
+    assert len(explain("x " * 1000, known)) < 500
+
+
+def test_help_of_the_program_names_every_command_without_importing_torch():
+    code = ("import sys; from bertlab.cli.main import build_parser; t = build_parser().format_help(); "
+            "assert 'torch' not in sys.modules and 'lightning' not in sys.modules; print(t)")
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for name in ("demo", "pretrain", "validate", "fill-mask", "distill", "devices"):
+        assert name in shown
+    assert build_parser().parse_args(["fill-mask", "d", "t"]).top_k == 5
+
+
+def test_everything_that_watches_can_be_switched_on(words, tmp_path):
+    pretrain([*words, "--run.loggers", "[csv]", "--run.preview_sentences", '["the [MASK] sat"]', "--run.token_limit", "1B",
+              "--run.histograms", '["*.embeddings.*weight"]', "--run.time_limit", "1h", "--run.loss_above", "1e9",
+              "--run.measure_every_steps", "1", "--run.peak_flops", "1e12", "--run.compile_ahead", "true",
+              "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"])
+    run = tmp_path / "run"
+    assert list((run / "logs").rglob("metrics.csv")) and (run / "histograms.npz").exists()
+    assert json.loads((run / "previews.jsonl").read_text().splitlines()[0])["texts"] == ["the [MASK] sat"]
+    report = (run / "report.md").read_text()
+    assert "mfu" in report and "NonFiniteGuard" in report
+
+
+@pytest.mark.parametrize("limit, steps", [("token_limit=100", 1), ("time_limit=0.001s", 0)])
+def test_a_limit_stops_a_run_early_and_the_report_says_which(words, tmp_path, limit, steps):
+    metrics = pretrain([*words, f"--run.{limit}", "--trainer.max_steps", "50"])
+    assert (tmp_path / "run" / "history.csv").read_text().count("\n") <= 1 + 5 * steps
+    reason = "tokens are seen" if "token" in limit else "seconds of all sessions"
+    assert reason in metrics["stopped"] and reason in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "bertlab.cli.main", "pretrain"]
+    process = subprocess.Popen([*command, *words, "--trainer.max_steps", "100000", "--run.val_every_steps", "1000000",
+                                "--run.progress", "plain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("step ") for line in lines)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"bertlab pretrain --resume {run}" in rest
+    step = int(find_checkpoint(run / "checkpoints", weights_only=False).stem[5:])
+    assert "a signal" in (run / "report.md").read_text()
+    assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2
+
+
+def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_one_line_and_status_2(words):
+    command = [sys.executable, "-m", "bertlab.cli.main", "pretrain", *words]
+    shown = subprocess.run([*command, "--print_config"], capture_output=True, text=True)
+    assert shown.returncode == 0 and yaml.safe_load(shown.stdout)["model"]["learning_rate"] == 0.01
+    wrong = subprocess.run([*command, "--model.learning_rat", "1"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and wrong.stdout == ""

@@ -1,0 +1,114 @@
+"The configurations in configs/: every name in them is read, and the small ones train."
+
+from pathlib import Path
+
+import pytest
+import yaml
+from test_training import word_tokenizer
+
+from bertlab.train.model_directories import write_model
+from bertlab.cli.pretrain import CheckedRun, pretrain
+from bertlab.model.config import BertLabConfig, bert_base, modernbert_large, modernbert_tiny
+from bertlab.data.module import PretrainingDataModule
+from bertlab.train.modules import PretrainingModule
+from bertlab.cli.runs import find_model
+from bertlab.train.stages import load_stages
+
+EVERY = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = [path for path in EVERY if path.stem not in ("kl-two-stage",) and not path.stem.startswith("finetune")]
+SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=1)
+WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
+
+
+class Parsed(CheckedRun):
+    "A command line that is read and checked; nothing is built."
+
+    def instantiate_classes(self):
+        "Not here."
+
+
+def read(path: Path) -> dict:
+    return yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
+    run = Parsed(["--config", str(path), "--run.output", str(tmp_path / "run")])
+    data = run.config.data
+    options = {**vars(data), "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
+    PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs
+        options["pretrained_tokenizer_name_or_path"], max_sequence_length=data.max_sequence_length,
+        **data.collator_kwargs)
+    positions = (run.config.model.model_config_kwargs or {}).get("max_position_embeddings", 8192)
+    assert data.max_sequence_length <= positions
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_says_what_it_costs_and_where_its_numbers_are_from(path):
+    text = path.read_text()
+    for words in ("What it costs:", "Where the numbers come from:", "bertlab"):
+        assert words in text
+    model = read(path)["model"]
+    assert model["scheduler_warmup_steps"] + model["scheduler_cooldown_steps"] <= read(path)["trainer"]["max_steps"]
+
+
+@pytest.mark.parametrize("name, preset", [("laptop", modernbert_tiny), ("bert-base", bert_base),
+                                          ("several-nodes", modernbert_large), ("modernbert-base", BertLabConfig)])
+def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
+    path = next(path for path in CONFIGS if path.stem == name)
+    assert BertLabConfig(**read(path)["model"]["model_config_kwargs"]).to_dict() == preset().to_dict() or (
+        {**BertLabConfig(**read(path)["model"]["model_config_kwargs"]).to_dict(), "vocab_size": 0}
+        == {**preset().to_dict(), "vocab_size": 0})  # the laptop's is the tokenizer's
+
+
+def test_the_steps_of_the_papers_follow_from_their_tokens():
+    by_name = {path.stem: read(path) for path in CONFIGS}
+    modern = by_name["modernbert-base"]
+    assert int(modern["run"]["batch_tokens"]) == 4608 * 1024
+    assert modern["trainer"]["max_steps"] == 1_719_000_000_000 // (4608 * 1024)
+    bert = by_name["bert-base"]
+    assert bert["run"]["batch_tokens"] == 256 * 512
+    assert bert["model"]["scheduler_warmup_steps"] + bert["model"]["scheduler_cooldown_steps"] == 1_000_000
+
+
+def test_the_stages_of_a_run_in_stages_are_read_whole():
+    for path in (path for path in EVERY if path.stem == "kl-two-stage"):
+        stages = load_stages(path)
+        assert len(stages) > 1 and all(stage.num_steps() > 0 for stage in stages)
+
+
+def write_texts(path: Path) -> str:
+    path.write_text("".join(" ".join(WORDS[i % 7:] + WORDS[:i % 11]) + "\n" for i in range(77)))
+    return str(path)
+
+
+def test_the_laptop_trains_on_a_small_text(tmp_path):
+    path = next(path for path in CONFIGS if path.stem == "laptop")
+    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
+             "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"), "--run.vocab_size", "60",
+             "--model.scheduler_warmup_steps", "1", "--model.scheduler_cooldown_steps", "1",
+             "--data.train_batch_size", "4"]
+    words += [f"--model.model_config_kwargs.{key}={value}" for key, value in SHAPE.items()]
+    metrics = pretrain(words)
+    assert metrics["steps"] == 2 and metrics["val_loss"] > 0
+    assert (tmp_path / "run" / "previews.jsonl").exists()
+
+
+def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(tmp_path):
+    tokenizer = word_tokenizer(WORDS)
+    module = PretrainingModule({**SHAPE, "max_position_embeddings": 512}, None, tokenizer)
+    module.configure_model()
+    known = tmp_path / "published"
+    known.mkdir()
+    assert write_model(module.model, known, tokenizer).startswith("ModernBert")
+    path = next(path for path in CONFIGS if path.stem == "domain-adaptation")
+    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
+             "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"),
+             "--model.pretrained_model_name_or_path", str(known), "--trainer.accumulate_grad_batches", "1",
+             "--data.train_batch_size", "1", "--data.max_sequence_length", "64",
+             "--model.scheduler_warmup_steps", "1", "--model.scheduler_cooldown_steps", "1"]
+    assert pretrain(words)["steps"] == 2
+    adapted = find_model(tmp_path / "run")
+    before, after = (yaml.safe_load((place / "config.json").read_text()) for place in (known, adapted))
+    assert before["hidden_size"] == after["hidden_size"] == 16 and after["architectures"] == ["ModernBertForMaskedLM"]

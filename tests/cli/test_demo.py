@@ -1,0 +1,245 @@
+"""`bertlab demo` as its user runs it: a program in a terminal, and the directory that it leaves."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Small enough for seconds, long enough to get well below the unigram line.
+SMALL = (
+    "--steps 260 --hidden-size 64 --num-hidden-layers 2 --vocab-size 600 --max-sequence-length 64 "
+    "--batch-size 16 --learning-rate 6e-3 --precision 32-true"
+).split()
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+
+
+def demo(*arguments, **options):
+    "Run the program to its end."
+    return subprocess.run(
+        [sys.executable, "-m", "bertlab.cli.main", "demo", *map(str, arguments)],
+        capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **options,
+    )  # fmt: skip
+
+
+def losses(directory):
+    with open(directory / "history.csv", newline="") as f:
+        return [(row["step"], row["loss"]) for row in csv.DictReader(f)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    "A small run that went through, and what it printed."
+    directory = tmp_path_factory.mktemp("demo") / "run"
+    result = demo("--output", directory, *SMALL)
+    assert result.returncode == 0, result.stderr
+    return directory, result.stdout
+
+
+def test_the_loss_falls_below_the_unigram_line(finished):
+    metrics = json.loads((finished[0] / "metrics.json").read_text())
+    assert metrics["validation_loss"] < metrics["unigram_entropy"] - 0.2
+    assert metrics["steps"] == 260 and metrics["tokens"] > 260 * 16 * 64 * 0.98
+    assert metrics["seconds"] > 0 and metrics["tokens_per_second"] > 0
+
+
+def test_it_prints_progress_examples_and_a_table(finished):
+    directory, printed = finished
+    assert "step 1/260: loss" in printed and "tokens/s" in printed and "left" in printed
+    assert "before:" in printed and "after:" in printed
+    metrics = json.loads((directory / "metrics.json").read_text())
+    assert f"{metrics['validation_loss']:.3f}" in printed
+    assert f"{metrics['unigram_entropy']:.3f}" in printed
+
+
+def test_the_directory_holds_all_that_is_promised(finished):
+    names = {p.name for p in finished[0].iterdir()}
+    assert names >= {
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "metrics.json", "history.csv", "loss.png", "run.yaml", "checkpoints",
+    }  # fmt: skip
+    assert (finished[0] / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_transformers_opens_the_model_where_bertlab_cannot_be_imported(finished, tmp_path):
+    code = (
+        "import sys; sys.modules['bertlab'] = None\n"  # any import of it raises
+        "from transformers import pipeline, AutoModelForMaskedLM\n"
+        "fill = pipeline('fill-mask', sys.argv[1])\n"
+        "answers = fill('Return the [MASK] of the object.', top_k=5)\n"
+        "assert len(answers) == 5 and 0 < sum(a['score'] for a in answers) <= 1\n"
+        "print(type(fill.model).__name__)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, finished[0]], capture_output=True, text=True, cwd=tmp_path,
+        env=environment, timeout=120,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "ModernBertForMaskedLM"
+
+
+def test_a_finished_run_is_refused_and_untouched(finished):
+    before = {p: p.stat().st_mtime_ns for p in finished[0].rglob("*")}
+    result = demo("--output", finished[0], *SMALL)
+    assert result.returncode == 2 and "--resume" in result.stderr and "--overwrite" in result.stderr
+    assert {p: p.stat().st_mtime_ns for p in finished[0].rglob("*")} == before
+
+
+def test_resuming_a_finished_run_changes_no_result(finished):
+    before = json.loads((finished[0] / "metrics.json").read_text())
+    result = demo("--resume", "--output", finished[0])
+    assert result.returncode == 0, result.stderr
+    after = json.loads((finished[0] / "metrics.json").read_text())
+    same = ("validation_loss", "unigram_entropy", "steps", "tokens")
+    assert {k: before[k] for k in same} == {k: after[k] for k in same}
+
+
+def test_the_saved_recipe_makes_the_same_run_again(finished, tmp_path):
+    result = demo("--config", finished[0] / "run.yaml", "--output", tmp_path / "again")
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "again") == losses(finished[0])
+
+
+def run_until(directory, step, then):
+    "Start the run, wait for its checkpoint at a step or later, send a signal, return its end."
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(directory), *SMALL],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if step(directory):
+            process.send_signal(then)
+            break
+        time.sleep(0.02)
+    printed, errors = process.communicate(timeout=200)
+    return process.returncode, printed, errors
+
+
+def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(finished, tmp_path):
+    directory = tmp_path / "run"
+    started = lambda d: (d / "tokenizer.json").exists()
+    status, printed, errors = run_until(directory, started, signal.SIGINT)
+    # Before the first step there is nothing to save, after it a checkpoint; both resume.
+    assert status == 130 and "Traceback" not in errors
+    result = demo("--resume", "--output", directory)
+    assert result.returncode == 0, result.stderr
+    assert losses(directory) == losses(finished[0])
+
+
+def test_ctrl_c_during_training_says_how_to_go_on(finished, tmp_path):
+    directory = tmp_path / "run"
+    saved = lambda d: (d / "checkpoints" / "last.ckpt").exists()
+    status, printed, errors = run_until(directory, saved, signal.SIGINT)
+    assert status == 130 and "--resume" in printed and "Traceback" not in errors
+    assert (directory / "model.safetensors").exists(), "a stopped run can be looked at"
+    result = demo("--resume", "--output", directory)
+    assert result.returncode == 0, result.stderr
+    assert losses(directory) == losses(finished[0])
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(finished, tmp_path):
+    directory = tmp_path / "run"
+    saved = lambda d: (d / "checkpoints" / "last.ckpt").exists()
+    status, _, _ = run_until(directory, saved, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    result = demo("--resume", "--output", directory)
+    assert result.returncode == 0, result.stderr
+    assert losses(directory) == losses(finished[0])
+
+
+def test_overwrite_moves_the_earlier_run_aside(finished, tmp_path):
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "run.yaml").write_text("steps: 1\n")
+    (directory / "model.safetensors").write_bytes(b"precious")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))
+    result = demo("--overwrite", "--output", directory, "--data", text, *SMALL, "--steps", 3)
+    assert result.returncode == 0, result.stderr
+    assert (directory / "previous-1" / "model.safetensors").read_bytes() == b"precious"
+    assert json.loads((directory / "metrics.json").read_text())["steps"] == 3
+    assert "it was:" in result.stdout, "gaps are cut from the user's own text"
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    "Inputs that cannot work."
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty.txt").write_text("")
+    (folder / "blank.txt").write_text(" \n\n \n")
+    (folder / "latin.txt").write_bytes("café au lait, s'il vous plaît\n".encode("latin-1") * 99)
+    (folder / "table.csv").write_text("title,body\n" + "A,some words here\n" * 99)
+    (folder / "nothing").mkdir()
+    (folder / "taken").mkdir()
+    (folder / "taken" / "thesis.tex").write_text("years of work")
+    (folder / "file").write_text("")
+    (folder / "odd.yaml").write_text("stepps: 10\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--data", "missing.txt"], ["missing.txt"]),
+        (["--data", "empty.txt"], ["empty.txt"]),
+        (["--data", "blank.txt"], ["blank.txt"]),
+        (["--data", "latin.txt"], ["latin.txt", "UTF-8"]),
+        (["--data", "table.csv"], ["text", "title", "body"]),
+        (["--data", "table.csv", "--text-column", "words"], ["words", "title", "body"]),
+        (["--data", "nothing"], ["nothing"]),
+        (["--max-sequence-length", "7"], ["max_sequence_length", "8"]),
+        (["--vocab-size", "5"], ["vocab_size", "special tokens"]),
+        (["--vocab-size", "20"], ["vocab_size"]),
+        (["--batch-size", "100000"], ["batch_size", "rows"]),
+        (["--tokenizer", "no/such-tokenizer"], ["no/such-tokenizer"]),
+        (["--output", "taken"], ["taken", "thesis.tex"]),
+        (["--output", "file"], ["file"]),
+        (["--resume"], ["run.yaml"]),
+        (["--resume", "--steps", "5"], ["run.yaml"]),
+        (["--config", "odd.yaml"], ["odd.yaml", "stepps"]),
+        (["--config", "missing.yaml"], ["missing.yaml"]),
+        (["--steps", "many"], ["steps", "many"]),
+        (["--mlm-probability", "0"], ["mlm_probability"]),
+        (["--level", "everything"], ["level", "stdlib", "installed"]),
+    ],
+)
+def test_a_mistake_gets_one_line_and_nothing_is_made(bad, arguments, named):
+    before = sorted(bad.rglob("*"))
+    result = demo(*arguments, cwd=bad)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout.count("step ") == 0, result.stderr
+    assert all(name in result.stderr for name in named), result.stderr
+    assert sorted(bad.rglob("*")) == before, "something was made or lost"
+
+
+def test_flags_and_recipe_cannot_contradict_a_resumed_run(finished):
+    result = demo("--resume", "--output", finished[0], "--steps", "9")
+    assert result.returncode == 2 and "--steps" in result.stderr
+
+
+def test_a_resume_with_other_text_is_refused(finished, tmp_path):
+    directory, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))
+    result = demo("--output", directory, "--data", text, *SMALL, "--steps", 3)
+    assert result.returncode == 0, result.stderr
+    text.write_text(text.read_text().replace("number", "figure"))
+    result = demo("--resume", "--output", directory)
+    assert result.returncode == 2 and "not the one" in result.stderr
+
+
+@pytest.mark.gpu
+def test_the_demo_runs_on_a_gpu_in_its_own_precision(tmp_path):
+    small = [word for word in SMALL if word not in ("--precision", "32-true")]
+    result = demo("--output", tmp_path / "run", *small)
+    assert result.returncode == 0, result.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert "CPU" not in result.stdout.splitlines()[0]
+    assert metrics["validation_loss"] < metrics["unigram_entropy"]

@@ -1,0 +1,285 @@
+"One command fine-tunes, repeats over seeds, compares and saves; a mistake costs one line and no file."
+
+import csv
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
+from transformers import pipeline
+
+from bertlab.finetuning.evaluations import evaluate_split
+from bertlab.finetuning.module import FinetuningModule
+from bertlab.cli.finetune import GLUE, ParsedFinetune, run_finetune_command
+from bertlab.finetuning.runs import finetune
+from bertlab.finetuning.prediction_files import exit_status, run_predict_command
+from bertlab.finetuning.predictions import load_predictor, predict_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONFIGS = Path(__file__).parents[2] / "configs"
+MODEL = json.dumps({key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"})
+QUICK = ["--model.model_config_kwargs", MODEL, "--model.learning_rate", "0.003", "--run.progress", "none",
+         "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
+         "--trainer.limit_train_batches", "4", "--run.num_epochs", "1"]  # fmt: skip
+
+
+def conllu(rows):
+    line = "{}\t{}\t_\t{}\t_\t_\t_\t_\t_\t_\n"
+    return "".join("".join(line.format(n, w, t.removeprefix("B-").removeprefix("I-")) for n, (w, t) in
+                           enumerate(zip(row["text"], row["label"]), 1)) + "\n" for row in rows)  # fmt: skip
+
+
+def conll2003(rows):
+    blocks = ("".join(f"{w} X X {t}\n" for w, t in zip(row["text"], row["label"])) for row in rows)
+    return "-DOCSTART- -X- -X- O\n\n" + "\n".join(blocks)
+
+
+def squad(rows):
+    paragraphs = [{"context": row["context"], "qas": [{"id": str(n), "question": row["question"],
+                   "answers": row["answers"]}]} for n, row in enumerate(rows)]  # fmt: skip
+    return json.dumps({"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}]})
+
+
+def write_rows(folder, task):
+    "Training, validation and test rows in a form of their own for each task."
+    folder.mkdir()
+    make, form = {"csv": (texts_of, "csv"), "conllu": (tagged, "conllu"), "conll": (tagged, "conll"),
+                  "squad": (asked, "json")}[task]  # fmt: skip
+    for split, number, seed in (("train", 48, 0), ("validation", 19, 1), ("test", 11, 2)):
+        path = folder / f"{split}.{form}"
+        if task == "csv":
+            with open(path, "w", newline="") as file:
+                table = csv.DictWriter(file, ["text", "label"])
+                table.writeheader()
+                table.writerows(make(number, seed))
+        else:
+            path.write_text({"conllu": conllu, "conll": conll2003, "squad": squad}[task](make(number, seed)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tok(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tok")
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def words_for(tok, source, output, *more):
+    return ["--data.dataset_name_or_path", str(source), "--data.pretrained_tokenizer_name_or_path", str(tok),
+            "--run.output", str(output), *QUICK, *more]  # fmt: skip
+
+
+KINDS = {"csv": ("classification", "text-classification"), "conllu": ("token_classification", "token-classification"),
+         "conll": ("token_classification", "token-classification"), "squad": ("question_answering", None)}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", KINDS)
+def test_each_task_goes_from_a_file_to_predictions_of_a_file(tok, tmp_path, capsys, form):
+    source, output = write_rows(tmp_path / "rows", form), tmp_path / "run"
+    more = ["--model.task", KINDS[form][0]]
+    if form == "squad":
+        more += ["--data.max_sequence_length", "16", "--data.collator_kwargs", '{"doc_stride": 4}']
+    assert run_finetune_command(words_for(tok, source, output, *more)) == 0
+    held = {path.name for path in output.iterdir()}
+    assert {"run.yaml", "metrics.json", "evaluation.json", "config.json", "model.safetensors", "tokenizer.json"} <= held
+    assert held & {"calibration.png", "answers.png"} and "test rows, best seed" in capsys.readouterr().out
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert metrics["deviation"]["val_loss"] is None and metrics["mean"] == metrics["runs"][0]
+    file = next(source.glob("test.*"))
+    told = tmp_path / "told.jsonl"
+    assert run_predict_command([str(output), str(file), "--output", str(told)]) == 0
+    rows = [json.loads(line) for line in told.read_text().splitlines()]
+    assert len(rows) == 11
+    evaluation = json.loads((output / "evaluation.json").read_text())
+    if form == "csv":
+        right = np.mean([row["predicted_label"] == row["label"] for row in rows])
+        assert right == pytest.approx(evaluation["accuracy"]) == metrics["runs"][0]["test_accuracy"]
+    elif form != "squad":
+        gold = "UPOS" if form == "conllu" else "ner"
+        right = np.concatenate([np.array(row["predicted_tags"]) == row[gold] for row in rows])
+        assert right.mean() == pytest.approx(evaluation["accuracy"])
+    if KINDS[form][1]:
+        assert pipeline(KINDS[form][1], str(output), device="cpu")("the apple is here")
+
+
+def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_path):
+    source = write_rows(tmp_path / "rows", "csv")
+    more = ["--run.seeds", "[1,2,3]", "--run.monitor", "val_loss"]
+    assert run_finetune_command(words_for(tok, source, tmp_path / "run", *more)) == 0
+    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert found["seeds"] == [1, 2, 3] and found["monitor"] == "val_loss"
+    losses = [run["val_loss"] for run in found["runs"]]
+    assert found["mean"]["val_loss"] == pytest.approx(np.mean(losses))
+    assert found["deviation"]["val_loss"] == pytest.approx(np.std(losses, ddof=1))
+    assert found["best_seed"] == (1, 2, 3)[int(np.argmin(losses))]
+    ids = {f"{name}_token_id": getattr(tokenizer(), f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
+    ids["vocab_size"] = len(tokenizer())
+    alone = finetune(FinetuningModule("classification", model_config_kwargs=CONFIG | ids, learning_rate=0.003), data_for(),
+                     tmp_path / "alone", 1, monitor="val_loss", seed=found["best_seed"], limit_train_batches=4,
+                     precision="32-true", accelerator="cpu")  # fmt: skip
+    # The same rows from memory instead of a file.
+    assert alone.metrics["val_loss"] == pytest.approx(min(losses), abs=1e-5)
+    rows = texts_of(11, 2)
+    said = [row["predicted_label"] for row in predict_rows(load_predictor(tmp_path / "run"), rows).rows]
+    accuracy = np.mean([one == row["label"] for one, row in zip(said, rows)])
+    assert accuracy == pytest.approx(evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"])
+
+
+def test_the_saved_configuration_repeats_the_run(tok, tmp_path):
+    source = write_rows(tmp_path / "rows", "csv")
+    assert run_finetune_command(words_for(tok, source, tmp_path / "one")) == 0
+    saved = tmp_path / "one" / "run.yaml"
+    assert run_finetune_command(["--config", str(saved), "--run.output", str(tmp_path / "two")]) == 0
+    texts = [(tmp_path / name / "metrics.json").read_text() for name in ("one", "two")]
+    assert texts[0] == texts[1]
+    assert run_finetune_command(["--config", str(saved)]) == 2, "a run does not land on another"
+    assert run_finetune_command(["--config", str(saved), "--overwrite"]) == 0
+    assert (tmp_path / "one" / "previous-1" / "metrics.json").read_text() == texts[0]
+
+
+def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, capsys):
+    output = tmp_path / "run"
+    words = ["--run.task", "code-tokens", "--run.task_sizes", '{"train": 60, "validation": 20, "test": 30}',
+             "--run.vocab_size", "300", "--run.output", str(output), *QUICK]  # fmt: skip
+    assert run_finetune_command(words) == 0
+    found = json.loads((output / "metrics.json").read_text())
+    assert set(found["baselines"]) == {"majority", "bag of words"}
+    assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), "the same metrics, by the same names"
+    said = capsys.readouterr().out
+    assert "baseline, bag of words: test_accuracy" in said and "PSF License" in said
+    assert yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
+    assert load_predictor(output).task == "token_classification"
+
+
+def write_glue(folder, name):
+    "A copy of one task of GLUE, in hub form: configurations, splits, and -1 for hidden labels."
+    from datasets import ClassLabel, Dataset
+
+    for split, number in (("train", 40), ("validation", 12), ("test", 6)):
+        rows = texts_of(number, 0)
+        columns = {column: [row["text"] for row in rows] for column in GLUE[name][0]}
+        labels = [-1 if split == "test" else int(row["label"] == "tool") for row in rows]
+        data = Dataset.from_dict({**columns, "label": [max(-1.0, x * 2.5) for x in labels] if name == "stsb" else labels})
+        if name != "stsb":
+            data = data.cast_column("label", ClassLabel(names=["no", "yes"]))
+        suffix = "_matched" if name == "mnli" and split != "train" else ""
+        data.to_parquet(str(folder / name / f"{split}{suffix}-00000-of-00001.parquet"))
+    files = {split: f"{name}/{split}-*" for split in ("train", "validation", "test")}
+    if name == "mnli":
+        files = {split: f"{name}/{split}-*" for split in ("train", "validation_matched", "test_matched")}
+    card = {"configs": [{"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
+
+
+@pytest.mark.parametrize(("name", "metric"), [("mrpc", "val_accuracy"), ("cola", "val_mcc"), ("stsb", "val_spearman"),
+                                              ("mnli", "val_accuracy")])  # fmt: skip
+def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metric):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "glue").mkdir()
+    write_glue(tmp_path / "glue", name)
+    words = words_for(tok, tmp_path / "glue", tmp_path / "run", "--run.glue", name)
+    assert run_finetune_command(words) == 0
+    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert found["monitor"] == metric and not any(key.startswith("test_") for key in found["runs"][0])
+    assert load_predictor(tmp_path / "run").problem_type == ("regression" if name == "stsb" else "single_label_classification")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem)
+def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
+    cli = ParsedOnly(["--config", str(path), "--run.output", str(tmp_path / "run")])
+    written = yaml.safe_load(path.read_text())
+    for part, values in written.items():
+        for name, value in values.items():
+            if name not in ("output", "task"):
+                assert getattr(cli.config[part], name) == value, f"{part}.{name}"
+    kinds = {"code-tokens": "token_classification", "doc-words": "token_classification", "api-questions": "question_answering"}
+    assert cli.config.model.task == cli.config.data.task == kinds.get(path.stem.removeprefix("finetune-"), "classification")
+    options = {key: value for key, value in vars(cli.config.model).items()}
+    FinetuningModule(**options)  # checks its arguments
+
+
+class ParsedOnly(ParsedFinetune):
+    "Everything up to the point where rows and models are read."
+
+    def instantiate_classes(self):
+        pass
+
+
+def test_there_is_a_configuration_for_each_kind():
+    assert {path.stem for path in CONFIGS.glob("finetune-*.yaml")} == {
+        f"finetune-{name}" for name in ("docstring-area", "code-tokens", "doc-words", "api-questions", "own-csv", "glue")}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--run.sedes", "[1]"], "did you mean 'run.seeds'"),
+        (["--model.lerning_rate", "1"], "learning_rate"),
+        (["--run.seeds", "[1,1]"], "run.seeds"),
+        (["--run.num_epochs", "0"], "run.num_epochs"),
+        (["--run.patience", "-1"], "run.patience"),
+        (["--run.task", "docstring-area"], "leave run.glue"),
+        (["--run.glue", "sst3"], "run.glue 'sst3' is unknown"),
+        (["--run.progress", "loud"], "run.progress"),
+        (["--run.monitor", "val_bleu"], "val_accuracy"),
+        (["--data.text_column", "txet"], "do you mean 'text'"),
+        (["--data.train_batch_size", "900"], "lower it"),
+        (["--model.num_labels", "7"], "num_labels=7"),
+        (["--model.optimizer_class", "adamx"], "adamx"),
+        (["--model.optimizer_kwargs", '{"bates": 1}'], "bates"),
+        (["--model.warmup_steps", "5000", "--model.scheduler_type", "linear"], "warmup"),
+        (["--model.task", "translation"], "translation"),
+        (["--model.pretrained_model_name_or_path", "nowhere/at/all", "--model.model_config_kwargs", "null"], "nowhere/at/all"),
+        (["--model.pretrained_model_name_or_path", "nowhere/at/all"], "not both"),
+        (["--trainer.max_steps", "3"], "max_steps"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys, more, message):
+    source = write_rows(tmp_path / "rows", "csv")
+    assert run_finetune_command(words_for(tok, source, tmp_path / "run", *more)) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert message in said[-1] and said[-1].startswith("bertlab finetune: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
+    assert run_finetune_command(["--run.output", str(tmp_path / "run")]) == 2
+    assert "docstring-area" in capsys.readouterr().err
+    assert run_finetune_command(["--run.output", str(tmp_path / "run"), "--run.task", "areas"]) == 2
+    assert "docstring-area" in capsys.readouterr().err
+
+
+def test_print_config_shows_every_parameter(capsys):
+    assert run_finetune_command(["--print_config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert {"seeds", "patience", "glue"} <= set(shown["run"])
+    for name in ("layer_decay", "class_weights", "freeze_layers", "scheduler_type"):
+        assert name in shown["model"]
+    assert {"packing", "bad_rows", "collator_kwargs"} <= set(shown["data"])
+
+
+def test_ctrl_c_is_130_and_is_listened_to_again(tok, tmp_path, capsys):
+    source, handler = write_rows(tmp_path / "rows", "csv"), signal.getsignal(signal.SIGINT)
+    words = words_for(tok, source, tmp_path / "run", "--run.num_epochs", "3000")
+
+    def interrupt():
+        while not (tmp_path / "run" / "seed-0" / "best.ckpt").exists():
+            stop.wait(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    assert run_finetune_command(words) == 130
+    assert "stopped" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_defect_is_not_taken_for_a_mistake():
+    with pytest.raises(KeyError):
+        exit_status("x", lambda: {}["a"])

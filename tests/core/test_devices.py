@@ -1,0 +1,349 @@
+"What a device can do is said with its reason or source; what is not there is refused in one line."
+
+import itertools
+from mmap import mmap
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bertlab.core import devices
+from bertlab.model.attention import Setting, choose_kernel
+from bertlab.cli.main import main
+from bertlab.core.devices import check_request, default_precision, describe_attention, describe_device
+from bertlab.core.devices import device_memory_peaks, find_devices, keep_freed_memory, peak_memory_bytes
+from bertlab.core.devices import resident_memory_bytes
+from bertlab.core.peaks import DEVICE_PEAKS, SERVER_PEAKS, measured_bandwidth, measured_peak_flops
+from bertlab.core.peaks import multiplied_type, peak_flops
+
+# From the data sheets: what is printed "with sparsity" is halved here, by hand.
+DENSE = {
+    "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100 80GB PCIe": 312, "NVIDIA H100 80GB HBM3": 1979 / 2,
+    "NVIDIA H100 PCIe": 1513 / 2, "NVIDIA H100 NVL": 1671 / 2, "NVIDIA H200": 1979 / 2,
+    "NVIDIA B200": 36_000 / 8 / 2, "NVIDIA L4": 242 / 2, "NVIDIA L40S": 724 / 2, "NVIDIA A10": 125,
+    "NVIDIA RTX A6000": 309.7 / 2, "NVIDIA GeForce RTX 3090": 142 / 2, "NVIDIA L40": 362 / 2,
+    "NVIDIA GeForce RTX 4090": 330.4 / 2, "NVIDIA GeForce RTX 5090": 419 / 2, "v4-8": 275,
+    "v5litepod-8": 197, "v5p-128": 459, "v6e-1": 918, "v3-8": 123 / 2, "v2-8": 46 / 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_bfloat16_peaks_are_the_dense_ones_of_the_data_sheets(name):
+    flops, source = peak_flops(name, "bf16-mixed")
+    assert flops == pytest.approx(DENSE[name] * 1e12, rel=2e-3) and source
+
+
+@pytest.mark.parametrize("name, wrong", [
+    ("NVIDIA H200", 2.0e15), ("NVIDIA H100 NVL", 1.98e15),  # sparse
+    ("NVIDIA GeForce RTX 4090", 82.6e12), ("NVIDIA RTX A6000", 38.7e12)])  # outside tensor cores
+def test_the_wrong_figures_of_a_widely_used_table_are_not_ours(name, wrong):
+    flops, _ = peak_flops(name, "bf16-mixed")
+    assert max(flops / wrong, wrong / flops) > 1.9
+
+
+@pytest.mark.parametrize("name", [
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100", "NVIDIA A10G", "NVIDIA A100X", "GeForce GTX 1080 Ti",
+    "NVIDIA H20", "v7-8", "cpu", "CPU, 2 threads", "mps", "", "nvidia", "A"])  # fmt: skip
+def test_what_is_not_in_the_table_has_no_peak(name):
+    assert peak_flops(name, "bf16-mixed") is None and peak_flops(name, "32-true") is None
+
+
+@pytest.mark.parametrize("name", ["Tesla T4", "Tesla V100-SXM2-16GB", "Tesla V100S-PCIE-32GB"])
+def test_a_type_that_a_device_does_not_multiply_has_no_peak(name):
+    assert peak_flops(name, "bf16-mixed") is None and peak_flops(name, "float8") is None
+    assert peak_flops(name, "16-mixed")[0] in (65e12, 125e12, 130e12)
+
+
+def test_float32_means_tfloat32_exactly_where_torch_may_use_it():
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert peak_flops("NVIDIA A100-SXM4-40GB", "32-true")[0] == 19.5e12
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops("NVIDIA A100-SXM4-40GB", "32-true")[0] == 156e12
+        assert peak_flops("Tesla V100-SXM2-16GB", "32-true")[0] == 15.7e12  # it has no tfloat32
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_who_knows_better_is_believed_also_about_an_unknown_device():
+    assert peak_flops("a card of next year", "64-true", 5e15) == (5e15, "given")
+    for wrong in (0, -1e12, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="positive number of FLOP/s"):
+            peak_flops("NVIDIA H200", "bf16-mixed", wrong)
+
+
+def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
+    for name, row in DEVICE_PEAKS.items():
+        assert row.source and name == name.lower(), name
+        wide_to_narrow = [flops for flops in row[:5] if flops]
+        assert wide_to_narrow == sorted(wide_to_narrow) and wide_to_narrow, name
+        if row.float8:
+            assert row.float8 / row.bfloat16 == pytest.approx(2, rel=0.03), name
+    assert sum(len(names.split("|")) for names in SERVER_PEAKS) < len(DEVICE_PEAKS)
+
+
+def test_lightnings_names_of_precisions_are_understood_and_others_have_no_peak():
+    assert {multiplied_type(p) for p in ("bf16", "bf16-true", "bf16-mixed")} == {"bfloat16"}
+    assert {multiplied_type(p) for p in ("16", 16, "16-true", "16-mixed")} == {"float16"}
+    assert multiplied_type("64-true") is None and peak_flops("NVIDIA H200", "64-true") is None
+
+
+def test_a_measured_peak_is_above_any_single_product_and_moves_no_generator():
+    state = torch.get_rng_state()
+    peak = measured_peak_flops(seconds=0.2, sizes=[256])
+    assert torch.equal(torch.get_rng_state(), state)
+    a = torch.randn(256, 256)
+    slow = np.array(a.tolist()[:8]) @ np.array(a.tolist())  # only to use the processor in between
+    assert 1e8 < peak < 1e14 and slow.shape == (8, 256)
+    with pytest.raises(ValueError, match="float8"):
+        measured_peak_flops("float8")
+
+
+def test_memory_that_is_held_rises_and_falls_and_the_mark_only_rises():
+    before = resident_memory_bytes()
+    if before is None:
+        pytest.skip("resident memory is read from Linux's /proc")
+    # Of the system itself: a process that has trained on a CPU keeps what numpy frees.
+    block = np.frombuffer(mmap(-1, 40 * 2**20), np.uint8)
+    block[:] = 1  # every page touched
+    held = resident_memory_bytes()
+    mark = peak_memory_bytes()
+    del block
+    assert held - before > 30 * 2**20 and mark >= held - 2**20
+    assert resident_memory_bytes() < held - 30 * 2**20 and peak_memory_bytes() >= mark
+
+
+def test_without_a_gpu_its_memory_is_unknown():
+    if torch.cuda.is_available():
+        allocated, reserved = device_memory_peaks(reset=True)
+        assert 0 <= allocated <= reserved
+    else:
+        assert device_memory_peaks() is None
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def pretend_gpus(monkeypatch, *gpus: tuple[str, tuple[int, int], int]):
+    "GPUs by name, compute capability and GiB; the first is the current one."
+    at = lambda index: gpus[index or 0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: at(index)[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: at(index)[1])
+    properties = lambda index=None: SimpleNamespace(total_memory=at(index)[2] * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+
+def pretend_versions(monkeypatch, **versions: str):
+    "Installed packages that are not; torch's own version too."
+    if "torch" in versions:
+        monkeypatch.setattr(torch, "__version__", versions["torch"])
+    monkeypatch.setattr(devices, "installed_version", lambda package: versions.get(package.replace("-", "_")))
+
+
+T4, A100, H200 = ("Tesla T4", (7, 5), 15), ("NVIDIA A100-SXM4-80GB", (8, 0), 80), ("NVIDIA H200", (9, 0), 141)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    "A host without accelerators, whatever the machine of the test has."
+    pretend_gpus(monkeypatch)
+    pretend_versions(monkeypatch)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "count_tpus", lambda: 0)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("gpu, precision, attention, peak", [
+    (T4, "16-mixed", "flex", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
+def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, attention, peak):
+    pretend_gpus(bare, gpu)
+    found = describe_device()
+    assert (found.kind, found.precision, found.attention) == ("cuda", precision, attention)
+    assert found.peak[0] == peak and "data sheet" in found.peak[1] and found.memory_bytes == gpu[2] * 2**30
+    assert "\n" not in str(found) and precision in str(found) and found.reason in str(found)
+    for fact in (found.name, f"{gpu[2]}.0 GiB", found.reason, found.attention_reason, found.peak[1]):
+        assert fact in found.report()
+
+
+def test_every_device_is_found_and_a_run_takes_the_first(bare):
+    pretend_gpus(bare, A100, T4)
+    assert [d.name for d in find_devices()][:2] == [A100[0], T4[0]] and find_devices()[-1].kind == "cpu"
+    assert [d.precision for d in find_devices()][:2] == ["bf16-mixed", "16-mixed"]
+    assert describe_device() == find_devices()[0]
+
+
+def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):
+    pretend_versions(bare, torch="2.9.0", torch_xla="2.9.0")
+    bare.setattr(devices, "count_tpus", lambda: 4)
+    bare.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    found = describe_device(measure=True)
+    assert (found.kind, found.precision, found.memory_bytes) == ("tpu", "bf16-mixed", 16 * 2**30)
+    assert found.peak[0] == 197e12 and check_request("auto", "auto", 4) == "tpu"
+
+
+@pytest.mark.parametrize("able", ["amx_bf16", "avx512_bf16", None])
+def test_a_processor_trains_in_bfloat16_exactly_where_it_multiplies_it(bare, able):
+    bare.setattr(torch.cpu, "get_capabilities", lambda: {able: True}, raising=False)
+    assert default_precision("cpu")[0] == ("bf16-mixed" if able else "32-true")
+    assert describe_device().peak is None  # never guessed
+    assert "measured" in describe_device(measure=True).peak[1]
+
+
+@pytest.mark.parametrize("able", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", "_something_else"])
+def test_a_torch_before_2_10_is_asked_in_its_own_way(bare, able):
+    bare.delattr(torch.cpu, "get_capabilities", raising=False)
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        bare.setattr(torch.cpu, name, lambda name=name: name == able, raising=False)
+    assert default_precision("cpu")[0] == ("32-true" if able == "_something_else" else "bf16-mixed")
+
+
+def test_the_command_prints_each_device_with_every_fact(bare, capsys):
+    pretend_gpus(bare, A100, T4)
+    assert main(["devices"]) == 0
+    a100, t4, cpu = capsys.readouterr().out.strip().split("\n\n")
+    for shown, gpu, peak in ((a100, A100, "312 TFLOP/s"), (t4, T4, "65 TFLOP/s")):
+        facts = dict(line.split(maxsplit=1) for line in shown.splitlines())
+        assert list(facts) == ["device", "memory", "precision", "attention", "peak"]
+        assert gpu[0] in facts["device"] and f"{gpu[2]}.0 GiB" in facts["memory"]
+        assert peak in facts["peak"] and "dense" in facts["peak"] and "data sheet" in facts["peak"]
+        assert all("(" in facts[name] for name in ("precision", "attention"))  # the reason
+    assert "measured on matrix products" in cpu
+
+
+def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes():
+    types = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+    cases = itertools.product(("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0)))
+    for kind, precision, row_length, capability in cases:
+        setting = Setting(kind, types[precision], row_length, capability=capability)
+        assert describe_attention(kind, precision, row_length, capability)[0] == choose_kernel(setting)[0], setting
+    in_graph = Setting("cuda", torch.bfloat16, compiled=True)
+    assert f"in a compiled graph, {choose_kernel(in_graph)[0]}" in describe_attention("cuda", "bf16-mixed")[1]
+
+
+# --- what is asked for ----------------------------------------------------------------------------
+
+
+def refused(*request) -> str:
+    with pytest.raises(ValueError) as error:
+        check_request(*request)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_reason(bare):
+    bare.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert "built without CUDA" in refused("gpu") and "accelerator='cpu'" in refused("cuda")
+    bare.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert "finds no GPU" in refused("gpu") and "nvidia-smi" in refused("gpu")
+    assert "no Apple GPU" in refused("mps")
+    assert check_request("cpu") == check_request("auto") == "cpu"
+    bare.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert check_request("gpu") == check_request("mps") == "mps" and "Apple" in refused("cuda")
+
+
+def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
+    assert "bertlab[tpu]" in refused("tpu")
+    pretend_versions(bare, torch="2.13.0+cpu", torch_xla="2.9.0")
+    said = refused("tpu")
+    assert "torch_xla 2.9.0 needs torch 2.9, and this is torch 2.13.0+cpu" in said and "torch~=2.9.0" in said
+    pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free
+    assert "no TPU is visible" in refused("tpu")
+    bare.setenv("PJRT_DEVICE", "CPU")
+    assert check_request("tpu", "bf16-mixed") == "tpu"
+    bare.delenv("PJRT_DEVICE")
+    bare.setattr(devices, "count_tpus", lambda: 1)
+    assert check_request("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
+    bare.setattr(devices, "count_tpus", lambda: 4)
+    assert "there are 4 of tpu" in refused("tpu", "auto", 8) and check_request("auto", "auto", 4) == "tpu"
+    pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
+    assert "needs torch 2.9" in refused("auto")  # a TPU host with the wrong torch does not fall back in silence
+
+
+@pytest.mark.parametrize("precision, word", [
+    ("16-mixed", "this is a CPU"), (16, "this is a CPU"), ("16-true", "this is a CPU"), ("fp8", "is unknown"),
+    ("transformer-engine", "NVIDIA"), ("bf16-mixd", "choose one of auto, 32-true, bf16-mixed")])
+def test_a_precision_that_a_cpu_does_not_have_is_refused(bare, precision, word):
+    assert word in refused("cpu", precision) and repr(precision) in refused("cpu", precision)
+
+
+@pytest.mark.parametrize("precision", ["auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"])
+def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precision):
+    bare.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    assert check_request("cpu", precision) == "cpu"
+
+
+def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
+    pretend_gpus(bare, T4)
+    for precision in ("bf16-mixed", "bf16-true", "bf16"):
+        assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused("gpu", precision)
+    assert check_request("gpu", "16-mixed") == check_request("auto", "auto") == "cuda"
+    pretend_gpus(bare, A100)
+    assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused("gpu", "transformer-engine")
+    pretend_gpus(bare, H200)
+    assert "pip install 'transformer-engine" in refused("gpu", "transformer-engine")
+    pretend_versions(bare, transformer_engine="2.0")
+    assert check_request("gpu", "transformer-engine") == "cuda"
+
+
+@pytest.mark.parametrize("wanted", [3, "3", [0, 2], "0,2", [2]])
+def test_more_devices_than_there_are_are_refused_with_the_number_there_is(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert "there are 2 of cuda" in refused("gpu", "auto", wanted) and "devices=2" in refused("gpu", "auto", wanted)
+
+
+@pytest.mark.parametrize("wanted", [0, -2, "0", "many", [], [0, 0], [-1], "1,1", True, None, 1.5, ["a"]])
+def test_a_number_of_devices_that_means_nothing_is_refused(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert "devices=" in refused("gpu", "auto", wanted)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, "2", "auto", -1, "-1", [0, 1], [1], "0,1", "1,"])
+def test_devices_that_are_there_may_be_asked_for_in_each_way(bare, wanted):
+    pretend_gpus(bare, A100, A100)
+    assert check_request("gpu", "auto", wanted) == "cuda"
+    assert check_request("cpu", "auto", 7) == "cpu"  # processes, not processors
+
+
+def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
+    assert "choose one of auto, cpu, gpu, cuda, mps, tpu" in refused("xla")
+
+
+def test_memory_moves_numbers_at_a_rate_that_is_possible():
+    assert 1e8 < measured_bandwidth(seconds=0.05, megabytes=4) < 1e14
+
+
+# --- memory that a step frees ---------------------------------------------------------------------
+
+
+def asked_of(monkeypatch, libc=("glibc", "2.36"), platform="linux", answers=(1, 1, 1)):
+    "What `keep_freed_memory` says and asks of a C library that answers so."
+    asked, answers = [], iter(answers)
+    mallopt = lambda what, value: (asked.append((what, value)), next(answers))[1]  # noqa: E731
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    monkeypatch.setattr(devices.platform, "libc_ver", lambda: libc)
+    monkeypatch.setattr(devices.sys, "platform", platform)
+    return keep_freed_memory(), asked
+
+
+def test_freed_memory_is_kept_where_glibc_can(monkeypatch):
+    for name in [name for name in devices.os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+        monkeypatch.delenv(name)
+    assert asked_of(monkeypatch) == (True, [(-3, 2**30), (-1, 2**31 - 1)])
+    assert asked_of(monkeypatch, answers=(0, 1, 1)) == (True, [(-3, 2**30), (-3, 2**25), (-1, 2**31 - 1)])  # an old one
+    assert asked_of(monkeypatch, answers=(0, 0, 1))[0] is False
+    assert asked_of(monkeypatch, libc=("", "")) == (False, [])  # musl
+    assert asked_of(monkeypatch, platform="darwin") == (False, [])
+
+
+@pytest.mark.parametrize("name, value", [("MALLOC_TRIM_THRESHOLD_", "1"), ("MALLOC_ARENA_MAX", "2"),
+                                         ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")])  # fmt: skip
+def test_what_a_user_says_about_memory_stands(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert asked_of(monkeypatch) == (False, [])

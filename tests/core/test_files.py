@@ -1,0 +1,89 @@
+"""Files are whole or untouched, and no run lands on another."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from bertlab.core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+
+
+def test_an_error_while_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), written_whole(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    code = (
+        "import os, signal, sys\nfrom bertlab.core.files import written_whole\n"
+        "with written_whole(sys.argv[1]) as t:\n"
+        "    t.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    status = subprocess.run([sys.executable, "-c", code, path]).returncode
+    assert status == -signal.SIGKILL and path.read_text() == "old"
+
+
+def test_written_files_have_the_usual_permissions(tmp_path):
+    with written_whole(tmp_path / "a") as temporary:
+        temporary.write_text("x")
+    (tmp_path / "b").write_text("x")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+def test_a_run_is_refused_where_one_is_unless_resumed_or_overwritten(tmp_path):
+    (tmp_path / MARKER).write_text("steps: 1\n")
+    with pytest.raises(ValueError, match="--resume.*--overwrite"):
+        check_run_directory(tmp_path)
+    check_run_directory(tmp_path, resume=True)
+    check_run_directory(tmp_path, overwrite=True)
+
+
+def test_overwriting_keeps_every_earlier_file(tmp_path):
+    for n in range(3):
+        (tmp_path / MARKER).write_text(f"steps: {n}\n")
+        (tmp_path / "notes").mkdir()
+        (tmp_path / "notes" / "mine.txt").write_text(str(n))
+        prepare_run_directory(tmp_path, overwrite=True)
+    kept = [(tmp_path / f"previous-{n + 1}" / "notes" / "mine.txt").read_text() for n in range(3)]
+    assert kept == ["0", "1", "2"] and not (tmp_path / MARKER).exists()
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_somebody_elses_files_are_never_touched(tmp_path, flags):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError):
+        prepare_run_directory(tmp_path, **flags)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
+    (tmp_path / MARKER).write_text("")
+    with pytest.raises(ValueError, match="--overwrite") as refused:
+        check_run_directory(tmp_path, can_resume=False)
+    assert "--resume" not in str(refused.value)
+
+
+def test_a_file_in_the_directorys_place_is_refused(tmp_path):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        check_run_directory(tmp_path / "out")
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="exclude"):
+        check_run_directory(tmp_path, resume=True, overwrite=True)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        prepare_run_directory(tmp_path)

@@ -1,0 +1,543 @@
+"Masked language modeling: the right tokens, at the right rate, the same wherever it runs."
+
+import math
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import bertlab
+from bertlab.data.collators import COLLATORS, Collator, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.data.masking import bound_labels
+from bertlab.data.packing import PackedDataset
+from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
+
+many = settings(max_examples=250, deadline=None, derandomize=True)
+IGNORED = -100
+
+
+@st.composite
+def packed_batches(draw):
+    "A random vocabulary with random special ids, and packed rows of random documents over it."
+    size = draw(st.integers(5, 60))
+    ids = draw(st.permutations(range(size)))
+    pad, mask, cls, sep = ids[:4]
+    extra = draw(st.integers(0, size - 5))
+    special, words = ids[:4 + extra], ids[4 + extra:]
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    documents = [rng.choice(words if rng.random() < 0.7 else ids, n) for n in lengths]
+    capacity = draw(st.integers(3, 40))
+    dataset = PackedDataset(documents, capacity, pad_token_id=pad, cls_token_id=cls,
+                            sep_token_id=sep, seed=draw(st.integers(0, 5)))
+    epoch = draw(st.integers(0, 3))
+    rows = [dataset[epoch, index] for index in range(len(dataset))]
+    return rows, dict(pad_token_id=pad, mask_token_id=mask, vocab_size=size,
+                      special_token_ids=special, continues_word=rng.random(size) < 0.5)
+
+
+WAYS = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
+        ("exact", "span")]
+ways = st.sampled_from([{"selection": selection, "unit": unit} for selection, unit in WAYS])
+
+
+rules = st.builds(lambda way, rest: {**way, **rest}, ways, st.fixed_dictionaries({
+    "mlm_probability": st.sampled_from([0.05, 0.15, 0.3, 0.5, 1.0]),
+    "min_labels_per_document": st.integers(0, 2),
+    "max_predictions": st.sampled_from([None, 1, 4, 100]),
+    "seed": st.integers(0, 2**70),
+    **{"mask_replace_prob": st.sampled_from([0.0, 0.5]),
+       "random_replace_prob": st.sampled_from([0.0, 0.5])},
+}))
+
+
+def stack(rows, name):
+    return torch.tensor(np.array([row[name] for row in rows]))
+
+
+def ordinary(rows, vocabulary):
+    special = torch.tensor(list(vocabulary["special_token_ids"]))
+    return (stack(rows, "attention_mask") > 0) & ~torch.isin(stack(rows, "input_ids"), special)
+
+
+def documents_of(rows, vocabulary):
+    "Where the ordinary tokens of each document are: (row, columns)."
+    may = ordinary(rows, vocabulary).numpy()
+    for number, row in enumerate(rows):
+        for document in range(1, row["attention_mask"].max() + 1):
+            columns = np.flatnonzero((row["attention_mask"] == document) & may[number])
+            if len(columns):
+                yield number, columns
+
+
+@many
+@given(packed_batches(), rules)
+def test_special_and_padding_tokens_are_never_masked_and_never_drawn(case, rule):
+    rows, vocabulary = case
+    batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
+    before, may = stack(rows, "input_ids"), ordinary(rows, vocabulary)
+    assert (batch["input_ids"][~may] == before[~may]).all()
+    assert (batch["labels"][~may] == IGNORED).all()
+    changed = batch["input_ids"] != before
+    drawn = batch["input_ids"][changed & (batch["input_ids"] != vocabulary["mask_token_id"])]
+    assert not set(drawn.tolist()) & set(vocabulary["special_token_ids"])
+
+
+@many
+@given(packed_batches(), rules)
+def test_labels_are_the_original_ids_where_chosen_and_ignored_elsewhere(case, rule):
+    rows, vocabulary = case
+    batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
+    before, chosen = stack(rows, "input_ids"), batch["labels"] != IGNORED
+    assert (batch["labels"][chosen] == before[chosen]).all()
+    assert (batch["input_ids"][~chosen] == before[~chosen]).all()
+    for name in ("attention_mask", "position_ids"):
+        assert (batch[name] == stack(rows, name)).all()
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+@many
+@given(packed_batches(), rules)
+def test_label_positions_list_every_label_in_order_and_then_positions_without_one(case, rule):
+    rows, vocabulary = case
+    batch = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)
+    assert batch["label_positions"].shape[0] == len(rows)
+    for labels, positions in zip(batch["labels"], batch["label_positions"]):
+        chosen = (labels != IGNORED).nonzero().flatten().tolist()
+        assert positions[:len(chosen)].tolist() == chosen
+        assert (labels[positions[len(chosen):]] == IGNORED).all()
+        assert len(set(positions.tolist())) == len(positions)
+
+
+@many
+@given(packed_batches(), st.integers(0, 2**70), ways)
+def test_a_row_is_masked_alike_in_any_company(case, seed, way):
+    rows, vocabulary = case
+    collate = MaskedLanguageModelingCollator(**vocabulary, seed=seed, **way,
+                                             min_labels_per_document=1, max_predictions=6)
+    together, reverse = collate(rows), collate(rows[::-1])
+    for number, row in enumerate(rows):
+        alone = collate([row])
+        for name, values in alone.items():
+            assert (values[0] == together[name][number]).all()
+            assert (values[0] == reverse[name][-1 - number]).all()
+
+
+@many
+@given(packed_batches(), rules)
+def test_exact_selection_takes_the_floor_or_the_ceiling_of_each_document(case, rule):
+    rows, vocabulary = case
+    rule = {**rule, "selection": "exact", "max_predictions": 100, "min_labels_per_document": 0}
+    vocabulary = {**vocabulary, "continues_word": [False] * vocabulary["vocab_size"]}
+    labels = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)["labels"].numpy()
+    for row, columns in documents_of(rows, vocabulary):
+        share, count = rule["mlm_probability"] * len(columns), (labels[row, columns] >= 0).sum()
+        assert math.floor(share + 1e-9) <= count <= math.ceil(share - 1e-9)
+
+
+@many
+@given(packed_batches(), rules)
+def test_a_promised_label_is_kept(case, rule):
+    rows, vocabulary = case
+    rule = {**rule, "max_predictions": 100}
+    labels = MaskedLanguageModelingCollator(**vocabulary, **rule)(rows)["labels"].numpy()
+    for row, columns in documents_of(rows, vocabulary):
+        promised = min(rule["min_labels_per_document"], len(columns))
+        assert (labels[row, columns] >= 0).sum() >= promised
+
+
+@many
+@given(packed_batches(), rules, st.integers(1, 6))
+def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bound):
+    rows, vocabulary = case
+    wide, narrow = (MaskedLanguageModelingCollator(**vocabulary, **{**rule, "max_predictions": m})
+                    for m in (100, bound))
+    all_of_them, kept = wide(rows), narrow(rows)
+    had, has = ((batch["labels"] != IGNORED) for batch in (all_of_them, kept))
+    assert (has <= had).all() and (has.sum(1) <= bound).all()
+    assert (kept["num_dropped_labels"] == had.sum(1) - has.sum(1)).all()
+    excess = (had.sum(1) - bound).clamp(min=0)
+    if rule["unit"] == "token":
+        assert (kept["num_dropped_labels"] == excess).all()
+    assert (kept["num_dropped_labels"] >= excess).all()
+    assert (kept["num_dropped_labels"][excess == 0] == 0).all()
+    dropped = had & ~has
+    assert (kept["input_ids"][dropped] == stack(rows, "input_ids")[dropped]).all()
+    assert (kept["input_ids"][has] == all_of_them["input_ids"][has]).all()
+
+
+def test_what_is_dropped_does_not_depend_on_the_place_in_the_row():
+    collate = plain(mlm_probability=1.0, max_predictions=10)
+    rows = [dict(built([7] * 40), epoch=0, index=i) for i in range(4000)]
+    rates = (collate(rows)["labels"] != IGNORED).double().mean(0)
+    # 4,000 coins of 1/4: five standard deviations are 0.034.
+    assert (rates - 0.25).abs().max() < 0.035
+
+
+def test_promised_labels_are_dropped_last():
+    # Three documents of 20, 20 and 1 words, all chosen; only 3 labels fit.
+    numbers = [1] * 20 + [2] * 20 + [3]
+    rows = [dict(built([7] * 41, numbers), epoch=0, index=i) for i in range(50)]
+    collate = plain(mlm_probability=1.0, max_predictions=3, min_labels_per_document=1)
+    chosen = collate(rows)["labels"] != IGNORED
+    assert all(sorted(np.array(numbers)[row].tolist()) == [1, 2, 3] for row in chosen.numpy())
+
+
+def plain(**options):
+    return MaskedLanguageModelingCollator(0, 1, 30, special_token_ids=[0, 1, 2, 3], **options)
+
+
+def built(ids, numbers=None):
+    numbers = np.array(numbers or [1] * len(ids))
+    return {"input_ids": np.array(ids), "attention_mask": numbers,
+            "position_ids": count_positions(numbers[None])[0]}
+
+
+def big_batch(**options):
+    "About 100,000 words: the collator's answer, what went in, and which of it were words."
+    rng = np.random.default_rng(1)
+    dataset = PackedDataset([rng.integers(4, 30, n) for n in rng.integers(1, 200, 1000)], 128,
+                            pad_token_id=0, cls_token_id=2, sep_token_id=3)
+    rows = [dataset[index] for index in range(len(dataset))]
+    before = stack(rows, "input_ids")
+    return plain(max_predictions=128, **options)(rows), before, before >= 4
+
+
+def in_band(count, trials, probability):
+    "Within five standard deviations: a right collator fails less than once in a million."
+    return abs(count - trials * probability) < 5 * math.sqrt(trials * probability) + 1
+
+
+@pytest.mark.parametrize("selection", ["bernoulli", "exact"])
+@pytest.mark.parametrize("probability", [0.02, 0.15, 0.3, 0.85])
+def test_the_share_of_chosen_words_is_the_one_asked_for(selection, probability):
+    batch, _, words = big_batch(mlm_probability=probability, selection=selection)
+    assert in_band(int((batch["labels"] != IGNORED).sum()), int(words.sum()), probability)
+
+
+@pytest.mark.parametrize("mask, random", [(0.8, 0.1), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5)])
+def test_the_chosen_are_masked_replaced_and_kept_in_the_shares_asked_for(mask, random):
+    batch, before, _ = big_batch(mask_replace_prob=mask, random_replace_prob=random)
+    chosen = batch["labels"] != IGNORED
+    now, then = batch["input_ids"][chosen], before[chosen]
+    total = len(now)
+    assert in_band(int((now == 1).sum()), total, mask)
+    same = 1 - mask - random + random / 26  # a random word is the same word once in 26
+    assert in_band(int((now == then).sum()), total, same)
+
+
+def test_random_words_are_uniform_over_the_ordinary_vocabulary():
+    batch, _, _ = big_batch(mask_replace_prob=0.0, random_replace_prob=1.0)
+    drawn = batch["input_ids"][batch["labels"] != IGNORED]
+    counts = torch.bincount(drawn, minlength=30)
+    assert counts[:4].sum() == 0
+    assert all(in_band(int(n), len(drawn), 1 / 26) for n in counts[4:])
+
+
+def test_exact_selection_rounds_so_that_the_mean_is_exact():
+    rows = [dict(built([7]), epoch=0, index=i) for i in range(20_000)]
+    collate = plain(mlm_probability=0.3, selection="exact")
+    assert in_band(int((collate(rows)["labels"] != IGNORED).sum()), 20_000, 0.3)
+
+
+def test_equal_addresses_repeat_and_other_seeds_and_epochs_differ():
+    row = built(list(range(4, 30)) * 4)
+    labels = {(seed, epoch, index): plain(seed=seed)([dict(row, epoch=epoch, index=index)])["labels"]
+              for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)}
+    again = plain(seed=1)([dict(row, epoch=0, index=1)])["labels"]
+    assert torch.equal(labels[1, 0, 1], again)
+    different = {tuple(label.flatten().tolist()) for label in labels.values()}
+    assert len(different) == len(labels)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_any_number_of_workers_gives_the_same_batches(workers):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(4, 30, n) for n in rng.integers(1, 60, 60)]
+    dataset = PackedDataset(documents, 64, pad_token_id=0, cls_token_id=2, sep_token_id=3)
+    keys = [[(1, index) for index in range(start, start + 4)] for start in range(0, 16, 4)]
+    expected = [plain()([dataset[key] for key in batch]) for batch in keys]
+    loader = DataLoader(dataset, batch_sampler=keys, collate_fn=plain(), num_workers=workers)
+    for got, want in zip(loader, expected, strict=True):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_rows_without_an_index_are_keyed_by_their_tokens():
+    rows = [list(range(4, 28)), list(range(5, 29)), [9] * 12]
+    collate = plain(max_sequence_length=32)
+    together, alone = collate(rows), collate(rows[2:])
+    assert torch.equal(together["labels"][2], alone["labels"][0])
+    positions = [(labels != IGNORED).nonzero().flatten().tolist() for labels in together["labels"][:2]]
+    assert positions[0] != positions[1]
+    collate.epoch = 1
+    assert not torch.equal(collate(rows)["labels"], together["labels"])
+    wide = plain(max_sequence_length=64)(rows)
+    assert torch.equal(wide["labels"][:, :32], together["labels"])
+
+
+def test_lists_arrays_and_tensors_of_unequal_length_are_padded_alike():
+    ids = [[2, 5, 6, 3], [2, 7, 3]]
+    forms = [ids, [np.array(row) for row in ids], [torch.tensor(row) for row in ids],
+             [{"input_ids": row} for row in ids],
+             [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]]
+    batches = [plain(max_sequence_length=6)(form) for form in forms]
+    for batch in batches:
+        assert all(torch.equal(batch[name], batches[0][name]) for name in batch)
+    assert batches[0]["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]
+    assert batches[0]["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 0, 0]]
+    assert (batches[0]["input_ids"][0, 4:] == 0).all()
+
+
+def test_document_numbers_without_positions_get_positions_that_restart():
+    row = {"input_ids": [2, 5, 3, 2, 6, 3], "attention_mask": [1, 1, 1, 2, 2, 2]}
+    batch = plain(max_sequence_length=8)([row])
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 2, 2, 2, 0, 0]]
+
+
+@pytest.mark.parametrize("longest, width", [(1, 8), (8, 8), (9, 16), (20, 20)])
+def test_padding_to_a_multiple_rounds_up_and_stops_at_the_maximum(longest, width):
+    collate = plain(max_sequence_length=20, pad_to_multiple_of=8)
+    batch = collate([[5] * longest, [5]])
+    assert batch["input_ids"].shape == (2, width)
+
+
+def test_with_dynamic_shapes_no_label_is_dropped_and_positions_are_as_many_as_needed():
+    collate = plain(mlm_probability=0.5, max_sequence_length=512, pad_to_multiple_of=8)
+    batch = collate([[5] * n for n in (100, 60, 3)])
+    most = int((batch["labels"] != IGNORED).sum(1).max())
+    assert batch["label_positions"].shape == (3, 8 * math.ceil(most / 8))
+    assert batch["num_dropped_labels"].sum() == 0
+
+
+def test_static_shapes_do_not_depend_on_the_data():
+    collate = plain(max_sequence_length=64)
+    shapes = {tuple((name, tuple(t.shape)) for name, t in collate([row, row]).items())
+              for row in ([5], [2, 3], [5] * 64, [])}
+    assert len(shapes) == 1
+
+
+def test_a_row_of_padding_alone_has_no_label():
+    blank = {name: np.zeros(16, np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    for selection in ("bernoulli", "exact"):
+        batch = plain(mlm_probability=1.0, selection=selection, min_labels_per_document=1)([blank])
+        assert (batch["labels"] == IGNORED).all() and (batch["input_ids"] == 0).all()
+
+
+def test_padding_is_known_by_its_number_and_not_by_its_id():
+    row = {"input_ids": [9, 9, 9, 9], "attention_mask": [1, 0, 2, 0]}
+    for selection in ("bernoulli", "exact"):
+        batch = plain(mlm_probability=1.0, max_sequence_length=4, selection=selection)([row])
+        assert batch["labels"].tolist() == [[9, IGNORED, 9, IGNORED]]
+        assert batch["input_ids"][0, [1, 3]].tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+@pytest.mark.parametrize("objective", ["mlm", "enhanced_mlm", "diffusion"])
+def test_rows_built_together_give_the_batch_that_single_rows_give(objective, overlap):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(5, 40, n) for n in rng.integers(1, 40, 60)]
+    dataset = PackedDataset(documents, 24, pad_token_id=0, cls_token_id=2, sep_token_id=3, overlap=overlap)
+    keys = [(epoch, index) for epoch in (0, 1) for index in range(8)]
+    block = dataset.__getitems__(keys)
+    assert isinstance(block, RowBlock) and len(block) == 16 and len(block[3:5]) == 2
+    before = {name: values.copy() for name, values in block.stacked.items()}
+    collator = get_collator_cls(objective)(0, 4, 40, special_token_ids=[2, 3], seed=7)
+    at_once, one_by_one = collator(block), collator([dataset[key] for key in keys])
+    assert at_once.keys() == one_by_one.keys()
+    assert all(torch.equal(at_once[name], one_by_one[name]) for name in at_once)
+    # A batch may be changed in place on its way to a device: the rows are somebody else's.
+    for tensor in at_once.values():
+        tensor.fill_(9)
+    assert all(np.array_equal(block.stacked[name], before[name]) for name in before)
+
+
+def test_rows_built_together_are_checked_like_any_others():
+    arrays = {"input_ids": np.array([[2, 40, 3]]), "attention_mask": np.ones((1, 3), int),
+              "position_ids": np.arange(3)[None]}  # fmt: skip
+    with pytest.raises(ValueError, match="row 0 has id 40 at position 1, outside the vocabulary of 40"):
+        RowReader(Vocabulary(40, 0, 4))(RowBlock(arrays))
+    with pytest.raises(ValueError, match="row 0 has no column 'stars'"):
+        RowReader(Vocabulary(41, 0, 4), label_column="stars")(RowBlock(arrays))
+    read = RowReader(Vocabulary(41, 0, 4), label_column="stars")(RowBlock({**arrays, "stars": np.array([5])}))
+    assert read["labels"] == [5] and read["special_tokens_mask"].tolist() == [[0, 0, 0]]
+
+
+def test_special_tokens_mask_of_a_row_protects_its_tokens():
+    row = {"input_ids": [9, 9, 9, 9], "special_tokens_mask": [1, 0, 0, 1]}
+    labels = plain(mlm_probability=1.0, max_sequence_length=5)([row])["labels"]
+    assert labels.tolist() == [[IGNORED, 9, 9, IGNORED, IGNORED]]
+
+
+def test_the_default_bound_is_rarely_exceeded_and_never_longer_than_the_row():
+    assert bound_labels(0.3, 512) == 200  # 153.6 + 4 x 10.37, rounded up to eights
+    assert bound_labels(0.3, 512, "exact") == 168  # 153.6 + 4 x 2.83
+    assert bound_labels(1.0, 512) == 512 and bound_labels(0.3, 4) == 4
+    for selection in ("bernoulli", "exact"):
+        rows = [dict(built([7] * 512, np.repeat(range(1, 9), 64).tolist()), epoch=0, index=i)
+                for i in range(300)]
+        assert plain(selection=selection)(rows)["num_dropped_labels"].sum() == 0
+
+
+def word_tokenizer(mask_token="[MASK]"):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = [*special, *"the cat sat on mat".split()]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
+                                   cls_token="[CLS]", sep_token="[SEP]", mask_token=mask_token)
+
+
+def test_text_is_tokenized_truncated_and_masked_without_its_special_tokens():
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        word_tokenizer(), max_sequence_length=6, mlm_probability=1.0, mask_replace_prob=1.0,
+        random_replace_prob=0.0)
+    rows = [{"text": "the cat"}, {"text": "the cat sat on the mat"}, "a cat"]
+    batch = collate(rows)
+    #  [CLS] the cat [SEP]; [CLS] the cat sat on [SEP]; [CLS] [UNK] cat [SEP]
+    assert batch["input_ids"].tolist() == [[2, 4, 4, 3, 0, 0], [2, 4, 4, 4, 4, 3], [2, 1, 4, 3, 0, 0]]
+    assert batch["labels"][1].tolist() == [IGNORED, 5, 6, 7, 8, IGNORED]
+    assert torch.equal(pickle.loads(pickle.dumps(collate))(rows)["labels"], batch["labels"])
+
+
+def test_ids_text_and_keys_may_be_mixed_with_other_columns():
+    collate = MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(), text_column="body",
+                                                            max_sequence_length=8)
+    rows = [{"body": "the cat sat", "source": "x", "epoch": 2, "index": 7},
+            {"input_ids": [2, 5, 6, 7, 3], "epoch": 2, "index": 7}]
+    batch = collate(rows)
+    assert torch.equal(batch["labels"][0], batch["labels"][1])
+
+
+class Lengths(Collator):
+    def compute_labels(self, tokenized):
+        return {"labels": torch.tensor(tokenized["labels"])}
+
+
+def test_another_objective_reads_its_labels_from_the_label_column():
+    collate = Lengths(0, 1, 30, label_column="stars", max_sequence_length=4, special_token_ids=[2])
+    rows = [{"input_ids": [5, 6], "stars": 4}, {"input_ids": [7], "stars": 1}]
+    assert collate(rows)["labels"].tolist() == [4, 1]
+    with pytest.raises(ValueError, match="row 1 has no column 'stars'"):
+        collate([rows[0], {"input_ids": [7]}])
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"mlm_probability": 0}, r"mlm_probability must be in \(0, 1\], got 0"),
+    ({"mlm_probability": 1.1}, "mlm_probability"),
+    ({"mlm_probability": float("nan")}, "mlm_probability"),
+    ({"mask_replace_prob": 0.8, "random_replace_prob": 0.3}, "sum to 1 at most"),
+    ({"random_replace_prob": -0.1}, "random_replace_prob must be 0 or more"),
+    ({"selection": "all"}, "selection must be 'bernoulli' or 'exact', got 'all'"),
+    ({"unit": "letter"}, "unit must be 'token' or 'word' or 'span', got 'letter'"),
+    ({"unit": "span"}, "unit='span' draws until a budget is spent: give selection='exact'"),
+    ({"unit": "word"}, "whole words need a tokenizer, or continues_word"),
+    ({"unit": "word", "continues_word": [True] * 29}, r"shape \(29,\), but vocab_size is 30"),
+    ({"span_stop_prob": 0}, r"span_stop_prob must be in \(0, 1\], got 0"),
+    ({"max_span_length": 0}, "max_span_length must be 1 or more, got 0"),
+    ({"max_predictions": 0}, "max_predictions must be 1 or more, got 0"),
+    ({"min_labels_per_document": -1}, "min_labels_per_document must be 0 or more"),
+    ({"seed": -1}, "seed must be 0 or more"),
+    ({"max_sequence_length": 0}, "max_sequence_length must be 1 or more, got 0"),
+    ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be 1 or more, got 0"),
+])
+def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        plain(**options)
+
+
+@pytest.mark.parametrize("rows, message", [
+    ([], "the batch is empty"),
+    ([[5], {"body": "x"}], "row 1 has neither input_ids nor text in the column 'text'"),
+    ([{"text": None}], "row 0 has neither"),
+    ([{"text": "x"}], "row 0 is text: give the collator a tokenizer"),
+    ([[5], [5, 31]], "row 1 has id 31 at position 1, outside the vocabulary of 30"),
+    ([[-1]], "row 0 has id -1"),
+    ([[5], [0.5]], "row 1: input_ids must be a flat sequence of integers"),
+    ([[[5]]], "row 0: input_ids must be a flat sequence"),
+    ([{"input_ids": [5, 5], "attention_mask": [1]}], "row 0: attention_mask has 1 entries"),
+    ([[5] * 9], "row 0 has 9 tokens, max_sequence_length is 8"),
+    ([built([5]), built([5, 6])], "packed rows share one length, but row 0 has 1"),
+    ([{"input_ids": [5], "index": 1}, {"input_ids": [5]}], "row 1 has no column 'index'"),
+    ([{"input_ids": [5], "index": -1}], "index of a row must be 0 or more, got -1"),
+])
+def test_a_wrong_row_is_named_with_its_number(rows, message):
+    with pytest.raises(ValueError, match=message):
+        plain(max_sequence_length=8)(rows)
+
+
+def test_a_vocabulary_must_hold_its_special_tokens_and_a_word():
+    with pytest.raises(ValueError, match="special id 9 is outside the vocabulary of 9"):
+        MaskedLanguageModelingCollator(0, 9, 9, special_token_ids=[0])
+    with pytest.raises(ValueError, match="vocab_size 3 leaves no word"):
+        MaskedLanguageModelingCollator(0, 1, 3, special_token_ids=[2])
+
+
+def test_a_tokenizer_without_a_mask_token_is_refused():
+    with pytest.raises(ValueError, match="mask_token_id is None: the tokenizer has no mask token"):
+        MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(mask_token=None))
+
+
+def test_missing_special_ids_are_warned_about():
+    with pytest.warns(UserWarning, match=r"\[CLS\] and \[SEP\] count as words"):
+        MaskedLanguageModelingCollator(0, 1, 30)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain()
+
+
+def test_collators_are_found_by_name_and_unknown_names_list_the_known():
+    assert get_collator_cls("mlm") is MaskedLanguageModelingCollator
+    with pytest.raises(ValueError, match="objective 'clm' is unknown; known are .*'mlm'"):
+        get_collator_cls("clm")
+
+
+def test_the_six_objectives_of_the_api_are_there():
+    names = {"mlm", "enhanced_mlm", "diffusion", "classification", "token_classification",
+             "question_answering"}
+    assert set(COLLATORS) == names
+    assert all(issubclass(get_collator_cls(name), Collator) for name in names)
+    assert bertlab.Collator is Collator
+
+
+def test_rows_of_a_dataset_are_read_in_each_of_its_formats():
+    from datasets import Dataset
+
+    rows = [{"input_ids": [2, 5, 6, 3], "index": 0}, {"input_ids": [2, 7, 3], "index": 1}]
+    dataset, collate = Dataset.from_list(rows), plain(max_sequence_length=6)
+    for form in (None, "numpy", "torch"):
+        formatted = dataset.with_format(form)
+        batch = collate([formatted[0], formatted[1]])
+        assert all(torch.equal(values, collate(rows)[name]) for name, values in batch.items())
+
+
+def test_a_tokenizer_of_bytes_masks_whole_words_of_raw_text():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<pad>", "<s>", "</s>", "<mask>", "un", "real", "Ġcat", "s", "Ġ", "c", "a", "t", "u", "n",
+              "r", "e", "l", "Ġc", "Ġca", "re", "al"]
+    merges = [("u", "n"), ("r", "e"), ("a", "l"), ("re", "al"), ("Ġ", "c"), ("Ġc", "a"), ("Ġca", "t")]
+    inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>",
+                                        eos_token="</s>", mask_token="<mask>")
+    assert tokenizer.tokenize("unreal cats") == ["un", "real", "Ġcat", "s"]
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, unit="word", mlm_probability=0.5, max_sequence_length=4, mask_replace_prob=1.0,
+        random_replace_prob=0.0)
+    seen = {tuple((row >= 0).tolist()) for row in collate(
+        [{"text": "unreal cats", "epoch": 0, "index": index} for index in range(100)])["labels"]}
+    yes, no = True, False
+    assert seen == {(no, no, no, no), (yes, yes, no, no), (no, no, yes, yes), (yes, yes, yes, yes)}

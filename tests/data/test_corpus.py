@@ -1,0 +1,942 @@
+"Documents, sources, the corpus and its tokenizer: nothing leaks, nothing runs, bad input gets one line."
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import string
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.corpus import (
+    Corpus,
+    embedded_corpus,
+    load_corpus,
+    load_tokenizer,
+    make_corpus,
+    smallest_vocabulary,
+    train_tokenizer,
+    train_vocabulary,
+)
+from bertlab.data.documents import (
+    Document,
+    deduplicate,
+    divide,
+    drop_rules,
+    fingerprint,
+    hold_out,
+    installed_documents,
+    module_documents,
+    overlap,
+    parse_docstrings,
+    python_files,
+    sections,
+    word_runs,
+)
+from bertlab.data.sources import SourceNotFound
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Corpus:
+    return embedded_corpus()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded):
+    return train_tokenizer(embedded.train_texts, 2000)
+
+
+def python(code: str, *options: str, cwd: Path = ROOT, **environment: str) -> str:
+    "What a new Python prints."
+    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
+    done = subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def only_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert message and "\n" not in message
+    return message
+
+
+# --- docstrings -----------------------------------------------------------------------------------
+
+NESTED = '''
+"""Top."""
+raise SystemExit("this was run")
+if True:
+    def in_if():
+        """If."""
+else:
+    class InElse:
+        """Else."""
+        async def method(self):
+            """Async."""
+            def inner():
+                """Inner."""
+try:
+    pass
+except ValueError:
+    def in_except():
+        """Except."""
+finally:
+    def in_finally():
+        """Finally."""
+with open("x") as f:
+    def in_with():
+        """With."""
+match 1:
+    case 1:
+        def in_case():
+            """Case."""
+def formatted():
+    f"""No docstring: {formatted}."""
+def in_bytes():
+    b"""No docstring."""
+def late():
+    x = 1
+    """No docstring."""
+'''
+
+
+def test_docstrings_are_found_wherever_a_statement_may_stand_and_nothing_is_run():
+    found = [(d.source, d.text) for d in parse_docstrings(NESTED.encode(), "m")]
+    assert found == [
+        ("m:", "Top."),
+        ("m:in_if", "If."),
+        ("m:InElse", "Else."),
+        ("m:InElse.method", "Async."),
+        ("m:InElse.method.inner", "Inner."),
+        ("m:in_except", "Except."),
+        ("m:in_finally", "Finally."),
+        ("m:in_with", "With."),
+        ("m:in_case", "Case."),
+    ]
+
+
+def test_docstrings_do_not_depend_on_indentation_encoding_or_line_ends():
+    # 3.13 strips indentation when it compiles; the text must be the same before and after that.
+    code = '# coding: latin-1\r\ndef f():\r\n    """Grüße.\r\n\r\n    a\r\n        b\r\n    """\r\n'
+    assert [d.text for d in parse_docstrings(code.encode("latin-1"), "m")] == ["Grüße.\n\na\n    b"]
+
+
+def test_invalid_escapes_of_other_people_warn_nobody(recwarn):
+    # A DeprecationWarning until 3.11, a SyntaxWarning from 3.12 on.
+    assert [d.text for d in parse_docstrings(rb'"""A \d escape."""', "m")] == [r"A \d escape."]
+    assert not recwarn.list
+
+
+def test_a_docstring_with_half_a_surrogate_pair_can_still_be_written():
+    (document,) = parse_docstrings(rb'"""Half \ud800 of it."""', "m")
+    assert document.text.encode() == b"Half  of it."
+
+
+@given(st.text(alphabet="ab \n*=-", max_size=300), st.integers(1, 100))
+def test_cutting_a_page_loses_nothing_but_blank_lines(page, max_chars):
+    assert "".join("".join(sections(page, max_chars)).split()) == "".join(page.split())
+
+
+def test_a_section_grows_to_the_limit_and_not_beyond():
+    paragraphs = ["x" * 30 for _ in range(10)]
+    assert [len(piece) for piece in sections("\n\n".join(paragraphs), 100)] == [94, 94, 94, 30]
+
+
+@pytest.mark.parametrize(
+    "line, stays",
+    [
+        ("=====", False),
+        ("  ----------", False),
+        ("+-----+-----+", False),
+        ("+=====+=====+", False),
+        ("===== =====", False),
+        ("...", True),
+        (">>> x", True),
+        ("a = b", True),
+        ("-- x --", True),
+        ("[...]", True),
+        ("____", True),  # a name in Python
+    ],
+)
+def test_only_drawn_lines_are_dropped(line, stays):
+    assert drop_rules(f"before\n{line}\nafter") == (f"before\n{line}\nafter" if stays else "before\nafter")
+
+
+TOPICS = [
+    "# made by Sphinx\ntopics = {'cats': 'Cats\\n****\\n\\nThey '\n 'sleep all day.\\n'}\n",
+    'topics = {"cats": r"""Cats\n****\n\nThey sleep all day.\n"""}\n',
+]
+
+
+@pytest.mark.parametrize("source", TOPICS, ids=["strings joined", "one raw string"])
+def test_topics_are_read_in_every_form_that_python_stores_them(tmp_path, source):
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data" / "topics.py").write_text(source)
+    found = list(module_documents(python_files(tmp_path), Counter()))
+    assert found == [Document("Cats\n\nThey sleep all day.", "pydoc_data.topics:cats")]
+
+
+def test_files_that_do_not_parse_are_counted_and_the_others_are_read(tmp_path):
+    (tmp_path / "bad.py").write_text("def f(:\n")
+    (tmp_path / "good.py").write_text('"""Good."""')
+    (tmp_path / "null.py").write_bytes(b'"""Null."""\n\0')
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "in_test.py").write_text('"""A test."""')
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "other.py").write_text('"""Not of the library."""')
+    notes = Counter()
+    assert [d.text for d in module_documents(python_files(tmp_path), notes)] == ["Good."]
+    assert notes == {"Python files that do not parse": 2}
+
+
+def test_installed_packages_are_found_and_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "dangerous_package" / "deep").mkdir(parents=True)
+    (tmp_path / "dangerous_package" / "__init__.py").write_text('"""Top."""\nraise SystemExit')
+    (tmp_path / "dangerous_package" / "deep" / "a.py").write_text('"""Deep and internal."""')
+    (tmp_path / "dangerous_package" / "z.py").write_text('"""Public."""')
+    monkeypatch.syspath_prepend(tmp_path)
+    notes = Counter()
+    found = list(installed_documents(notes, packages=["dangerous_package", "no_such_package_here"]))
+    assert [d.text for d in found] == ["Top.", "Public.", "Deep and internal."]
+    assert found[2].group == "dangerous_package.deep.a"
+    assert "dangerous_package" not in sys.modules
+    assert notes.total() == 1
+    limited = installed_documents(notes, max_chars=12, packages=["dangerous_package"])
+    assert [d.text for d in limited] == ["Top.", "Public."]
+
+
+# --- copies and splits ----------------------------------------------------------------------------
+
+
+def test_copies_differ_in_layout_case_and_punctuation_alone():
+    same = ["Join two paths.", "join  two\npaths", "**Join** two paths!"]
+    other = ["Join two path", "two paths join", "Join 2 paths.", "Join 3 paths."]
+    assert len({fingerprint(text) for text in same}) == 1
+    assert len({fingerprint(text) for text in same + other}) == 5
+    dropped = Counter()
+    kept = deduplicate((Document(t, "") for t in ["", *same, *other, "a"]), 2, dropped)
+    assert [d.text for d in kept] == [same[0], *other]
+    assert dropped == {"too short": 2, "duplicates": 2}
+
+
+def test_texts_of_marks_alone_are_not_taken_for_copies_of_each_other():
+    assert len(deduplicate([Document("☃☃", ""), Document("☃", ""), Document("!?", "")], 1, Counter())) == 3
+
+
+def test_word_runs_by_hand():
+    assert word_runs("A b, c d", 3) == [("a", "b", "c"), ("b", "c", "d")]
+    assert word_runs("A b", 3) == [("a", "b")]
+    assert len(word_runs(" ".join(string.ascii_lowercase))) == 26 - 8 + 1
+
+
+def test_overlap_counts_runs_of_all_others_together():
+    letters = list(string.ascii_lowercase)
+    whole = Document(" ".join(letters[:16]), "")  # 9 runs of 8
+    first, last = Document(" ".join(letters[:10]), ""), Document(" ".join(letters[7:16]), "")
+    assert overlap([whole], [first]) == [3 / 9]
+    assert overlap([whole], [first, last]) == [5 / 9]
+    assert overlap([first], [whole]) == [1.0]
+    assert overlap([whole], []) == [0.0]
+
+
+sizes_of_groups = st.dictionaries(st.text(string.ascii_lowercase, min_size=1), st.integers(1, 1000), max_size=60)
+
+
+@given(sizes_of_groups, st.floats(0, 0.9), st.randoms(use_true_random=False))
+def test_what_is_held_out_fits_and_does_not_depend_on_the_order(sizes, fraction, random):
+    held = hold_out(sizes, fraction)
+    shuffled = list(sizes.items())
+    random.shuffle(shuffled)
+    assert hold_out(dict(shuffled), fraction) == held
+    assert sum(sizes[name] for name in held) <= fraction * sum(sizes.values())
+
+
+def test_groups_are_held_out_in_the_order_of_a_hash_that_any_machine_computes():
+    names = [f"module{i}" for i in range(40)]
+    order = sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=16).digest())
+    assert hold_out(dict.fromkeys(names, 10), 0.1) == set(order[:4])
+
+
+def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
+    "So many documents in each file, all of them different."
+    return [Document(f"{file} {i} ".ljust(chars, "x"), f"{file}:{i}") for file, n in files.items() for i in range(n)]
+
+
+@pytest.mark.parametrize(
+    "files, at_least, whole",
+    [
+        ({f"f{i}": 5 for i in range(60)}, 4, True),  # many files: several are held out
+        ({f"f{i}": 50 for i in range(12)}, 1, True),  # ten of equal size: one is
+        ({"one": 100}, None, False),  # a single file: documents
+        ({"a": 50, "b": 50}, None, False),  # two equal files: neither is a tenth
+    ],
+)
+def test_whole_files_are_held_out_where_that_is_possible(files, at_least, whole):
+    documents = documents_in(files)
+    train, apart, grouped = divide(documents, 0.1, lambda d: d.group)
+    assert grouped is whole and sorted(d.source for d in train + apart) == sorted(d.source for d in documents)
+    groups = {d.group for d in apart}
+    if whole:
+        assert len(groups) >= at_least and not groups & {d.group for d in train}
+    assert 0.05 <= len(apart) / len(documents) <= 0.11
+
+
+def test_several_groups_are_preferred_to_one_large_one():
+    names = sorted((f"f{i}" for i in range(60)), key=lambda n: hashlib.blake2b(n.encode(), digest_size=16).digest())
+    documents = documents_in({name: 50 if i == 0 else 10 for i, name in enumerate(names)})
+    apart = divide(documents, 0.1, lambda d: d.group)[1]
+    # Its hash comes first, and it would fit, but nearly alone.
+    assert names[0] not in {d.group for d in apart} and len({d.group for d in apart}) >= 4
+
+
+@given(st.lists(st.text("abc ", max_size=6), max_size=60), st.sampled_from([0.1, 0.3, 0.5]))
+@settings(max_examples=60)
+def test_duplicates_never_straddle(texts, fraction):
+    try:
+        corpus = make_corpus("x", [Document(t, f"f{i % 7}:{i}") for i, t in enumerate(texts)], fraction)
+    except ValueError:
+        return
+    words = [[" ".join(re.findall(r"\w+", text.lower())) for text in part] for part in (corpus.train_texts, corpus.validation_texts)]
+    assert not set(words[0]) & set(words[1])
+    assert len(corpus.train) + len(corpus.validation) + corpus.num_dropped.total() == len(texts)
+
+
+def test_a_held_out_document_with_a_near_twin_in_training_is_dropped_and_counted():
+    common = " ".join(f"word{i}" for i in range(40))
+    documents = [Document(f"{common} {i}", f"f{i}:1") for i in range(20)]
+    documents += [Document(f"{i} {i + 1} {i + 2}", f"g{i}:1") for i in range(1000)]
+    corpus = make_corpus("x", documents, 0.3)
+    assert not any(text.startswith("word0") for text in corpus.validation_texts)
+    assert corpus.num_dropped["held out, but half or more stands in training"] > 0
+
+
+def test_repetitive_text_is_kept_and_said_to_be():
+    template = "On day {} the pump of the northern station ran without any fault at all."
+    documents = [Document(template.format(i), f"log:{i}") for i in range(200)]
+    corpus = make_corpus("x", documents)
+    assert len(corpus.train) + len(corpus.validation) == 200 and corpus.validation
+    assert f"{len(corpus.validation)} held-out documents with a near twin" in corpus.describe()
+
+
+def test_nothing_is_held_out_where_nobody_wants_it():
+    corpus = make_corpus("x", documents_in({"a": 1}), validation_fraction=0)
+    assert len(corpus.train) == 1 and corpus.validation == [] and "nothing" in corpus.split_rule
+
+
+# --- the embedded corpus --------------------------------------------------------------------------
+
+
+def test_the_embedded_corpus_has_the_topics_and_the_docstrings(embedded):
+    groups = {d.group for d in embedded.train + embedded.validation}
+    assert {"pydoc_data.topics", "json.decoder", "asyncio.events", "textwrap"} <= groups
+    assert not any({"test", "tests", "idlelib"} & set(group.split(".")) for group in groups)
+    assert min(len(text) for text in embedded.train_texts + embedded.validation_texts) >= 20
+    assert embedded.python_version == ".".join(map(str, sys.version_info[:3]))
+    assert sum(map(len, embedded.train_texts)) > 1_200_000
+
+
+def test_a_top_level_module_is_on_one_side(embedded):
+    sides = [{d.source.split(":")[0].split(".")[0] for d in part} for part in (embedded.train, embedded.validation)]
+    assert not sides[0] & sides[1]
+    assert len(sides[1]) >= 10, "validation on a few modules would measure these modules"
+    assert "pydoc_data" in sides[0]
+    sizes = Counter()
+    for document in embedded.validation:
+        sizes[document.group.split(".")[0]] += len(document.text)
+    assert max(sizes.values()) < 0.3 * sizes.total()
+
+
+def test_validation_is_large_enough_to_measure_with(embedded, tokenizer):
+    share = sum(map(len, embedded.validation_texts)) / sum(map(len, embedded.train_texts + embedded.validation_texts))
+    assert 0.08 <= share <= 0.10
+    rows = tokenizer(embedded.validation_texts, add_special_tokens=False, verbose=False).input_ids
+    assert sum(map(len, rows)) >= 35_000
+
+
+def test_no_held_out_document_stands_in_training_not_even_in_half(embedded):
+    def words(text):
+        return "".join(c.lower() if c.isalnum() or c == "_" else " " for c in text).split()
+
+    train = [words(text) for text in embedded.train_texts]
+    whole = {" ".join(w) for w in train}
+    eights = {" ".join(w[i : i + 8]) for w in train for i in range(len(w) - 7)}
+    for text in embedded.validation_texts:
+        own = words(text)
+        assert " ".join(own) not in whole, text
+        if len(own) >= 8:
+            runs = [" ".join(own[i : i + 8]) for i in range(len(own) - 7)]
+            assert sum(run in eights for run in runs) < len(runs) / 2, text
+
+
+def test_the_corpus_is_the_same_in_every_process_and_imports_no_module_that_it_reads():
+    code = """
+    import sys
+    from bertlab.data.corpus import embedded_corpus
+    print(embedded_corpus().sha256, {"turtle", "tkinter", "this", "antigravity", "pydoc_data"} & set(sys.modules))
+    """
+    plain = python(code, PYTHONHASHSEED="1")
+    assert plain == python(code, "-OO", PYTHONHASHSEED="2")  # -OO strips docstrings, of what is run
+    assert plain.endswith("set()")
+
+
+def test_reading_a_corpus_loads_nothing_heavy():
+    code = """
+    import sys
+    from bertlab.data.corpus import load_corpus
+    load_corpus("settings.ini", lines="documents")
+    load_corpus(max_documents=500)
+    heavy = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "pandas", "numpy", "huggingface_hub"}
+    print(heavy & set(sys.modules))
+    """
+    assert python(code) == "set()"
+
+
+def test_the_hash_changes_with_a_text_its_side_its_place_and_its_borders():
+    def sha(train, validation=()):
+        return Corpus("x", [Document(t, "") for t in train], [Document(t, "") for t in validation], "").sha256
+
+    variants = [
+        (["ab", "c"],),
+        (["a", "bc"],),
+        (["c", "ab"],),
+        (["ab"], ["c"]),
+        (["abc"],),
+        ([], ["ab", "c"]),
+        (["ab", "c", ""],),
+        (["ab", "C"],),
+        (["ab\n", "c"],),
+    ]
+    assert len({sha(*variant) for variant in variants}) == len(variants)
+    assert sha(["ab", "c"]) == sha(["ab", "c"])
+
+
+def test_the_description_names_size_hash_version_and_what_was_left_out(embedded):
+    text = embedded.describe()
+    for part in ("train", "validation", "duplicates", "too short", "top-level module", embedded.python_version):
+        assert part in text
+    assert embedded.sha256[:16] in text and f"{len(embedded.train):,} documents" in text
+
+
+@pytest.mark.parametrize("files", [{}, {"abc.py": '"""One docstring."""'}], ids=["none", "one"])
+def test_a_python_without_its_source_is_told_what_to_do(tmp_path, monkeypatch, files):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError) as error:
+        embedded_corpus()
+    assert f"only {len(files)} docstrings" in only_line(error) and "pass a file" in str(error.value)
+
+
+def test_the_larger_level_trains_on_more_and_is_validated_on_the_same_modules(embedded, monkeypatch):
+    held = embedded.validation[0]
+    more = [Document(f"A tensor of {i} numbers in a row of its own.", "torch.functional:f") for i in range(50)]
+    copy = Document(held.text, "transformers.copies:f")
+    monkeypatch.setattr("bertlab.data.corpus.installed_documents", lambda notes: [*more, copy])
+    larger = embedded_corpus("installed")
+    assert {d.group for d in larger.validation} == {d.group for d in embedded.validation}
+    assert set(larger.validation_texts) == set(embedded.validation_texts)
+    assert len(larger.train) == len(embedded.train) + 50 and larger.num_dropped["duplicates"] > 0
+    assert larger.sha256 != embedded.sha256
+
+
+# --- sources --------------------------------------------------------------------------------------
+
+TEXTS = [f"Sentence number {i}, with\na line break and a “quote”." for i in range(40)]
+
+
+def write(path: Path, texts=TEXTS, column: str = "text") -> Path:
+    "Write texts in the format that the suffix names."
+    import csv
+    import io
+
+    kind = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    rows = [{"id": i, column: text} for i, text in enumerate(texts)]
+    if kind == ".parquet":
+        import pandas
+
+        pandas.DataFrame(rows).to_parquet(path)
+        return path
+    if kind in (".csv", ".tsv"):
+        stream = io.StringIO()
+        writer = csv.DictWriter(stream, ["id", column], delimiter="\t" if kind == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+        content = stream.getvalue()
+    elif kind in (".jsonl", ".ndjson"):
+        content = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    elif kind == ".json":
+        content = json.dumps(rows, indent=1)
+    else:
+        content = "\n\n".join(texts)
+    data = content.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def all_texts(corpus: Corpus) -> list[str]:
+    return sorted(corpus.train_texts + corpus.validation_texts)
+
+
+NAMES = ["a.txt", "a", "a.md", "a.csv", "a.tsv", "a.jsonl", "a.ndjson", "a.json", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "a.txt.gz", "a.csv.gz", "a.tsv.gz", "a.jsonl.gz", "a.json.gz", "A.CSV"])
+def test_every_kind_of_file_gives_the_same_corpus(tmp_path, name):
+    if name == "A.CSV":
+        path = write(tmp_path / "a.csv").rename(tmp_path / name)
+    else:
+        path = write(tmp_path / name)
+    corpus = load_corpus(path)
+    assert all_texts(corpus) == sorted(TEXTS)
+    assert corpus.validation and not set(corpus.train_texts) & set(corpus.validation_texts)
+    assert load_corpus(str(path)).sha256 == corpus.sha256
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.parquet"])
+def test_another_column_can_hold_the_text(tmp_path, name):
+    assert all_texts(load_corpus(write(tmp_path / name, column="review"), "review")) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "content, lines, expected",
+    [
+        ("a b\nc d\n", "auto", ["a b", "c d"]),
+        ("a b\r\nc d\r\n", "auto", ["a b", "c d"]),
+        ("a\nb\n\nc\nd\n\n\n \ne\n", "auto", ["a\nb", "c\nd", "e"]),
+        ("a\nb\n\nc\nd\n", "documents", ["a", "b", "c", "d"]),
+        ("\ufeffa\nb\n", "documents", ["a", "b"]),
+        ("a\nb\n", "paragraphs", ["a\nb"]),
+        ("one\u2028line\nanother\x0cline\n", "documents", ["one\u2028line", "another\x0cline"]),
+        ("\n".join(f"t{i}" for i in range(99)) + "\n\nlast", "auto", [f"t{i}" for i in range(99)] + ["last"]),
+    ],
+)
+def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, lines, expected):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content.encode())
+    corpus = load_corpus(path, lines=lines, validation_fraction=0)
+    assert corpus.train_texts == expected
+    unit = "paragraph" if any("\n" in text for text in expected) else "line"
+    assert f"text files with one document per {unit}" in corpus.describe()
+
+
+def test_a_row_that_is_one_long_document_is_read(tmp_path):
+    long = "word " * 60_000  # csv's own limit is 131,072 characters
+    assert max(map(len, load_corpus(write(tmp_path / "a.csv", [long, *TEXTS])).train_texts)) == len(long)
+
+
+def test_u2028_inside_json_is_no_line_end(tmp_path):
+    texts = [f"{i} Roses are red,\u2028violets are blue." for i in range(30)]
+    assert all_texts(load_corpus(write(tmp_path / "a.jsonl", texts))) == sorted(texts)
+
+
+def test_a_directory_is_read_by_path_and_split_by_file_wherever_it_stands(tmp_path):
+    def fill(root: Path) -> Path:
+        for i in range(60):
+            (root / f"part{i % 3}").mkdir(parents=True, exist_ok=True)
+            write(root / f"part{i % 3}" / f"{i}.{('txt', 'csv', 'jsonl.gz')[i % 3]}", [f"{i} {t} {i}" for t in TEXTS])
+        (root / "picture.png").write_bytes(b"\x89PNG")
+        return root
+
+    corpus = load_corpus(fill(tmp_path / "here"))
+    moved = load_corpus(fill(tmp_path / "elsewhere" / "deeper"))
+    assert corpus.sha256 == moved.sha256
+    sides = [{d.group for d in part} for part in (corpus.train, corpus.validation)]
+    assert len(sides[1]) >= 4 and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 60
+    assert "1 files of other kinds, not read" in corpus.describe() and "by file" in corpus.split_rule
+
+
+def test_max_documents_reads_the_first_ones(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(f"line number {i}" for i in range(1000)))
+    corpus = load_corpus(path, max_documents=100)
+    assert all_texts(corpus) == sorted(f"line number {i}" for i in range(100))
+    assert len(all_texts(load_corpus(max_documents=300))) <= 300
+
+
+# --- datasets -------------------------------------------------------------------------------------
+
+
+def rows(n: int, column: str = "text") -> dict:
+    return {"label": list(range(n)), column: [f"Row {i} of a dataset." for i in range(n)]}
+
+
+def test_a_hub_name_goes_to_datasets_with_its_options(monkeypatch):
+    import datasets
+
+    seen = []
+
+    def load_dataset(*arguments, **options):
+        seen.append((arguments, options))
+        return datasets.Dataset.from_dict(rows(2500, "body"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    corpus = load_corpus("owner/name", "body", split="train[:50%]", config_name="en")
+    assert seen == [(("owner/name", "en"), {"split": "train[:50%]", "streaming": False})]
+    assert all_texts(corpus) == sorted(rows(2500)["text"])
+    assert "owner/name:2500" in {d.source for d in corpus.train + corpus.validation}
+
+
+def test_a_stream_without_an_end_is_read_as_far_as_asked(monkeypatch):
+    import datasets
+
+    count = 0
+
+    def endless():
+        nonlocal count
+        while True:
+            count += 1
+            yield {"text": f"Row {count} of a dataset."}
+
+    stream = datasets.IterableDataset.from_generator(endless)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, streaming, **k: stream if streaming else None)
+    corpus = load_corpus("name", streaming=True, max_documents=60)
+    assert len(all_texts(corpus)) == 60 and count <= 3000
+    with pytest.raises(ValueError, match="max_documents"):
+        load_corpus("name", streaming=True)
+
+
+def test_a_dataset_saved_to_disk_is_read_by_its_split(tmp_path):
+    import datasets
+
+    train, test = datasets.Dataset.from_dict(rows(50)), datasets.Dataset.from_dict({"text": ["of the test split"]})
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "saved")
+    assert all_texts(load_corpus(tmp_path / "saved")) == sorted(rows(50)["text"])
+    train.save_to_disk(tmp_path / "single")
+    assert all_texts(load_corpus(tmp_path / "single")) == sorted(rows(50)["text"])
+    with pytest.raises(SourceNotFound, match="'validation'"):
+        load_corpus(tmp_path / "saved", split="validation")
+    with pytest.raises(ValueError, match="'label', 'text'"):
+        load_corpus(tmp_path / "saved", "body")
+
+
+def test_a_directory_with_a_dataset_card_is_read_as_its_card_says(tmp_path):
+    root = tmp_path / "hub"
+    (root / "data").mkdir(parents=True)
+    write(root / "data" / "train.parquet")
+    write(root / "data" / "test.parquet", ["of the test split"])
+    card = "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train.parquet\n---\n# A card\n"
+    (root / "README.md").write_text(card)
+    assert all_texts(load_corpus(root)) == sorted(TEXTS)
+
+
+@pytest.fixture
+def unplugged(monkeypatch):
+    "A machine without a network, whose hub client does not know that yet."
+    from huggingface_hub import constants
+
+    def refuse(*arguments, **options):
+        raise OSError("no route")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    monkeypatch.setattr("bertlab.data.sources.getproxies", dict)
+    return constants
+
+
+def test_without_a_network_the_hub_client_is_not_left_to_try_again_and_again(monkeypatch, unplugged):
+    import datasets
+
+    def load_dataset(*arguments, **options):
+        assert unplugged.HF_HUB_OFFLINE, "it would try for most of a minute"
+        raise ConnectionError("Couldn't reach 'name' on the Hub\nwith more lines")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(SourceNotFound) as error:
+        load_corpus("name")
+    assert "name" in only_line(error) and "network" in str(error.value)
+    assert unplugged.HF_HUB_OFFLINE is False, "what was switched must be switched back"
+
+
+def test_a_hub_name_that_cannot_be_reached_gets_one_line(unplugged):
+    with pytest.raises(SourceNotFound) as error:
+        load_corpus("no_such_owner/no_such_dataset")
+    assert "no_such_owner/no_such_dataset" in only_line(error)
+    with pytest.raises(SourceNotFound) as error:
+        load_tokenizer("no_such_owner/no_such_tokenizer")
+    assert "no_such_owner/no_such_tokenizer" in only_line(error)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def parquet(path: Path, **columns) -> None:
+    import pandas
+
+    pandas.DataFrame(columns).to_parquet(path)
+
+
+ROWS = '{"text": "a b"}\n'
+BAD = {
+    "missing file": (lambda p: p / "no.txt", {}, "no.txt", "does not exist"),
+    "missing file of unknown kind": (lambda p: p / "no" / "such" / "thing", {}, "such", "does not exist"),
+    "empty file": (b"", {}, "a.txt", "no document"),
+    "blank file": (b"\n \n\n", {}, "a.txt", "no document"),
+    "empty table": (("a.csv", b""), {}, "a.csv", "no document"),
+    "header alone": (("a.csv", b"text\n"), {}, "a.csv", "no document"),
+    "empty json": (("a.jsonl", b"\n"), {}, "a.jsonl", "no document"),
+    "too short": (b"a b\nc d\n", {"min_chars": 10}, "a.txt", "min_chars=10"),
+    "one document": (b"a single line\n", {}, "a.txt", "validation_fraction=0.1"),
+    "copies of one document": (b"the same\n" * 50, {}, "documents (1)", "validation_fraction"),
+    "latin-1": ("na\u00efve\n".encode("latin-1"), {}, "a.txt", "byte 0xef at position 2"),
+    "utf-16": ("text".encode("utf-16"), {}, "a.txt", "position 0"),
+    "latin-1 table": (("a.csv", "text\nna\u00efve\n".encode("latin-1")), {}, "a.csv", "position 7"),
+    "broken gzip": (("a.txt.gz", b"\x1f\x8bnot gzip"), {}, "a.txt.gz", "unpacked"),
+    "cut gzip": (("a.txt.gz", gzip.compress(b"text " * 999)[:-9]), {}, "a.txt.gz", "unpacked"),
+    "no gzip": (("a.txt.gz", b"plain"), {}, "a.txt.gz", "unpacked"),
+    "csv without the column": (("a.csv", b"id,body\n1,x\n"), {}, "text_column='text'", "'id', 'body'"),
+    "jsonl without the column": (("a.jsonl", b'{"body": "x", "n": 1}\n'), {}, "text_column='text'", "'body', 'n'"),
+    "parquet without the column": ((parquet, {"body": ["x"]}), {}, "text_column='text'", "'body'"),
+    "one row without the column": (("a.jsonl", f'{ROWS}{ROWS}{{"body": "x"}}\n'.encode()), {}, "line 3", "'body'"),
+    "json null": (("a.jsonl", f'{ROWS}{{"text": null}}\n'.encode()), {}, "line 2", "null"),
+    "json number": (("a.json", b'[{"text": "a"}, {"text": 7}]'), {}, "row 2", "int"),
+    "json half surrogate": (("a.jsonl", rb'{"text": "\ud800"}'), {}, "line 1", "surrogate"),
+    "no object": (("a.jsonl", f"{ROWS}[1]\n".encode()), {}, "line 2", "object"),
+    "no json": (("a.jsonl", f"{ROWS}{ROWS}oops\n".encode()), {}, "line 3", "not JSON"),
+    "no json list": (("a.json", b'[{"text": "a"},'), {}, "a.json", "not JSON"),
+    "short csv row": (("a.csv", b"id,text\n1,a\n2\n"), {}, "line 3", "null"),
+    "open quote": (("a.csv", b'text\n"a\nb\n'), {}, "a.csv", "table"),
+    "parquet null": ((parquet, {"text": ["a", None]}), {}, "row 2", "null"),
+    "parquet numbers": ((parquet, {"text": [1, 2]}), {}, "row 1", "int"),
+    "no parquet": (("a.parquet", b"plain"), {}, "a.parquet", "Parquet"),
+    "empty directory": (lambda p: p, {}, "has no file to read", ".jsonl"),
+    "directory of pictures": (("a.png", b"\x89PNG"), {"source": "."}, "1 of other kinds", ".jsonl"),
+    "unknown lines": (b"a\nb\n", {"lines": "words"}, "lines", "'words'"),
+    "unknown level": (lambda p: None, {"level": "all"}, "level", "'all'"),
+    "fraction of one": (b"a\nb\n", {"validation_fraction": 1}, "validation_fraction", "1"),
+    "negative fraction": (b"a\nb\n", {"validation_fraction": -0.1}, "validation_fraction", "-0.1"),
+    "no characters": (b"a\nb\n", {"min_chars": 0}, "min_chars", "0"),
+    "no documents": (b"a\nb\n", {"max_documents": 0}, "max_documents", "0"),
+    "split of a file": (b"a\nb\n", {"split": "test"}, "split='test'", "hub"),
+    "config of the embedded corpus": (lambda p: None, {"config_name": "en"}, "config_name='en'", "hub"),
+    "stream of a file": (b"a\nb\n", {"streaming": True, "max_documents": 5}, "streaming=True", "hub"),
+}
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_bad_input_gets_one_line_that_names_it(tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    content, options, *words = case
+    if callable(content):
+        source = content(tmp_path)
+    elif isinstance(content, bytes):
+        source = tmp_path / "a.txt"
+        source.write_bytes(content)
+    elif content[0] is parquet:
+        source = tmp_path / "a.parquet"
+        parquet(source, **content[1])
+    else:
+        source = tmp_path / content[0]
+        source.write_bytes(content[1])
+    options = {"source": source, **options}
+    with pytest.raises(ValueError) as error:
+        load_corpus(**options)
+    message = only_line(error)
+    for word in words:
+        assert word in message
+
+
+def test_a_missing_file_is_also_a_file_not_found_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_corpus(tmp_path / "no.txt")
+
+
+def test_a_file_without_permission_gets_one_line(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt")
+
+    def forbid(*arguments):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # root may read everything, so chmod would not do
+    monkeypatch.setattr("bertlab.data.readers.open", forbid, raising=False)
+    with pytest.raises(ValueError) as error:
+        load_corpus(path)
+    assert "a.txt" in only_line(error) and "permission" in str(error.value)
+
+
+# --- the tokenizer --------------------------------------------------------------------------------
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def test_two_processes_train_the_same_vocabulary():
+    code = """
+    import hashlib
+    from bertlab.data.corpus import embedded_corpus, train_tokenizer
+    vocabulary = train_tokenizer(embedded_corpus(max_documents=3000).train_texts, 1500).get_vocab()
+    print(hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest())
+    """
+    one = python(code, PYTHONHASHSEED="1", TOKENIZERS_PARALLELISM="true")
+    assert one == python(code, PYTHONHASHSEED="2", TOKENIZERS_PARALLELISM="false")
+
+
+def test_the_vocabulary_does_not_depend_on_the_order_of_the_texts_or_on_chance(embedded):
+    texts = embedded.train_texts[:800]
+    vocabularies = [train_tokenizer(t, 1000).get_vocab() for t in (texts, texts[::-1], texts, texts)]
+    assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
+
+
+def longest_match(word: str, vocabulary: dict[str, int]) -> list[str]:
+    "WordPiece by its definition."
+    rest, found = word, []
+    while rest:
+        mark = "##" if found else ""
+        length = next((n for n in range(len(rest), 0, -1) if mark + rest[:n] in vocabulary), 0)
+        if not length:
+            return ["[UNK]"]
+        found.append(mark + rest[:length])
+        rest = rest[length:]
+    return found
+
+
+@given(word=st.text("abcdefghijklmnopqrstuvwxyzñ0123456789", min_size=1, max_size=20))
+@settings(max_examples=300)
+def test_a_word_is_cut_as_wordpiece_is_defined(tokenizer, word):
+    plain = word.replace("ñ", "n")  # lower-casing takes accents off
+    assert tokenizer.tokenize(word) == longest_match(plain, tokenizer.get_vocab())
+
+
+def test_special_tokens_come_first_and_frame_single_texts_and_pairs(tokenizer):
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 4]) == SPECIAL
+    assert sorted(tokenizer.get_vocab().values()) == list(range(2000))
+    single, pair = tokenizer("the value"), tokenizer("the", "value")
+    assert list(single) == ["input_ids", "attention_mask"]
+    the, value = tokenizer.get_vocab()["the"], tokenizer.get_vocab()["value"]
+    assert single.input_ids == [2, the, value, 3] and pair.input_ids == [2, the, 3, value, 3]
+    assert pair.sequence_ids() == [None, 0, None, 1, None]
+    padded = tokenizer(["the value", "the"], padding=True)
+    assert padded.input_ids[1] == [2, the, 3, 0] and padded.attention_mask[1] == [1, 1, 1, 0]
+    assert tokenizer("[MASK]").input_ids == [2, 4, 3]
+    assert len(tokenizer("the " * 1000, truncation=True).input_ids) == 512
+
+
+def test_decoding_gives_the_words_back(tokenizer):
+    text = "return the value of the dictionary"
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+
+
+def test_one_unknown_character_costs_the_whole_word(tokenizer):
+    assert tokenizer.tokenize("value valueπ π") == ["value", "[UNK]", "[UNK]"]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_case_survives_exactly_where_it_was_asked_for_and_so_it_does_a_reload(tmp_path, lowercase):
+    tokenizer = train_tokenizer(["The cat É sat", "the Cat sat"] * 9, 100, lowercase=lowercase)
+    tokenizer.save_pretrained(tmp_path)
+    expected = ["the", "cat", "e"] if lowercase else ["The", "Cat", "É"]
+    assert tokenizer.tokenize("The Cat É") == expected
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.tokenize("The Cat É") == expected and loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.model_max_length == 512 and loaded.padding_side == "right"
+    assert list(loaded("the", "cat")) == ["input_ids", "attention_mask"]
+
+
+def test_the_smallest_vocabulary_is_the_special_tokens_and_the_characters():
+    texts = ["ab ba", "c"]
+    # a, b, c alone; a and b also inside a word
+    assert smallest_vocabulary(texts) == (["a", "b", "c"], ["##a", "##b"])
+    exact = train_tokenizer(texts, 10)
+    assert sorted(exact.get_vocab(), key=exact.get_vocab().get) == [*SPECIAL, "a", "b", "c", "##a", "##b"]
+    assert exact.tokenize("ab c") == ["a", "##b", "c"]
+    for vocab_size in (9, 5, 4, 0, -1):
+        with pytest.raises(ValueError) as error:
+            train_tokenizer(texts, vocab_size)
+        assert f"vocab_size={vocab_size}" in only_line(error) and "10 or more" in str(error.value)
+
+
+def test_a_vocabulary_grows_to_its_size_and_no_further(embedded):
+    assert len(train_tokenizer(embedded.train_texts[:500], 777)) == 777
+    assert len(train_tokenizer(["ab"], 4096)) == 5 + 2 + 1 + 1  # a, b, ##b, ab
+
+
+def test_rare_characters_are_left_out_most_frequent_first_and_ties_by_code_point():
+    texts = ["aaa bb cc d e"]
+    assert smallest_vocabulary(texts, limit_alphabet=4)[0] == ["a", "b", "c", "d"]
+    tokenizer = train_tokenizer(texts, 50, limit_alphabet=4)
+    assert tokenizer.tokenize("a d e ae") == ["a", "d", "[UNK]", "[UNK]"]
+    assert not any("e" in token for token in set(tokenizer.get_vocab()) - set(SPECIAL))
+    many = ["".join(map(chr, range(0x4E00, 0x4E00 + 5000)))]
+    assert len(train_tokenizer(many, 1100)) <= 1100
+    with pytest.raises(ValueError, match="limit_alphabet"):
+        train_tokenizer(texts, 50, limit_alphabet=0)
+
+
+def test_the_trainer_alone_is_what_makes_vocabularies_differ(embedded):
+    # If this fails, tokenizers has been mended, and the sorted alphabet is no longer needed.
+    plain = {frozenset(train_vocabulary(embedded.train_texts[:300], 900).items()) for _ in range(8)}
+    assert len(plain) > 1
+
+
+@pytest.mark.parametrize("texts, word", [("one string", "list"), ([], "0 documents"), (["", " "], "2 documents")])
+def test_texts_that_cannot_train_a_tokenizer_get_one_line(texts, word):
+    with pytest.raises(ValueError) as error:
+        train_tokenizer(texts)
+    assert word in only_line(error)
+
+
+def test_the_saved_tokenizer_fills_masks_where_bertlab_is_not_installed(tmp_path, tokenizer):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    code = """
+    import sys
+    sys.modules["bertlab"] = None  # importing it fails, wherever it is installed
+    from transformers import AutoTokenizer, pipeline
+    tokenizer = AutoTokenizer.from_pretrained(".")
+    print(tokenizer("return the value").input_ids, len(pipeline("fill-mask", ".")("return the [MASK] of x.")))
+    """
+    out = python(code, cwd=tmp_path)
+    assert out.splitlines()[-1] == f"{tokenizer('return the value').input_ids} 5"
+
+
+def no_mask_token(path: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    model = models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="[UNK]").save_pretrained(path)
+
+
+def model_alone(path: Path) -> None:
+    from transformers import BertConfig
+
+    BertConfig().save_pretrained(path)
+
+
+BAD_TOKENIZERS = {
+    "empty directory": (lambda p: None, "cannot be loaded"),
+    "no mask token": (no_mask_token, "has no mask_token, pad_token"),
+    "a model without a tokenizer": (model_alone, "has no vocabulary"),
+    "broken file": (lambda p: (p / "tokenizer.json").write_text("{"), "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("prepare, word", BAD_TOKENIZERS.values(), ids=BAD_TOKENIZERS.keys())
+def test_a_directory_that_is_no_tokenizer_gets_one_line(tmp_path, prepare, word):
+    prepare(tmp_path)
+    with pytest.raises(ValueError) as error:
+        load_tokenizer(tmp_path)
+    assert word in only_line(error) and tmp_path.name in str(error.value)
+
+
+def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(tmp_path, monkeypatch):
+    monkeypatch.setattr("socket.create_connection", lambda *a, **k: pytest.fail("asked the network"))
+    (tmp_path / "file.txt").write_text("no directory")
+    for name in (tmp_path / "missing", tmp_path / "file.txt", "./missing"):
+        with pytest.raises(SourceNotFound) as error:
+            load_tokenizer(name)
+        assert "directory" in only_line(error)

@@ -1,0 +1,382 @@
+"""Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from test_training import word_tokenizer
+
+from bertlab.data.module import PretrainingDataModule, pair_splits
+from bertlab.data.loaders import EpochBatches, FilledRows, PaddedDataset, TokenStream, TrainingTexts, pack_texts
+from bertlab.data.packing import PackedDataset, TokenizedDocuments
+
+WORDS = [f"w{i}" for i in range(90)]
+TOKENIZER = word_tokenizer(WORDS)
+SPECIAL = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
+
+
+def make_texts(number=200, seed=0, longest=30):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, rng.integers(3, longest))) for _ in range(number)]
+
+
+def write_lines(path, texts):
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def make_module(source, **options):
+    options = {"max_sequence_length": 32, "train_batch_size": 4, "val_batch_size": 4, **options}
+    return PretrainingDataModule(source, TOKENIZER, **options)
+
+
+def set_up(source, **options):
+    data = make_module(source, **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def take(loader, number):
+    "The next batches; not one more, as `zip` would take."
+    iterator = iter(loader)
+    return [next(iterator) for _ in range(number)]
+
+
+def texts_of(dataset):
+    "The texts of a dataset's documents, sorted."
+    return sorted(TOKENIZER.decode(document) for document in dataset.documents)
+
+
+def original_ids(batch):
+    "A batch's ids before they were masked."
+    return torch.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"])
+
+
+def test_every_document_is_trained_on_or_held_out_and_none_is_both(tmp_path):
+    texts = make_texts()
+    data = set_up(write_lines(tmp_path / "a.txt", texts))
+    train, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
+    assert sorted(train + held) == sorted(set(texts)) and not set(train) & set(held)
+    assert 0.05 < len(held) / len(texts) < 0.15
+    assert "held out" in data.describe()
+
+
+def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):
+    texts, others = make_texts(80), make_texts(50, seed=1)
+    train, val = write_lines(tmp_path / "a.txt", texts), write_lines(tmp_path / "b.txt", others)
+    data = set_up(train, val_dataset_name_or_path=val)
+    assert texts_of(data.train_dataset) == sorted(set(texts))
+    assert texts_of(data.val_dataset) == sorted(set(others))
+    assert "held out" not in data.describe()
+
+
+def test_several_validation_sets_get_a_loader_each(tmp_path):
+    paths = [write_lines(tmp_path / f"{n}.txt", make_texts(40, seed=n)) for n in range(3)]
+    data = set_up(paths[0], val_dataset_name_or_path=paths[1:])
+    loaders = data.val_dataloader()
+    assert len(loaders) == 2 and [len(texts_of(d)) for d in data.val_datasets] == [40, 40]
+    assert texts_of(data.val_datasets[0]) != texts_of(data.val_datasets[1])
+
+
+def test_splits_and_slices_are_taken(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts(100))
+    slices = ["train[80:90]", "train[90:]"]
+    data = set_up(path, train_split="train[:80]", val_split=slices)
+    sizes = [len(d.documents) for d in (data.train_dataset, *data.val_datasets)]
+    assert sizes == [80, 10, 10]
+
+
+def test_splits_pair_with_sets():
+    assert pair_splits(["a"], ["x", "y"]) == [("a", "x"), ("a", "y")]
+    assert pair_splits(["a", "b"], ["x"]) == [("a", "x"), ("b", "x")]
+    assert pair_splits(["a", "b"], ["x", "y"]) == [("a", "x"), ("b", "y")]
+    with pytest.raises(ValueError, match="val_split names 3 splits for 2"):
+        pair_splits(["a", "b"], ["x", "y", "z"])
+
+
+def test_a_column_and_a_format_are_read_as_asked(tmp_path):
+    path = tmp_path / "rows.data"
+    path.write_text("\n".join(json.dumps({"body": t}) for t in make_texts(60)), encoding="utf-8")
+    data = set_up(str(path), text_column="body", file_format="json")
+    assert len(data.train_dataset.documents) + len(data.val_dataset.documents) == 60
+
+
+@pytest.mark.parametrize("kind", ["texts", "dataset", "ids", "tokens"])
+def test_set_datasets_takes_what_is_in_memory(kind):
+    datasets = pytest.importorskip("datasets")
+    texts, held = make_texts(100), make_texts(20, seed=5)
+    ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
+    given = {"texts": texts, "dataset": datasets.Dataset.from_dict({"text": texts}), "ids": ids,
+             "tokens": TokenizedDocuments.from_sequences(ids)}[kind]  # fmt: skip
+    data = make_module(None)
+    data.set_datasets(given, held)
+    data.setup()
+    assert texts_of(data.train_dataset) == sorted(texts) and texts_of(data.val_dataset) == sorted(held)
+    alone = make_module(None)
+    alone.set_datasets(given)
+    alone.setup()
+    parts = texts_of(alone.train_dataset), texts_of(alone.val_dataset)
+    assert sorted(parts[0] + parts[1]) == sorted(texts) and 5 <= len(parts[1]) <= 15
+
+
+def test_a_dataset_without_the_column_lists_those_it_has():
+    datasets = pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match="text_column='text'.*'body', 'title'"):
+        make_module(None).set_datasets(datasets.Dataset.from_dict({"body": ["a"], "title": ["b"]}))
+
+
+def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
+    texts = [make_texts(50, seed=n) for n in range(2)]
+    paths = [write_lines(tmp_path / f"{n}.txt", t) for n, t in enumerate(texts)]
+    data = set_up(paths, val_dataset_name_or_path=paths[0])
+    assert texts_of(data.train_dataset) == sorted(texts[0] + texts[1])
+    ids = [original_ids(b) for b in take(data.train_dataloader(), len(data.train_dataloader()))]
+    assert torch.cat(ids).shape[1] == 32
+
+
+def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path):
+    a, b = write_lines(tmp_path / "a.txt", make_texts(300)), write_lines(tmp_path / "b.txt", [
+        text.upper().replace("W", "w") + " w1 w1" for text in make_texts(300, seed=3)])  # fmt: skip
+    options = {"mixing_rates": {a: 3, b: 1}}
+    data = set_up([a, b], val_dataset_name_or_path=a, data_kwargs=options)
+    shares = data.train_dataset.first.documents.describe()
+    assert abs(shares[a]["obtained"] - 0.75) < 0.02 and shares[a]["repetitions"] <= 1
+    twice = set_up([a, b], val_dataset_name_or_path=a,
+                   data_kwargs={"mixing_rates": [9, 1], "max_repetition": 2})  # fmt: skip
+    assert 1.9 < twice.train_dataset.first.documents.describe()[a]["repetitions"] <= 2
+    rows = data.train_dataset
+    epochs = [{tuple(rows[e, i]["input_ids"]) for i in range(len(rows))} for e in (0, 1, 0)]
+    assert epochs[0] == epochs[2] != epochs[1]
+
+
+def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
+    path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
+    first = set_up(path, cache_dir=cache)
+    files = sorted(cache.glob("*.tokens"))
+    assert len(files) == 2
+    monkeypatch.setattr("bertlab.data.loaders.load_corpus", None)  # reading the text again would fail
+    second = set_up(path, cache_dir=cache)
+    assert isinstance(second.train_dataset.documents.tokens, np.memmap)
+    assert texts_of(first.train_dataset) == texts_of(second.train_dataset)
+
+
+def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
+    path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
+    set_up(path, cache_dir=cache)
+    write_lines(tmp_path / "a.txt", make_texts(seed=9))
+    changed = set_up(path, cache_dir=cache)
+    held = len(texts_of(changed.train_dataset)) + len(texts_of(changed.val_dataset))
+    assert held == len(set(make_texts(seed=9)))
+    other = PretrainingDataModule(path, word_tokenizer(WORDS[:50]), cache_dir=cache, max_sequence_length=32)
+    other.prepare_data()
+    assert len(list(cache.glob("*.tokens"))) == 6
+
+
+def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts(60, longest=100))
+    account = {}
+    for name, options in {"split": {}, "overlap": {"overlap": 8}, "truncate": {"overflow": "truncate"}}.items():
+        account[name] = set_up(path, data_kwargs=options).train_dataset.describe()
+    assert account["split"]["cut_tokens"] == 0 and account["split"]["repeated_tokens"] == 0
+    assert account["overlap"]["repeated_tokens"] > 0
+    assert account["overlap"]["tokens"] == account["split"]["tokens"]
+    lost = account["truncate"]["cut_tokens"]
+    assert lost > 0 and account["truncate"]["tokens"] + lost == account["split"]["tokens"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_without_packing_a_row_is_one_document(tmp_path, streaming):
+    texts = make_texts(100)
+    path = write_lines(tmp_path / "a.txt", texts)
+    data = set_up(path, packing=False, streaming=streaming, val_dataset_name_or_path=path)
+    batches = take(data.train_dataloader(), 25)
+    ids = torch.cat([original_ids(b) for b in batches])
+    masks = torch.cat([b["attention_mask"] for b in batches])
+    assert ids.shape[1] == 32 and masks.max() == 1
+    assert sorted(TOKENIZER.decode(r[m > 0][1:-1]) for r, m in zip(ids, masks)) == sorted(texts)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_padding_goes_to_the_longest_document_rounded_up(tmp_path, streaming):
+    path = write_lines(tmp_path / "a.txt", make_texts(100, longest=8))
+    data = set_up(path, packing=False, streaming=streaming, collator_kwargs={"pad_to_multiple_of": 8})
+    shapes = {b["input_ids"].shape[1] for b in take(data.train_dataloader(), 20)}
+    assert shapes <= {8, 16} and all(b["position_ids"].shape[1] < 32 for b in take(data.train_dataloader(), 2))
+
+
+def test_windows_of_a_long_document_are_padded_too(tmp_path):
+    documents = [np.arange(5, 75), np.arange(5, 8)]
+    rows = PaddedDataset(documents, 32, **SPECIAL, shuffle=False)
+    assert [len(rows[i]["input_ids"]) for i in range(len(rows))] == [32, 32, 12, 5]
+    assert isinstance(pack_texts(["w1"], TOKENIZER, 32, packing=False), PaddedDataset)
+
+
+def test_shuffle_off_repeats_one_order_and_on_changes_it_each_epoch(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts())
+    for shuffle in (False, True):
+        rows = set_up(path, shuffle=shuffle).train_dataset
+        order = [[tuple(rows[e, i]["input_ids"]) for i in range(len(rows))] for e in range(2)]
+        assert (order[0] == order[1]) == (not shuffle)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("fill", [False, True])
+def test_the_last_batch_of_an_epoch_is_left_out_or_filled_with_blank_rows(world_size, fill):
+    rows = PackedDataset([np.full(20, 5 + n) for n in range(50)], 32, **SPECIAL)
+    loaders = [EpochBatches(rows, list, 4, rank=r, world_size=world_size, fill=fill)
+               for r in range(world_size)]  # fmt: skip
+    batches = [list(loader) for loader in loaders]
+    assert len({len(part) for part in batches}) == 1
+    assert all(len(batch) == 4 for part in batches for batch in part)
+    seen = [row["input_ids"][1] for part in batches for b in part for row in b if row["attention_mask"].any()]
+    assert len(set(seen)) == len(seen)
+    assert len(seen) == (50 if fill else 50 // (4 * world_size) * 4 * world_size)
+
+
+class RowByRow:
+    "A dataset of somebody's own, which knows single rows alone."
+    special = SPECIAL
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __getitem__(self, key):
+        return self.rows[key]
+
+
+@pytest.mark.parametrize("seen_as", [lambda rows: rows, RowByRow])
+def test_rows_asked_for_at_once_come_with_blank_ones_in_their_places(seen_as):
+    dataset = PackedDataset([range(5, 9 + n) for n in range(9)], 16, **SPECIAL)
+    rows = FilledRows(seen_as(dataset)).__getitems__([(0, 1), (0, -1), (1, 0), (1, -1)])
+    for row, wanted in zip(rows[::2], (dataset[0, 1], dataset[1, 0]), strict=True):
+        assert all(np.array_equal(row[name], wanted[name]) for name in wanted)
+    for blank in (*rows[1::2], FilledRows(seen_as(dataset))[0, -1]):
+        assert not blank["attention_mask"].any() and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_blank_row_has_no_label(tmp_path, packing):
+    path = write_lines(tmp_path / "a.txt", make_texts(41))
+    data = set_up(path, packing=packing, packing_pad_to_budget=True, train_batch_size=64)
+    (batch,) = list(data.train_dataloader())
+    blank = (batch["attention_mask"] == 0).all(1)
+    assert len(blank) == 64 and blank.sum() == 64 - len(data.train_dataset)
+    assert (batch["labels"][blank] == -100).all() and (batch["input_ids"][blank] == 0).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num_workers):
+    texts = [f"w{n} w{n} " + text for n, text in enumerate(make_texts(80))]
+    data = make_module(write_lines(tmp_path / "a.txt", texts), streaming=True, num_workers=num_workers,
+                       val_dataset_name_or_path=str(tmp_path / "a.txt"))  # fmt: skip
+    data.setup()
+    shares = []
+    for rank in (0, 1):
+        data.process = lambda: {"rank": rank, "world_size": 2}  # noqa: B023
+        rows = [tuple(r.tolist()) for b in take(data.train_dataloader(), 5) for r in original_ids(b)]
+        shares.append(rows)
+    data.process = lambda: {"rank": 0, "world_size": 1}
+    alone = {tuple(r.tolist()) for b in take(data.train_dataloader(), 10) for r in original_ids(b)}
+    assert len(set(shares[0])) == len(set(shares[1])) == 20 and not set(shares[0]) & set(shares[1])
+    assert set(shares[0]) | set(shares[1]) == alone
+
+
+def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):
+    texts = make_texts(100)
+    data = set_up(write_lines(tmp_path / "a.txt", texts), streaming=True)
+    held = texts_of(data.val_dataset)
+    read = [TOKENIZER.decode(ids) for ids in data.stream_tokens()]
+    assert held == sorted(texts[9::10]) and sorted(read + held) == sorted(texts)
+    assert "first documents of the stream" in data.describe()
+
+
+def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts(4100, longest=6))  # three batches of texts
+    make = lambda: TokenStream(TrainingTexts([path], fraction=0.1), TOKENIZER)
+    whole = [ids.tolist() for ids in make()]
+    for stop in (1, 700, 1799, 1800, 1801, 2500, len(whole) - 1, len(whole)):
+        stream = make()
+        iterator = iter(stream)
+        begun = [next(iterator).tolist() for _ in range(stop)]
+        again = make()
+        again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert begun + [ids.tolist() for ids in again] == whole, stop
+
+
+def test_streams_are_mixed_by_rates(tmp_path):
+    a = write_lines(tmp_path / "a.txt", ["w1 w2 w3"] * 400)
+    b = write_lines(tmp_path / "b.txt", ["w4 w5 w6"] * 400)
+    data = set_up([a, b], streaming=True, data_kwargs={"mixing_rates": [3, 1], "shuffle_buffer": 0})
+    ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 5)])
+    share = (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() / (
+        (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() + (ids == TOKENIZER.convert_tokens_to_ids("w4")).sum())
+    assert 0.7 < share < 0.8
+
+
+def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
+    sizes = {"a": 103, "b": 87, "c": 45}  # none a multiple of ten: each stream has a count of its own
+    texts = {name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, (name, size) in enumerate(sizes.items())}
+    paths = [write_lines(tmp_path / f"{name}.txt", texts[name]) for name in texts]
+    data = set_up(paths, streaming=True, data_kwargs={"mixing_rates": [103, 87, 45]})
+    held = texts_of(data.val_dataset)
+    read = [TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream]
+    assert held == sorted(text for one in texts.values() for text in one[9::10])
+    assert sorted(read + held) == sorted(text for one in texts.values() for text in one)
+
+
+def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
+    texts = make_texts()
+    data = set_up(write_lines(tmp_path / "a.txt", texts))
+    report = data.describe(num_rows=2)
+    counts = data.train_dataset.describe()
+    assert f"{counts['documents']:,} documents" in report and f"{counts['rows']:,} rows of 32" in report
+    assert f"{counts['efficiency']:.1%} full" in report and f"{counts['padded_efficiency']:.1%}" in report
+    assert "[CLS] w" in report and "#" in report
+
+
+MISTAKES = {
+    "objective": ({"objective": "nonsense"}, "objective 'nonsense' is unknown; known are"),
+    "tokenizer": ({"pretrained_tokenizer_name_or_path": None}, "name a tokenizer"),
+    "batch": ({"train_batch_size": 0}, "train_batch_size must be 1 or more, got 0"),
+    "length": ({"max_sequence_length": 4}, "max_sequence_length must be 8 or more"),
+    "option": ({"data_kwargs": {"max_document": 3}}, "no option 'max_document'; it has.*max_documents"),
+    "rates": ({"data_kwargs": {"mixing_rates": [1]}}, "mix several sources"),
+    "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
+    "stream": ({"streaming": True, "train_dataset_name_or_path": None}, "name one, or set it to False"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_before_anything_is_read(mistake):
+    change, message = MISTAKES[mistake]
+    options = {"train_dataset_name_or_path": "nowhere.txt", "pretrained_tokenizer_name_or_path": TOKENIZER}
+    with pytest.raises(ValueError, match=message):
+        PretrainingDataModule(**{**options, **change})
+
+
+def test_a_missing_column_or_file_or_split_is_named(tmp_path):
+    (tmp_path / "a.csv").write_text("body,title\n" + "w1 w2,x\n" * 30, encoding="utf-8")
+    with pytest.raises(ValueError, match="text_column='text'.*'body'.*'title'"):
+        set_up(str(tmp_path / "a.csv"))
+    with pytest.raises(ValueError, match="does not exist"):
+        set_up(str(tmp_path / "none.txt"))
+    with pytest.raises(ValueError, match="validation"):
+        set_up(str(tmp_path / "a.csv"), text_column="body", val_split="validation")
+
+
+def test_a_cache_directory_that_cannot_be_used_is_named_before_the_text_is_read(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cache_dir .*file"):
+        set_up(str(tmp_path / "none.txt"), cache_dir=tmp_path / "file" / "cache")
+
+
+def test_a_batch_larger_than_an_epoch_and_a_stream_without_steps_are_refused(tmp_path):
+    path = write_lines(tmp_path / "a.txt", make_texts(40))
+    with pytest.raises(ValueError, match="more than the"):
+        set_up(path, train_batch_size=500).train_dataloader()
+    data = set_up(path, streaming=True)
+    data.trainer = type("Trainer", (), {"max_steps": -1, "global_rank": 0, "world_size": 1})()
+    with pytest.raises(ValueError, match="give max_steps"):
+        data.train_dataloader()

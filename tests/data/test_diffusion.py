@@ -1,0 +1,245 @@
+"Masked diffusion: times that spread over any run of rows, weights that add up to the bound."
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.collators import (
+    EnhancedMaskedLanguageModelingCollator,
+    MaskedDiffusionCollator,
+    get_collator_cls,
+)
+from bertlab.data.diffusion import DiffusionRule, draw_times, hidden_share, noise_tokens
+from bertlab.data.packing import PackedDataset
+from bertlab.data.rows import Vocabulary
+
+many = settings(max_examples=200, deadline=None, derandomize=True)
+IGNORED = -100
+
+
+@st.composite
+def packed_batches(draw):
+    "A random vocabulary with random special ids, and packed rows of random documents over it."
+    size = draw(st.integers(5, 40))
+    ids = draw(st.permutations(range(size)))
+    special = ids[:4]
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
+    documents = [rng.choice(ids[4:] if rng.random() < 0.7 else ids, n) for n in lengths]
+    dataset = PackedDataset(documents, draw(st.integers(3, 40)), pad_token_id=ids[0],
+                            cls_token_id=ids[2], sep_token_id=ids[3])
+    epoch = draw(st.integers(0, 3))
+    rows = [dataset[epoch, index] for index in range(len(dataset))]
+    return rows, dict(pad_token_id=ids[0], mask_token_id=ids[1], vocab_size=size,
+                      special_token_ids=special)
+
+
+rules = st.fixed_dictionaries({
+    "num_steps": st.sampled_from([1, 2, 10, 1000]),
+    "sampling_eps": st.sampled_from([0.0, 0.001, 0.1, 0.9]),
+    "noise_eps": st.sampled_from([0.0, 0.001, 0.3]),
+    "min_masked": st.sampled_from([None, 0, 1, 3]),
+    "max_masked": st.sampled_from([None, 3, 8]),
+    "max_predictions": st.sampled_from([None, 2, 50]),
+    "seed": st.integers(0, 2**70),
+})
+
+
+def stack(rows, name):
+    return torch.tensor(np.array([row[name] for row in rows]))
+
+
+def ordinary(rows, vocabulary):
+    special = torch.tensor(list(vocabulary["special_token_ids"]))
+    return (stack(rows, "attention_mask") > 0) & ~torch.isin(stack(rows, "input_ids"), special)
+
+
+@many
+@given(packed_batches(), rules)
+def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
+    rows, vocabulary = case
+    batch = MaskedDiffusionCollator(**vocabulary, **rule)(rows)
+    before, may, chosen = stack(rows, "input_ids"), ordinary(rows, vocabulary), batch["labels"] != IGNORED
+    assert not (chosen & ~may).any()
+    assert (batch["labels"][chosen] == before[chosen]).all()
+    assert (batch["input_ids"][chosen] == vocabulary["mask_token_id"]).all()
+    assert (batch["input_ids"][~chosen] == before[~chosen]).all()
+    assert batch["loss_weights"].dtype == torch.float32
+    assert (batch["loss_weights"][~chosen] == 0).all() and (batch["loss_weights"][chosen] >= 1).all()
+    found = batch["labels"].gather(1, batch["label_positions"]) != IGNORED
+    assert (found.sum(1) == chosen.sum(1)).all()
+
+
+@many
+@given(packed_batches(), rules)
+def test_a_document_has_one_time_and_stays_within_its_least_and_most(case, rule):
+    rows, vocabulary = case
+    rule = {**rule, "max_predictions": None}
+    batch, may = MaskedDiffusionCollator(**vocabulary, **rule)(rows), ordinary(rows, vocabulary)
+    documents, chosen = stack(rows, "attention_mask"), batch["labels"] != IGNORED
+    for row in range(len(rows)):
+        for document in range(1, int(documents[row].max()) + 1):
+            mine = may[row] & (documents[row] == document)
+            count, weights = int((chosen[row] & mine).sum()), batch["loss_weights"][row][chosen[row] & mine]
+            assert len(set(weights.tolist())) <= 1
+            assert count >= min(rule["min_masked"] or 0, int(mine.sum()))
+            assert count <= (rule["max_masked"] or 1000)
+            for weight in set(weights.double().tolist()):
+                assert rule["sampling_eps"] < 1 / weight + 1e-6 and weight >= 1
+                assert abs(rule["num_steps"] / weight - round(rule["num_steps"] / weight)) < 1e-3
+
+
+@many
+@given(packed_batches(), rules)
+def test_a_row_is_noised_alike_in_any_company(case, rule):
+    rows, vocabulary = case
+    collate = MaskedDiffusionCollator(**vocabulary, **rule)
+    together = collate(rows[::-1])
+    for number, row in enumerate(rows):
+        for name, values in collate([row]).items():
+            assert torch.equal(values[0], together[name][-1 - number])
+
+
+def test_limits_are_obeyed_by_hand():
+    # Eleven words. At time 1 without noise left, all are hidden: then at most 4.
+    row = [{"input_ids": list(range(9, 20)), "epoch": 0, "index": 0}]
+    options = dict(special_token_ids=[0, 1, 2], max_sequence_length=12, num_steps=1)
+    for most, count in ((None, 11), (4, 4)):
+        batch = MaskedDiffusionCollator(0, 1, 20, noise_eps=0.0, max_masked=most, **options)(row)
+        assert int((batch["labels"] >= 0).sum()) == count
+        assert batch["loss_weights"].sum() == count  # 1 / t = 1
+    # With all noise gone nothing is hidden, unless it must be.
+    batch = MaskedDiffusionCollator(0, 1, 20, noise_eps=1 - 1e-12, min_masked=3, **options)(row)
+    assert int((batch["labels"] >= 0).sum()) == 3
+
+
+def times_of(rows, documents=1, rule=DiffusionRule(sampling_eps=0.0, num_steps=2**40), epoch=0):
+    return draw_times(([epoch] * len(rows), rows), np.arange(1, documents + 1)[None], rule)
+
+
+@pytest.mark.parametrize("first", [0, 7, 10**9, 2**64 - 300])
+@pytest.mark.parametrize("size", [2, 8, 32, 256])
+def test_any_run_of_rows_spreads_its_times(first, size):
+    # Points of a golden rotation leave gaps of at most (phi + 1) / n: three-distance theorem.
+    times = np.sort(times_of(range(first, first + size)).ravel())
+    gaps = np.diff(np.append(times, times[0] + 1))
+    assert gaps.max() < 2.62 / size and gaps.min() > 0.3 / size
+
+
+def test_the_documents_of_a_row_and_of_a_batch_are_spread_too():
+    # The mean of n independent times scatters by sqrt(1 / 12 n).
+    one_row = np.array([times_of([row], 16).mean() for row in range(300)])
+    batch = np.array([times_of(range(row, row + 16), 8).mean() for row in range(0, 4800, 16)])
+    assert one_row.std() < 0.5 * math.sqrt(1 / 12 / 16)
+    assert batch.std() < 0.3 * math.sqrt(1 / 12 / 128)
+
+
+def test_the_times_of_one_document_are_uniform_over_epochs_and_seeds():
+    rule = DiffusionRule(num_steps=2**40)
+    times = [draw_times(([epoch], [3]), np.array([[2]]), rule)[0, 0] for epoch in range(4000)]
+    counts = np.histogram(times, 20, (0.1, 1.0))[0]
+    assert counts.sum() == 4000
+    assert ((counts - 200) ** 2 / 200).sum() < 19 + 5 * math.sqrt(2 * 19)  # chi-square, 19 degrees
+    assert abs(np.corrcoef(times[1:], times[:-1])[0, 1]) < 5 / math.sqrt(4000)
+
+
+def test_times_stand_on_the_grid_of_steps():
+    assert set(times_of(range(500), rule=DiffusionRule(4, 0.0)).ravel()) == {0.25, 0.5, 0.75, 1.0}
+    assert set(times_of(range(500), rule=DiffusionRule(4, 0.5)).ravel()) == {0.75, 1.0}
+    assert set(times_of(range(50), rule=DiffusionRule(1)).ravel()) == {1.0}
+    every = times_of(range(100_000), rule=DiffusionRule(10, 0.0)).ravel()
+    np.testing.assert_allclose(np.bincount((every * 10).round().astype(int))[1:] / 1e5, 0.1, atol=1e-4)
+
+
+V = Vocabulary(20, pad_token_id=0, mask_token_id=1, special_token_ids=(2, 3))
+
+
+def noised(rule, num_rows=4000, length=32):
+    "Rows of four documents, with a special token in each."
+    documents = np.tile(np.repeat(np.arange(1, 5), length // 4), (num_rows, 1))
+    ids = np.where(np.arange(length) % (length // 4) == 0, 2, 9) * np.ones((num_rows, 1), int)
+    addresses = [0] * num_rows, range(num_rows)
+    batch = noise_tokens({"input_ids": ids, "attention_mask": documents}, addresses, V, rule)
+    return batch, draw_times(addresses, documents, rule), ids == 9
+
+
+def test_as_much_is_hidden_as_the_schedule_says():
+    rule = DiffusionRule(noise_eps=0.2)
+    batch, times, words = noised(rule)
+    share = 0.8 * times[words]
+    np.testing.assert_allclose(share, hidden_share(times[words], 0.2))
+    hidden = (batch["labels"] >= 0)[words]
+    for low in np.arange(0.1, 0.9, 0.1):
+        near = (share >= low) & (share < low + 0.1)
+        if near.any():
+            # Tokens are independent given their time.
+            error = hidden[near].sum() - share[near].sum()
+            assert abs(error) < 5 * math.sqrt((share[near] * (1 - share[near])).sum())
+
+
+@pytest.mark.parametrize("rule", [DiffusionRule(sampling_eps=0.0), DiffusionRule(noise_eps=0.3),
+                                  DiffusionRule(num_steps=5, sampling_eps=0.001)])
+def test_weights_add_up_to_the_ordinary_tokens(rule):
+    # E[hidden / t] = (1 - eps) t / t, whatever the law of the times.
+    batch, _, words = noised(rule)
+    sums = batch["loss_weights"].sum(1) / words.sum(1)
+    assert abs(sums.mean() - (1 - rule.noise_eps)) < 5 * sums.std() / math.sqrt(len(sums))
+
+
+def test_the_bound_of_letters_without_order_is_their_entropy():
+    # Independent letters with known frequencies: -log p(x) is the entropy, and so is the bound.
+    rng = np.random.default_rng(0)
+    law = np.array([0.5, 0.25, 0.125, 0.125])
+    ids = 4 + rng.choice(4, (4000, 64), p=law)
+    batch = noise_tokens({"input_ids": ids, "attention_mask": np.ones_like(ids)},
+                         ([0] * 4000, range(4000)), V, DiffusionRule(noise_eps=0.0, sampling_eps=0.001))
+    losses = -np.log2(law[np.maximum(batch["labels"] - 4, 0)])  # bits; of no weight off the labels
+    bound = (batch["loss_weights"] * losses).sum(1) / 64
+    assert abs(bound.mean() - 1.75) < 5 * bound.std() / math.sqrt(4000)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"num_steps": 0}, "num_steps must be 1 or more, got 0"),
+    ({"sampling_eps": 1.0}, r"sampling_eps must be in \[0, 1\), got 1.0"),
+    ({"noise_eps": -0.1}, r"noise_eps must be in \[0, 1\), got -0.1"),
+    ({"min_masked": -1}, "min_masked must be 0 or more"),
+    ({"max_masked": 0}, "max_masked must be 1 or more"),
+    ({"min_masked": 5, "max_masked": 4}, "min_masked=5 is above max_masked=4"),
+    ({"seed": -1}, "seed must be 0 or more"),
+])
+def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        MaskedDiffusionCollator(0, 1, 20, special_token_ids=[2], **options)
+
+
+def test_rows_without_an_address_go_by_their_tokens_and_the_epoch_of_the_collator():
+    collate = MaskedDiffusionCollator(0, 1, 20, special_token_ids=[0, 1, 2], max_sequence_length=30)
+    rows = [[9] * 30, [10] * 30]
+    assert torch.equal(collate(rows)["labels"][1], collate(rows[1:])["labels"][0])
+    before = collate(rows)["loss_weights"]
+    collate.epoch = 1
+    assert not torch.equal(collate(rows)["loss_weights"], before)
+
+
+def test_enhanced_masking_hides_nothing_and_asks_for_every_word():
+    collate = EnhancedMaskedLanguageModelingCollator(0, 1, 20, special_token_ids=[0, 1, 2],
+                                                     max_sequence_length=6)
+    batch = collate([[2, 9, 1, 10], {"input_ids": [11, 12], "special_tokens_mask": [0, 1]}])
+    assert batch["input_ids"].tolist() == [[2, 9, 1, 10, 0, 0], [11, 12, 0, 0, 0, 0]]
+    none = IGNORED
+    assert batch["labels"].tolist() == [[none, 9, none, 10, none, none], [11] + [none] * 5]
+    assert batch["label_positions"].shape == (2, 6)
+    assert batch["label_positions"][:, :2].tolist() == [[1, 3], [0, 1]]
+    assert batch["num_dropped_labels"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("objective", ["mlm", "enhanced_mlm", "diffusion"])
+def test_pretraining_objectives_share_the_keys_that_a_step_reads(objective):
+    options = {"special_token_ids": [0, 1, 2], "max_sequence_length": 8}
+    batch = get_collator_cls(objective)(0, 1, 20, **options)([[9, 10, 11], [12]])
+    assert {"input_ids", "attention_mask", "position_ids", "labels", "label_positions"} <= set(batch)
+    assert all(values.shape[0] == 2 for values in batch.values())

@@ -1,0 +1,443 @@
+"Packing: no token lost, no row too full, the same for the same seed and epoch."
+
+import pickle
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.packing import (
+    EpochOrder,
+    PackedDataset,
+    TokenizedDocuments,
+    build_rows,
+    mark_repeated,
+    plan_best_fit,
+    split_long,
+    trade_parts,
+)
+
+PAD, CLS, SEP = 0, 1, 2
+SPECIAL = {"pad_token_id": PAD, "cls_token_id": CLS, "sep_token_id": SEP}
+many = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+@st.composite
+def lengths_and_capacity(draw):
+    capacity = draw(st.integers(1, 60))
+    return draw(st.lists(st.integers(0, capacity), max_size=60)), capacity
+
+
+@st.composite
+def corpora(draw):
+    "Documents whose tokens are all different, so that each can be followed."
+    lengths = draw(st.lists(st.integers(0, 40), max_size=25))
+    ends = np.cumsum([0, *lengths]) + 10
+    return [list(range(a, b)) for a, b in zip(ends, ends[1:])], draw(st.integers(3, 30))
+
+
+def slow_best_fit(lengths, capacity):
+    "One document at a time, looking at every row: the definition, not the trick."
+    rows, space = [], []
+    for document in sorted(range(len(lengths)), key=lambda d: (-lengths[d], d)):
+        if lengths[document] == 0:
+            continue
+        fits = [(space[r], r) for r in range(len(rows)) if space[r] >= lengths[document]]
+        if not fits:
+            rows.append([])
+            space.append(capacity)
+            fits = [(capacity, len(rows) - 1)]
+        row = min(fits)[1]
+        rows[row].append(document)
+        space[row] -= lengths[document]
+    return rows
+
+
+def lay(rows, capacity, **special):
+    "Rows of pieces, as `build_rows` takes them: end to end."
+    laid = TokenizedDocuments.from_sequences(ids for pieces in rows for ids in pieces)
+    return build_rows(laid.tokens, (laid.offsets[:-1], laid.offsets[1:]), list(map(len, rows)), capacity,
+                      **special)  # fmt: skip
+
+
+def documents_of(row):
+    "Take a row apart again: ordinary tokens by document number."
+    ids, numbers = row["input_ids"], row["attention_mask"]
+    return [ids[numbers == n].tolist() for n in range(1, numbers.max(initial=0) + 1)]
+
+
+@many
+@given(lengths_and_capacity())
+def test_plan_agrees_row_by_row_with_a_slow_reference(case):
+    lengths, capacity = case
+    plan = plan_best_fit(lengths, capacity)
+    assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, capacity)
+    assert plan.num_empty == lengths.count(0)
+
+
+def test_plan_of_a_case_worked_out_by_hand():
+    # 7 opens row 0 (3 left), 5 opens row 1 (5 left), 4 fits only row 1 (1 left), 3 fills row 0,
+    # and 1 fills row 1.
+    plan = plan_best_fit([4, 1, 7, 3, 5], 10)
+    assert [plan[r].tolist() for r in range(len(plan))] == [[2, 3], [4, 0, 1]]
+
+
+def test_among_equally_full_rows_the_first_opened_wins():
+    # 27 leaves 8 in row 0, 23 leaves 12 in row 1; 11 makes row 1 the first with 1 left, then 7
+    # makes row 0 the second. The last document fits both and goes to row 0.
+    plan = plan_best_fit([27, 23, 11, 7, 1], 35)
+    assert [plan[r].tolist() for r in range(len(plan))] == [[0, 3, 4], [1, 2]]
+
+
+@many
+@given(lengths_and_capacity())
+def test_no_row_overflows_and_every_document_is_placed_once(case):
+    lengths, capacity = case
+    plan = plan_best_fit(lengths, capacity)
+    placed = [plan[r].tolist() for r in range(len(plan))]
+    assert all(0 < sum(lengths[d] for d in row) <= capacity for row in placed)
+    assert sorted(sum(placed, [])) == [d for d, n in enumerate(lengths) if n]
+
+
+@pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])
+def test_impossible_lengths_are_refused(lengths, capacity):
+    with pytest.raises(ValueError, match="capacity"):
+        plan_best_fit(lengths, capacity)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mean, capacity", [(134, 512), (560, 1024)])
+def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity, seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.lognormal(np.log(mean) - 0.5, 1.0, 20_000).astype(int) + 1
+    documents = TokenizedDocuments(np.zeros(lengths.sum(), np.int32), np.cumsum([0, *lengths]))
+    assert PackedDataset(documents, capacity, **SPECIAL).efficiency >= 0.995
+
+
+def test_a_million_documents_are_planned_in_five_seconds_and_500_megabytes():
+    lengths = np.random.default_rng(0).lognormal(np.log(134) - 0.5, 1.0, 1_000_000).astype(np.int64) + 1
+    offsets = np.append(0, np.cumsum(lengths))
+    tracemalloc.start()
+    start = time.process_time()
+    windows = split_long(offsets, 510)
+    EpochOrder(plan_best_fit(windows.lengths + 2, 512), windows.lengths + 2)(0)
+    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seconds < 5 and peak < 500e6
+
+
+@many
+@given(corpora(), st.integers(0, 3), st.integers(0, 2))
+def test_every_token_comes_exactly_once_in_every_epoch(case, seed, epoch):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL, seed=seed)
+    seen = Counter()
+    for index in range(len(dataset)):
+        row = dataset[epoch, index]
+        assert (row["epoch"], row["index"]) == (epoch, index)
+        for ids in documents_of(row):
+            assert ids[0] == CLS and ids[-1] == SEP and len(ids) > 2
+            seen.update(ids[1:-1])
+    assert seen == Counter(token for document in documents for token in document)
+
+
+@many
+@given(corpora())
+def test_rows_number_documents_restart_positions_and_pad_the_rest(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL)
+    for index in range(len(dataset)):
+        row = dataset[index]
+        expected = [(id, number, position)
+                    for number, ids in enumerate(documents_of(row), 1)
+                    for position, id in enumerate(ids)]
+        expected += [(PAD, 0, 0)] * (capacity - len(expected))
+        arrays = row["input_ids"], row["attention_mask"], row["position_ids"]
+        assert all(array.dtype == np.int64 and array.shape == (capacity,) for array in arrays)
+        assert list(zip(*(array.tolist() for array in arrays))) == expected
+
+
+@many
+@given(corpora())
+def test_only_documents_longer_than_a_row_are_split_and_in_order(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL)
+    pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
+    room = capacity - 2
+    cut = [d[at:at + room] for d in documents for at in range(0, len(d), room)]
+    assert pieces == sorted(cut)
+    assert dataset.describe()["long_documents"] == sum(len(d) > room for d in documents)
+
+
+@many
+@given(corpora())
+def test_truncation_keeps_the_first_window_and_counts_what_it_cuts(case):
+    documents, capacity = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL, overflow="truncate")
+    pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
+    assert pieces == sorted(d[:capacity - 2] for d in documents if d)
+    account = dataset.describe()
+    assert account["tokens"] + account["cut_tokens"] == sum(map(len, documents))
+    assert account["empty_documents"] == sum(not d for d in documents)
+
+
+@st.composite
+def overlapping(draw):
+    documents, capacity = draw(corpora())
+    return documents, capacity, draw(st.integers(0, capacity - 3))
+
+
+@many
+@given(overlapping())
+def test_windows_that_overlap_give_every_token_as_a_label_once(case):
+    documents, capacity, overlap = case
+    dataset = PackedDataset(documents, capacity, **SPECIAL, overlap=overlap)
+    labels, shown = Counter(), Counter()
+    for index in range(len(dataset)):
+        row = dataset[index]
+        shown.update(id for ids in documents_of(row) for id in ids[1:-1])
+        blocked = row["special_tokens_mask"] if overlap else np.isin(row["input_ids"], [PAD, CLS, SEP])
+        labels.update(row["input_ids"][blocked == 0].tolist())
+    assert labels == Counter(token for document in documents for token in document)
+    account = dataset.describe()
+    assert account["tokens"] == labels.total()
+    assert account["repeated_tokens"] == shown.total() - labels.total()
+    assert account["efficiency"] == pytest.approx(
+        (shown.total() + 2 * account["windows"]) / max(1, len(dataset) * capacity)
+    )
+
+
+def test_the_windows_of_a_document_worked_out_by_hand():
+    # 11 tokens, windows of 5 that share 3, so each brings 2 new ones: 0-5, 2-7, 4-9, 6-11.
+    windows = split_long([0, 11], 5, overlap=3)
+    assert windows.starts.tolist() == [0, 2, 4, 6] and windows.stops.tolist() == [5, 7, 9, 11]
+    # Of the 3 that two share, 1 counts for the second window's neighbour ... and 2 for the first's.
+    assert windows.contexts.tolist() == [[0, 1], [2, 1], [2, 1], [2, 0]]
+    assert PackedDataset([range(3, 14)], 5, pad_token_id=0, overlap=3).describe()["repeated_tokens"] == 9
+    # A document that just fits is not cut, and a window never brings nothing new.
+    assert split_long([0, 5], 5, overlap=4).stops.tolist() == [5]
+    assert split_long([0, 6], 5, overlap=4).starts.tolist() == [0, 1]
+
+
+def test_the_marks_of_a_row_worked_out_by_hand():
+    [marked] = mark_repeated(lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1)
+    #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
+    assert marked["special_tokens_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
+
+
+@many
+@given(st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 5), st.integers(0, 5)), max_size=4),
+                min_size=1, max_size=4), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))  # fmt: skip
+def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, before, after):
+    capacity = max(1, spare + max(sum(size + before + after for size, _, _ in row) for row in rows))
+    special = {"pad_token_id": 0, "cls_token_id": 1 if before else None, "sep_token_id": 2 if after else None}
+    block = lay([[[7] * size for size, _, _ in row] for row in rows], capacity, **special)
+    contexts = [context for row in rows for _, *context in row]
+    expected = []
+    for row in rows:
+        marks = []
+        for size, left, right in row:
+            free = [left <= n < size - right for n in range(size)]
+            marks += [1] * before + [int(not own) for own in free] + [1] * after
+        expected.append(marks + [1] * (capacity - len(marks)))
+    marked = mark_repeated(block, np.array(contexts).reshape(-1, 2), before, after)
+    assert marked.stacked["special_tokens_mask"].tolist() == expected
+    assert "special_tokens_mask" not in block.stacked
+
+
+def test_a_collator_makes_each_token_a_label_once_where_windows_overlap():
+    from bertlab.data.collators import MaskedLanguageModelingCollator
+
+    documents = [list(range(10, 60)), list(range(60, 70))]
+    dataset = PackedDataset(documents, 16, **SPECIAL, overlap=6)
+    collator = MaskedLanguageModelingCollator(PAD, 3, 100, mlm_probability=1.0, special_token_ids=[PAD, CLS, SEP, 3])
+    batch = collator([dataset[index] for index in range(len(dataset))])
+    labels = batch["labels"][batch["labels"] != -100].tolist()
+    assert sorted(labels) == list(range(10, 70))
+
+
+@many
+@given(lengths_and_capacity(), st.integers(0, 5))
+def test_an_epoch_keeps_every_row_as_full_as_it_was_planned(case, epoch):
+    lengths, capacity = np.array(case[0], np.int64), case[1]
+    plan = plan_best_fit(lengths, capacity)
+    order = EpochOrder(plan, lengths)(epoch)
+    sums = lambda p: sorted(int(lengths[p[row]].sum()) for row in range(len(p)))  # noqa: E731
+    assert sums(order) == sums(plan)
+    assert sorted(order.members.tolist()) == np.flatnonzero(lengths).tolist()
+
+
+def test_rows_trade_only_parts_of_equal_size():
+    rows_of, lengths = np.array([0, 0, 1, 1]), np.array([6, 4, 7, 3])
+    for seed in range(50):
+        traded = trade_parts(rows_of, lengths, np.random.default_rng(seed)).tolist()
+        assert traded in ([0, 0, 1, 1], [1, 1, 0, 0]), "6, 4, 7 and 3 can only change places as whole rows"
+
+
+@pytest.mark.parametrize("num_documents", [400, 4000])
+def test_documents_rarely_meet_the_same_neighbours_in_the_next_epoch(num_documents):
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(np.log(134) - 0.5, 1.0, num_documents).astype(int) + 1, 512)
+    order = EpochOrder(plan_best_fit(lengths, 512), lengths)
+    pairs = []
+    for epoch in (0, 1):
+        members = [order(epoch)[row].tolist() for row in range(len(order.plan))]
+        pairs.append({(a, b) for row in members for a in row for b in row if a < b})
+    assert len(pairs[0] & pairs[1]) < 0.25 * len(pairs[0])
+    if num_documents > 1000:
+        assert len(pairs[0] & pairs[1]) < 0.02 * len(pairs[0])
+
+
+def words(num_documents=200, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(10, 999, n) for n in rng.integers(1, 40, num_documents)]
+
+
+def rows_of(dataset, epoch):
+    return [dataset[epoch, index]["input_ids"].tolist() for index in range(len(dataset))]
+
+
+def test_the_same_seed_and_epoch_repeat_and_others_differ():
+    one, same = (PackedDataset(words(), 64, **SPECIAL, seed=5) for _ in range(2))
+    other = PackedDataset(words(), 64, **SPECIAL, seed=6)
+    assert rows_of(one, 3) == rows_of(same, 3)
+    assert rows_of(one, 3) != rows_of(one, 4)
+    assert rows_of(one, 3) != rows_of(other, 3)
+    rows_of(one, 0)
+    assert rows_of(one, 3) == rows_of(same, 3), "the epoch that was read before must not matter"
+
+
+def test_set_epoch_gives_lone_indices_an_epoch():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    dataset.set_epoch(3)
+    assert [dataset[i]["input_ids"].tolist() for i in range(len(dataset))] == rows_of(dataset, 3)
+    assert dataset[5]["epoch"] == 3 and dataset[1, 5]["epoch"] == 1
+
+
+def test_documents_meet_others_in_the_next_epoch():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    first, second = (sorted(map(sorted, rows_of(dataset, epoch))) for epoch in (0, 1))
+    assert first != second, "the rows were only put in another order"
+
+
+def test_without_shuffling_all_epochs_are_the_plan():
+    dataset = PackedDataset(words(), 64, **SPECIAL, shuffle=False)
+    assert rows_of(dataset, 0) == rows_of(dataset, 7)
+    longest = max(words(), key=len)
+    assert rows_of(dataset, 0)[0][1:len(longest) + 1] == longest.tolist()
+
+
+def test_a_copy_in_another_process_gives_the_same_rows():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    expected = rows_of(dataset, 2)
+    assert rows_of(pickle.loads(pickle.dumps(dataset)), 2) == expected
+    assert dataset.order.latest is not None
+    assert pickle.loads(pickle.dumps(dataset)).order.latest is None, "the cache travelled"
+
+
+def test_index_alone_is_epoch_0_and_out_of_range_is_an_index_error():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    assert dataset[3]["input_ids"].tolist() == dataset[0, 3]["input_ids"].tolist()
+    assert dataset[-1]["index"] == len(dataset) - 1
+    for index in (len(dataset), -len(dataset) - 1):
+        with pytest.raises(IndexError):
+            dataset[index]
+
+
+def test_a_document_of_one_token_and_a_document_that_just_fits():
+    dataset = PackedDataset([[7], [8, 8, 8, 8], []], 6, **SPECIAL, shuffle=False)
+    assert rows_of(dataset, 0) == [[CLS, 8, 8, 8, 8, SEP], [CLS, 7, SEP, PAD, PAD, PAD]]
+    assert dataset.efficiency == 9 / 12
+    assert dataset.describe()["padded_efficiency"] == 9 / 12
+    assert "3 documents (1 empty, 0 long) with 5 tokens" in dataset.report()
+
+
+def test_no_documents_give_no_rows():
+    for documents in ([], [[]]):
+        dataset = PackedDataset(documents, 8, **SPECIAL)
+        assert len(dataset) == 0 and dataset.efficiency == 0
+        assert "0 rows" in dataset.report()
+
+
+def row_by_row(pieces, capacity, pad, cls=None, sep=None):
+    "The definition, token by token."
+    row = []
+    for number, ids in enumerate(pieces, start=1):
+        around = [*([cls] if cls is not None else []), *ids, *([sep] if sep is not None else [])]
+        row += [(token, number, position) for position, token in enumerate(around)]
+    return np.array(row + [(pad, 0, 0)] * (capacity - len(row)), dtype=np.int64).reshape(-1, 3).T
+
+
+@many
+@given(st.lists(st.lists(st.lists(st.integers(5, 90), max_size=7), max_size=4), min_size=1, max_size=5),
+       st.sampled_from([None, 1]), st.sampled_from([None, 2]), st.integers(0, 3))  # fmt: skip
+def test_rows_laid_at_once_are_those_laid_token_by_token(rows, cls, sep, spare):
+    around = (cls is not None) + (sep is not None)
+    capacity = max(sum(len(ids) + around for ids in pieces) for pieces in rows) + spare
+    capacity = max(capacity, 1)
+    built = lay(rows, capacity, pad_token_id=0, cls_token_id=cls, sep_token_id=sep)
+    for row, documents in zip(built, rows, strict=True):
+        assert list(row) == ["input_ids", "attention_mask", "position_ids"]
+        assert {array.dtype for array in row.values()} == {np.dtype(np.int64)}
+        assert np.array_equal(np.array(list(row.values())), row_by_row(documents, capacity, 0, cls, sep))
+
+
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(overlap):
+    dataset = PackedDataset([range(n, n + 3 + n % 30) for n in range(5, 90)], 16, **SPECIAL, overlap=overlap)
+    dataset.set_epoch(2)
+    keys = [(0, 3), (1, 0), (0, 3), 5, -1, (4, -2)]
+    for key, row in zip(keys, dataset.__getitems__(keys), strict=True):
+        alone = dataset[key]
+        assert row.keys() == alone.keys() and all(np.array_equal(row[name], alone[name]) for name in row)
+    assert dataset[-1]["epoch"] == 2 and dataset[-1]["index"] == len(dataset) - 1
+    with pytest.raises(IndexError, match=f"row {len(dataset)} of"):
+        dataset.__getitems__([0, len(dataset)])
+
+
+def test_special_tokens_can_be_left_out():
+    dataset = PackedDataset([[5, 6, 7]], 2, pad_token_id=0, shuffle=False)
+    assert rows_of(dataset, 0) == [[5, 6], [7, 0]]
+    [row] = lay([[[5]]], 3, pad_token_id=9, sep_token_id=2)
+    assert row["input_ids"].tolist() == [5, 2, 9]
+
+
+def test_a_row_that_is_given_too_much_is_named():
+    with pytest.raises(ValueError, match="row 1 has 4 positions, its documents need 5"):
+        lay([[[5]], [[6, 7], [8]]], 4, pad_token_id=0, sep_token_id=2)
+
+
+def test_packing_loads_no_torch():
+    # Processes that tokenize import it: torch would cost each of them seconds and memory.
+    code = "import sys, bertlab.data.cache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_generator_of_documents_is_read_once():
+    documents = TokenizedDocuments.from_sequences([n] * n for n in range(4))
+    assert len(documents) == 4
+    assert [document.tolist() for document in (documents[0], documents[3])] == [[], [3, 3, 3]]
+
+
+def test_users_mistakes_name_the_argument():
+    with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
+        PackedDataset([[1]], 2, **SPECIAL)
+    with pytest.raises(ValueError, match="overflow must be 'split' or 'truncate', got 'wrap'"):
+        split_long([0, 3], 2, "wrap")
+    with pytest.raises(ValueError, match="overlap must be 0 or more and below 6, .* got 6"):
+        PackedDataset([[1]], 8, **SPECIAL, overlap=6)
+    with pytest.raises(ValueError, match="overlap is 2, but truncated documents have one window"):
+        PackedDataset([[1]], 8, **SPECIAL, overlap=2, overflow="truncate")
+    with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
+        TokenizedDocuments(np.arange(3), np.array([0, 2]))
+
+
+def test_packing_imports_without_torch():
+    code = "import sys, bertlab.data.packing; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,336 @@
+"Every format, packed or not, gives the same documents; streams resume exactly; malformed rows are named or counted."
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.corpus import load_corpus
+from bertlab.data.documents import hash_files, parse_split, slice_bounds
+from bertlab.data.readers import Place, read_csv, read_lines
+from bertlab.data.sources import SourceNotFound, TextStream, expand_sources, find_documents
+
+TEXTS = [f"Sentence number {i},\nwith a break, a “quote” and a \u2028 separator." for i in range(23)]
+
+
+def packed(data: bytes, suffix: str) -> bytes:
+    import pyarrow
+
+    how = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, "": lambda data: data}
+    how[".zst"] = lambda data: pyarrow.compress(data, codec="zstd", asbytes=True)
+    return how[suffix](data)
+
+
+def content(kind: str) -> bytes:
+    "TEXTS in a format, written by other hands than ours."
+    import pyarrow
+    from pyarrow import parquet
+
+    table, stream = pyarrow.table({"id": range(len(TEXTS)), "text": TEXTS}), io.BytesIO()
+    if kind in (".csv", ".tsv"):
+        lines = io.StringIO()
+        writer = csv.writer(lines, delimiter="\t" if kind == ".tsv" else ",")
+        writer.writerows([["id", "text"], *enumerate(TEXTS)])
+        return lines.getvalue().encode()
+    if kind == ".json":
+        return json.dumps([{"text": text} for text in TEXTS], indent=1).encode()
+    if kind in (".jsonl", ".ndjson"):
+        return "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in TEXTS).encode()
+    if kind == ".parquet":
+        parquet.write_table(table, stream, row_group_size=5)
+    elif kind == ".arrow":
+        with pyarrow.ipc.new_file(stream, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    elif kind == ".stream.arrow":
+        with pyarrow.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table, max_chunksize=5)
+    else:
+        return "\n\n".join(TEXTS).encode()
+    return stream.getvalue()
+
+
+KINDS = [".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".stream.arrow"]
+SUFFIXES = ["", ".gz", ".bz2", ".xz", ".zst"]
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory) -> Path:
+    "A directory with each format in each packing."
+    root = tmp_path_factory.mktemp("shelf")
+    for kind, suffix in itertools.product(KINDS, SUFFIXES):
+        (root / f"a{kind}{suffix}").write_bytes(packed(content(kind), suffix))
+    return root
+
+
+def texts_of(source, **options) -> list[str]:
+    return [document.text for document in find_documents(source, "text", "auto", Counter(), **options)]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_packed_or_not_gives_the_same_documents(shelf, kind, suffix):
+    path = str(shelf / f"a{kind}{suffix}")
+    assert texts_of(path) == TEXTS == list(TextStream(path))
+
+
+def test_a_directory_of_all_kinds_is_one_source(shelf):
+    assert texts_of(str(shelf)) == list(TextStream(str(shelf))) == TEXTS * len(KINDS) * len(SUFFIXES)
+    assert texts_of(str(shelf), file_format="arrow") == TEXTS * 2 * len(SUFFIXES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suffix", ["", ".xz"])
+def test_a_stream_goes_on_at_the_very_next_document_wherever_it_stopped(shelf, kind, suffix):
+    path = [str(shelf / f"a{kind}{suffix}"), str(shelf / "a.jsonl")]
+    for stop in range(2 * len(TEXTS) + 1):
+        stream, resumed = TextStream(path), TextStream(path)
+        head = list(itertools.islice(stream, stop))
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert head + list(resumed) == TEXTS * 2, stop
+
+
+def test_a_stream_that_came_to_its_end_begins_anew(shelf):
+    stream = TextStream(str(shelf / "a.csv"))
+    assert list(stream) == list(stream) == TEXTS
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_shards_are_disjoint_and_equally_many(shelf, num_shards):
+    path = [str(shelf / "a.txt"), str(shelf / "a.parquet")]
+    shares = [list(TextStream(path, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
+    assert sorted(sum(shares, [])) == sorted(TEXTS * 2)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    stream = TextStream(path, shard=num_shards - 1, num_shards=num_shards)
+    head = list(itertools.islice(stream, 3))
+    resumed = TextStream(path, shard=num_shards - 1, num_shards=num_shards)
+    resumed.load_state_dict(stream.state_dict())
+    assert head + list(resumed) == shares[-1]
+
+
+def test_a_saved_dataset_is_streamed_sliced_and_resumed(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    name = str(tmp_path / "saved")
+    assert list(TextStream(name)) == TEXTS
+    stream, resumed = TextStream(name, split="train[5:]"), TextStream(name, split="train[5:]")
+    head = list(itertools.islice(stream, 4))
+    resumed.load_state_dict(stream.state_dict())
+    assert head + list(resumed) == TEXTS[5:]
+    assert texts_of(name, split="train[:20%]") == TEXTS[:5]  # 4.6, rounded
+
+
+def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_bytes(content(".jsonl"))
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/train.jsonl\n---\n"
+    )
+    name = str(tmp_path)
+    assert list(TextStream(name, split="train[3:9]")) == TEXTS[3:9]
+    stream, resumed = TextStream(name), TextStream(name)
+    head = list(itertools.islice(stream, 7))
+    resumed.load_state_dict(stream.state_dict())
+    assert head + list(resumed) == TEXTS
+    assert texts_of(name, split="train[-10%:]") == TEXTS[-2:]
+    with pytest.raises(ValueError, match="length of the dataset"):
+        list(TextStream(name, split="train[:10%]"))
+
+
+@given(st.integers(0, 300), st.integers(-120, 120), st.integers(-120, 120), st.booleans())
+@settings(derandomize=True, deadline=None)
+def test_slices_mean_what_python_means(count, begin, stop, percent):
+    if percent:
+        first, last = slice_bounds(f"{begin}%", f"{stop}%", count)
+        begin, stop = round(begin * count / 100), round(stop * count / 100)
+        if "-" in f"{begin}" or "-" in f"{stop}" or not count:
+            return  # -0 % of something is its beginning in numbers, and its end in words
+    else:
+        first, last = slice_bounds(str(begin), str(stop), count)
+    assert list(range(count))[first:max(first, last)] == list(range(count))[begin:stop]
+
+
+@pytest.mark.parametrize("split, expected", [
+    ("train[:3]", slice(3)), ("train[100:]", slice(100, None)), ("train[20:10]", slice(0, 0)), ("train[2:5]", slice(2, 5)),
+    ("train[:10%]", slice(2)), ("train[-3:]", slice(-3, None)), ("train[90%:]", slice(21, None)), ("train", slice(None)),
+])  # fmt: skip
+def test_a_slice_of_a_file_is_a_slice_of_its_documents(shelf, split, expected):
+    assert texts_of(str(shelf / "a.csv.gz"), split=split) == TEXTS[expected]
+
+
+def test_what_is_read_twice_for_a_percentage_is_counted_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\noops\n{"text": "b"}\n{"text": "c"}\n')
+    notes = Counter()
+    found = find_documents(str(tmp_path / "a.jsonl"), "text", "auto", notes, split="train[:100%]", on_error="skip")
+    assert [d.text for d in found] == ["a", "b", "c"] and notes.total() == 1
+
+
+@pytest.mark.parametrize("split", ["train[", "train[1:2:3]", "train[a:b]", "", "train[:10%"])
+def test_a_split_that_is_none_is_refused(split):
+    with pytest.raises(ValueError, match="train"):
+        parse_split(split)
+
+
+def test_several_sources_and_patterns_make_one_corpus(tmp_path):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"{name} says {i}" for i in range(20)))
+    pattern, single = str(tmp_path / "[ab].txt"), tmp_path / "c.txt"
+    corpus = load_corpus([pattern, single], validation_fraction=0.3, lines="documents")
+    assert len(corpus.train) + len(corpus.validation) == 60
+    assert expand_sources(pattern) == [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
+    odd = tmp_path / "[1].txt"
+    odd.write_text("a name with brackets")
+    assert texts_of(str(odd)) == ["a name with brackets"]
+    with pytest.raises(SourceNotFound, match="matches no file"):
+        expand_sources(str(tmp_path / "*.csv"))
+    with pytest.raises(ValueError, match="empty list"):
+        load_corpus([])
+    with pytest.raises(SourceNotFound, match="missing.txt"):
+        load_corpus([single, tmp_path / "missing.txt"])
+
+
+def test_a_format_can_be_named_where_the_suffix_does_not_say_it(tmp_path):
+    (tmp_path / "dump").write_bytes(content(".jsonl"))
+    (tmp_path / "notes.md").write_bytes(content(".csv"))
+    assert texts_of(str(tmp_path / "dump"), file_format="json") == TEXTS
+    assert list(TextStream(str(tmp_path / "notes.md"), file_format="csv")) == TEXTS
+    for call in (load_corpus, lambda path, file_format: TextStream(path, file_format=file_format)):
+        with pytest.raises(ValueError, match="file_format must be one of text, csv"):
+            call(tmp_path / "dump", file_format="xml")
+    with pytest.raises(ValueError, match="file_format='csv'"):
+        load_corpus(file_format="csv")
+
+
+# --- malformed rows -------------------------------------------------------------------------------
+
+# content, what is left, the line that is named, how many
+MALFORMED = {
+    "a.jsonl": (b'{"text": "a"}\noops\n{"text": "b"}\n[1]\n{"no": 1}\n{"text": null}\n{"text": "c"}\n', "abc", "line 2", 4),
+    "a.csv": (b'id,text\n1,a\n2\n3,b\n4,"x"y\n5,c\n', "abc", "line 3", 2),
+    "b.csv": (b'text\na\n"open\nb\nc\n', "abc", "line 3", 1),
+    "a.txt": (b"a\n\xff\xfe\nb\n\xe9\nc\n", "abc", "line 2", 2),
+    "a.json": (b'[{"text": "a"}, {"text": 7}, {"text": "b"}, 3, {"text": "c"}]', "abc", "row 2", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("suffix", ["", ".bz2"])
+def test_a_malformed_line_is_named_and_by_choice_left_out_and_counted(tmp_path, name, suffix):
+    data, left, line, count = MALFORMED[name]
+    path = tmp_path / (name + suffix)
+    path.write_bytes(packed(data, suffix))
+    for read in (texts_of, lambda path: list(TextStream(path))):
+        with pytest.raises(ValueError) as error:
+            read(str(path))
+        assert f"{path} {line}" in str(error.value) and "\n" not in str(error.value)
+    corpus = load_corpus(path, on_error="skip", validation_fraction=0)
+    assert corpus.train_texts == list(left)
+    assert f"{count} malformed rows, left out; the first: {path} {line}" in corpus.describe()
+    stream = TextStream(str(path), on_error="skip")
+    assert list(stream) == list(left)
+
+
+def test_a_malformed_row_of_columns_is_left_out_by_choice(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), tmp_path / "a.parquet")
+    path = str(tmp_path / "a.parquet")
+    assert texts_of(path, on_error="skip") == ["a", "b"]
+    with pytest.raises(ValueError, match="row 2"):
+        texts_of(path)
+    with pytest.raises(ValueError, match='on_error must be "raise" or "skip"'):
+        texts_of(path, on_error="ignore")
+
+
+def test_many_open_quotes_do_not_exhaust_the_stack(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("text\n" + 'fine\n"a"b\n' * 3000)
+    left_out = []
+    assert [text for _, text in read_csv(path, "text", left_out.append)] == ["fine"] * 3000
+    assert len(left_out) == 3000
+
+
+@pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.csv.gz", "a.parquet.gz", "a.arrow"])
+def test_a_file_that_was_cut_is_named_even_where_rows_may_be_left_out(shelf, tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes((shelf / name).read_bytes()[:-20])
+    with pytest.raises(ValueError) as error:
+        texts_of(str(path), on_error="skip")
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lines_end_at_three_kinds_of_line_end_and_know_their_bytes(tmp_path):
+    path = tmp_path / "a.txt"
+    data = "\ufeffä\r\nb\rc\n\nd".encode()
+    path.write_bytes(data)
+    lines = list(read_lines(path))
+    assert [(number, text) for number, text, _ in lines] == [(1, "ä"), (2, "b"), (3, "c"), (4, ""), (5, "d")]
+    for number, _, end in lines:
+        rest = list(read_lines(path, Place(offset=end, line=number)))
+        assert rest == lines[number:]
+
+
+# --- memory, keys and states ----------------------------------------------------------------------
+
+
+def test_the_memory_of_a_stream_does_not_grow_with_the_file(tmp_path):
+    def peak(num_lines: int) -> int:
+        for name, line in (("a.txt", "word " * 20), ("a.jsonl", json.dumps({"text": "word " * 20}))):
+            (tmp_path / name).write_text(f"{line}\n" * num_lines)
+        (tmp_path / "a.csv").write_text("text\n" + f"{'word ' * 20}\n" * num_lines)
+        tracemalloc.start()
+        count = sum(1 for _ in TextStream(str(tmp_path), lines="documents"))
+        highest = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == 3 * num_lines
+        return highest
+
+    peak(10)  # imports
+    assert peak(20_000) < 1.2 * peak(2000) < 2_000_000
+
+
+def test_a_state_of_other_files_is_refused(shelf):
+    stream = TextStream([str(shelf / "a.txt"), str(shelf / "a.csv")])
+    with pytest.raises(ValueError, match="2 files"):
+        TextStream(str(shelf / "a.txt")).load_state_dict(stream.state_dict())
+    with pytest.raises(ValueError, match="shard"):
+        TextStream(str(shelf / "a.txt"), shard=2, num_shards=2)
+    with pytest.raises(ValueError, match="hub"):
+        TextStream(str(shelf / "a.txt"), split="test")
+
+
+def test_the_key_of_files_is_their_content_order_and_reading(tmp_path):
+    for name, text in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "")):
+        (tmp_path / name).write_text(text)
+    a, b, c, d = (tmp_path / name for name in "abcd")
+    assert hash_files([a]) == hash_files([b])
+    keys = [hash_files(files, **how) for files, how in (
+        ([a], {}), ([c], {}), ([a, c], {}), ([c, a], {}), ([a, d], {}), ([a], {"lines": "auto"}),
+    )]  # fmt: skip
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"split": "test"}, "split='test'"),
+    ({"config_name": "en"}, "config_name='en'"),
+    ({"streaming": True, "max_documents": 1}, "streaming=True"),
+])  # fmt: skip
+def test_an_option_of_hub_datasets_is_refused_for_a_file_by_its_name_alone(tmp_path, options, said):
+    path = tmp_path / "a.txt"
+    path.write_text("one\ntwo\n")
+    with pytest.raises(ValueError, match="only the split 'train'") as refused:
+        load_corpus(str(path), **options)
+    others = {"split=", "config_name=", "streaming="} - {said.partition("=")[0] + "="}
+    assert str(refused.value).endswith(f"leave out {said}")
+    assert not any(other in str(refused.value) for other in others)

@@ -1,0 +1,627 @@
+"The explorers' own arithmetic: printed lines make the drawn schedule, updates are measured, controls are controls."
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+import zmq
+from conftest import ROOT
+from explorer_cases import CASES, SETUP, find_widgets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jupyter_client import KernelManager
+from jupyter_client.session import Session
+
+import bertlab.explorers.training_monitor as training_monitor
+from bertlab.train.history import RunCheckpoint, StepRecorder
+from bertlab.cli.main import main
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.explorers.models import (
+    attention_maps,
+    embedding_map,
+    find_token,
+    nearest_tokens,
+    project_table,
+    shuffle_words,
+    spread_labels,
+    untrained_twin,
+)
+from bertlab.train.modules import PretrainingModule, pretraining_optimizer
+from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, save_runs
+from bertlab.explorers.schedules import (
+    full_rate_steps,
+    phase_options,
+    rate_designer,
+    schedule_python,
+    schedule_yaml,
+    yaml_number,
+)
+from bertlab.optim.schedulers import KINDS, Schedule
+from bertlab.train.trainer import make_trainer
+from bertlab.explorers.training_monitor import MonitorPanel, TrainingMonitor, WidgetMail, keep_points, monitor_curves
+
+MINE = ("schedule_designer", "optimizer_race", "attention_browser", "embedding_map")
+
+
+@pytest.fixture(scope="module")
+def room() -> dict:
+    "A tokenizer and small models, as the browser tests have them."
+    room: dict = {}
+    exec(SETUP, room)
+    return room
+
+
+def control(explorer, description):
+    return next(one for one in find_widgets(explorer) if getattr(one, "description", "") == description)
+
+
+# Schedule designer
+
+
+def rates_of(scheduler, num_steps: int) -> list[float]:
+    rates = []
+    for _ in range(num_steps):
+        rates.append(scheduler.get_last_lr()[0])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+designs = st.fixed_dictionaries(
+    {
+        "warmup_kind": st.sampled_from(KINDS["warmup"]),
+        "warmup_steps": st.integers(0, 9),
+        "warmup_decay": st.sampled_from([0.25, 0.01]),
+        "training_kind": st.sampled_from(["linear", "cosine", "exponential"]),
+        "training_steps": st.sampled_from([-1, 5]),
+        "training_decay": st.sampled_from([1.0, 0.3]),
+        "cooldown_kind": st.sampled_from(["linear", "inverse-sqrt", "cosine", "exponential"]),
+        "cooldown_steps": st.integers(1, 9),
+        "cooldown_decay": st.sampled_from([0.1, 0.001]),
+    }
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(phases=designs, peak=st.sampled_from([1e-5, 3e-4, 1.5e-07, 0.1, 1]))
+def test_the_printed_python_makes_the_drawn_schedule(phases, peak):
+    schedule = Schedule(**phases, total_steps=25)
+    names = {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)}
+    exec(schedule_python(schedule, 25, peak), names)
+    np.testing.assert_allclose(rates_of(names["scheduler"], 28), [peak * schedule(n) for n in range(28)], rtol=1e-12)
+
+
+@settings(derandomize=True, deadline=None, max_examples=8)
+@given(phases=designs, peak=st.sampled_from([1e-5, 3e-4, 1.5e-07, 0.1]))
+def test_the_printed_yaml_makes_the_drawn_schedule_in_the_module(phases, peak):
+    schedule = Schedule(**phases, total_steps=25)
+    config = yaml.safe_load(schedule_yaml(schedule, 25, peak))
+    shape = modernbert_tiny(vocab_size=50, num_hidden_layers=1, hidden_size=16, intermediate_size=16,
+                            num_attention_heads=1).to_diff_dict()  # fmt: skip
+    module = PretrainingModule(shape, **config["model"])
+    module.configure_model()
+    made = pretraining_optimizer(module.model, module.hparams, config["trainer"]["max_steps"])
+    rates = rates_of(made["lr_scheduler"]["scheduler"], 25)
+    np.testing.assert_allclose(rates, [peak * schedule(n) for n in range(25)], rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_printed_yaml_is_a_configuration_of_the_command(tmp_path, capsys):
+    schedule = Schedule(warmup_steps=3, cooldown_kind="inverse-sqrt", cooldown_steps=5, total_steps=20)
+    (tmp_path / "design.yaml").write_text(schedule_yaml(schedule, 20, 1e-5))
+    with pytest.raises(SystemExit, match="0"):
+        main(["pretrain", "--config", str(tmp_path / "design.yaml"), "--print_config"])
+    read = yaml.safe_load(capsys.readouterr().out)
+    made = {name: read["model"][f"scheduler_{name}"] for name in phase_options(schedule)}
+    assert made == phase_options(schedule) and made["cooldown_kind"] == "inverse-sqrt"
+    assert read["model"]["learning_rate"] == 1e-5 and read["trainer"]["max_steps"] == 20
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e-16, 2.5e-07, 1e22, 0.1, 0.0, 3, 1_000_000])
+def test_a_number_in_yaml_comes_back_as_the_same_number(value):
+    read = yaml.safe_load(f"x: {yaml_number(value)}")["x"]
+    assert read == value and not isinstance(read, str)
+
+
+def test_the_area_is_a_sum_by_hand_and_a_sample_of_it_on_long_runs():
+    # 1/4 + 2/4 + 3/4 + 1, five flat ones, then 1, 3/4, 1/2, 1/4.
+    assert full_rate_steps(Schedule(warmup_steps=4, cooldown_steps=4, total_steps=13), 13) == pytest.approx(10)
+    long = {"warmup_steps": 40_000, "cooldown_steps": 160_000, "total_steps": 1_000_000}
+    linear = 40_001 / 2 + 800_000 + 160_001 / 2
+    assert full_rate_steps(Schedule(**long), 1_000_000) == pytest.approx(linear, abs=1000)
+
+
+def test_the_boxes_hold_the_drawn_design_and_nothing_under_a_message():
+    designer = rate_designer(num_steps=400, learning_rate=1e-5, warmup_steps=30, cooldown_steps=70)
+    boxes = [control(designer, name) for name in ("YAML", "Python")]
+    control(designer, "cooldown updates").value = 100
+    read = yaml.safe_load(boxes[0].value)
+    assert read["model"]["scheduler_cooldown_steps"] == 100 and read["model"]["learning_rate"] == 1e-5
+    assert "cooldown_steps=100," in boxes[1].value and "total_steps=400," in boxes[1].value
+    control(designer, "run (updates)").value = 90
+    assert [box.value for box in boxes] == ["", ""] and 'role="alert"' in designer.children[-1].value
+    control(designer, "run (updates)").value = 130
+    assert boxes[0].value.endswith("max_steps: 130")
+
+
+def test_sliders_reach_as_far_as_the_run_that_is_typed():
+    designer = rate_designer(num_steps=100)
+    control(designer, "run (updates)").value = 5000
+    assert control(designer, "warmup updates").max == control(designer, "cooldown updates").max == 5000
+    control(designer, "run (updates)").value = -3
+    assert control(designer, "cooldown updates").value == 20  # a typing error moves no slider
+
+
+# Optimizer replay
+
+
+def test_an_update_is_measured_by_its_size_and_its_singular_values():
+    run, matrix = OptimizerRun("hand", 1.0, 0), torch.zeros(2, 3)
+    watch = UpdateWatch(run, matrix, every=2)
+    matrix += torch.tensor([[3.0, 0, 0], [0, 0, 0]])  # in place, as optimizers do
+    watch.look(matrix)
+    matrix += torch.tensor([[0.0, 2, 0], [1, 0, 0]])
+    watch.look(matrix)
+    assert run.update_sizes == [pytest.approx(math.sqrt(9 / 6), rel=1e-3), pytest.approx(math.sqrt(5 / 6), rel=1e-3)]
+    assert run.spectra == {1: [3, 0], 2: [2, 1]}
+
+
+def test_runs_survive_a_file_and_one_that_diverged_is_shown_as_that(tmp_path):
+    matrix = torch.zeros(2, 2)
+    wild = OptimizerRun("wild", 9.0, 0, losses=[4.0, None])
+    watch = UpdateWatch(wild, matrix, every=1)
+    for step in (1.0, math.inf):
+        matrix += step
+        watch.look(matrix)
+    tame = OptimizerRun("tame", 0.1, 0, [4.0, 3.0], [0.1, 0.1], {1: [1.0, 0.5]})
+    save_runs([wild, tame], tmp_path / "runs.json")
+    assert load_runs(tmp_path / "runs.json") == [wild, tame]
+    assert "Infinity" not in (tmp_path / "runs.json").read_text() and list(wild.spectra) == [1]
+    race = optimizer_race([wild, tame])
+    control(race, "update").value = 2
+    said = race.children[-1].value
+    assert "diverged" in said and "not finite" in said and "3.000" in said and "a bug" not in said
+
+
+def test_a_mean_over_seeds_ends_where_one_of_them_has_no_loss():
+    seeds = [OptimizerRun("x", 1, s, [float(s)] * 3 + [None], [1.0, 2.0, 3.0, 4.0]) for s in (1, 3)]
+    at, loss = mean_curve(seeds, "losses")
+    assert at.tolist() == [1, 2, 3, 4] and loss[:3].tolist() == [2, 2, 2] and math.isnan(loss[3])
+    assert mean_curve(seeds, "update_sizes", points=2)[1].tolist() == [1, 4]
+
+
+def test_the_recorded_updates_belong_to_the_recorded_race():
+    folder = ROOT / "benchmarks/results"
+    race = json.loads((folder / "optimizer_race.json").read_text(encoding="utf-8"))["results"]
+    runs = load_runs(folder / "optimizer_updates.json")
+    assert {run.optimizer for run in runs} == {"momentum", "adamw", "lion", "muon"} and len(runs) == 12
+    for run in runs:
+        raced = {one["seed"]: one["losses"] for one in race[run.optimizer]["runs"]}
+        assert run.rate == race[run.optimizer]["rate"] and run.losses == raced[run.seed]
+        assert len(run.update_sizes) == len(run.losses) and all(len(v) == 64 for v in run.spectra.values())
+
+
+@pytest.mark.parametrize("runs", [[], [OptimizerRun("x", 1, 0)], [OptimizerRun("x", 1, 0, [1.0], [])]])
+def test_recordings_that_cannot_be_replayed_are_refused(runs):
+    with pytest.raises(ValueError, match="record"):
+        optimizer_race(runs)
+
+
+def test_a_race_of_wide_matrices_still_fits_on_a_page():
+    values = np.linspace(1, 0.1, 768).tolist()
+    runs = [OptimizerRun(f"rule{n}", 1, s, [1.0] * 5000, [0.1] * 5000, {1: values}) for n in range(5) for s in (0, 1)]
+    assert len(optimizer_race(runs).static_html) < 150_000
+
+
+# Attention browser and embedding map
+
+
+def test_attention_maps_are_those_of_the_plain_kernel_and_leave_no_trace(room):
+    model, tokenizer = room["small_model"](5).train(), room["tokenizer"]
+    model.base_model.config._attn_implementation = "sdpa"
+    before, state = json.dumps(model.config.to_dict(), default=str), torch.get_rng_state()
+    tokens, weights = attention_maps(model, tokenizer, "the name of the string")
+    assert weights.shape == (2, 2, len(tokens), len(tokens)) and tokens[0] == "[CLS]"
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    assert model.training and json.dumps(model.config.to_dict(), default=str) == before
+    assert (torch.get_rng_state() == state).all()
+    assert model.base_model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        model.base_model.config._attn_implementation = "eager"
+        batch = tokenizer("the name of the string", return_tensors="pt")
+        out = model.eval().base_model(batch["input_ids"], batch["attention_mask"], output_attentions=True)
+    np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
+    assert np.abs(weights - 1 / len(tokens)).max() > 1e-3
+
+
+def test_a_transformers_bert_can_be_browsed_too(room):
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
+    model = BertModel(BertConfig(vocab_size=len(room["tokenizer"]), **small)).eval()
+    text = "the name of the string"
+    tokens, weights = attention_maps(model, room["tokenizer"], text)
+    plain = BertModel._from_config(model.config, attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        out = plain(**room["tokenizer"](text, return_tensors="pt"), output_attentions=True)
+    np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
+
+
+def test_a_twin_has_the_shape_and_none_of_the_weights_and_moves_no_generator(room):
+    model = room["small_model"](1)
+    state = torch.get_rng_state()
+    one, same, other = (untrained_twin(model, seed) for seed in (0, 0, 1))
+    assert (torch.get_rng_state() == state).all() and type(one) is BertLabForMaskedLM
+    key = "encoder.blocks.0.attention.qkv.weight"
+    weights = [m.state_dict()[key] for m in (model, one, same, other)]
+    assert weights[1].shape == weights[0].shape and torch.equal(weights[1], weights[2])
+    assert not torch.equal(weights[1], weights[3]) and not torch.equal(weights[1], weights[0])
+
+
+def test_shuffled_words_are_the_same_words_and_the_same_each_time():
+    text = "one two three four five six seven"
+    assert sorted(shuffle_words(text).split()) == sorted(text.split())
+    assert shuffle_words(text) == shuffle_words(text) != text
+    assert shuffle_words("") == "" and shuffle_words("one") == "one"
+
+
+def test_neighbours_and_places_agree_with_another_way_to_compute_them():
+    table = np.random.default_rng(0).normal(size=(40, 7)) * [5, 3, 1, 1, 1, 1, 1] + 10
+    centred = table - table.mean(0)
+    cosines = {i: centred[i] @ centred[3] / np.linalg.norm(centred[i]) / np.linalg.norm(centred[3])
+               for i in range(40) if i != 3}  # fmt: skip
+    wanted = sorted(cosines, key=cosines.get, reverse=True)[:6]
+    got = nearest_tokens(table, 3, 6)
+    assert [i for i, _ in got] == wanted
+    np.testing.assert_allclose([c for _, c in got], [cosines[i] for i in wanted])
+    left, values, _ = np.linalg.svd(centred, full_matrices=False)
+    places, share = project_table(table)
+    for k in (0, 1):
+        by_hand = left[:, k] * values[k]
+        assert min(np.abs(places[:, k] - by_hand).max(), np.abs(places[:, k] + by_hand).max()) < 1e-9
+    assert share == pytest.approx((values[:2] ** 2).sum() / (values**2).sum())
+
+
+def test_a_table_longer_than_the_vocabulary_is_cut(room):
+    tokenizer = room["tokenizer"]
+    config = room["small_model"](0).config
+    config.vocab_size = len(tokenizer) + 50
+    torch.manual_seed(0)
+    model = BertLabForMaskedLM(config)
+    with torch.no_grad():  # the padding would be the nearest of all
+        table = model.get_input_embeddings().weight
+        table[len(tokenizer) :] = table[tokenizer.convert_tokens_to_ids("the")]
+    shown = embedding_map(model, tokenizer, ["the"]).children[-1].value
+    assert "nearest to the:" in shown and " 1.00" not in shown and "None" not in shown
+
+
+def test_labels_do_not_cover_each_other():
+    places = spread_labels(np.array([[10.0, 50.0], [12, 51], [11, 49], [300, 50]]))
+    assert places[3].tolist() == [300, 50] and places[2].tolist() == [11, 49]
+    near = sorted(places[:3, 1])
+    assert np.diff(near).min() >= 12
+
+
+def test_a_word_that_is_no_token_is_told_by_its_pieces(room):
+    tokenizer = room["tokenizer"]
+    assert find_token(tokenizer, " the ") == tokenizer.get_vocab()["the"]
+    for word, said in (("", "type a token"), ("<b>", "its pieces are"), ("thethethe", "not in the vocabulary")):
+        with pytest.raises(ValueError, match=said):
+            find_token(tokenizer, word)
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_a_turned_control_redraws_in_less_than_a_second(room, name):
+    exec(CASES[name].source, room)
+    explorer, seconds = room["explorer"], []
+    for one in list(find_widgets(explorer)):
+        if hasattr(one, "min") and hasattr(one, "max") and getattr(one, "description", "") != "play":
+            for value in (one.max, one.min):
+                start = time.process_time()  # of this process: others may keep the machine busy
+                one.value = value
+                seconds.append(time.process_time() - start)
+    assert seconds and sorted(seconds)[len(seconds) // 2] < 0.5 and max(seconds) < 1
+    assert "a bug in this explorer" not in explorer.children[-1].value
+
+
+# Training monitor
+
+
+class Kernel:
+    "The sockets and handlers of a kernel, and a page that writes into them."
+
+    def __init__(self):
+        context = zmq.Context.instance()
+        self.page, inbox = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self.page.bind(f"inproc://test-{id(self)}")
+        inbox.connect(f"inproc://test-{id(self)}")
+        self.session, self.shell_stream = Session(key=b"secret"), SimpleNamespace(socket=inbox)
+        self.log, self.later = [], []
+        self.shell_handlers = {"comm_msg": self.handle, "comm_info_request": self.handle_later}
+
+    def handle(self, stream, addresses, message):
+        assert stream is self.shell_stream
+        self.log.append(message["content"]["n"])
+
+    async def handle_later(self, stream, addresses, message):
+        self.handle(stream, addresses, message)
+
+    def get_parent(self, channel):
+        return {"header": {"msg_id": "cell"}}
+
+    def _publish_status(self, status, channel, parent):
+        self.log.append((status, parent["header"]["msg_id"] == "cell"))
+
+    def schedule_dispatch(self, dispatch, parts):
+        assert dispatch == self.dispatch_shell
+        self.later.append(self.session.deserialize(self.session.feed_identities(parts, copy=False)[1], copy=False))
+
+    def dispatch_shell(self, parts):
+        raise AssertionError("nothing but widgets may be handled inside a cell")
+
+    def say(self, kind, n):
+        self.session.send(self.page, kind, {"n": n})
+
+
+def test_widgets_are_heard_inside_a_cell_and_other_cells_wait_in_their_order():
+    kernel = Kernel()
+    mail = WidgetMail(kernel)
+    assert mail.answer() == 0 and kernel.log == []
+    for kind, n in (("comm_msg", 1), ("execute_request", 2), ("comm_info_request", 3), ("execute_request", 4)):
+        kernel.say(kind, n)
+    assert mail.answer() == 2
+    own = [("busy", False), 0, ("idle", False), ("busy", True)]  # its own status, then that of the cell
+    assert kernel.log == [*(1 if entry == 0 else entry for entry in own), *(3 if entry == 0 else entry for entry in own)]
+    assert [message["content"]["n"] for message in kernel.later] == [2, 4]
+    assert mail.answer() == 0
+
+
+def test_a_message_that_is_forged_is_left_to_the_kernel():
+    kernel = Kernel()
+    kernel.schedule_dispatch = lambda dispatch, parts: kernel.later.append(parts)
+    Session(key=b"another").send(kernel.page, "comm_msg", {"n": 1})
+    kernel.say("comm_msg", 2)
+    assert WidgetMail(kernel).answer() == 1 and len(kernel.later) == 1
+    assert [entry for entry in kernel.log if entry in (1, 2)] == [2]
+
+
+IN_A_KERNEL = """
+import os, time, ipywidgets
+from bertlab.explorers.training_monitor import open_mail
+
+button, heard = ipywidgets.Button(), []
+button.on_click(lambda _: 1 / 0)  # somebody else's handler; its bug must not end a run
+button.on_click(lambda _: heard.append("a click"))
+print(button.comm.comm_id)
+"""
+TRAINS = """
+mail, end = open_mail(), time.monotonic() + 20
+while not heard and time.monotonic() < end:
+    mail.answer()
+    time.sleep(0.01)
+print("inside the cell:", heard)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_real_kernel_hears_a_click_inside_a_cell_and_then_runs_the_cells_that_waited():
+    manager = KernelManager()
+    manager.start_kernel(env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    client = manager.client()
+    try:
+        client.start_channels()
+        client.wait_for_ready(60)
+        def read(number: str) -> str:
+            "Read what a cell prints until it is done."
+            text = ""
+            while True:
+                message = client.get_iopub_msg(timeout=60)
+                if message["parent_header"].get("msg_id") != number:
+                    continue
+                text += message["content"].get("text", "") if message["msg_type"] == "stream" else ""
+                if message["content"].get("execution_state") == "idle":
+                    return text
+
+        comm = read(client.execute(IN_A_KERNEL)).split()[-1]
+        training, waiting = client.execute(TRAINS), client.execute("print('the next cell')")
+        click = {"comm_id": comm, "data": {"method": "custom", "content": {"event": "click"}}}
+        client.shell_channel.send(client.session.msg("comm_msg", click))
+        assert "inside the cell: ['a click']" in read(training)
+        assert "the next cell" in read(waiting)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_curves_keep_the_last_row_and_speed_is_work_over_time():
+    rows = [(n, 3.0, 1e-3, float("nan"), 100 * n, n / 2) for n in range(1, 2001)]
+    curves = monitor_curves(rows)
+    assert all(len(x) == 150 and x[-1] == 2000 for x, _ in curves.values())
+    assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
+    assert keep_points(1).tolist() == [0] and keep_points(3).tolist() == [0, 1, 2]
+    drawn = training_monitor.monitor_html(rows, 3000)  # no finite norm: three charts and a message
+    assert "step 2,000 of 3,000" in drawn and drawn.count("<svg") == 3 and drawn.count('role="alert"') == 1
+    one = training_monitor.monitor_html(rows[:1], -1)
+    assert "tokens per second:" not in one and "step 1:" in one
+
+
+class TinyData(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        ids = torch.randint(5, 50, (8,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "labels": ids.clone()}
+
+
+def train(callbacks, max_steps, seed=0, **options):
+    torch.manual_seed(seed)
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    config = modernbert_tiny(vocab_size=50, pad_token_id=0, **shape)
+    module = PretrainingModule(config.to_diff_dict(), learning_rate=1e-2, scheduler_warmup_steps=0)
+    trainer = make_trainer(max_steps, "32-true", "cpu", callbacks=callbacks, **options)
+    trainer.fit(module, torch.utils.data.DataLoader(TinyData(), batch_size=2))
+    return trainer
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    "As if a notebook ran this; gives what was displayed."
+    displayed = []
+    handle = SimpleNamespace(update=lambda shown: displayed.append(shown.static_html))
+    monkeypatch.setattr(training_monitor, "in_notebook", lambda: True)
+    monkeypatch.setattr(training_monitor, "open_mail", lambda: SimpleNamespace(answer=lambda: 0))
+    monkeypatch.setattr("IPython.display.display", lambda shown, display_id: displayed.append(shown) or handle)
+    return displayed
+
+
+class Finger(StepRecorder):
+    "Clicks the button of a monitor after so many batches."
+
+    def __init__(self, monitor, batches):
+        super().__init__(fetch_every=1)
+        self.monitor, self.batches = monitor, batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self.batches -= 1
+        if self.batches == 0:
+            self.monitor.panel.button.click()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(notebook, tmp_path):
+    monitor = TrainingMonitor(checkpoint=tmp_path / "stopped.ckpt")
+    finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
+    regular = RunCheckpoint(tmp_path / "run.ckpt", every_steps=100)
+    trainer = train([finger, monitor, regular], 20, accumulate_grad_batches=2)
+    assert trainer.global_step == monitor.stopped_at == 3
+    for name in ("stopped", "run"):
+        assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
+    plain = StepRecorder(fetch_every=1)
+    train([plain], 3, accumulate_grad_batches=2)
+    assert (monitor.record.column("loss") == plain.record.column("loss")).all()
+    assert len(notebook) == 2 and "step 3 of 20" in notebook[-1] and "<svg" in notebook[-1]
+    assert monitor.panel.button.disabled and "stopped after step 3" in monitor.panel.button.description
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
+    monitor = TrainingMonitor()
+    for _ in range(2):
+        trainer = train([monitor], 4)
+        assert trainer.global_step == 4 and monitor.stopped_at is None
+        assert monitor.record.column("step").tolist() == [1, 2, 3, 4]
+    assert "finished" in monitor.panel.button.description
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_outside_a_notebook_it_records_and_shows_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("IPython.display.display", lambda *a, **k: pytest.fail("displayed"))
+    monitor = TrainingMonitor()
+    assert train([monitor], 3).global_step == 3
+    assert monitor.panel is None and len(monitor.record.rows) == 3 and training_monitor.open_mail() is None
+    assert "widget" not in capsys.readouterr().out.lower()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kernel", [SimpleNamespace(), SimpleNamespace(shell_stream=None), None])
+def test_a_foreign_kernel_gets_curves_and_a_line_that_says_how_to_stop(monkeypatch, kernel):
+    if kernel is None:  # of ipykernel 6, but without a way to say that it is busy
+        kernel = SimpleNamespace(**{name: getattr(Kernel(), name) for name in ("shell_stream", "schedule_dispatch",
+                                                                              "dispatch_shell", "session")})  # fmt: skip
+    shown = []
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel)))
+    monkeypatch.setattr(MonitorPanel, "show", lambda panel: shown.append(panel))
+    assert training_monitor.open_mail() is None
+    monitor = TrainingMonitor()
+    assert train([monitor], 3).global_step == 3 and shown == [monitor.panel]
+    texts = [one.value for one in find_widgets(monitor.panel.explorer) if hasattr(one, "value")]
+    assert "interrupt the kernel" in texts[0] and texts[-1].count("<svg") == 4
+    assert len(MonitorPanel().explorer.children) == 2  # no such line where clicks are heard
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_click_during_validation_is_heard_there(notebook):
+    heard = []
+    monitor = TrainingMonitor()
+    monitor.on_validation_batch_end(None, None, None, None, 0)  # of a validation without training
+    monitor.on_train_start(SimpleNamespace(global_step=0, world_size=1), None)
+    monitor._mail = SimpleNamespace(answer=lambda: heard.append("click"))
+    monitor.on_validation_batch_end(None, None, None, None, 0)
+    assert heard == ["click"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_several_processes_is_recorded_and_not_drawn(notebook):
+    monitor = TrainingMonitor()
+    monitor.on_train_start(SimpleNamespace(global_step=0, world_size=2), None)
+    assert monitor.panel is None and notebook == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_that_breaks_off_leaves_its_curves_and_says_so(notebook):
+    class Breaks(StepRecorder):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                raise KeyError("boom")
+
+    monitor = TrainingMonitor()
+    with pytest.raises(KeyError, match="boom"):
+        train([monitor, Breaks()], 6)
+    assert "broke off: KeyError" in notebook[-1] and monitor.panel.button.disabled
+
+
+def test_watching_costs_less_than_one_percent_of_a_step(notebook):
+    def share() -> float:
+        monitor, inside = TrainingMonitor(), 0.0
+        logged = {"train_loss": torch.tensor(3.0), "learning_rate": torch.tensor(1e-3), "gradient_norm": torch.ones(())}
+        trainer = SimpleNamespace(global_step=0, world_size=1, callback_metrics=logged, max_steps=100)
+        batch = {"attention_mask": torch.ones(16, 512, dtype=torch.long)}
+        monitor.on_train_start(trainer, None)
+        for trainer.global_step in range(1, 16):
+            monitor.on_train_batch_start(trainer, None, batch, 0)
+            time.sleep(0.1)  # a small model's step on a CPU
+            start = time.perf_counter()
+            monitor.on_train_batch_end(trainer, None, None, batch, 0)
+            inside += time.perf_counter() - start
+        return inside / 1.5
+
+    # Other work on this machine only adds: one of three is enough.
+    assert any(share() < 0.01 for _ in range(3))
+
+
+def test_drawings_keep_to_their_share_however_slow_they_are(notebook, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(training_monitor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def slow(*args, **values):
+        now[0] += 2.0
+        return "drawn"
+
+    monkeypatch.setattr(training_monitor, "answer", slow)
+    monitor = TrainingMonitor()
+    trainer = SimpleNamespace(global_step=0, world_size=1, max_steps=-1)
+    monitor.on_train_start(trainer, None)
+    monitor.draw(trainer)
+    assert monitor._next == 102 + 2.0 / training_monitor.DRAWING_SHARE
+
+
+@pytest.mark.parametrize("pause", [0, -1, float("nan")])
+def test_a_pause_of_nothing_is_refused(pause):
+    with pytest.raises(ValueError, match="every_seconds must be above 0"):
+        TrainingMonitor(every_seconds=pause)

@@ -1,0 +1,474 @@
+"Fine-tuning end to end: what is trained, what is scored, and what is refused before anything is."
+
+import functools
+import os
+import socket
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from bertlab.model.config import modernbert_tiny
+from bertlab.data.corpus import train_tokenizer
+from bertlab.finetuning.module import FinetuningModule, finetuning_schedule
+from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.model.task_heads import balance_classes, weighted_loss
+from bertlab.train.trainer import make_trainer, seed_everything
+
+warnings.filterwarnings("ignore", module="lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FRUIT, TOOLS = ["apple", "pear", "plum", "fig"], ["saw", "hammer", "drill", "file"]
+PLACES = ["oslo", "rome"]
+
+
+@functools.cache
+def tokenizer():
+    words = " ".join(FRUIT + TOOLS + PLACES + ["the", "is", "in", "here", "where", "what"])
+    return train_tokenizer([words] * 30, 120)
+
+
+CONFIG = modernbert_tiny(
+    vocab_size=120, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+).to_diff_dict()
+
+
+def texts_of(n, seed=0, kind="class"):
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(n):
+        fruit = rng.random() < 0.5
+        words = ["the", *rng.choice(FRUIT if fruit else TOOLS, rng.integers(1, 6)), "is", "here"]
+        label = {"class": "fruit" if fruit else "tool", "tags": ["fruit", "known"] if fruit else ["known"],
+                 "number": float(len(words)) / 4}[kind]  # fmt: skip
+        rows.append({"text": " ".join(words), "label": label})
+    return rows
+
+
+def tagged(n, seed=0):
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(n):
+        words = ["the", str(rng.choice(FRUIT)), "is", "in", *rng.choice(PLACES, rng.integers(1, 3))]
+        tags = ["O", "B-FRUIT", "O", "O", "B-PLACE", *["I-PLACE"] * (len(words) - 5)]
+        rows.append({"text": list(map(str, words)), "label": tags})
+    return rows
+
+
+def asked(n, seed=0, unanswerable=False):
+    rng, rows = np.random.default_rng(seed), []
+    for i in range(n):
+        place, thing = str(rng.choice(PLACES)), str(rng.choice(TOOLS))
+        context = f"the {thing} is in {place} " + "the file is here " * int(rng.integers(0, 6))
+        answers = [] if unanswerable and i % 3 == 0 else [{"text": place, "answer_start": context.find(place)}]
+        rows.append({"question": "where is the " + thing, "context": context, "answers": answers})
+    return rows
+
+
+def data_for(task="classification", train=None, val=None, test=None, **options):
+    windows = {"max_sequence_length": 16, "collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
+    options = {"max_sequence_length": 32, "train_batch_size": 8, "val_batch_size": 8, "test_batch_size": 8, **windows, **options}
+    data = FinetuningDataModule(task, tokenizer(), **options)
+    make = {"classification": texts_of, "token_classification": tagged, "question_answering": asked}[task]
+    data.set_datasets(train or make(48), val or make(19, 1), test or make(11, 2))
+    return data
+
+
+def module_for(task="classification", **options):
+    return FinetuningModule(task, model_config_kwargs=CONFIG, **{"learning_rate": 3e-3, **options})
+
+
+def fit(module, data, steps=30, seed=0, **options):
+    seed_everything(seed)
+    options = {"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options}
+    trainer = make_trainer(steps, **options)
+    trainer.fit(module, data)
+    return trainer
+
+
+def predict(module, loader):
+    module.eval()
+    with torch.no_grad():
+        return [module.predict_step(batch, i) for i, batch in enumerate(loader)]
+
+
+def logged(trainer):
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def weights(module):
+    return {k: v.detach().clone() for k, v in module.model.state_dict().items()}
+
+
+# --- each task learns -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task, options, data_options, metric",
+    [
+        ("classification", {}, {}, "accuracy"),
+        ("classification", {}, {"train": texts_of(48, kind="tags"), "val": texts_of(19, 1, "tags"), "test": texts_of(5, 2, "tags")}, "f1_micro"),
+        ("token_classification", {}, {}, "entity_f1"),
+        ("token_classification", {}, {"packing": True}, "entity_f1"),
+        ("question_answering", {"learning_rate": 1e-2}, {}, "exact_match"),
+    ],
+)  # fmt: skip
+def test_each_task_is_learned(task, options, data_options, metric):
+    module, data = module_for(task, **options), data_for(task, **data_options)
+    trainer = fit(module, data, 60)
+    values = logged(trainer)
+    assert values[f"val_{metric}"] > 0.9, values
+    assert f"val_{metric}" == module.monitor or task == "question_answering"
+    tested = trainer.test(module, data, verbose=False)[0]
+    assert tested[f"test_{metric}"] > 0.9 and {k[5:] for k in tested} == {k[4:] for k in values if k.startswith("val_")}
+
+
+def test_a_number_is_learned():
+    rows = [texts_of(n, seed, "number") for seed, n in enumerate((96, 19, 5))]
+    module, data = module_for(learning_rate=1e-2), data_for(train=rows[0], val=rows[1], test=rows[2])
+    values = logged(fit(module, data, 80))
+    assert module.labels.problem_type == "regression" and module.labels.num_labels == 1
+    assert values["val_pearson"] > 0.8 and module.monitor == "val_spearman"
+    predicted = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
+    truth = np.array([row["label"] for row in rows[1]])
+    assert len(predicted) == 19
+    np.testing.assert_allclose(values["val_loss"], np.mean((predicted[:, 0].numpy() - truth) ** 2), rtol=1e-4)
+
+
+# --- scores equal those of the libraries ----------------------------------------------------------
+
+
+def test_scores_of_texts_equal_sklearns_on_the_same_predictions():
+    from sklearn import metrics
+
+    module, data = module_for(), data_for()
+    trainer = fit(module, data, 3)
+    values = logged(trainer)
+    logits = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
+    by_trainer = torch.cat([batch["logits"] for batch in trainer.predict(module, data.val_dataloader())])
+    assert torch.equal(by_trainer, logits)  # without the blank rows that fill the last batch
+    truth, guess = [data.label2id[row["label"]] for row in texts_of(19, 1)], logits.argmax(-1).numpy()
+    expected = {
+        "accuracy": metrics.accuracy_score(truth, guess),
+        "f1_macro": metrics.f1_score(truth, guess, average="macro", zero_division=0),
+        "mcc": metrics.matthews_corrcoef(truth, guess),
+        "loss": metrics.log_loss(truth, logits.double().softmax(-1).numpy(), labels=[0, 1]),
+    }
+    for name, value in expected.items():
+        assert values[f"val_{name}"] == pytest.approx(value, abs=1e-5), name
+
+
+def test_scores_of_entities_equal_seqevals_on_the_same_predictions():
+    from seqeval import metrics
+
+    module, data = module_for("token_classification"), data_for("token_classification")
+    trainer = fit(module, data, 6)
+    values, truth, guess = logged(trainer), [], []
+    for batch in predict(module, data.val_dataloader()):
+        for labels, logits in zip(batch["labels"], batch["logits"]):
+            kept = labels != -100
+            truth.append([data.id2label[i] for i in labels[kept].tolist()])
+            guess.append([data.id2label[i] for i in logits.argmax(-1)[kept].tolist()])
+    assert truth == [row["label"] for row in tagged(19, 1)]
+    assert 0 < values["val_entity_f1"] < 1, "the comparison would say nothing"
+    assert values["val_entity_f1"] == pytest.approx(metrics.f1_score(truth, guess), abs=1e-6)
+    assert values["val_entity_precision"] == pytest.approx(metrics.precision_score(truth, guess), abs=1e-6)
+
+
+def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
+    from bertlab.finetuning.labelled import best_answers
+    from bertlab.finetuning.metrics import score_answer
+
+    module, data = module_for("question_answering"), data_for("question_answering")
+    trainer = fit(module, data, 8)
+    rows, found = asked(19, 1), {}
+    batches = predict(module, data.val_dataloader())
+    assert sum(len(b["example_index"]) for b in batches) == len(data.datasets["validation"]) > len(rows)
+    columns = ("start_logits", "end_logits", "offsets", "example_index")
+    windows = [[one for batch in batches for one in batch[name].numpy()] for name in columns]
+    for i, ranked in best_answers(*windows, [row["context"] for row in rows]).items():
+        found[i] = next(answer.text for answer in ranked if answer.text)
+    assert sorted(found) == list(range(19))
+    for score in ("f1", "exact_match"):
+        expected = np.mean([score_answer(found[i], [row["answers"][0]["text"]], score) for i, row in enumerate(rows)])
+        assert logged(trainer)[f"val_{score}"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_no_answer_may_win_only_where_training_has_questions_without_one():
+    from bertlab.finetuning.module import answer_scores
+
+    for unanswerable, threshold in ((False, None), (True, 0.0)):
+        rows = [asked(12, seed, unanswerable) for seed in range(3)]
+        data = data_for("question_answering", *rows)
+        data.setup()
+        assert answer_scores(data, "validation").null_threshold == threshold
+
+
+# --- one batch or many ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task, options", [
+    ("classification", {}), ("classification", {"class_weights": [1.0, 0.2]}), ("token_classification", {}),
+    ("question_answering", {}),
+])  # fmt: skip
+def test_accumulating_over_batches_equals_the_one_big_batch(task, options):
+    runs = []
+    for size, window in ((8, 1), (2, 4)):
+        module, data = module_for(task, optimizer_class="sgd", **options), data_for(task, train_batch_size=size, shuffle_train=False)
+        fit(module, data, 3, accumulate_grad_batches=window)
+        runs.append(weights(module))
+    for key in runs[0]:
+        torch.testing.assert_close(runs[1][key], runs[0][key], atol=1e-6, rtol=1e-4)
+
+
+def processed(task, **options):
+    module, data = module_for(task, optimizer_class="sgd"), data_for(task, shuffle_train=False, **options)
+    return module, data
+
+
+def process(rank, folder, port):
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for task in TWO:
+        module, data = processed(task, train_batch_size=4, val_batch_size=4)
+        trainer = fit(module, data, 4, devices=2, strategy="ddp")
+        torch.save((weights(module), logged(trainer)), f"{folder}/{task}-{rank}.pt")
+
+
+TWO = ("classification", "question_answering")
+
+
+def test_two_processes_train_and_score_as_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (str(tmp_path), port), nprocs=2)
+    for task in TWO:
+        module, data = processed(task)
+        values = logged(fit(module, data, 4))
+        for rank in range(2):
+            theirs, scores = torch.load(tmp_path / f"{task}-{rank}.pt")
+            for key, weight in weights(module).items():
+                torch.testing.assert_close(theirs[key], weight, atol=1e-6, rtol=1e-4)
+            for name, value in values.items():
+                assert scores[name] == pytest.approx(value, abs=1e-5), name
+
+
+# --- what moves, and how fast ---------------------------------------------------------------------
+
+
+def test_what_is_frozen_does_not_move_and_all_else_does():
+    module, data = module_for(freeze_layers=1), data_for()
+    start = {}
+
+    class Remember(Callback):
+        def on_train_start(self, trainer, pl_module):
+            start.update(weights(pl_module))
+
+    fit(module, data, 5, callbacks=[Remember()])
+    moved = {key for key, weight in weights(module).items() if not torch.equal(weight, start[key])}
+    still = start.keys() - moved
+    assert still == set(module.frozen) == {key for key in start if key.startswith(("encoder.embeddings.", "encoder.blocks.0."))}
+
+
+def test_a_layer_moves_by_its_own_rate():
+    "With sign descent every weight moves by its rate, so rates can be read off the weights."
+    module, data = module_for(layer_decay=0.5, optimizer_class="lion", weight_decay=0.0, learning_rate=2**-8), data_for()
+    start = {}
+
+    class Remember(Callback):
+        def on_train_start(self, trainer, pl_module):
+            start.update(weights(pl_module))
+
+    trainer = fit(module, data, 1, callbacks=[Remember()])
+    moved = {key: (weight - start[key]).abs().max().item() for key, weight in weights(module).items()}
+    depth = {"encoder.embeddings": 3, "encoder.blocks.0": 2, "encoder.blocks.1": 1, "encoder.final_norm": 0, "task_head": 0}
+    for key, distance in moved.items():
+        below = next(n for part, n in depth.items() if key.startswith(part + "."))
+        assert distance == pytest.approx(2**-8 * 0.5**below, rel=1e-3), key
+    assert logged(trainer)["learning_rate"] == 2**-8  # the head's is the one that is logged
+
+
+def test_norms_and_biases_are_spared_by_weight_decay():
+    module, data = module_for(layer_decay=0.9, weight_decay=0.3), data_for()
+    trainer = fit(module, data, 1)
+    names = {p: name for name, p in module.model.named_parameters()}
+    decayed = {names[p]: group["weight_decay"] for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    assert len(decayed) == len(names)
+    for name, decay in decayed.items():
+        assert decay == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
+
+
+# --- schedules ------------------------------------------------------------------------------------
+
+
+def rates(kind, warmup, total, options=None):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, seen = finetuning_schedule(optimizer, kind, warmup, total, options), []
+    for _ in range(int(total)):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+def test_schedules_are_what_their_names_say():
+    np.testing.assert_allclose(rates("linear", 2, 6), [0, 0.5, 1, 0.75, 0.5, 0.25])
+    np.testing.assert_allclose(rates("cosine", 0, 4), [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
+    np.testing.assert_allclose(rates("polynomial", 0, 4, {"power": 2.0, "lr_end": 1e-9}), [1, 9 / 16, 4 / 16, 1 / 16], atol=1e-6)
+    for kind in ("constant", None):
+        np.testing.assert_allclose(rates(kind, 2, 5), [0, 0.5, 1, 1, 1])  # transformers' would not warm up
+
+
+def test_a_warmup_ratio_is_a_share_of_the_whole_run():
+    module, data, seen = module_for(scheduler_type="linear", warmup_ratio=0.3, learning_rate=1.0), data_for(), []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    trainer = make_trainer(9, precision="32-true", accelerator="cpu", callbacks=[Watch()], accumulate_grad_batches=2)
+    trainer.fit(module, data)
+    np.testing.assert_allclose(seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6)
+
+
+# --- class weights --------------------------------------------------------------------------------
+
+
+def test_balanced_weights_are_sklearns():
+    from sklearn.utils.class_weight import compute_class_weight
+
+    labels = ["a"] * 7 + ["b"] * 2 + ["c"]
+    expected = compute_class_weight("balanced", classes=np.array(["a", "b", "c"]), y=labels)
+    np.testing.assert_allclose(balance_classes({"a": 7, "b": 2, "c": 1}), expected)
+    assert balance_classes({"a": 8, "b": 2}, positives_of=10) == [0.25, 4.0]
+
+
+def test_weighted_losses_are_torchs():
+    torch.manual_seed(0)
+    logits, weights_C = torch.randn(6, 3), torch.tensor([0.2, 1.0, 5.0])
+    labels = torch.tensor([0, 2, -100, 1, 1, 0])
+    total, count = weighted_loss(logits, labels, weights_C)
+    torch.testing.assert_close(total / count, torch.nn.functional.cross_entropy(logits, labels, weights_C))
+    several = torch.randint(0, 2, (6, 3)).float()
+    total, count = weighted_loss(logits, several, weights_C)
+    torch.testing.assert_close(total / count, torch.nn.functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights_C))
+    blank = several.clone()
+    blank[2] = -100
+    total, count = weighted_loss(logits, blank, weights_C)
+    kept = [0, 1, 3, 4, 5]
+    assert count == 15
+    torch.testing.assert_close(total / count, torch.nn.functional.binary_cross_entropy_with_logits(logits[kept], several[kept], pos_weight=weights_C))
+
+
+def test_a_batch_whose_weights_add_up_to_less_than_one_is_still_a_mean():
+    "The gradient of a weighted mean does not depend on the weights' scale."
+    runs = []
+    for scale in (1.0, 1e-3):
+        module = module_for(optimizer_class="sgd", class_weights=[scale, 3 * scale])
+        fit(module, data_for(shuffle_train=False), 2)
+        runs.append(weights(module))
+    for key in runs[0]:
+        torch.testing.assert_close(runs[0][key], runs[1][key])
+
+
+def test_balanced_weights_come_from_the_training_rows():
+    rows = [{"text": "the saw", "label": "tool"}] * 30 + [{"text": "the fig", "label": "fruit"}] * 10
+    module = module_for(class_weights="balanced")
+    fit(module, data_for(train=rows), 1)
+    assert module.class_weights_C.tolist() == [3.0, 1.0]  # fruit, tool; only their ratio counts
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_loaded_without_data_and_without_the_first_weights(tmp_path):
+    module, data = module_for(reinit_layers=1, class_weights="balanced"), data_for()
+    trainer = fit(module, data, 2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    loaded = FinetuningModule.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=False)
+    for key, weight in weights(module).items():
+        assert torch.equal(weight, loaded.model.state_dict()[key])
+    assert loaded.config.id2label == {0: "fruit", 1: "tool"} and loaded.labels == module.labels
+
+
+class SaveAt(Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
+    ends, path = [], tmp_path / "half.ckpt"
+    for start in (None, path):
+        seed_everything(0 if start is None else 9)
+        module = module_for(scheduler_type="linear", layer_decay=0.8, freeze_layers=0, model_kwargs={"mlp_dropout": 0.1})
+        trainer = make_trainer(8, precision="32-true", accelerator="cpu", callbacks=[SaveAt(4, path)] if start is None else [])
+        trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
+        ends.append(weights(module))
+    for key, weight in ends[0].items():
+        assert torch.equal(weight, ends[1][key]), key
+
+
+# --- refused before training ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"num_labels": 3}, "num_labels=3, but the data has 2 (fruit, tool)"),
+        ({"id2label": ["a", "b"]}, "fruit, tool"),
+        ({"problem_type": "regression"}, "problem_type='regression', but the data has"),
+        ({"class_weights": [1.0, 2.0, 3.0]}, "2 numbers above 0"),
+        ({"class_weights": [1.0, 0.0]}, "2 numbers above 0"),
+        ({"freeze_layers": 3}, "to 2, got 3"),
+        ({"reinit_layers": 3}, "to 2, got 3"),
+        ({"model_kwargs": {"hidden_size": 8}}, "model_kwargs has 'hidden_size'"),
+    ],
+)
+def test_what_does_not_fit_the_data_is_refused_before_a_step(options, said):
+    module = module_for(**options)
+    with pytest.raises(ValueError) as error:
+        fit(module, data_for(), 1)
+    assert said in str(error.value)
+
+
+def test_a_model_that_cannot_read_the_rows_is_refused():
+    for change, said in (({"vocab_size": 50}, "vocab_size is 50"), ({"max_position_embeddings": 4}, "max_position_embeddings")):
+        module = FinetuningModule("classification", model_config_kwargs={**CONFIG, **change})
+        with pytest.raises(ValueError, match=said):
+            fit(module, data_for(), 1)
+    with pytest.raises(ValueError, match="the data module is for 'token_classification'"):
+        fit(module_for(), data_for("token_classification"), 1)
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"task": "ner"}, "task"),
+        ({"scheduler_type": "step"}, "scheduler_type"),
+        ({"scheduler_type": "linear", "scheduler_kwargs": {"power": 2}}, "scheduler_kwargs has 'power'"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "not both"),
+        ({"task": "question_answering", "class_weights": [1.0, 2.0]}, "class_weights need classes"),
+        ({"class_weights": "equal"}, "balanced"),
+        ({"layer_decay": 0.0}, "layer_decay"),
+        ({"task": "token_classification", "problem_type": "regression"}, "problem_type belongs"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_at_once(options, said):
+    with pytest.raises(ValueError, match=said):
+        FinetuningModule(**{"task": "classification", "model_config_kwargs": CONFIG, **options})
+
+
+def test_rows_without_labels_are_for_predict():
+    rows = [{"text": "the saw"}] * 5
+    module, data = module_for(), data_for(test=rows)
+    trainer = fit(module, data, 1)
+    with pytest.raises(ValueError, match="trainer.predict"):
+        trainer.test(module, data, verbose=False)
+    assert sum(len(b["logits"]) for b in predict(module, data.test_dataloader())) == 5

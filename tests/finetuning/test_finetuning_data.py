@@ -1,0 +1,712 @@
+"From labelled data of many forms to batches: no row twice, no row lost, the same again after a stop."
+
+import csv
+import functools
+import gc
+import json
+import multiprocessing
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.corpus import train_tokenizer
+from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.finetuning.labelled import LabelNames, best_answers, choose_answer, hold_out_texts
+from bertlab.data.loaders import EpochBatches
+
+many = settings(max_examples=100, deadline=None, derandomize=True)
+pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")
+
+
+@functools.cache
+def tokenizer():
+    return train_tokenizer([f"text number {i} is good or bad" for i in range(60)], 80)
+
+
+def rows_of(n: int, labels=("bad", "good")) -> list[dict]:
+    return [{"text": f"text number {i} " + "is good " * (i % 7), "label": labels[i % len(labels)]} for i in range(n)]
+
+
+def module(task="classification", source=None, **options):
+    options = {"max_sequence_length": 64, "train_batch_size": 4, "val_batch_size": 4, "test_batch_size": 4, **options}
+    return FinetuningDataModule(task, tokenizer(), source, **options)
+
+
+def given_rows(train, val=None, test=None, task="classification", **options):
+    data = module(task, **options)
+    data.set_datasets(train=train, val=val, test=test)
+    data.setup()
+    return data
+
+
+def texts(batch) -> list[str]:
+    return [tokenizer().decode(ids[mask > 0], skip_special_tokens=True) for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
+
+
+# --- where data comes from ------------------------------------------------------------------------
+
+
+def write(path, rows):
+    if path.suffix in (".csv", ".tsv"):
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "json", "jsonl", "parquet"])
+def test_a_file_of_any_kind_gives_the_same_batches(suffix, tmp_path):
+    rows = rows_of(20, ("NA", "null"))  # words that a table's reader would take for nothing
+    write(tmp_path / f"rows.{suffix}", rows)
+    from_file = module(source=str(tmp_path / f"rows.{suffix}"))
+    from_file.setup()
+    in_memory = given_rows(rows)
+    assert from_file.id2label == {0: "NA", 1: "null"}
+    for ours, theirs in zip(from_file.train_dataloader(), in_memory.train_dataloader()):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_directory_with_a_file_for_each_split_is_read_by_split(tmp_path):
+    for split, n in {"train": 12, "validation": 5, "test": 3}.items():
+        write(tmp_path / f"{split}.csv", rows_of(n))
+    data = module(source=str(tmp_path))
+    data.prepare_data()
+    data.setup()
+    assert {split: len(rows) for split, rows in data.datasets.items()} == {"train": 12, "validation": 5, "test": 3}
+    assert data.note == ""
+
+
+def test_a_directory_in_hub_form_has_configs_and_names_its_labels(tmp_path):
+    for config, n in {"short": 6, "long": 10}.items():
+        (tmp_path / config).mkdir()
+        write(tmp_path / config / "train.jsonl", rows_of(n, (1, 0)))
+    configs = "".join(f"- config_name: {c}\n  data_files: {c}/*.jsonl\n" for c in ("short", "long"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    data = module(source=str(tmp_path), dataset_config_name="long", validation_fraction=0.2)
+    data.setup()
+    assert len(data.records["train"]) + len(data.records["validation"]) == 10
+    assert data.label2id == {"0": 0, "1": 1} and data.num_labels == 2
+
+
+def test_a_saved_dataset_keeps_the_names_and_the_order_of_its_labels(tmp_path):
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["up", "down", "never"])})
+    rows = datasets.Dataset.from_list(rows_of(10, (0, 1)), features=features)
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "saved"))
+    data = module(source=str(tmp_path / "saved"))
+    data.setup()
+    assert data.id2label == {0: "up", 1: "down", 2: "never"}, "a label of the list may be missing in the rows"
+
+
+def test_slices_take_the_rows_that_they_name(tmp_path):
+    write(tmp_path / "train.csv", rows_of(20))
+    data = module(source=str(tmp_path), train_split="train[:50%]", val_split="train[15:]", test_split="train[10:12]+train[:1]")
+    data.setup()
+    text = lambda split: [row["text"] for row in data.records[split]]
+    every = [row["text"] for row in rows_of(20)]
+    assert text("train") == every[:10] and text("validation") == every[15:] and text("test") == every[10:12] + every[:1]
+
+
+@pytest.mark.parametrize("split", ["train_split", "val_split", "test_split"])
+def test_a_split_that_does_not_exist_is_named_with_those_that_do(split, tmp_path):
+    write(tmp_path / "train.csv", rows_of(6))
+    with pytest.raises(ValueError, match=r"no split 'dev'; there are \['train'\]"):
+        module(source=str(tmp_path), **{split: "dev[:3]"}).setup()
+
+
+@pytest.mark.parametrize("name", ["no/such/path", "missing.csv", "notes.txt"])
+def test_a_source_that_is_none_is_refused(name, tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match="dataset_name_or_path"):
+        module(source=str(tmp_path / name)).setup()
+
+
+def test_no_source_at_all_is_refused():
+    with pytest.raises(ValueError, match="set_datasets"):
+        module().setup()
+
+
+# --- what is held out -----------------------------------------------------------------------------
+
+
+def test_a_missing_validation_split_is_held_out_by_seed_and_said():
+    rows = rows_of(40)
+    with pytest.warns(UserWarning, match="4 of 40 training rows are held out, by seed 3"):
+        data = given_rows(rows, seed=3)
+    held = [row["text"] for row in data.records["validation"]]
+    assert len(held) == 4 and not set(held) & {row["text"] for row in data.records["train"]}
+    assert held == [row["text"] for row in given_rows(rows, seed=3).records["validation"]]
+    assert held != [row["text"] for row in given_rows(rows, seed=4).records["validation"]]
+    assert "held out" in data.describe()
+
+
+@many
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=2, max_size=40), st.integers(0, 5))
+def test_no_text_stands_on_both_sides_and_training_keeps_every_label(pairs, seed):
+    texts, labels = [text for text, _ in pairs], [[label] for _, label in pairs]
+    try:
+        kept, held = hold_out_texts(texts, labels, 0.2, seed)
+    except ValueError:
+        return
+    assert sorted(kept + held) == list(range(len(pairs))) and held
+    assert not {texts[i] for i in kept} & {texts[i] for i in held}
+    assert {labels[i][0] for i in kept} == {label for _, label in pairs}
+
+
+def test_questions_on_one_context_stay_together():
+    rows = [question(i, f"Context {i % 5} is good.") for i in range(30)]
+    data = given_rows(rows, task="question_answering", validation_fraction=0.2, collator_kwargs={"doc_stride": 4})
+    sides = [{row["context"] for row in data.records[split]} for split in ("train", "validation")]
+    assert len(sides[1]) == 1 and not sides[0] & sides[1]
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels, names, num_labels",
+    [(("z", "a", "m"), {0: "a", 1: "m", 2: "z"}, 3), ((5, 1, 3), {0: "1", 1: "3", 2: "5"}, 3), ((True, False), {0: "False", 1: "True"}, 2)],
+)
+def test_names_and_ids_are_sorted_and_numbered_from_0(labels, names, num_labels):
+    data = given_rows(rows_of(12, labels), rows_of(3, labels))
+    assert (data.id2label, data.num_labels) == (names, num_labels)
+    assert data.label2id == {name: number for number, name in names.items()}
+    batch = next(iter(data.val_dataloader()))
+    assert [names[number] for number in batch["labels"][:3].tolist()] == [str(label) for label in labels[:3]][: len(labels)] + [str(labels[0])] * (3 - len(labels))
+
+
+def test_fractions_are_regressed_and_lists_are_several_labels():
+    amounts = given_rows(rows_of(8, (0.5, 2.5)), rows_of(2, (0.5, 2.5)))
+    batch = next(iter(amounts.val_dataloader()))
+    assert amounts.collator.problem_type == "regression" and batch["labels"][:2].tolist() == [0.5, 2.5]
+    several = given_rows(rows_of(8, (["b", "a"], ["c"])), rows_of(2, (["b"], [])))
+    batch = next(iter(several.val_dataloader()))
+    assert batch["labels"][:2].tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert several.id2label == {0: "a", 1: "b", 2: "c"}
+
+
+def test_word_labels_are_numbered_and_minus_100_stays():
+    rows = [{"text": ["text", "is", "good"], "label": ["O", "B", "I"]}, {"text": ["bad"], "label": ["O"]}] * 3
+    data = given_rows(rows, rows[:2], task="token_classification")
+    assert data.id2label == {0: "B", 1: "I", 2: "O"}
+    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 2, 0, 1, -100]
+    ids = [{**row, "label": [-100 if label == "O" else 7 for label in row["label"]]} for row in rows]
+    data = given_rows(ids, ids[:2], task="token_classification")
+    assert data.id2label == {0: "7"}
+    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, -100, 0, 0, -100]
+
+
+def test_a_validation_label_not_seen_in_training_is_named_with_its_row():
+    with pytest.raises(ValueError, match="validation row 1: 'label' has the label 'ugly'.* 'bad', 'good'"):
+        given_rows(rows_of(8), [*rows_of(1), {"text": "text", "label": "ugly"}])
+
+
+def test_labels_of_two_kinds_are_refused():
+    with pytest.raises(ValueError, match="int and str"):
+        given_rows(rows_of(8, (1, "good")), rows_of(2))
+
+
+@pytest.mark.parametrize("test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]])
+def test_a_test_split_may_have_no_labels(test):
+    data = given_rows(rows_of(8), rows_of(2), test)
+    batch = next(iter(data.test_dataloader()))
+    assert "labels" not in batch and texts(batch)[0] == "text is good"
+
+
+def test_names_by_a_feature_are_found_inside_a_sequence():
+    import datasets
+
+    feature = datasets.Sequence(datasets.ClassLabel(names=["O", "B"]))
+    assert LabelNames.of([0, 0], feature).names == ("O", "B")
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"label": "bad"}, ["'text'"]),
+        ({"text": "good"}, ["'label'"]),
+        ({"text": " ", "label": "bad"}, ["'text'", "empty"]),
+        ({"text": None, "label": "bad"}, ["'text'"]),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_bad_row_is_named_by_split_row_and_column(row, words, split):
+    splits = {"train": rows_of(8), "val": rows_of(4)}
+    splits[split] = [*splits[split][:3], row]
+    with pytest.raises(ValueError) as error:
+        given_rows(**splits)
+    name = "validation" if split == "val" else split
+    assert all(word in str(error.value) for word in [f"{name} row 3", *words]), error.value
+
+
+def test_row_numbers_go_on_beyond_a_thousand():
+    rows = rows_of(1203)
+    rows[1201]["text"] = ""
+    with pytest.raises(ValueError, match="train row 1201"):
+        given_rows(rows, rows[:2])
+
+
+def test_an_unknown_task_lists_the_known_and_a_small_epoch_says_so():
+    with pytest.raises(ValueError, match="token_classification"):
+        module("translation")
+    with pytest.raises(ValueError, match="train_batch_size"):
+        given_rows(rows_of(3), rows_of(2)).train_dataloader()
+    with pytest.raises(ValueError, match="too few"):
+        given_rows(rows_of(1))
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def epoch_of(data, epoch=0, rank=0, world_size=1):
+    data._place = lambda: (rank, world_size)
+    loader = data.train_dataloader()
+    loader.load_state_dict({"delivered": epoch * len(loader)})
+    return [batch for batch, _ in zip(loader, range(len(loader)))]
+
+
+def test_an_epoch_reads_each_row_once_and_the_next_in_another_order():
+    data = given_rows(rows_of(40), rows_of(2))
+    first, again, second = ([text for batch in epoch_of(data, epoch) for text in texts(batch)] for epoch in (0, 0, 1))
+    assert first == again != second
+    assert sorted(first) == sorted(second) and len(set(first)) == 40
+
+
+def test_without_shuffling_rows_come_as_they_are():
+    data = given_rows(rows_of(8), rows_of(2), shuffle_train=False)
+    assert [text for batch in epoch_of(data, 3) for text in texts(batch)] == [row["text"].strip() for row in rows_of(8)]
+
+
+def test_batches_hold_rows_of_like_length_and_less_padding():
+    rng = np.random.default_rng(0)
+    rows = [{"text": "good " * n, "label": "ab"[n % 2]} for n in rng.integers(1, 50, 400)]
+    data = given_rows(rows, rows[:2])
+    padding = lambda batches: 1 - sum(b["attention_mask"].sum() for b in batches) / sum(b["attention_mask"].numel() for b in batches)
+    grouped = epoch_of(data)
+    data.shuffle_train = False
+    assert padding(grouped) < padding(epoch_of(data)) / 3
+    widths = [batch["input_ids"].shape[1] for batch in grouped]
+    assert widths != sorted(widths) and all(width % 8 == 0 or width == 64 for width in widths)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_read_disjoint_rows_and_equally_many(world_size):
+    data = given_rows(rows_of(50), rows_of(11))
+    ranks = [epoch_of(data, 1, rank, world_size) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    read = [text for batches in ranks for batch in batches for text in texts(batch)]
+    assert len(read) == len(set(read)) == 50 // (4 * world_size) * 4 * world_size
+    seen = []
+    for rank in range(world_size):
+        data._place = lambda rank=rank: (rank, world_size)
+        batches = list(data.val_dataloader())
+        assert len(batches) == -(-11 // (4 * world_size)) and all(len(batch["labels"]) == 4 for batch in batches)
+        for batch in batches:
+            blank = batch["attention_mask"].sum(1) == 0
+            assert (batch["labels"][blank] == -100).all() and (batch["labels"][~blank] >= 0).all()
+            seen += [text for text, empty in zip(texts(batch), blank) if not empty]
+    assert sorted(seen) == sorted(row["text"].strip() for row in rows_of(11))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 7, 13])
+def test_a_stopped_run_goes_on_with_the_very_next_batch(stop, num_workers):
+    def first(loader, n):
+        batches = []
+        while len(batches) < n:
+            batches += [batch["input_ids"] for batch, _ in zip(loader, range(n - len(batches)))]
+        return batches
+
+    data = given_rows(rows_of(24), rows_of(2), num_workers=num_workers)  # 6 batches an epoch
+    whole = first(given_rows(rows_of(24), rows_of(2)).train_dataloader(), 16)
+    loader = data.train_dataloader()
+    assert isinstance(loader, EpochBatches)
+    before, again = first(loader, stop), data.train_dataloader()
+    again.load_state_dict({"delivered": stop})
+    assert all(map(torch.equal, whole, before + first(again, 16 - stop)))
+
+
+def test_workers_that_nobody_waits_for_are_let_go_at_once():
+    loader = given_rows(rows_of(24), rows_of(2), num_workers=2).train_dataloader()
+    next(iter(loader))
+    workers = multiprocessing.active_children()
+    start = time.perf_counter()
+    del loader
+    gc.collect()
+    assert time.perf_counter() - start < 4 and workers  # late ones are waited for, 5 s each
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_fixed_shapes_are_fixed():
+    data = given_rows(rows_of(24), rows_of(3), fixed_shapes=True)
+    shapes = {tuple(batch["input_ids"].shape) for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader}
+    assert shapes == {(4, 64)}
+
+
+def question(i: int, context: str) -> dict:
+    answers = {"text": ["good"], "answer_start": [context.index("good")]}
+    return {"question": f"text number {i} ?", "context": context, "answers": answers}
+
+
+def test_questions_become_windows_at_setup_and_batches_keep_their_size():
+    rows = [question(i, "bad " * 3 * i + "good " + "is " * 20) for i in range(9)]
+    data = given_rows(rows, rows, task="question_answering", max_sequence_length=32, collator_kwargs={"doc_stride": 6})
+    assert len(data.datasets["train"]) > 12
+    seen = []
+    for batch in data.val_dataloader():
+        assert len(batch["input_ids"]) == 4 and batch["offsets"].shape[-1] == 2
+        for i, number in enumerate(batch["example_index"].tolist()):
+            first, last = batch["start_positions"][i], batch["end_positions"][i]
+            if number >= 0 and first > 0:
+                a, b = batch["offsets"][i, first, 0], batch["offsets"][i, last, 1]
+                assert rows[number]["context"][a:b] == "good"
+                seen.append(number)
+            if number < 0:
+                assert first == -100 and (batch["offsets"][i] == -1).all() and batch["attention_mask"][i].sum() == 0
+    assert sorted(set(seen)) == list(range(9))
+
+
+def test_a_wrong_answer_is_named_with_split_and_row():
+    rows = [question(i, "text is good") for i in range(3)]
+    rows[2]["answers"] = {"text": ["good"], "answer_start": [3]}
+    with pytest.raises(ValueError, match="train row 2: the column 'answers'.*first found at 8"):
+        given_rows(rows, rows[:1], task="question_answering", collator_kwargs={"doc_stride": 4})
+
+
+def test_pairs_reach_the_tokenizer_as_pairs():
+    rows = [{"text": "text is good", "other": "number bad", "label": i % 2} for i in range(4)]
+    data = given_rows(rows, rows, collator_kwargs={"text_pair_column": "other"})
+    expected = tokenizer()("text is good", "number bad")["input_ids"]
+    assert next(iter(data.val_dataloader()))["input_ids"][0, : len(expected)].tolist() == expected
+
+
+def test_lightning_trains_on_it_and_resumes_in_mid_epoch(tmp_path):
+    import lightning as L
+
+    class Reader(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.read = torch.nn.Parameter(torch.zeros(1)), []
+
+        def training_step(self, batch, batch_idx):
+            self.read.append(batch["input_ids"].clone())
+            return self.weight.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    def fit(max_steps, path=None):
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer, reader = L.Trainer(max_steps=max_steps, default_root_dir=tmp_path, enable_checkpointing=False, **quiet), Reader()
+        trainer.fit(reader, given_rows(rows_of(24), rows_of(2)), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
+        return reader.read
+
+    whole, begun = fit(10), fit(4)
+    assert all(map(torch.equal, whole, begun + fit(10, tmp_path / "4.ckpt")))
+
+
+# --- describe -------------------------------------------------------------------------------------
+
+
+def test_describe_counts_rows_labels_and_lengths_and_shows_rows():
+    data = given_rows(rows_of(12, ("bad", "bad", "good")), rows_of(3))
+    said = data.describe(num_rows=1)
+    assert "train: 12 examples, 12 rows" in said and "validation: 3 examples" in said
+    assert "bad: 8 (67%)" in said and "good: 4 (33%)" in said
+    assert "| [CLS] text number 0" in said and said.count("|") == 1
+    bars = [int(line.split()[3 if line.split()[1] == "-" else 2].replace(",", "")) for line in said.split("validation")[0].splitlines() if " -" in line]
+    assert sum(bars) == 12
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def conllu(*sentences: str) -> str:
+    "Words and tags as in `good/ADJ is/AUX`."
+    pairs = [[word.split("/") for word in sentence.split()] for sentence in sentences]
+    return "\n".join("".join(f"{i}\t{word}\t_\t{tag}\t{tag.lower()}" + "\t_" * 5 + "\n" for i, (word, tag) in enumerate(words, 1)) for words in pairs)
+
+
+TAGGED = [f"text/NOUN is/AUX {word}/ADJ {i}/NUM" for i in range(6) for word in ("good", "bad")]
+
+
+def save(path, text):
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def tagger(source, **options):
+    data = module("token_classification", str(source), **options)
+    data.setup()
+    return data
+
+
+def test_a_directory_of_conllu_files_is_read_by_split_and_tagged_by_upos(tmp_path):
+    for name, sentences in {"train": TAGGED, "dev": TAGGED[:2], "test": TAGGED[:1]}.items():
+        save(tmp_path / f"x-ud-{name}.conllu", conllu(*sentences))
+    data = tagger(tmp_path)
+    assert {split: len(rows) for split, rows in data.datasets.items()} == {"train": 12, "validation": 2, "test": 1}
+    assert data.id2label == {0: "ADJ", 1: "AUX", 2: "NOUN", 3: "NUM"} and data.note == ""
+    assert next(iter(data.val_dataloader()))["labels"][0][:6].tolist() == [-100, 2, 1, 0, 3, -100]
+
+
+@pytest.mark.parametrize("column", ["XPOS", "xpos", 5, "5", -6])
+def test_a_column_is_named_or_counted_from_1(column, tmp_path):
+    data = tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
+    assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
+
+
+@pytest.mark.parametrize("column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "do you mean 'UPOS'")])
+def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_path):
+    with pytest.raises(ValueError, match=f"label_column.*{words}"):
+        tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
+
+
+def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
+    sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
+    data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
+    assert data.id2label == {0: "B-X", 1: "I-X", 2: "O"}
+    assert tagger(str(tmp_path / "all.txt"), label_column="chunk").id2label == {0: "B-NP", 1: "I-NP"}
+
+
+def test_words_and_labels_of_a_table_stand_between_spaces_or_in_lists(tmp_path):
+    plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
+    lists = 'text,label\n' + '"[""text"", ""is"", ""good""]","[0, 1, 2]"\n' * 2 + '"[""bad""]","[0]"\n' * 2
+    assert tagger(save(tmp_path / "a.csv", plain), validation_fraction=0.5).records["train"][0]["label"][1] == "V"
+    data = tagger(save(tmp_path / "b.csv", lists), validation_fraction=0.5)
+    assert data.records["train"][0]["text"] == ["text", "is", "good"] and data.id2label == {0: "0", 1: "1", 2: "2"}
+
+
+def test_dev_and_val_are_validation_by_any_of_these_names(tmp_path):
+    for name in ("training", "val"):
+        write(tmp_path / f"{name}.csv", rows_of(8))
+    for val_split in ("validation", "dev", "val[:4]"):
+        data = module(source=str(tmp_path), val_split=val_split)
+        data.setup()
+        assert len(data.records["validation"]) == (4 if "[" in val_split else 8)
+    with pytest.raises(ValueError, match=r"no split 'test'; there are \['train', 'validation'\]"):
+        module(source=str(tmp_path), test_split="test[:1]").setup()
+
+
+def test_files_by_split_and_a_format_by_name(tmp_path):
+    train, dev = (save(tmp_path / f"{name}.dat", "text;label\n" + f"{name} is good;1\ntext is bad;0\n" * 3) for name in ("one", "two"))
+    data = module(source={"train": train, "dev": dev}, file_format="csv", reader_kwargs={"delimiter": ";"})
+    data.setup()
+    assert data.label2id == {"0": 0, "1": 1} and data.records["validation"][0]["text"] == "two is good"
+    with pytest.raises(ValueError, match="file_format.*conllu"):
+        module(source=train, file_format="xml")
+
+
+def test_two_columns_are_a_pair_and_several_are_several_labels(tmp_path):
+    lines = "".join(f"text {i},is good,{i % 2},{int(i == 1)},0\n" for i in range(6))
+    path = save(tmp_path / "train.csv", "a,b,odd,one,never\n" + lines)
+    data = module(source=path, text_column=["a", "b"], label_column=["odd", "one", "never"], validation_fraction=0.2)
+    data.setup()
+    assert data.id2label == {0: "odd", 1: "one", 2: "never"} and data.collator.problem_type == "multi_label_classification"
+    row = next(row for row in data.datasets["train"].rows if tokenizer().decode(row["input_ids"]).startswith("[CLS] text 1"))
+    assert row["labels"].tolist() == [1, 1, 0]
+    assert row["input_ids"].tolist() == tokenizer()("text 1", "is good")["input_ids"]
+    with pytest.raises(ValueError, match="train.csv line 3: the column 'one' holds '2'"):
+        module(source=save(tmp_path / "train.csv", "a,odd,one\ntext,1,0\nis,0,2\n"), text_column="a", label_column=["odd", "one"]).setup()
+
+
+def test_names_of_labels_may_be_given_in_the_order_of_their_ids():
+    data = given_rows(rows_of(8, (0, 2)), rows_of(2, (0, 2)), label_names=["low", "middle", "high"])
+    assert data.id2label == {0: "low", 1: "middle", 2: "high"} and data.count_labels("train") == {"low": 4, "middle": 0, "high": 4}
+    named = given_rows(rows_of(8), rows_of(2), label_names=["good", "bad"])
+    assert next(iter(named.val_dataloader()))["labels"][:2].tolist() == [1, 0]
+
+
+# --- bad rows -------------------------------------------------------------------------------------
+
+
+BAD = {
+    "an empty text": ("classification", {"text": " ", "label": "bad"}, "'text'.*not empty"),
+    "no label": ("classification", {"text": "good", "label": None}, "'label' has no label"),
+    "an empty label": ("classification", {"text": "good", "label": ""}, "'label' has no label"),
+    "a label that is NaN": ("classification", {"text": "good", "label": float("nan")}, "'label' has no label"),
+    "no such column": ("classification", {"text": "good", "lable": "bad"}, "has no column 'label'"),
+    "a row that is none": ("classification", "good", "'good' is no dict"),
+    "more labels than words": ("token_classification", {"text": ["good"], "label": ["A", "B"]}, "2 labels for 1 words"),
+    "fewer labels than words": ("token_classification", {"text": ["is", "good"], "label": ["A"]}, "1 labels for 2 words"),
+    "a label for a sentence": ("token_classification", {"text": ["is"], "label": "A"}, "a label for each word"),
+    "a word without label": ("token_classification", {"text": ["is"], "label": [None]}, "no label"),
+    "an answer outside": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["bad"], "answer_start": [60]}}, "'bad' at character 60.*found at -1"),
+    "an answer elsewhere": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["good"], "answer_start": [7]}}, "found at 8"),
+    "a question that fills the window": ("question_answering", {"question": "is " * 62, "context": "good", "answers": []}, "max_sequence_length"),
+}
+FINE = {
+    "classification": [{"text": f"text {i} is good", "label": "ab"[i % 2]} for i in range(8)],
+    "token_classification": [{"text": ["text", str(i)], "label": ["A", "B"]} for i in range(8)],
+    "question_answering": [{"question": f"number {i}", "context": f"text {i} is good", "answers": {"text": ["good"], "answer_start": [10]}} for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_bad_row_is_an_error_with_its_number_or_left_out_and_counted(name, split):
+    task, row, words = BAD[name]
+    options = {"task": task, "collator_kwargs": {"doc_stride": 4} if task == "question_answering" else {}}
+    splits = {"train": FINE[task], "val": FINE[task]}
+    splits[split] = [*FINE[task][:3], row, *FINE[task][3:]]
+    full = {"train": "train", "val": "validation"}[split]
+    with pytest.raises(ValueError, match=f"^{full} row 3:? ?.*{words}"):
+        given_rows(**splits, **options)
+    data = given_rows(**splits, **options, bad_rows="skip")
+    assert list(data.records[full]) == FINE[task] and len(data.datasets[full]) == 8
+    assert f"{full}: 1 rows left out" in data.describe() and f"{full} row 3" in data.describe()
+
+
+def test_a_label_that_training_lacks_is_left_out_by_choice():
+    train, val = rows_of(8), [*rows_of(2), {"text": "text", "label": "ugly"}, {"text": "good", "label": "good"}]
+    data = given_rows(train, val, bad_rows="skip")
+    assert [row["text"] for row in data.records["validation"]][-1] == "good" and "'ugly'" in data.describe()
+    tagged = FINE["token_classification"]
+    with pytest.raises(ValueError, match="validation row 1: 'label' has the label 'C'.*skip"):
+        given_rows(tagged, [tagged[0], {"text": ["is"], "label": ["C"]}], task="token_classification")
+
+
+def test_an_amount_that_is_a_text_is_refused_before_training():
+    rows = [{"text": f"text {i}", "label": i / 4} for i in range(6)]
+    with pytest.raises(ValueError, match="train row 6: .*'high'.*regression"):
+        given_rows([*rows, {"text": "good", "label": "high"}], rows)
+    with pytest.raises(ValueError, match="train row 0: .*'bad'.*regression"):
+        given_rows(rows_of(4), rows_of(2), collator_kwargs={"problem_type": "regression"})
+
+
+def test_a_bad_line_of_a_file_is_named_even_when_it_is_held_out(tmp_path):
+    good = "".join(f'"text {i},\nis good",{i / 4}\n' for i in range(6))
+    path = save(tmp_path / "a.csv", "text,label\n" + good + "number,high\n" + good.replace("text", "number"))
+    with pytest.raises(ValueError, match="^a.csv line 14: .*'high'"):
+        module(source=path).setup()
+    data = module(source=path, bad_rows="skip")
+    data.setup()
+    assert sum(map(len, data.records.values())) == 12 and "a.csv line 14" in data.describe()
+
+
+def test_lines_that_cannot_be_read_are_counted_with_the_others(tmp_path):
+    text = conllu(*TAGGED).replace("good", "go\tod", 1)
+    with pytest.raises(ValueError, match="train.conllu line 3 has 11 columns"):
+        tagger(save(tmp_path / "train.conllu", text))
+    data = tagger(str(tmp_path / "train.conllu"), bad_rows="skip")
+    assert sum(map(len, data.records.values())) == 11 and "train: 1 rows left out" in data.describe()
+
+
+def test_rows_of_which_none_is_good_are_an_error_in_any_case():
+    with pytest.raises(ValueError, match="no row is good"):
+        given_rows(rows_of(4), [{"text": "", "label": "bad"}], bad_rows="skip")
+    with pytest.raises(ValueError, match="bad_rows"):
+        module(bad_rows="ignore")
+
+
+def test_a_column_that_no_row_has_names_the_one_that_was_meant():
+    with pytest.raises(ValueError, match="text_column: there is no column 'sentense'; do you mean 'sentence'"):
+        given_rows([{"sentence": "good", "label": 1}] * 3, text_column="sentense", bad_rows="skip")
+
+
+def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
+    rows = [*FINE["question_answering"][:2], {**FINE["question_answering"][2], "question": ""}, *FINE["question_answering"][3:]]
+    data = given_rows(rows, rows, task="question_answering", bad_rows="skip", collator_kwargs={"doc_stride": 4})
+    for row in data.datasets["validation"].rows:
+        example = data.records["validation"][int(row["example_index"])]
+        assert tokenizer()(example["question"], example["context"])["input_ids"] == row["input_ids"].tolist()
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def test_packed_rows_hold_each_sentence_once_with_its_labels():
+    rng = np.random.default_rng(0)
+    rows = [{"text": ["text", str(i)] + ["good"] * int(n), "label": ["A", "B"] + ["C"] * int(n)} for i, n in enumerate(rng.integers(0, 20, 40))]
+    plain, packed = (given_rows(rows, rows[:3], task="token_classification", packing=p, train_batch_size=1) for p in (False, True))
+    content = lambda ids, labels: (tuple(ids.tolist()), tuple(labels.tolist()))
+    expected = sorted(content(row["input_ids"], row["labels"]) for row in plain.datasets["train"].rows)
+    found, shapes = [], set()
+    for batch in packed.train_dataloader():
+        shapes.add(tuple(batch["input_ids"].shape))
+        ids, mask, labels, places = (batch[k][0] for k in ("input_ids", "attention_mask", "labels", "position_ids"))
+        for number in range(1, int(mask.max()) + 1):
+            found.append(content(ids[mask == number], labels[mask == number]))
+            assert places[mask == number].tolist() == list(range(int((mask == number).sum())))
+        assert (labels[mask == 0] == -100).all()
+    assert sorted(found) == expected and shapes == {(1, 64)} and len(packed.datasets["train"]) < 15
+    assert len(packed.datasets["validation"]) == 3, "predictions are by sentence, and so are these rows"
+
+
+def test_packing_counts_the_labels_that_were_cut():
+    rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
+    data = given_rows(rows, rows[:1], task="token_classification", packing=True, max_sequence_length=16, train_batch_size=1)
+    assert sum(int(row["num_dropped_labels"]) for row in data.datasets["train"].rows) == (30 - 14) + (40 - 14)
+
+
+def test_packing_of_whole_texts_is_refused():
+    with pytest.raises(ValueError, match="packing=True needs a label a word: task is 'classification'"):
+        module(packing=True)
+
+
+# --- answers as text ------------------------------------------------------------------------------
+
+
+piece = st.sampled_from(["good", "bad", "text", "é", "naïve", "中文", "\U0001f600", "I\u0307", "ﬁ", "number", "e\u0301"])
+gap = st.sampled_from([" ", "\t", "  ", "\n", "\u00a0", ", ", "\t\t"])
+
+
+@functools.cache
+def reading_tokenizer():
+    letters = "good bad text é naïve 中文 \U0001f600 I\u0307 i ﬁ fi number e\u0301 , ".split()
+    return train_tokenizer([" ".join(letters)] * 20, 120)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(piece, gap), min_size=3, max_size=40), st.data())
+def test_perfect_scores_give_the_answer_to_the_character(parts, data):
+    context = "".join(word + space for word, space in parts)
+    starts = np.cumsum([0, *(len(word + space) for word, space in parts)])
+    first = data.draw(st.integers(0, len(parts) - 1))
+    last = data.draw(st.integers(first, min(len(parts) - 1, first + 2)))
+    begin, end = int(starts[first]), int(starts[last]) + len(parts[last][0])
+    record = {"question": "text good", "context": context, "answers": {"text": [context[begin:end]], "answer_start": [begin]}}
+    other = {"question": "bad", "context": "good text", "answers": []}
+    module = FinetuningDataModule("question_answering", reading_tokenizer(), max_sequence_length=48, val_batch_size=3, collator_kwargs={"doc_stride": 24})
+    module.set_datasets(train=[record, other], val=[other, record])
+    module.setup()
+    windows = []
+    for batch in module.val_dataloader():
+        for i in range(3):
+            scores = [torch.nn.functional.one_hot(batch[f"{side}_positions"][i].clamp(min=0), batch["input_ids"].shape[1]) * 9.0 for side in ("start", "end")]
+            windows.append((*scores, batch["offsets"][i], batch["example_index"][i]))
+    best = best_answers(*zip(*windows), module.records["validation"]["context"], max_answer_tokens=64)
+    assert choose_answer(best[0]).text == ""
+    answer = choose_answer(best[1])
+    assert (answer.text, answer.start, answer.stop) == (context[begin:end], begin, end)
+
+
+def test_questions_of_a_squad_file_reach_batches_and_keep_their_ids(tmp_path):
+    qas = [{"id": f"q{i}", "question": f"number {i}", "answers": [{"text": "good", "answer_start": 5 * i + 0}] if i < 2 else [], "is_impossible": i == 2} for i in range(3)]
+    data = [{"title": "T", "paragraphs": [{"context": "good good bad", "qas": qas}]}]
+    for name in ("train-v2.0.json", "dev-v2.0.json"):
+        save(tmp_path / name, json.dumps({"version": "v2.0", "data": data}))
+    loaded = module("question_answering", str(tmp_path), collator_kwargs={"doc_stride": 4})
+    loaded.setup()
+    assert loaded.records["validation"]["id"] == ["q0", "q1", "q2"]
+    batch = next(iter(loaded.val_dataloader()))
+    spans = [batch["offsets"][i, batch["start_positions"][i]].tolist() for i in range(3)]
+    assert spans == [[0, 4], [5, 9], [-1, -1]] and int(batch["start_positions"][2]) == 0

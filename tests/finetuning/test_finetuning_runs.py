@@ -1,0 +1,94 @@
+"A whole run: it stops early, goes back to its best weights, and says what chance does to it."
+
+import numpy as np
+import pytest
+import torch
+from test_finetuning import CONFIG, data_for, module_for, predict, weights
+
+from bertlab.finetuning.module import FinetuningModule
+from bertlab.finetuning.runs import SeedResults, finetune, finetune_seeds
+from bertlab.finetuning.task_models import load_task_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PLAIN = {"precision": "32-true", "accelerator": "cpu"}
+
+
+def test_the_best_weights_are_those_of_the_best_validation(tmp_path):
+    "A rate so high that scores jump up and down: the last weights are not the best."
+    module, data = module_for(learning_rate=0.3, optimizer_class="sgd"), data_for()
+    run = finetune(module, data, tmp_path, num_epochs=8, monitor="val_loss", **PLAIN)
+    losses = {point["step"]: point["val_loss"] for point in run.record.validation}
+    assert len(losses) == 8 and list(losses) == [6 * n for n in range(1, 9)]
+    assert run.best_step == min(losses, key=losses.get)
+    assert run.metrics["val_loss"] == pytest.approx(losses[run.best_step], rel=1e-5)
+    saved = torch.load(tmp_path / "best.ckpt", weights_only=False)["state_dict"]
+    for key, weight in weights(module).items():
+        assert torch.equal(saved[f"model.{key}"], weight)
+    logits = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
+    assert len(logits) == 19 and "test_accuracy" in run.metrics
+
+
+def test_a_run_without_gains_stops_early(tmp_path):
+    module, data = module_for(learning_rate=0.0), data_for()
+    run = finetune(module, data, tmp_path, num_epochs=9, patience=2, **PLAIN)
+    assert run.stopped_early and len(run.record.validation) == 3 and run.best_step == 6
+    full = finetune(module_for(learning_rate=0.0), data, tmp_path / "full", num_epochs=3, **PLAIN)
+    assert not full.stopped_early and len(full.record.validation) == 3
+
+
+def test_validations_within_an_epoch_are_counted_in_steps(tmp_path):
+    run = finetune(module_for(), data_for(), tmp_path, num_epochs=2, validations_per_epoch=2, **PLAIN)
+    assert [point["step"] for point in run.record.validation] == [3, 6, 9, 12]
+
+
+def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):
+    "SPlus validates on an average of its weights: that average must be what a run ends with."
+    module, data = module_for(optimizer_class="splus", learning_rate=0.05), data_for()
+    run = finetune(module, data, tmp_path, num_epochs=3, monitor="val_loss", **PLAIN)
+    best = next(point for point in run.record.validation if point["step"] == run.best_step)
+    assert run.metrics["val_loss"] == pytest.approx(best["val_loss"], rel=1e-5)
+
+
+def test_a_finished_run_is_saved_for_pipelines(tmp_path):
+    run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN)
+    run.save_for_pipeline(tmp_path / "model")
+    loaded, fresh = load_task_model("classification", tmp_path / "model", run.module.labels)
+    assert fresh == []
+    for key, weight in weights(run.module).items():
+        assert torch.equal(loaded.state_dict()[key], weight), key
+
+
+def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
+    data = data_for()
+    data.given.pop("validation")
+    options = {"task": "classification", "model_config_kwargs": CONFIG, "learning_rate": 1e-3}
+    results = finetune_seeds(options, data, tmp_path, seeds=(1, 2), num_epochs=1, **PLAIN)
+    held = [row["text"] for row in data.records["validation"].rows]
+    assert data.seed == 0 and len(results.runs) == 2
+    assert results.values("val_loss")[0] != results.values("val_loss")[1]
+    again = data_for()
+    again.given.pop("validation")
+    alone = finetune_seeds(options, again, tmp_path / "again", seeds=(2,), num_epochs=1, **PLAIN)
+    assert [row["text"] for row in again.records["validation"].rows] == held
+    assert alone.runs[0] == results.runs[1], "a seed is the same run in any company"
+
+
+def test_mean_and_deviation_are_those_of_the_sample():
+    results = SeedResults((0, 1, 2), ({"f1": 0.5}, {"f1": 0.7}, {"f1": 0.9}))
+    assert results.mean() == {"f1": pytest.approx(0.7)}
+    assert results.deviation() == {"f1": pytest.approx(np.sqrt(0.08 / 2))}
+    assert "0.700" in results.table() and "0.200" in results.table()
+    assert np.isnan(SeedResults((0,), ({"f1": 0.5},)).deviation()["f1"])
+
+
+@pytest.mark.parametrize("seeds", [(), (1, 1)])
+def test_seeds_must_differ(tmp_path, seeds):
+    with pytest.raises(ValueError, match="seeds"):
+        finetune_seeds({"task": "classification"}, data_for(), tmp_path, seeds)
+
+
+def test_wrong_labels_are_refused_before_anything_is_written(tmp_path):
+    module = FinetuningModule("classification", model_config_kwargs=CONFIG, num_labels=5)
+    with pytest.raises(ValueError, match="num_labels=5"):
+        finetune(module, data_for(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,385 @@
+"Predictions keep every row in its order, say what the module says, and nothing is written by halves."
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+from test_finetuning import FRUIT, asked, data_for, module_for, predict, tagged, texts_of, tokenizer
+from transformers import DistilBertConfig, DistilBertForSequenceClassification, pipeline
+
+from bertlab.finetuning import evaluations as ev
+from bertlab.finetuning.runs import finetune
+from bertlab.finetuning.labelled import NO_LABEL
+from bertlab.finetuning.prediction_files import predict_file, read_input, run_predict_command, write_predictions
+from bertlab.finetuning.predictions import PredictionOptions, load_predictor, longest_row, predict_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+TASKS = ("classification", "token_classification", "question_answering")
+PLAIN = {"precision": "32-true", "accelerator": "cpu"}
+ALL = PredictionOptions(batch_size=4, all_probabilities=True)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    "For each task: the module, its data and the directory that was written for pipelines."
+    made = {}
+    for task in TASKS:
+        module, data = module_for(task), data_for(task)
+        folder = tmp_path_factory.mktemp(task)
+        run = finetune(module, data, folder / "run", num_epochs=1, limit_train_batches=4, **PLAIN)
+        made[task] = module, data, run.save_for_pipeline(folder / "model")
+    return made
+
+
+def logits_of(module, data, name="logits"):
+    return [row for batch in predict(module, data.test_dataloader()) for row in batch[name]]
+
+
+def test_labels_are_those_of_the_module(trained):
+    module, data, directory = trained["classification"]
+    rows = data.records["test"].rows
+    found = predict_rows(load_predictor(directory), rows, options=ALL).rows
+    for one, logits in zip(found, logits_of(module, data), strict=True):
+        shares = logits.softmax(-1).tolist()
+        assert [one["probabilities"][name] for name in ("fruit", "tool")] == pytest.approx(shares, abs=1e-5)
+        assert one["predicted_label"] == ("fruit", "tool")[int(np.argmax(shares))]
+        assert one["probability"] == max(one["probabilities"].values())
+
+
+def test_tags_are_those_of_the_module_at_first_sub_words(trained):
+    module, data, directory = trained["token_classification"]
+    rows = data.records["test"].rows
+    found = predict_rows(load_predictor(directory), rows).rows
+    names, logits = list(data.id2label.values()), logits_of(module, data)
+    for row, one, scores, encoded in zip(rows, found, logits, data.datasets["test"].rows, strict=True):
+        firsts = [place for place, label in enumerate(encoded["labels"]) if label != -100]
+        assert one["predicted_tags"] == [names[int(scores[place].argmax())] for place in firsts]
+        assert len(one["predicted_tags"]) == len(row["text"])
+
+
+def test_answers_are_those_of_the_module_and_stand_where_they_say(trained):
+    module, data, directory = trained["question_answering"]
+    rows = data.records["test"].rows
+    options = PredictionOptions(null_threshold=math.inf, all_probabilities=True, num_best=7)
+    # The same windows as the data module: 16 tokens, of which 4 are shared.
+    found = predict_rows(load_predictor(directory, 16), rows, options=options).rows
+    scores = ev.make_scores("question_answering", module.labels, data, "test")
+    for batch in data.test_dataloader():
+        with torch.no_grad():
+            scores.update(module.run_model(batch), batch)
+    theirs = scores.answers()
+    for number, (row, one) in enumerate(zip(rows, found, strict=True)):
+        assert one["predicted_answer"] == theirs[number]
+        assert row["context"][one["predicted_start"] : one["predicted_stop"]] == one["predicted_answer"]
+        assert sum(best["probability"] for best in one["n_best"]) == pytest.approx(1)
+
+
+def test_a_pipeline_of_transformers_says_the_same(trained):
+    directory = trained["classification"][2]
+    texts = ["the apple is here", "the saw saw drill is here"]
+    ours = predict_rows(load_predictor(directory), texts).rows
+    for one, other in zip(ours, pipeline("text-classification", str(directory), device="cpu")(texts)):
+        assert (one["predicted_label"], one["probability"]) == (other["label"], pytest.approx(other["score"], abs=1e-5))
+
+
+def test_a_family_that_bertlab_cannot_convert_works_as_transformers_wrote_it(tmp_path):
+    config = DistilBertConfig(vocab_size=len(tokenizer()), dim=16, hidden_dim=32, n_layers=1, n_heads=2,
+                              max_position_embeddings=32, id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1})  # fmt: skip
+    model = DistilBertForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    predictor = load_predictor(tmp_path)
+    assert predictor.max_sequence_length == 32, "positions end before the tokenizer does"
+    found = predict_rows(predictor, ["the apple", "the saw is here"], options=PredictionOptions(batch_size=1)).rows
+    for text, one in zip(("the apple", "the saw is here"), found):
+        ids = tokenizer()(text, return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            shares = model(**ids).logits.softmax(-1)[0]
+        assert one["probability"] == pytest.approx(float(shares.max()), abs=1e-6)
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(st.permutations(range(8)), st.integers(1, 9))
+def test_order_and_batches_change_nothing(trained, order, size):
+    predictor = load_predictor_once(trained["classification"][2])
+    texts = [" ".join(FRUIT * n) for n in range(1, 8)] + ["  "]
+    alone = [predict_rows(predictor, [text]).rows[0] for text in texts]
+    found = predict_rows(predictor, [texts[n] for n in order], options=PredictionOptions(batch_size=size))
+    assert found.num_blank == 1
+    for place, number in enumerate(order):
+        assert found.rows[place]["predicted_label"] == alone[number]["predicted_label"]
+        assert found.rows[place]["probability"] == pytest.approx(alone[number]["probability"], abs=1e-5)
+
+
+LOADED = {}
+
+
+def load_predictor_once(directory):
+    return LOADED.setdefault(directory, load_predictor(directory))
+
+
+def test_long_texts_are_cut_and_counted_exactly(trained):
+    predictor = load_predictor(trained["classification"][2], 10)
+    texts = [" ".join(["apple"] * n) for n in (7, 8, 9, 30)]  # [CLS] and [SEP] leave room for 8
+    found = predict_rows(predictor, texts)
+    assert found.num_long == 2 and found.rows[2] == found.rows[3]
+    assert "2 too long: cut" in found.describe("classification")
+
+
+def test_every_word_of_a_long_text_has_its_tag(trained):
+    predictor = load_predictor(trained["token_classification"][2], 10)
+    words = ["the", "apple", "is", "in"] * 6
+    found = predict_rows(predictor, [words, words[:8], " ".join(words[:8])])
+    assert [len(row["predicted_tags"]) for row in found.rows] == [24, 8, 8] and found.num_long == 1
+    assert None not in found.rows[0]["predicted_tags"]
+    # A piece is what the model would say of it alone: words 8 to 15 are the second piece.
+    assert found.rows[0]["predicted_tags"][8:16] == found.rows[1]["predicted_tags"]
+    assert found.rows[1] == found.rows[2], "a text is read as the words between its spaces"
+
+
+def test_words_without_tokens_have_no_tag(trained):
+    predictor = load_predictor_once(trained["token_classification"][2])
+    found = predict_rows(predictor, [["the", "\u200b", "apple"], [], [" "]])
+    assert found.rows[0]["predicted_tags"][1] is None and None not in found.rows[0]["predicted_tags"][::2]
+    assert found.num_blank == 2 and found.rows[1]["predicted_tags"] == []
+
+
+def test_an_answer_at_the_end_of_a_long_context_can_be_found(trained):
+    predictor = load_predictor(trained["question_answering"][2], 16)
+    context = "the file is here " * 40 + "the saw is in oslo"
+    rows = [{"question": "where is the saw", "context": context}, {"question": "where " * 50, "context": context},
+            {"question": "where", "context": "\n"}]  # fmt: skip
+    found = predict_rows(predictor, rows, options=PredictionOptions(num_best=400, all_probabilities=True))
+    assert max(best["stop"] for best in found.rows[0]["n_best"]) > len(context) - 20
+    assert (found.num_long, found.num_blank) == (1, 1) and found.rows[2]["predicted_answer"] is None
+
+
+def test_no_answer_wins_by_more_than_the_threshold(trained):
+    predictor = load_predictor_once(trained["question_answering"][2])
+    row = asked(1)
+    said = [predict_rows(predictor, row, options=PredictionOptions(null_threshold=t)).rows[0]["predicted_answer"]
+            for t in (-math.inf, math.inf)]  # fmt: skip
+    assert said[0] == "" and said[1] != ""
+
+
+def test_numbers_and_several_labels(tmp_path):
+    for kind in ("number", "tags"):
+        module = module_for()
+        data = data_for(train=texts_of(48, 0, kind), val=texts_of(19, 1, kind), test=texts_of(11, 2, kind))
+        run = finetune(module, data, tmp_path / kind, num_epochs=1, limit_train_batches=2, **PLAIN)
+        found = predict_rows(load_predictor(run.save_for_pipeline(tmp_path / f"{kind}-model")), data.records["test"].rows).rows
+        for one, logits in zip(found, logits_of(module, data), strict=True):
+            if kind == "number":
+                assert one == {"predicted_value": pytest.approx(logits.item(), abs=1e-5)}
+            else:
+                assert list(one["probabilities"].values()) == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
+                assert one["predicted_labels"] == [n for n, x in zip(data.label2id, logits) if x > 0]
+
+
+def test_each_form_of_file_comes_back_as_it_went_in(trained, tmp_path):
+    predictor = load_predictor_once(trained["classification"][2])
+    rows = [{"text": 'the "apple", is\there', "n": "1"}, {"text": "", "n": "2"}, {"text": "the saw ünd", "n": "3"}]
+    for ending in ("csv", "tsv", "jsonl", "parquet"):
+        write_predictions(rows, tmp_path / f"in.{ending}")
+        told, found = predict_file(predictor, tmp_path / f"in.{ending}", tmp_path / f"out.{ending}")
+        again, form = read_input(tmp_path / f"out.{ending}")
+        assert form == ending and found.num_blank == 1 and len(again) == 3
+        for row, before, now in zip(rows, told, again):
+            assert {"text": now["text"], "n": now["n"]} == row
+            assert now["predicted_label"] == before["predicted_label"] or ending in ("csv", "tsv") and now["predicted_label"] == ""
+    assert [row["predicted_label"] for row in told] == [row["predicted_label"] for row in predict_rows(predictor, rows).rows]
+
+
+CONLLU = """# sent_id = 1
+# text = the apple is
+1\tthe\tthe\tDET\t_\t_\t2\tdet\t_\t_
+2\tapple\tapple\tNOUN\t_\tNumber=Sing\t0\troot\t_\tSpaceAfter=No
+3\tis\tbe\tAUX\t_\t_\t2\tcop\t_\t_
+
+"""
+
+
+def test_conllu_keeps_its_columns_and_gets_tags_in_misc(trained, tmp_path):
+    (tmp_path / "in.conllu").write_text(CONLLU)
+    predictor = load_predictor_once(trained["token_classification"][2])
+    told, _ = predict_file(predictor, tmp_path / "in.conllu", tmp_path / "out.conllu")
+    tags = told[0]["predicted_tags"]
+    expected = CONLLU.replace("SpaceAfter=No", f"SpaceAfter=No|Predicted={tags[1]}")
+    expected = expected.replace("det\t_\t_", f"det\t_\tPredicted={tags[0]}").replace("cop\t_\t_", f"cop\t_\tPredicted={tags[2]}")
+    assert (tmp_path / "out.conllu").read_text() == expected and NO_LABEL not in told[0]["FORM"]
+    with pytest.raises(ValueError, match="CoNLL-U"):
+        write_predictions([{"text": ["a"], "predicted_tags": ["O"]}], tmp_path / "no.conllu")
+
+
+def test_lines_stay_lines_and_blank_ones_keep_their_place(trained, tmp_path):
+    (tmp_path / "a.txt").write_text("the apple is here\n\nthe saw is here\n")
+    told, found = predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "a.txt")
+    assert [row["text"] for row in told] == ["the apple is here", "", "the saw is here"]
+    assert found.num_blank == 1 and told[1]["predicted_label"] is None
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("old\n")
+    with pytest.raises(ValueError, match="must end in"):
+        write_predictions([], tmp_path / "p.doc")
+    rows = [{"a": "\ud800"}]  # half a character cannot be encoded
+    with pytest.raises(UnicodeEncodeError):
+        write_predictions(rows, path)
+    assert path.read_text() == "old\n" and os.listdir(tmp_path) == ["p.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{model}", "{there}", "--text_column", "txet"], "do you mean 'text'"),
+        (["{model}", "missing.csv"], "no file missing.csv"),
+        (["{model}", "{there}", "--output", "x.doc"], "must end in"),
+        (["{model}", "{there}", "--output", "nowhere/x.csv"], "no such directory"),
+        (["{model}", "{there}", "--format", "xml"], "none of lines"),
+        (["{model}", "{there}", "--max_sequence_length", "99999"], "reads 8 to"),
+        (["{model}", "{there}", "--bach_size", "3"], "--bach_size"),
+        (["{model}", "{there}", "--batch_size", "0"], "batch_size"),
+        (["{empty}", "{there}"], "cannot be loaded"),
+        ([], "directory"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(trained, tmp_path, capsys, words, message):
+    (tmp_path / "there.csv").write_text("id,text\n1,the apple\n")
+    (tmp_path / "empty").mkdir()
+    places = {"model": trained["classification"][2], "there": tmp_path / "there.csv", "empty": tmp_path / "empty"}
+    assert run_predict_command([word.format(**places) for word in words]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and message in said.err and said.err.count("\n") == 1
+
+
+def test_a_row_without_text_is_named_by_its_line(trained, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "the apple"}\n{"text": 3}\n')
+    with pytest.raises(ValueError, match="a.jsonl line 2.*must hold a text, got 3"):
+        predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "a.jsonl")
+
+
+def test_standard_input_in_a_process_of_its_own(trained, tmp_path):
+    lines = '{"text": "the apple is here", "id": 7}\n{"text": " ", "id": 8}\n'
+    code = "import sys; from bertlab.finetuning.prediction_files import run_predict_command as run; sys.exit(run(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, str(trained["classification"][2])], input=lines,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["id"] for row in told] == [7, 8] and told[1]["predicted_label"] is None
+    expected = predict_rows(load_predictor_once(trained["classification"][2]), ["the apple is here"]).rows[0]
+    assert told[0]["predicted_label"] == expected["predicted_label"]
+    assert "2 rows, 1 blank" in done.stderr
+
+
+def test_a_model_without_a_head_is_refused(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    BertForMaskedLM(BertConfig(vocab_size=120, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                               intermediate_size=16)).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(ValueError, match="BertForMaskedLM, which has no head"):
+        load_predictor(tmp_path)
+
+
+def test_positions_after_padding_are_not_read():
+    from transformers import RobertaConfig
+
+    assert longest_row(RobertaConfig(max_position_embeddings=34, pad_token_id=1), tokenizer()) == 32
+
+
+# Evaluations
+
+
+labelled = st.integers(2, 5).flatmap(lambda c: st.tuples(
+    st.just(c), st.lists(st.tuples(st.integers(0, c - 1), st.integers(0, c - 1)), min_size=1, max_size=40)))  # fmt: skip
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(labelled)
+def test_tables_and_confusions_are_scikit_learns(case):
+    num_labels, pairs = case
+    gold, said = (np.array(x) for x in zip(*pairs))
+    counts = ev.count_confusions(gold, said, num_labels)
+    assert (counts == confusion_matrix(gold, said, labels=range(num_labels))).all()
+    rows = ev.label_table(counts, [str(c) for c in range(num_labels)])
+    theirs = precision_recall_fscore_support(gold, said, labels=range(num_labels), zero_division=0)
+    for key, values in zip(("precision", "recall", "f1", "support"), theirs):
+        assert [row[key] for row in rows[:num_labels]] == pytest.approx(list(values))
+    for row, average in ((rows[-2], "macro"), (rows[-1], "weighted")):
+        theirs = precision_recall_fscore_support(gold, said, average=average, zero_division=0)
+        assert [row[key] for key in ("precision", "recall", "f1")] == pytest.approx(list(theirs[:3]))
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=2, max_size=60))
+def test_reliability_is_scikit_learns_calibration_curve(pairs):
+    confidence, right = map(np.array, zip(*pairs))
+    found = ev.calibrate(confidence, right)
+    filled = np.array(found.counts) > 0
+    if right.any() and not right.all():  # scikit-learn wants both
+        true, mean = calibration_curve(right.astype(int), confidence.astype(float), n_bins=10)
+        assert np.array(found.accuracy)[filled] == pytest.approx(true)
+        assert np.array(found.confidence)[filled] == pytest.approx(mean)
+    assert sum(found.counts) == len(pairs)
+
+
+def test_the_calibration_error_by_hand():
+    "Two bins: two at 0.9 of which one is right, and two at 0.6 that are both right."
+    found = ev.calibrate([0.9, 0.9, 0.6, 0.6], [1, 0, 1, 1])
+    assert found.error() == pytest.approx((2 * abs(0.9 - 0.5) + 2 * abs(0.6 - 1.0)) / 4)
+    assert ev.calibrate([0.5, 0.5], [1, 0]).error() == pytest.approx(0)
+
+
+def test_an_edge_belongs_to_the_bin_below_it():
+    assert ev.calibrate([0.2, 1.0, 0.0], [1, 1, 0], 5).counts == (2, 0, 0, 0, 1)
+
+
+def test_answers_are_grouped_by_the_words_of_the_shortest():
+    rows = ev.answer_lengths([["in oslo", "oslo"], [], ["a b c d e"], ["rome"]], ["oslo", "x", "b c", ""])
+    assert [(row["words"], row["support"]) for row in rows] == [("none", 1), ("1", 2), ("4 to 7", 1)]
+    assert rows[1]["exact_match"] == 0.5 and rows[0]["f1"] == 0.0
+    assert rows[2]["f1"] == pytest.approx(2 * 2 / (2 + 4)), "an article is no word"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_evaluation_of_a_split_agrees_with_its_metrics(trained, tmp_path, task):
+    from bertlab.finetuning.runs import evaluate_run
+
+    module, data, _ = trained[task]
+    metrics = evaluate_run(module, data, PLAIN)
+    found = ev.evaluate_split(module, data, "test")
+    found.write(tmp_path)
+    numbers = json.loads((tmp_path / "evaluation.json").read_text())
+    names = ("exact_match", "f1") if task == "question_answering" else ("accuracy",)
+    for name in names:
+        assert numbers[name] == pytest.approx(metrics[f"test_{name}"], abs=1e-6)
+    if task != "question_answering":
+        assert numbers["table"][-2]["f1"] == pytest.approx(metrics["test_f1_macro"], abs=1e-6)
+    for picture in found.figures:
+        assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
+    pictures = {"answers"} if task == "question_answering" else {"confusion", "calibration"}
+    assert set(found.figures) == pictures and "support" in found.table()
+
+
+def test_several_labels_and_numbers_are_evaluated():
+    gold, probability = np.array([[1, 0], [1, 1], [0, 0]]), np.array([[0.9, 0.2], [0.8, 0.3], [0.6, 0.1]])
+    found = ev.evaluate_decisions(gold, probability, ["a", "b"]).numbers
+    assert found["exact_match"] == pytest.approx(1 / 3) and found["table"][0]["precision"] == pytest.approx(2 / 3)
+    values = ev.evaluate_values([1.0, 2.0], [2.0, 0.0]).numbers
+    assert values["mean_absolute_error"] == 1.5 and values["root_mean_squared_error"] == pytest.approx(math.sqrt(2.5))
+
+
+def test_parquet_keeps_lists(trained, tmp_path):
+    told = predict_rows(load_predictor_once(trained["token_classification"][2]), tagged(2)).rows
+    write_predictions(told, tmp_path / "t.parquet")
+    again = datasets.load_dataset("parquet", data_files=str(tmp_path / "t.parquet"), split="train", cache_dir=str(tmp_path / "c"))
+    assert again[0]["predicted_tags"] == told[0]["predicted_tags"]

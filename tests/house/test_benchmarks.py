@@ -1,0 +1,305 @@
+"The comparisons are fair and their arithmetic is right; how fast anything is, benchmarks/ says itself."
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import finetuning_trainer  # noqa: E402
+import pretraining  # noqa: E402
+import scaling  # noqa: E402
+import sides  # noqa: E402
+import suite  # noqa: E402
+
+from bertlab.model.convert import to_huggingface  # noqa: E402
+from bertlab.data.corpus import make_corpus, train_tokenizer  # noqa: E402
+from bertlab.data.documents import Document  # noqa: E402
+from bertlab.model.families import huggingface_config, their_class  # noqa: E402
+from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402
+from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
+from bertlab.finetuning.tasks import Task  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def text():
+    "A corpus of 60 documents, two of which are longer than a row, and its tokenizer."
+    words = "zero one two three four five six seven eight nine ten".split()
+    texts = [" ".join(words[(n * k) % 11] for k in range(1, 200 if n % 30 == 7 else 5 + n)) for n in range(1, 61)]
+    corpus = make_corpus("numbers", [Document(text, f"n:{n}") for n, text in enumerate(texts)])
+    return corpus, train_tokenizer(corpus.train_texts, 120)
+
+
+def test_sides_take_turns_so_that_none_is_always_first():
+    assert sides.in_turns(["A", "B"], 3) == [(0, "A"), (0, "B"), (1, "B"), (1, "A"), (2, "A"), (2, "B")]
+
+
+def test_a_ratio_is_of_neighbours_in_time_and_its_median_is_not_a_ratio_of_medians():
+    ours, theirs = [{"rate": r} for r in (10, 2, 9)], [{"rate": r} for r in (5, 2, 1)]
+    assert sides.ratios(ours, theirs, "rate") == {"median": 2, "min": 1, "max": 9}
+    with pytest.raises(ValueError, match="zip"):
+        sides.ratios(ours, theirs[:2], "rate")
+
+
+CHILD = """
+import json, os, sys
+case = json.loads(sys.argv[2])
+with open(case["log"], "a") as log: log.write(case["name"] + os.environ["OMP_NUM_THREADS"] + " ")
+if os.path.exists(case["log"] + ".broken") and case["name"] == "B": sys.exit("B is broken")
+print("noise"); print(json.dumps({"rate": 1}))
+"""
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_stopped_and_changed_code_begins_anew(tmp_path):
+    script, log, kept = tmp_path / "child.py", tmp_path / "log", tmp_path / "kept.json"
+    script.write_text(CHILD)
+    Path(f"{log}.broken").touch()
+    cases = {name: {"name": name, "log": str(log)} for name in "AB"}
+    run = lambda code, fresh=False: sides.alternate(script, cases, 2, 1, sides.Ledger(kept, code, fresh))  # noqa: E731
+    with pytest.raises(SystemExit, match="B is broken"):
+        run("old")
+    assert log.read_text() == "A1 B1 "
+    Path(f"{log}.broken").unlink()
+    assert run("old") == {"A": [{"rate": 1}] * 2, "B": [{"rate": 1}] * 2}
+    assert log.read_text() == "A1 B1 B1 B1 A1 "  # B again, and then the second round, backwards
+    run("old")
+    assert log.read_text().count("1") == 5  # everything was kept
+    run("new")
+    assert log.read_text().count("1") == 9
+    run("new", fresh=True)
+    assert log.read_text().count("1") == 13
+
+
+@pytest.mark.parametrize("bound, passed", [({"at_least": 2.5}, True), ({"at_least": 2.6}, False),
+                                           ({"at_most": 2.5}, True), ({"at_most": 2.4}, False)])  # fmt: skip
+def test_a_target_is_judged_on_the_right_side_of_its_bound(bound, passed, capsys):
+    judged = sides.judge("this", 2.5, **bound)
+    assert judged["passed"] is passed and judged.items() >= bound.items()
+    sides.say([judged])
+    assert capsys.readouterr().out.startswith("pass" if passed else "MISS")
+
+
+def test_padding_steps_before_the_clock_and_validation_are_not_counted():
+    class Model(torch.nn.Module):
+        def forward(self, attention_mask):
+            return attention_mask
+
+    model = Model()
+    meter = pretraining.Meter(model)
+    for documents in ([[1, 1, 2, 2]], [[1, 1, 2, 0]], [[1, 0, 0, 0]]):
+        model.train()(attention_mask=torch.tensor(documents))
+        meter.step()
+        model.eval()(attention_mask=torch.ones(9, 9))
+    found = meter.figures(warm=1)
+    assert (found["real_tokens"], found["steps"], found["fill"]) == (4, 2, 0.5)
+    assert found["tokens_per_second"] == pytest.approx(4 / found["wall_seconds"])
+
+
+def figures(*rates: float) -> list[dict]:
+    return [{"tokens_per_second": r, "tokens_per_processor_second": 2 * r} for r in rates]
+
+
+def test_equal_precision_takes_the_lesser_ratio_and_the_default_is_our_choice_against_float32():
+    runs = {"ours, fp32": figures(30), "ours, bf16": figures(40), "ours, auto": figures(44),
+            "grouped, fp32": figures(10), "grouped, bf16": figures(20), "padded, fp32": figures(4)}  # fmt: skip
+    compared = pretraining.compare_rates(runs)
+    wall = {name: found["wall"]["median"] for name, found in compared.items()}
+    assert wall["ours in fp32 over grouped in fp32"] == 3 and wall["ours in bf16 over grouped in bf16"] == 2
+    assert wall["ours in auto over grouped in fp32"] == 4.4
+    judged = {one["what"]: (one["measured"], one["at_least"]) for one in
+              pretraining.judge_rates("small", "bert", compared)}  # fmt: skip
+    assert judged == {
+        "small, bert, padded: equal precision, the lesser of both": (7.5, 6.0),
+        "small, bert, padded: auto against fp32": (11, 10.0),
+        "small, bert, grouped: equal precision, the lesser of both": (2, 2.5),
+        "small, bert, grouped: auto against fp32": (4.4, 4.0)}  # fmt: skip
+    assert not pretraining.judge_rates("demo", "bert", compared)  # nothing was promised for it
+
+
+class DroppedNumbers(TorchDispatchMode):
+    "Adds up how many numbers pass through a dropout."
+
+    total = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "dropout" in str(function) or "bernoulli" in str(function):
+            self.total += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def dropped_numbers(model: torch.nn.Module, ids: torch.Tensor) -> int:
+    with DroppedNumbers() as found:
+        model.train()(ids, attention_mask=torch.ones_like(ids))
+    return found.total
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_both_sides_train_one_architecture_with_the_same_dropout(kind):
+    config = pretraining.shape(kind, "tiny")
+    ours = BertLabForMaskedLM(config)
+    theirs = their_class(kind, "ForMaskedLM")(huggingface_config(config, kind, "ForMaskedLM"))
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    ids = torch.randint(5, 2048, (2, 16))
+    assert dropped_numbers(ours, ids) == dropped_numbers(theirs, ids) == (
+        2 * 2 * 16 * 16 + 3 * 2 * 16 * 32 if kind == "bert" else 0)  # weights; embeddings, two sums
+    theirs = to_huggingface(ours, kind)
+    torch.testing.assert_close(ours.eval()(ids).logits, theirs(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_one_evaluator_gives_equal_weights_of_both_sides_equal_losses(text, tmp_path):
+    ours = BertLabForMaskedLM(pretraining.shape("bert", "tiny", vocab_size=len(text[1])))
+    ours.save_pretrained(tmp_path / "ours")
+    to_huggingface(ours, "bert").save_pretrained(tmp_path / "theirs")
+    found = [pretraining.validation_loss(str(tmp_path / side), *text) for side in ("ours", "theirs")]
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    assert found[0]["loss_apart"] != found[0]["loss_joined"]
+
+
+def test_the_two_forms_of_rows_are_those_of_the_example_script(text):
+    corpus, tokenizer = text
+    whole = [tokenizer(one)["input_ids"] for one in corpus.train_texts]
+    padded = pretraining.their_rows("padded", corpus.train_texts, tokenizer)["input_ids"]
+    assert [len(row) for row in padded] == [min(len(row), 128) for row in whole]
+    grouped = pretraining.their_rows("grouped", corpus.train_texts, tokenizer)["input_ids"]
+    joined = [token for row in whole for token in row]
+    assert [token for row in grouped for token in row] == joined[: len(joined) // 128 * 128]
+    assert {len(row) for row in grouped} == {128}
+
+
+def test_both_sides_get_the_same_number_of_real_tokens_a_step(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretraining, "shared_text", lambda *_: text)
+    case = {"model": "tiny", "kind": "bert", "steps": 3, "warm": 1, "seconds": 0, "seed": 0, "warmup": 1,
+            "documents": None, "kept": str(tmp_path), "precision": "fp32"}  # fmt: skip
+    found = {side: pretraining.measure({**case, "side": side}) for side in ("ours", "padded", "grouped")}
+    assert {side: f["steps"] for side, f in found.items()} == dict.fromkeys(found, 2)
+    assert found["grouped"]["real_tokens"] == 2 * 4 * 128 and found["grouped"]["fill"] == 1
+    assert 0.6 < found["ours"]["real_tokens"] / 1024 <= 1 and found["padded"]["fill"] < 0.9
+    assert 0.6 < found["padded"]["real_tokens"] / 1024 < 1.4  # rows of a batch follow the mean length
+    assert found["ours"]["num_params"] == found["grouped"]["num_params"]
+
+
+def rows_of(kind: str) -> list[dict]:
+    if kind == "classification":
+        return [{"text": "one two three", "label": "b"}, {"text": "four", "label": "a"}]
+    if kind == "token_classification":
+        return [{"text": ["seven", "onetwo", "ten"], "label": ["a", "b", "a"]}] * 2
+    context = "one two three four five six seven " * 9
+    answers = {"text": ["five six"], "answer_start": [context.index("five")]}
+    return [{"question": "ten", "context": context, "answers": answers},
+            {"question": "nine", "context": context, "answers": {"text": [], "answer_start": []}}]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(finetuning_trainer.ENDINGS))
+def test_fine_tuning_rows_and_labels_are_the_same_on_both_sides(kind, text):
+    rows, names = rows_of(kind), () if kind == "question_answering" else ("a", "b")
+    column = "question" if kind == "question_answering" else "text"
+    task = Task("toy", kind, "", column, "label", names, "f1", rows, rows, rows, max_sequence_length=64)
+    theirs = finetuning_trainer.their_dataset(task, text[1])
+    options = {"doc_stride": finetuning_trainer.STRIDE} if kind == "question_answering" else None
+    data = FinetuningDataModule(kind, text[1], max_sequence_length=64, collator_kwargs=options)
+    data.set_datasets(**task.splits)
+    data.setup()
+    ours = data.datasets["train"].rows
+    assert [list(row["input_ids"]) for row in ours] == [list(row) for row in theirs["input_ids"]]
+    if kind == "question_answering":
+        spans = list(zip(theirs["start_positions"], theirs["end_positions"], strict=True))
+        assert [tuple(row["answer_spans"][0].tolist()) for row in ours] == spans and (0, 0) in spans
+        assert len(ours) > len(rows)  # windows
+    else:
+        listed = lambda labels: labels.tolist() if hasattr(labels, "tolist") else labels  # noqa: E731
+        assert [listed(row["labels"]) for row in ours] == list(theirs["labels"])
+
+
+def test_copies_of_the_corpus_have_the_same_words_and_no_double(tmp_path, monkeypatch):
+    texts = [" ".join(f"word{n}-{k}" for k in range(12)) for n in range(5)]
+    corpus = SimpleNamespace(train_texts=texts[:3], validation_texts=texts[3:])
+    monkeypatch.setattr(scaling, "shared_text", lambda *_: (corpus, None))
+    case = {"kept": str(tmp_path), "documents": None, "model": "tiny", "growth": 2, "copies": 5}
+    parts = [scaling.some_copies(case, number, tmp_path).read_text().splitlines() for number in range(3)]
+    assert parts[0] == parts[2] and len(set(parts[0] + parts[1])) == 20  # two parts of two, then again
+    for part in parts:
+        assert Counter(" ".join(part).split()) == Counter(" ".join(texts).split() * 2)
+    everything = scaling.some_copies({**case, "growth": 5}, 7, tmp_path).read_text()
+    assert everything == scaling.grown_file(case).read_text() and len(set(everything.splitlines())) == 25
+
+
+SLICED = """
+import json, os, sys, time
+case = json.loads(sys.argv[2])
+if case.get("broken"): sys.exit("this one is broken")
+def busy(seconds):
+    start = time.process_time()
+    while time.process_time() - start < seconds:
+        with open(case["log"], "a") as log: log.write(json.dumps([case["name"], time.monotonic()]) + chr(10))
+        sum(range(10_000))
+print("a warning", flush=True)
+busy(case["seconds"])
+while case["again"]:
+    print(json.dumps({"cost": 2.0}), flush=True)
+    busy(case["seconds"])
+print(json.dumps({"cost": 3.0}))
+"""
+
+
+def test_sizes_run_side_by_side_one_at_a_time_until_the_longest_is_through(tmp_path):
+    (tmp_path / "child.py").write_text(SLICED)
+    cases = {name: {"name": name, "log": str(tmp_path / "log"), "seconds": seconds}
+             for name, seconds in (("short", 0.05), ("long", 0.6))}  # fmt: skip
+    found = scaling.in_slices(cases, tmp_path / "child.py", seconds=0.2)
+    assert found["short"].pop("runs") > 1 and found["long"].pop("runs") == 1
+    assert found == {"short": {"cost": 2.0}, "long": {"cost": 3.0}}
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    names = [name for name, _ in sorted(log, key=lambda line: line[1])]
+    turns = sum(a != b for a, b in zip(names, names[1:], strict=False))
+    assert 2 <= turns < len(names) / 10  # long stretches of each: never both at once
+    with pytest.raises(SystemExit, match="this one is broken"):
+        scaling.in_slices({**cases, "long": {**cases["long"], "broken": True}}, tmp_path / "child.py", 0.2)
+
+
+def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tmp_path, capsys):
+    place = {**sides.machine(2), "measured": "2026-01-31"}
+    settings = {"shapes": {"small": (4, 256)}}
+    part = {"ratios": {}}
+    path = tmp_path / "pretraining.json"
+    assert pretraining.earlier_parts(path, place, settings) == ({}, {})
+    path.write_text(json.dumps({"machine": place, "settings": settings, "rates": {"small, bert": part}, "races": {}}))
+    rates, races = pretraining.earlier_parts(path, {**place, "measured": "2026-02-01"}, settings)
+    assert rates == {"small, bert": {**part, "machine": place}} and races == {}
+    for other in ({**place, "processor": "another"}, {**place, "torch": "2.99"}):
+        assert pretraining.earlier_parts(path, other, settings) == ({}, {})
+    assert "of another machine or other settings" in capsys.readouterr().out
+
+
+def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
+    options = SimpleNamespace(quick=False, only=["data", "pretraining"], threads=2, fresh=False, folder=tmp_path,
+                              kept=tmp_path)  # fmt: skip
+    parts = suite.chosen(options)
+    words = {part.name: suite.command(part, options) for part in parts}
+    assert words["pretraining"][2:] == ["--output", str(tmp_path / "pretraining.json"), "--kept", str(tmp_path),
+                                        "--threads", "2"]  # fmt: skip
+    done = {"data": suite.stamp(parts[0], words["data"])}
+    assert [part.name for part in suite.plan(parts, done, words, False)] == ["pretraining"]
+    assert "done with this code" in capsys.readouterr().out
+    done["data"] = suite.stamp(parts[0], [*words["data"], "--repeats", "9"])
+    assert len(suite.plan(parts, done, words, False)) == 2  # other flags, other figures
+
+
+def test_every_benchmark_of_the_suite_is_there_and_every_comparison_is_in_it():
+    names = {part.name for part in suite.PARTS}
+    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in names)
+    compares = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "from sides import" in path.read_text()}
+    assert compares - {"suite"} <= names
+
+
+def test_verdicts_of_all_results_are_collected(tmp_path):
+    one = sides.judge("this", 1.0, at_least=2.0)
+    sides.write_result(tmp_path / "a.json", {"judged": [one]})
+    (tmp_path / "b.json").write_text(json.dumps({"older": 1}))
+    assert suite.judgements(tmp_path) == [one]

@@ -1,0 +1,150 @@
+"Every notebook runs from top to bottom in a process of its own, and every folded solution is right."
+
+import ast
+import json
+import multiprocessing
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import sync
+from conftest import ROOT
+
+TIMEOUT = 600  # seconds a notebook; most take a few, the walkthrough that trains takes minutes
+NOTEBOOKS = sync.notebooks(ROOT)
+
+
+def solutions(text: str) -> list[str]:
+    "The Python in the folded parts of a Markdown cell."
+    folded = re.findall(r"<details>.*?</details>", text, re.DOTALL)
+    return [code for part in folded for code in re.findall(r"```python\n(.*?)```", part, re.DOTALL)]
+
+
+def functions(source: str) -> dict[str, int]:
+    "The functions that a cell defines, each with the number of arguments that it cannot do without."
+    try:
+        found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    except SyntaxError:  # a cell with magics
+        return {}
+    return {node.name: len(node.args.args) - len(node.args.defaults) for node in found}
+
+
+def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
+    """The notebook with each folded solution run where it stands, and the checks that stay unsolved.
+
+    An exercise's check is a function `check_NAME` that answers "not attempted" or "right"; the solution
+    defines NAME, and the check finds it by its name or gets it as its argument.
+    """
+    cells, checks = [], {}
+    for cell in notebook["cells"]:
+        cells.append(cell)
+        source = sync.source_of(cell)
+        if cell["cell_type"] == "code" and "not attempted" in source:
+            checks |= {name: n for name, n in functions(source).items() if name.startswith("check_")}
+        if cell["cell_type"] != "markdown":
+            continue
+        for solution in solutions(source):
+            asserts = []
+            for name in functions(solution).keys() & {check.removeprefix("check_") for check in checks}:
+                call = f"check_{name}({name if checks.pop(f'check_{name}') else ''})"
+                asserts.append(f"assert {call} == 'right', {call}")
+            code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+            cells.append({**code, "id": f"solution{len(cells)}", "source": "\n".join([solution, *asserts])})
+    return {**notebook, "cells": cells}, set(checks)
+
+
+# A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([
+    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
+])  # fmt: skip
+
+
+def run_here(path: str, flags: str, output: str) -> None:
+    "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
+    os.setsid()  # so that a notebook that hangs is ended with all that it started
+    os.chdir(ROOT)
+    multiprocessing.set_start_method(None, force=True)  # the usual one for what the notebook itself starts
+    with open(output, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    from nbdev.test import nbdev_test
+
+    nbdev_test.__wrapped__(path, flags, n_workers=0)
+
+
+def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -> tuple[int, str]:
+    "Run a notebook from a folder where it may leave files; its exit status and what it printed."
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+    output = path.with_suffix(".log")
+    process = PROCESSES.Process(target=run_here, args=(str(path), flags, str(output)))
+    process.start()
+    process.join(timeout)
+    printed = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        pytest.fail(f"still running after {timeout} s\n{printed[-6000:]}")
+    return process.exitcode, printed
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_the_notebook_runs_and_its_solutions_are_right(path, tmp_path):
+    notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
+    assert unsolved == set(), "no folded solution defines the function that these checks are for"
+    status, printed = run(tmp_path / path.name, notebook)
+    assert status == 0, printed[-8000:]
+    assert "Success." in printed, "nbdev found nothing to run"
+
+
+EXERCISE = """def double(x):
+    raise NotImplementedError
+
+def check_double():
+    try: got = double(2)
+    except NotImplementedError: return "not attempted"
+    return "right" if got == 4 else "twice, not squared"
+
+check_double()"""
+
+
+def small(*cells: tuple[str, str]) -> dict:
+    made = []
+    for number, (kind, source) in enumerate(cells):
+        cell = {"cell_type": kind, "source": source, "metadata": {}, "id": str(number)}
+        made.append({**cell, "outputs": [], "execution_count": None} if kind == "code" else cell)
+    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
+    return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+ASKED = EXERCISE.replace("def check_double():", "def check_double(double):").replace(
+    "\ncheck_double()", "\ncheck_double(double)"
+)
+
+
+@pytest.mark.parametrize(
+    "exercise, answer, passes, flags",
+    [
+        (EXERCISE, "2 * x", True, ""),
+        (ASKED, "2 * x", True, ""),
+        (EXERCISE, "x ** 3", False, ""),
+        (ASKED, "x ** 3", False, ""),
+        (EXERCISE, "2 * x", False, "slow"),
+    ],
+)
+def test_a_wrong_solution_or_a_failing_cell_is_found(exercise, answer, passes, flags, tmp_path):
+    folded = f"<details><summary>Solution</summary>\n\n```python\ndef double(x):\n    return {answer}\n```\n</details>"
+    failing = [("code", "#| eval: false\n1 / 0"), ("code", "#| slow\n1 / 0")]  # neither runs without its flag
+    notebook, unsolved = with_solutions(small(("code", exercise), ("markdown", folded), *failing))
+    assert unsolved == set()
+    status, printed = run(tmp_path / "small.ipynb", notebook, flags)
+    assert (status == 0) == passes, printed
+
+
+def test_a_check_without_a_solution_is_found():
+    _, unsolved = with_solutions(small(("code", EXERCISE), ("markdown", "<details>think</details>")))
+    assert unsolved == {"check_double"}

@@ -1,0 +1,257 @@
+"`make docs` up to the rendering, and the rendering with a stand-in for Quarto."
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import docs
+import pytest
+import sync
+import yaml
+from conftest import ROOT
+
+NOTEBOOKS = [path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT)]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    "A copy of the project in which `make docs` ran once, without Quarto."
+    copy = tmp_path_factory.mktemp("site") / "copy"
+    copy.mkdir()
+    sync.copy_sources(ROOT, copy)
+    done = make_docs(copy)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
+    assert "quarto.org" in done.stdout and "pip install quarto-cli" in done.stdout
+    return copy
+
+
+def make_docs(copy: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PATH": ""}  # no Quarto, even where there is one
+    command = [sys.executable, "scripts/docs.py"]
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def staged_text(site: Path, name: str) -> str:
+    cells = json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]
+    return "\n\n".join(sync.source_of(cell) for cell in cells)
+
+
+def test_every_notebook_is_staged_with_its_badge_and_all_of_its_first_cell(site):
+    found = {path.relative_to(site / "_proc").as_posix() for path in (site / "_proc").rglob("*.ipynb")}
+    assert found == set(NOTEBOOKS)
+    for name in NOTEBOOKS:
+        text = staged_text(site, name)
+        assert "[Open in Colab](https://colab.research.google.com/" in text, name
+        if re.match(r"\d\d_", name):
+            assert "**You can now**" in text and "**Takes**" in text, name
+
+
+def test_hidden_and_exported_cells_do_not_reach_the_site(site):
+    for name in NOTEBOOKS:
+        cells = json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]
+        heads = [sync.directives(sync.source_of(cell)) for cell in cells if cell["cell_type"] == "code"]
+        assert not [head for head in heads if {"hide", "export", "default_exp"} & head.keys()], name
+
+
+def test_the_site_loads_nothing_from_elsewhere(site):
+    config = yaml.safe_load((site / "_proc/_quarto.yml").read_text())
+    html = config["format"]["html"]
+    assert (html["theme"], html["html-math-method"]) == ("default", "mathml")  # others fetch fonts and scripts
+    assert config["website"]["search"] is True
+    remote = re.compile(r"@import|url\(\s*[\"']?(?:https?:)?//|<script[^>]*src=|<link[^>]*href=.https?:")
+    for path in [*(site / "_proc").rglob("*.css"), *(site / "_proc").rglob("*.yml")]:
+        assert not remote.search(path.read_text()), path
+    for name in NOTEBOOKS:
+        assert not re.search(r"<(?:script|img|iframe)[^>]*src=.https?:", staged_text(site, name)), name
+
+
+def test_the_configuration_is_one_file_at_the_top_and_no_setting_is_written_twice():
+    link = ROOT / "nbs/_quarto.yml"
+    assert link.is_symlink() and link.resolve() == ROOT / "_quarto.yml"
+    config = yaml.safe_load(link.read_text())
+    assert config["metadata-files"] == ["nbdev.yml", "sidebar.yml"]
+    assert not {"title", "site-url", "repo-url"} & config["website"].keys()  # from settings.ini
+
+
+def test_the_api_page_lists_every_public_name(site):
+    text = (site / "_proc/api.qmd").read_text(encoding="utf-8")
+    for module, names in docs.public_symbols().items():
+        for name in names:
+            assert f"[`{name}`]({docs.notebook_of(module)}#{name.lower()})" in text
+
+
+def broken(site: Path, change) -> list[str]:
+    "What the checks say after a change to the staged pages; the pages are put back."
+    staged = site / "_proc"
+    before = {path: path.read_bytes() for path in staged.rglob("*") if path.is_file()}
+    try:
+        change(staged)
+        return docs.check(staged)
+    finally:
+        for path, content in before.items():
+            path.write_bytes(content)
+        for path in staged.rglob("*"):
+            if path.is_file() and path not in before:
+                path.unlink()
+
+
+def test_the_staged_site_is_in_order(site):
+    assert broken(site, lambda staged: None) == []
+
+
+def edit(name: str, old: str, new: str):
+    def change(staged: Path) -> None:
+        path = staged / name
+        text = path.read_text(encoding="utf-8")
+        assert old in text, f"{name} holds no {old!r}"
+        path.write_text(text.replace(old, new), encoding="utf-8")
+
+    return change
+
+
+def add_markdown(text: str):
+    def change(staged: Path) -> None:
+        path = staged / "index.ipynb"
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        notebook["cells"].append({"cell_type": "markdown", "metadata": {}, "id": "new", "source": text})
+        path.write_text(json.dumps(notebook), encoding="utf-8")
+
+    return change
+
+
+def add_output(kind: str):
+    def change(staged: Path) -> None:
+        path = staged / "index.ipynb"
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        output = {"output_type": "display_data", "data": {kind: "AAAA"}, "metadata": {}}
+        cell = {"cell_type": "code", "metadata": {}, "id": "new", "execution_count": None, "source": "draw()"}
+        notebook["cells"].append({**cell, "outputs": [output]})
+        path.write_text(json.dumps(notebook), encoding="utf-8")
+
+    return change
+
+
+def remove_show_doc(staged: Path) -> None:
+    path = staged / "model/01_config.ipynb"
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook["cells"] = [cell for cell in notebook["cells"] if "show_doc(" not in sync.source_of(cell)]
+    path.write_text(json.dumps(notebook), encoding="utf-8")
+
+
+CHANGES = {
+    "a link to no page": (add_markdown("[x](no_such_page.ipynb)"), "no_such_page.ipynb leads nowhere"),
+    "a link to no heading": (add_markdown("[x](model/01_config.ipynb#nowhere)"), "no heading for #nowhere"),
+    "a link on the page itself": (add_markdown("[x](#nowhere)"), "no heading for #nowhere"),
+    "a page that the sidebar misses": (edit("sidebar.yml", "- index.ipynb", "- api.qmd"), "the sidebar lacks index.ipynb"),
+    "a sidebar entry without a page": (edit("sidebar.yml", "model/01_config.ipynb", "model/01_gone.ipynb"), "names model/01_gone.ipynb"),
+    "no badge": (edit("index.ipynb", "[Open in Colab](", "[Open it]("), "no link to Colab"),
+    "no title": (edit("index.ipynb", "title: ", "headline: "), "the page has no title"),
+    "a figure without text": (add_output("image/png"), "no alternative text"),
+    "a widget alone": (add_output(docs.WIDGET), "a widget has no static form"),
+    "a picture without text": (add_markdown("![](x.png)"), "no alternative text"),
+    "a picture from elsewhere": (add_markdown("![x](https://example.com/x.png)"), "fetched from elsewhere"),
+    "a name without show_doc": (remove_show_doc, "no show_doc for bertlab.model.config."),
+}
+
+
+@pytest.mark.parametrize("fault", CHANGES)
+def test_the_check_finds(fault, site):
+    change, word = CHANGES[fault]
+    assert any(word in problem for problem in broken(site, change))
+
+
+def test_a_cell_that_cannot_be_staged_is_named(site):
+    code = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+    sources = ["#| default_exp bad", "#| export\ndef f(): pass", "import no_such_module"]
+    cells = [{**code, "id": str(number), "source": source} for number, source in enumerate(sources)]
+    (site / "bad.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    script = "import docs; docs.stage_notebook(docs.ROOT / 'bad.ipynb', docs.ROOT / '_bad.ipynb')"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'scripts'); {script}"]
+    done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "bad.ipynb cannot be staged" in done.stderr
+    assert "no_such_module" in done.stderr
+
+
+def test_a_widget_leaves_its_static_form_on_the_page():
+    from execnb.nbio import dict2nb
+
+    data = {docs.WIDGET: {"model_id": "1"}, "text/html": "<p>static</p>", "text/plain": "Box()"}
+    cell = {"cell_type": "code", "metadata": {}, "id": "a", "source": "box", "execution_count": None}
+    output = {"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": None}
+    notebook = dict2nb({"cells": [{**cell, "outputs": [output]}], "metadata": {"widgets": {"state": {}}}})
+    docs.prefer_static(notebook)
+    assert set(notebook.cells[0].outputs[0].data) == {"text/html", "text/plain"}
+    assert "widgets" not in notebook.metadata
+
+
+CODE = """
+from dataclasses import dataclass
+
+@dataclass
+class Run:
+    "What a run needs."
+
+    steps: int  # optimizer steps
+    rate: float = 1e-3  # the peak
+
+def plan(
+    run: "Later",  # named before it is there
+) -> None:
+    "Say what will happen."
+
+class Box(Odd):
+    "A box."
+"""
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("Run", "class Run:\n    steps: int  # optimizer steps\n    rate: float = 1e-3  # the peak"),
+        ("plan", 'def plan(\n    run: "Later",  # named before it is there\n) -> None:'),
+        ("Box", "class Box(Odd):"),
+    ],
+)
+def test_what_nbdev_cannot_show_is_shown_as_it_is_written(name, shown):
+    class Odd:
+        def __init__(self, x: "NoSuchName"):  # noqa: F821
+            pass
+
+    space = {"Odd": Odd, "__name__": "__main__"}
+    exec(CODE, space)
+    page = docs.renderer(CODE)(space[name])._repr_markdown_()
+    assert f"### {name}\n" in page and shown in page and f"*{space[name].__doc__}*" in page
+
+
+QUARTO = """#!{python}
+import pathlib, sys
+assert sys.argv[1] == "render" and pathlib.Path("_quarto.yml").is_file()
+out = pathlib.Path("_docs")
+out.mkdir()
+for name in ("index.html", "api.html")[: {pages}]:
+    (out / name).write_text("page")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("pages, code, message", [(2, 0, None), (1, 0, "no api.html"), (2, 1, "could not render")])
+def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch, pages, code, message):
+    fake, staged = tmp_path / "quarto", tmp_path / "_proc"
+    fake.write_text(QUARTO.format(python=sys.executable, pages=pages, code=code))
+    fake.chmod(0o755)
+    shutil.copytree(site / "_proc", staged)
+    (tmp_path / "_docs").mkdir()
+    (tmp_path / "_docs/old.html").write_text("old")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    if message:
+        with pytest.raises(SystemExit, match=message):
+            docs.render(staged)
+        assert (tmp_path / "_docs/old.html").exists(), "the last good site is kept"
+    else:
+        docs.render(staged)
+        assert {path.name for path in (tmp_path / "_docs").iterdir()} == {"index.html", "api.html"}

@@ -1,0 +1,113 @@
+"What is built is what a user needs: it installs and imports where the repository is not."
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PACKAGE = ROOT / "bertlab"
+MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
+DATA = {path.relative_to(PACKAGE).as_posix() for kind in ("*.pyi", "py.typed") for path in PACKAGE.rglob(kind)}
+
+
+def run(*command, **options) -> subprocess.CompletedProcess:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, Path]:
+    "The wheel, made from the source distribution, made from a copy of the sources, all offline."
+    import shutil
+
+    source, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("dist")
+    names = ["pyproject.toml", "README.md", "LICENSE", "bertlab", "nbs", "tests", "scripts"]
+    source.mkdir()
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+        else:
+            shutil.copy2(ROOT / name, source / name)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
+    return {"wheel": next(out.glob("*.whl")), "sdist": next(out.glob("*.tar.gz"))}
+
+
+@pytest.fixture(scope="module")
+def clean(built, tmp_path_factory) -> Path:
+    "The Python of an environment that has the wheel and its dependencies, and cannot see the repository."
+    folder = tmp_path_factory.mktemp("clean")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin/python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", built["wheel"])
+    # Packages of this environment, but not its .pth files: those of an editable install stay unread.
+    target = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (Path(target) / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n")
+    return python
+
+
+def without_pythonpath() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built):
+    names = set(zipfile.ZipFile(built["wheel"]).namelist())
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == {f"bertlab/{name}" for name in MODULES | DATA}
+    info = {name.partition(".dist-info/")[2] for name in names - package}
+    assert info == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+
+
+def test_the_source_distribution_can_be_built_from(built):
+    names = {name.partition("/")[2] for name in tarfile.open(built["sdist"]).getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= names
+    assert {f"bertlab/{name}" for name in MODULES | DATA} <= names
+    assert not any(name.startswith("nbs/") for name in names)
+
+
+def test_the_metadata_says_what_the_project_is(built):
+    from email.parser import Parser
+
+    archive = zipfile.ZipFile(built["wheel"])
+    name = next(name for name in archive.namelist() if name.endswith("METADATA"))
+    metadata = Parser().parsestr(archive.read(name).decode())
+    init = (ROOT / "bertlab/__init__.py").read_text()
+    assert f'__version__ = "{metadata["Version"]}"' in init
+    assert (metadata["Name"], metadata["License-Expression"]) == ("bertlab", "Apache-2.0")
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert {"dev", "docs", "gpu", "tpu", "loggers", "optimizers", "quantized"} == set(metadata.get_all("Provides-Extra"))
+    assert len(metadata.get_payload()) > 500, "the README is the description"
+
+
+def test_every_module_imports_from_the_installed_wheel(clean, tmp_path):
+    code = """
+import importlib, pathlib, bertlab
+folder = pathlib.Path(bertlab.__file__).parent
+for path in sorted(folder.rglob("*.py")):
+    parts = ["bertlab", *path.relative_to(folder).with_suffix("").parts]
+    print(importlib.import_module(".".join(part for part in parts if part != "__init__")).__file__)
+"""
+    out = run(clean, "-c", code, cwd=tmp_path, env=without_pythonpath()).stdout.splitlines()
+    inside = clean.parent.parent
+    assert all(Path(line).is_relative_to(inside) for line in out)
+    assert {line.rpartition("/bertlab/")[2] for line in out} == MODULES
+
+
+def test_the_installed_command_answers(clean, tmp_path):
+    command = clean.parent / "bertlab"
+    assert "demo" in run(command, "--help", cwd=tmp_path, env=without_pythonpath()).stdout
+    version = run(clean, "-c", "import bertlab; print(bertlab.__version__)", cwd=tmp_path, env=without_pythonpath())
+    assert version.stdout.strip() in run(command, "--version", cwd=tmp_path, env=without_pythonpath()).stdout
+
+
+def test_the_repository_cannot_be_seen_from_the_clean_environment(clean, tmp_path):
+    out = run(clean, "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path, env=without_pythonpath()).stdout
+    assert not [line for line in out.splitlines() if line and (Path(line) / "pyproject.toml").exists()]

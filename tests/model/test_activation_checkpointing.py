@@ -1,0 +1,428 @@
+"Activation checkpointing: the same losses and gradients, dropout included, with less in memory."
+
+import copy
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch._functorch import config as partitioning
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from bertlab.model.activation_checkpointing import (
+    CHECKPOINTING_MODES,
+    MemoryLedger,
+    checkpoint_activations,
+    keep_products,
+    read_checkpointing,
+)
+from bertlab.model.attention import KERNELS, Kernel, write_stretches
+from bertlab.model.config import BertLabConfig, modernbert_tiny
+from bertlab.model.encoder import run_layers
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.losses import LossRule
+
+torch.set_num_threads(1)
+V, B, L = 50, 4, 24
+MODELS = [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
+EAGER_MODES = {  # all but `budget`, which a compiler has to carry out
+    "full": {},
+    "selected_blocks": {"interval": 2},
+    "selected_modules": {"modules": ["*.mlp", "head"]},
+    "selected_ops": {},
+}
+DROPOUT = dict(embedding_dropout=0.1, attention_dropout=0.2, mlp_dropout=0.1)
+COMPILER = "aot_eager_decomp_partition"  # inductor's partitioning without its C++
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    partitioning.activation_memory_budget = 1.0
+
+
+def small(**overrides) -> BertLabConfig:
+    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=4, num_attention_heads=2)
+    return modernbert_tiny(**{**shape, "local_attention": 4, **DROPOUT, **overrides})
+
+
+def lively(model):
+    "Move every weight well away from its start, so that nothing hides."
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.12 * torch.randn(p.shape))
+    return model.train()
+
+
+def some_batch() -> dict:
+    ids = torch.randint(5, V, (B, L))
+    documents = torch.ones(B, L, dtype=torch.int64)
+    documents[0, 9:], documents[1, 15:] = 2, 0  # two documents in a row; padding
+    return dict(input_ids=ids, attention_mask=documents, labels=ids.masked_fill(documents == 0, -100))
+
+
+def step(model, batch, seed=7, **more) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    "Loss, gradient, bytes kept for the backward pass, bytes at the peak."
+    model.zero_grad()
+    torch.manual_seed(seed)
+    with MemoryLedger() as ledger:
+        loss = model(**batch, **more).loss
+        kept = ledger.now
+        loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]), kept, max(ledger.history)
+
+
+# ---- same numbers, less memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", EAGER_MODES)
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("cls", MODELS)
+def test_losses_and_gradients_are_bit_identical_with_dropout_and_less_is_kept(cls, kernel, mode):
+    model, batch = lively(cls(small(attn_implementation=kernel))), some_batch()
+    loss, gradient, kept, peak = step(model, batch)
+    names = set(model.state_dict())
+    again, gradient_again, less, lower = step(model, batch)
+    assert torch.equal(gradient, gradient_again) and (less, lower) == (kept, peak)  # the ledger is exact
+    checkpoint_activations(model, mode, **EAGER_MODES[mode])
+    again, gradient_again, less, lower = step(model, batch)
+    assert torch.equal(loss, again) and torch.equal(gradient, gradient_again)
+    assert less < 0.9 * kept and lower < peak
+    assert set(model.state_dict()) == names
+
+
+def one_by_one(q, k, v, stretches, dropout=0.0):
+    "What the varlen kernel computes, document by document, on any device."
+    ends = stretches.cu_lengths.tolist()
+    parts = []
+    for start, end in zip(ends, ends[1:]):
+        distance = (torch.arange(end - start)[:, None] - torch.arange(end - start)).abs()
+        near = distance <= (stretches.window or end)
+        scores = (q[:, :, start:end] @ k[:, :, start:end].mT).masked_fill(~near, -1e9)
+        parts.append(torch.dropout(scores.softmax(-1), dropout, True) @ v[:, :, start:end])
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("mode", EAGER_MODES)
+def test_unpadded_rows_and_a_head_in_chunks_come_out_the_same(mode, monkeypatch):
+    monkeypatch.setitem(KERNELS, "varlen", Kernel(write_stretches, one_by_one, unpads=True))
+    model, batch = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), some_batch()
+    chunked = dict(loss_rule=LossRule(chunk_size=10))
+    loss, gradient, kept, _ = step(model, batch, **chunked)
+    checkpoint_activations(model, mode, **EAGER_MODES[mode])
+    again, gradient_again, less, _ = step(model, batch, **chunked)
+    assert torch.equal(loss, again) and torch.equal(gradient, gradient_again) and less < kept
+
+
+def test_what_is_kept_is_ordered_as_the_modes_promise():
+    model, batch, kept = lively(BertLabForMaskedLM(small())), some_batch(), {}
+    for mode, options in {None: {}, **EAGER_MODES}.items():
+        checkpoint_activations(model, mode, **options)
+        kept[mode] = step(model, batch)[2]
+    assert kept["full"] < kept["selected_ops"] < kept[None]
+    assert kept["full"] < kept["selected_blocks"] < kept[None]
+
+
+def test_the_random_stream_goes_on_after_a_step_as_without_checkpointing():
+    model, batch, states = lively(BertLabForMaskedLM(small())), some_batch(), []
+    for mode, options in {None: {}, **EAGER_MODES}.items():
+        checkpoint_activations(model, mode, **options)
+        step(model, batch)
+        states.append(torch.get_rng_state())
+    assert all(torch.equal(state, states[0]) for state in states)
+
+
+def test_accumulated_steps_with_different_dropout_stay_apart():
+    model, batch, sums = lively(BertLabForMaskedLM(small())), some_batch(), []
+    for mode in (None, "selected_ops"):
+        checkpoint_activations(model, mode)
+        model.zero_grad()
+        torch.manual_seed(3)
+        losses = [model(**batch).loss for _ in range(2)]  # both graphs wait at once
+        sum(losses).backward()
+        assert losses[0] != losses[1]
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.equal(*sums)
+
+
+def test_bfloat16_autocast_is_repeated():
+    model, batch, found = lively(BertLabForMaskedLM(small())), some_batch(), []
+    for mode, options in {None: {}, **EAGER_MODES}.items():
+        checkpoint_activations(model, mode, **options)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(step(model, batch))
+    assert all(torch.equal(a[0], found[0][0]) and torch.equal(a[1], found[0][1]) for a in found)
+
+
+# ---- which modules run twice -----------------------------------------------------------------
+
+
+def count_runs(model, batch) -> dict[str, int]:
+    "How often each block, MLP and head ran in a step."
+    counts, handles = {}, []
+    for name, module in model.named_modules():
+        if name.endswith(("mlp", "head")) or name.rpartition(".")[2].isdigit():
+
+            def note(module, args, name=name):
+                counts[name] = counts.get(name, 0) + 1
+
+            # Blocks are repeated below their hooks; what is inside them runs hooks again.
+            handles.append((module.mlp_norm if hasattr(module, "mlp_norm") else module).register_forward_pre_hook(note))
+    step(model, batch)
+    [handle.remove() for handle in handles]
+    return counts
+
+
+def test_every_second_block_runs_twice_beginning_with_the_first():
+    model = lively(BertLabForMaskedLM(small()))
+    chosen = checkpoint_activations(model, "selected_blocks", interval=2)
+    assert chosen == ["encoder.blocks.0", "encoder.blocks.2"]
+    counts = count_runs(model, some_batch())
+    assert [counts[f"encoder.blocks.{i}"] for i in range(4)] == [2, 1, 2, 1]
+    assert checkpoint_activations(model, "selected_blocks", interval=9) == ["encoder.blocks.0"]
+
+
+def test_globs_choose_the_outermost_modules_with_a_forward_of_their_own():
+    model = BertLabForMaskedLM(small())
+    choose = lambda *modules: checkpoint_activations(model, "selected_modules", modules=list(modules))
+    assert choose("*.mlp") == [f"encoder.blocks.{i}.mlp" for i in range(4)]
+    assert choose("encoder.blocks*") == [f"encoder.blocks.{i}" for i in range(4)]
+    assert choose("*") == ["encoder", "head"]
+    assert choose("*.[02].attention", "head") == [
+        "encoder.blocks.0.attention", "encoder.blocks.2.attention", "head"]  # fmt: skip
+
+
+def test_a_name_of_nothing_is_refused_and_changes_nothing():
+    model = lively(BertLabForMaskedLM(small()))
+    with pytest.raises(ValueError, match=r"'\*.mpl' is the name of nothing in BertLabForMaskedLM.*encoder.blocks.0"):
+        checkpoint_activations(model, "selected_modules", modules=["*.mlp", "*.mpl"])
+    assert count_runs(model, some_batch())["encoder.blocks.0"] == 1
+
+
+def test_the_last_call_decides_and_none_keeps_everything_again():
+    model, batch = lively(BertLabForMaskedLM(small(**dict.fromkeys(DROPOUT, 0.0)))), some_batch()
+    *_, kept, _ = step(model, batch)
+    checkpoint_activations(model, "budget", budget=0.5)
+    checkpoint_activations(model, "selected_modules", modules=["encoder"])
+    checkpoint_activations(model, "full")
+    assert count_runs(model, batch)["encoder.blocks.1"] == 2
+    assert checkpoint_activations(model, None) == []
+    assert partitioning.activation_memory_budget == 1.0
+    assert step(model, batch)[2] == kept and "forward" not in vars(model.encoder)
+
+
+@pytest.mark.parametrize("mode", EAGER_MODES)
+def test_evaluation_repeats_nothing(mode):
+    model = lively(BertLabForMaskedLM(small()))
+    checkpoint_activations(model, mode, **EAGER_MODES[mode])
+    assert set(count_runs(model.eval(), some_batch()).values()) == {1}
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("mode", EAGER_MODES)
+def test_a_copy_of_a_model_trains_its_own_weights(mode, duplicate):
+    model, batch = lively(BertLabForMaskedLM(small())), some_batch()
+    checkpoint_activations(model, mode, **EAGER_MODES[mode])
+    twin = duplicate(model)
+    with torch.no_grad():
+        [p.zero_() for p in model.parameters()]
+    _, gradient, _, _ = step(twin, batch)
+    assert gradient.abs().max() > 0 and all(p.grad is None for p in model.parameters())
+
+
+# ---- operations ------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("bertlab_tests::flash_attn_stand_in", mutates_args=())
+def noisy(x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    return x * (torch.rand(x.shape) >= dropout_p) if dropout_p else x.clone()
+
+
+noisy.register_autograd(
+    lambda ctx, grad: (grad * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward((output != 0).to(output.dtype)))  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_attention_that_draws_random_numbers_is_repeated_and_does_not_shift_later_dropout(rate):
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def block(x):
+        return torch.dropout((noisy(x @ weight, rate) * x).tanh(), 0.5, True) ** 2
+
+    gradients, x = [], torch.randn(6, 8, requires_grad=True)
+    for run in (block, partial(checkpoint, block, use_reentrant=False, context_fn=partial(
+            create_selective_checkpoint_contexts, keep_products))):  # fmt: skip
+        torch.manual_seed(0)
+        gradients.append(torch.autograd.grad(run(x).sum(), (x, weight)))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_products_and_attention_are_kept_scores_and_all_else_are_not():
+    a, b, scores = torch.zeros(2, 9, 4), torch.zeros(2, 4, 9), torch.zeros(2, 9, 9)
+    aten = torch.ops.aten
+    flash = aten._scaled_dot_product_flash_attention.default
+    decide = lambda op, *args, **kwargs: keep_products(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+    assert decide(aten.mm.default, a[0], b[0]) and decide(aten.addmm.default, a[0], a[0], b[0])
+    assert decide(aten.bmm.default, scores, a) and not decide(aten.bmm.default, a, b)
+    assert decide(flash, a, a, a) and decide(flash, a, a, a, 0.0) and not decide(flash, a, a, a, 0.1)
+    assert not decide(flash, a, a, a, dropout_p=0.1)
+    assert decide(torch.ops.higher_order.flex_attention, a, a, a)
+    assert not decide(aten.gelu.default, a) and not decide(aten.native_layer_norm.default, a, [4], None, None, 1e-5)
+
+
+# ---- compiled --------------------------------------------------------------------------------
+
+
+def kept_by_autograd(model, batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+    "Loss, gradient, and the bytes that autograd keeps, weights aside: a compiled graph counts too."
+    model.zero_grad()
+    torch.manual_seed(7)
+    own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]), sum(kept.values())
+
+
+def test_a_compiled_encoder_in_one_graph_repeats_its_dropout():
+    found, batch = {}, some_batch()
+    model = lively(BertLabForMaskedLM(small(num_hidden_layers=2, attn_implementation="eager")))
+    for mode in (None, "full", "selected_modules", "selected_ops"):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        checkpoint_activations(twin, mode, **EAGER_MODES.get(mode, {}))
+        twin.encoder.compile(backend=COMPILER, fullgraph=True)
+        found[mode] = kept_by_autograd(twin, batch)
+    for mode in ("full", "selected_modules", "selected_ops"):
+        torch.testing.assert_close(found[mode][:2], found[None][:2], rtol=0, atol=1e-6)
+        assert found[mode][2] < 0.95 * found[None][2], mode
+
+
+def test_a_budget_is_kept_by_the_compiler_and_changes_no_gradient():
+    model = lively(BertLabForMaskedLM(small(num_hidden_layers=2, **dict.fromkeys(DROPOUT, 0.0))))
+    batch, found = some_batch(), {}
+    for budget in (None, 0.5, 0):
+        torch._dynamo.reset()
+        twin = copy.deepcopy(model)
+        if budget is not None:
+            checkpoint_activations(twin, "budget", budget=budget)
+        compiled = torch.compile(run_layers, backend=COMPILER, fullgraph=True)
+        twin.encoder.__dict__["compiled_layers"] = compiled  # the layers alone, as in training
+        found[budget] = kept_by_autograd(twin, batch)
+    for loss, gradient, _ in found.values():
+        torch.testing.assert_close((loss, gradient), found[None][:2], rtol=0, atol=1e-6)
+    assert found[0][2] < found[0.5][2] < found[None][2]
+
+
+def test_a_budget_without_a_compiler_is_refused_at_the_first_step():
+    model, batch = lively(BertLabForMaskedLM(small(**dict.fromkeys(DROPOUT, 0.0)))), some_batch()
+    checkpoint_activations(model, "budget", budget=0.5)
+    with pytest.raises(ValueError, match="budget.*compile_model=True.*selected_ops"):
+        model(**batch)
+    model.eval()(**batch)
+    with torch.no_grad():
+        model.train()(**batch)
+
+
+def test_a_budget_refuses_dropout_which_compilers_do_not_repeat():
+    model = BertLabForMaskedLM(small())
+    with pytest.raises(ValueError, match="budget 0.5.*attention_dropout, embedding_dropout, mlp_dropout to 0"):
+        checkpoint_activations(model, "budget", budget=0.5)
+    assert partitioning.activation_memory_budget == 1.0
+    checkpoint_activations(model, "budget", budget=1)  # repeats nothing
+
+
+# ---- settings --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting, meaning",
+    [
+        (False, (None, {})),
+        (None, (None, {})),
+        (True, ("full", {})),
+        ("full", ("full", {})),
+        ("selected_ops", ("selected_ops", {})),
+        ({"mode": "selected_blocks", "interval": 3}, ("selected_blocks", {"interval": 3})),
+        ({"mode": "selected_modules", "modules": ["a", "*.b"]}, ("selected_modules", {"modules": ["a", "*.b"]})),
+        ({"mode": "budget", "budget": 0}, ("budget", {"budget": 0})),
+    ],
+)
+def test_settings_are_read(setting, meaning):
+    assert read_checkpointing(setting) == meaning
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        (3, "gradient_checkpointing=3: choose True, False, one of full, selected_blocks"),
+        ("half", "gradient_checkpointing='half': choose.*selected_ops, budget"),
+        (["full"], r"gradient_checkpointing=\['full'\]: choose"),
+        ({"interval": 2}, "a mode with its option"),
+        ({"mode": ["full"]}, "choose True, False"),
+        ("selected_blocks", "'selected_blocks' takes interval.*write {'mode': 'selected_blocks', 'interval': 2}"),
+        ({"mode": "selected_blocks", "interval": 0}, "takes interval"),
+        ({"mode": "selected_blocks", "interval": True}, "takes interval"),
+        ({"mode": "selected_blocks", "interval": 2.0}, "takes interval"),
+        ({"mode": "full", "interval": 2}, "'full' takes no option; write {'mode': 'full'}"),
+        ({"mode": "selected_modules", "modules": "*.mlp"}, r"takes modules, a list.*\['\*.mlp'\]"),
+        ({"mode": "selected_modules", "modules": []}, "takes modules"),
+        ({"mode": "selected_modules", "modules": ["a", 1]}, "takes modules"),
+        ({"mode": "budget", "budget": 1.5}, "the share to keep, from 0 to 1"),
+        ({"mode": "budget", "budget": float("nan")}, "takes budget"),
+        ({"mode": "budget", "budget": False}, "takes budget"),
+        ({"mode": "budget", "budget": 0.5, "interval": 2}, "takes budget"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_remedy(setting, message):
+    with pytest.raises(ValueError, match=message):
+        read_checkpointing(setting)
+
+
+def test_a_budget_is_refused_early_where_nothing_will_be_compiled():
+    setting = {"mode": "budget", "budget": 0.5}
+    assert read_checkpointing(setting, compiled=True) == read_checkpointing(setting) == ("budget", {"budget": 0.5})
+    with pytest.raises(ValueError, match="budget.*compile_model=True"):
+        read_checkpointing(setting, compiled=False)
+
+
+def test_every_mode_has_an_example_that_fits_and_is_tested():
+    assert CHECKPOINTING_MODES.keys() == {*EAGER_MODES, "budget"}
+    for mode, kind in CHECKPOINTING_MODES.items():
+        options = {kind.option: kind.example} if kind.option else {}
+        assert read_checkpointing({"mode": mode, **options}) == (mode, options)
+
+
+def test_a_model_without_blocks_is_sent_to_its_modules():
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    with pytest.raises(ValueError, match="Sequential has no block.*selected_modules"):
+        checkpoint_activations(plain, "full")
+    assert checkpoint_activations(plain, "selected_modules", modules=["0"]) == ["0"]
+
+
+# ---- the ledger ------------------------------------------------------------------------------
+
+
+def test_the_ledger_counts_new_storages_once_and_forgets_the_dead():
+    given = torch.zeros(100)
+    with MemoryLedger() as ledger:
+        a = given + 1  # 400 bytes
+        views = a.view(10, 10).t(), given[:50]  # nothing new
+        b = a.double()  # 800
+        del a
+        assert ledger.now == 1200  # a view holds it
+        del views
+        assert ledger.now == 800
+        b.add_(1)
+        del b
+    assert ledger.now == 0 and max(ledger.history) == 1200

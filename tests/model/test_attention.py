@@ -1,0 +1,396 @@
+"Who sees whom, how distance counts, and kernels that agree: attention without a model around it."
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bertlab.model.attention as attention
+from bertlab.model.attention import (
+    KERNELS,
+    Kernel,
+    Pattern,
+    Setting,
+    attend,
+    check_kernel,
+    choose_kernel,
+    document_mask,
+    pad_again,
+    restart_positions,
+    share_heads,
+    unpad,
+    write_blocks,
+    write_stretches,
+)
+from bertlab.core.devices import default_attention
+
+torch.set_num_threads(1)
+TOLERANCE = dict(rtol=0, atol=1e-5)
+L = 12
+# Rows of document lengths; what is missing to L is padding.
+ROWS = [[5, 4, 3], [1, 7, 1], [12], [6, 3], []]
+DOCUMENTS = torch.tensor(
+    [[d for d, n in enumerate(ns, 1) for _ in range(n)] + [0] * (L - sum(ns)) for ns in ROWS]
+)
+HALF = torch.bfloat16
+
+
+# ---- masks, positions, distances -------------------------------------------------------------
+
+
+def test_document_mask_is_equal_numbers_that_are_not_zero():
+    mask = document_mask(torch.tensor([[1, 1, 2, 0]]))
+    want = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert mask.dtype == torch.bool and mask.shape == (1, 1, 4, 4)
+    assert mask[0, 0].int().tolist() == want
+
+
+def test_window_reaches_equally_far_to_both_sides_and_stays_inside_documents():
+    mask = document_mask(torch.tensor([[1, 1, 1, 1, 2]]), window=1)[0, 0].int().tolist()
+    assert mask == [
+        [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]
+    ]  # fmt: skip
+
+
+def test_positions_restart_in_each_document_and_ignore_padding_on_either_side():
+    documents = torch.tensor([[1, 1, 1, 2, 3, 3, 0], [0, 0, 1, 1, 1, 1, 1]])
+    want = [[0, 1, 2, 0, 0, 1, 0], [0, 0, 0, 1, 2, 3, 4]]
+    assert restart_positions(documents).tolist() == want
+
+
+@given(st.lists(st.integers(1, 6), max_size=6), st.integers(0, 4))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_positions_equal_counting_by_hand(lengths, padding):
+    documents = [d for d, n in enumerate(lengths, 1) for _ in range(n)] + [0] * (padding + 1)
+    want = [i for n in lengths for i in range(n)] + [0] * (padding + 1)
+    assert restart_positions(torch.tensor([documents])).tolist() == [want]
+
+
+def test_distance_takes_the_slope_off_once_per_place_to_both_sides():
+    bias = attention.alibi_bias(torch.tensor([0.5, 2.0]), 3)
+    assert bias[0, 0].tolist() == [[0, -0.5, -1], [-0.5, 0, -0.5], [-1, -0.5, 0]]
+    assert bias[0, 1].tolist() == [[0, -2, -4], [-2, 0, -2], [-4, -2, 0]]
+
+
+def test_neighbouring_queries_share_a_head_of_keys():
+    kv = torch.arange(3.0).view(1, 3, 1, 1)
+    assert share_heads(kv, 6).flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    assert share_heads(kv, 3) is kv
+
+
+# ---- kernels agree ---------------------------------------------------------------------------
+
+
+def one_by_one(q, k, v, stretches, dropout=0.0):
+    "What a variable-length kernel does, written as softmax over one document after the other."
+    groups, parts = q.shape[1] // k.shape[1], []
+    for a, b in itertools.pairwise(stretches.cu_lengths.tolist()):
+        assert 0 < b - a <= stretches.max_length
+        heads = []
+        for h in range(q.shape[1]):
+            scores = q[0, h, a:b] @ k[0, h // groups, a:b].T / q.shape[-1] ** 0.5
+            far = (torch.arange(b - a)[:, None] - torch.arange(b - a)).abs()
+            if stretches.slopes_H is not None:
+                scores = scores - stretches.slopes_H[h] * far
+            if stretches.window is not None:
+                scores = scores.masked_fill(far > stretches.window, float("-inf"))
+            heads.append(scores.softmax(-1) @ v[0, h // groups, a:b])
+        parts.append(torch.stack(heads))
+    return torch.cat(parts, 1)[None] if parts else q[:, :, :0]
+
+
+def run(kernel, q, k, v, documents, window=None, slopes=None):
+    "Attend with any kernel on padded rows; `varlen` unpads first and is imitated."
+    if kernel != "varlen":
+        return attend(q, k, v, Pattern(documents, window, slopes), kernel)
+    places, numbers = unpad(documents)
+    flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in (q, k, v)]
+    y = one_by_one(*flat, write_stretches(Pattern(numbers, window, slopes, documents.shape[1])))
+    return pad_again(y.transpose(1, 2).flatten(2), places, documents.shape).unflatten(
+        2, (q.shape[1], -1)
+    ).transpose(1, 2)
+
+
+def some_heads(num_heads, groups, grad=False):
+    g = torch.Generator().manual_seed(0)
+    shapes = [(5, heads, L, 8) for heads in (num_heads, groups, groups)]
+    return [torch.randn(shape, generator=g).requires_grad_(grad) for shape in shapes]
+
+
+PATTERNS = {
+    "documents": {},
+    "windows": dict(window=3),
+    "distances": dict(slopes=torch.tensor([0.5, 0.1, 1.0, 0.02])),
+    "windows_and_distances": dict(window=2, slopes=torch.tensor([0.5, 0.1, 1.0, 0.02])),
+}
+
+
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_each_kernel_equals_softmax_written_out_for_one_query_at_a_time(kernel, pattern, groups):
+    q, k, v = some_heads(4, groups)
+    window, slopes = PATTERNS[pattern].get("window"), PATTERNS[pattern].get("slopes", torch.zeros(4))
+    got = run(kernel, q, k, v, DOCUMENTS, **PATTERNS[pattern])
+    for row, i in itertools.product(range(5), range(L)):
+        same = [j for j in range(L) if DOCUMENTS[row, i] == DOCUMENTS[row, j] != 0]
+        seen = [j for j in same if window is None or abs(i - j) <= window]
+        want = torch.zeros(4, 8)
+        for h in range(4) if seen else ():
+            scores = k[row, h * groups // 4, seen] @ q[row, h, i] / 8**0.5
+            scores = scores - slopes[h] * (torch.tensor(seen) - i).abs()
+            want[h] = scores.softmax(0) @ v[row, h * groups // 4, seen]
+        torch.testing.assert_close(got[row, :, i], want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+def test_each_kernel_has_the_gradients_of_the_plain_one(kernel, pattern, groups):
+    weights = torch.randn(5, 4, L, 8, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for name in ("eager", kernel):
+        qkv = some_heads(4, groups, grad=True)
+        (run(name, *qkv, DOCUMENTS, **PATTERNS[pattern]) * weights).sum().backward()
+        gradients.append([t.grad for t in qkv])
+    for want, got in zip(*gradients):
+        assert got.isfinite().all() and (got[4] == 0).all()  # the last row is padding only
+        torch.testing.assert_close(got, want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_changed_document_moves_itself_and_no_other(kernel):
+    q, k, v = some_heads(2, 2)
+    before = run(kernel, q, k, v, DOCUMENTS)
+    for t in (q, k, v):
+        t[:, :, 2] += 1.0  # in document 1 of row 0, in document 2 of row 1
+    moved = (run(kernel, q, k, v, DOCUMENTS) - before).abs().amax((1, 3)) > 1e-6
+    want = torch.zeros(5, L, dtype=torch.bool)
+    want[0, :5] = want[1, 1:8] = want[2] = want[3, :6] = True
+    assert torch.equal(moved, want)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
+@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.1])], ids=["plain", "distances"])
+def test_padding_gives_zero_and_no_nan_in_half_precision(kernel, slopes):
+    q, k, v = (t.to(HALF).requires_grad_() for t in some_heads(2, 2))
+    y = attend(q, k, v, Pattern(DOCUMENTS, None, slopes), kernel)
+    y.float().square().sum().backward()
+    assert (y.transpose(1, 2)[DOCUMENTS == 0] == 0).all()
+    assert all(t.grad.isfinite().all() for t in (q, k, v))
+
+
+def test_dropout_drops_weights_and_leaves_their_sum_in_the_mean():
+    q, k, v = some_heads(2, 2)
+    ones = torch.ones_like(v)
+    torch.manual_seed(0)
+    for kernel in ("eager", "sdpa"):
+        sums = torch.stack([attend(q, k, ones, Pattern(DOCUMENTS), kernel, 0.5) for _ in range(200)])
+        real = sums.mean(0)[:4, 0, :, 0][DOCUMENTS[:4] > 0]
+        assert sums.std() > 0.1 and (real - 1).abs().max() < 0.35  # 200 draws: 5 deviations of 0.07
+
+
+# ---- blocks and unpadding --------------------------------------------------------------------
+
+
+def test_blocks_between_documents_are_never_computed():
+    documents = torch.arange(1, 9).repeat_interleave(128)[None]
+    blocks = write_blocks(Pattern(documents)).block_mask
+    assert blocks.to_dense()[0, 0].tolist() == torch.eye(8).int().tolist()
+    assert write_blocks(Pattern(documents * 0 + 1, 64)).block_mask.to_dense().sum() == 8 + 2 * 7
+
+
+rows_of_lengths = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=4)
+
+
+@given(rows_of_lengths, st.booleans(), st.sampled_from([1, 7, 100]))
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_unpadding_keeps_every_token_and_every_border(rows, padding_left, first_number):
+    width = max(1, max(map(sum, rows)))
+    documents = torch.zeros(len(rows), width, dtype=torch.long)
+    for row, lengths in zip(documents, rows):
+        numbers = [first_number + d for d, n in enumerate(lengths) for _ in range(n)]
+        start = width - len(numbers) if padding_left else 0
+        row[start : start + len(numbers)] = torch.tensor(numbers, dtype=torch.long)
+    places, numbers = unpad(documents)
+    x = torch.randn(len(rows), width, 3)
+    back = pad_again(x.flatten(0, 1)[places][None], places, documents.shape)
+    assert torch.equal(back, x * (documents > 0)[..., None])
+    got = write_stretches(Pattern(numbers, max_length=width))
+    want = [0, *itertools.accumulate(itertools.chain(*rows))]
+    assert got.cu_lengths.tolist() == want and got.cu_lengths.dtype == torch.int32
+
+
+def test_last_document_of_a_row_and_first_of_the_next_stay_two():
+    for documents in ([[1, 1], [1, 1]], [[1, 2], [3, 3]], [[4, 4], [1, 1]], [[9, 9], [0, 1]]):
+        _, numbers = unpad(torch.tensor(documents))
+        lengths = write_stretches(Pattern(numbers)).cu_lengths.diff().tolist()
+        want = [len(list(same)) for row in documents for d, same in itertools.groupby(row) if d]
+        assert lengths == want
+
+
+def test_a_boolean_mask_unpads_like_one_of_0_and_1():
+    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
+    for got, want in zip(unpad(mask.bool()), unpad(mask)):
+        assert torch.equal(got, want)
+
+
+def test_a_batch_of_padding_only_unpads_to_nothing():
+    places, numbers = unpad(torch.zeros(2, 3, dtype=torch.long))
+    stretches = write_stretches(Pattern(numbers))
+    assert len(places) == 0 and stretches.cu_lengths.tolist() == [0]
+    q = torch.zeros(1, 2, 0, 8)
+    assert KERNELS["varlen"].attend(q, q, q, stretches).shape == q.shape
+    assert (pad_again(torch.zeros(1, 0, 4), places, (2, 3)) == torch.zeros(2, 3, 4)).all()
+
+
+# ---- choice and refusals ---------------------------------------------------------------------
+
+
+every_setting = st.builds(
+    Setting,
+    device=st.sampled_from(["cpu", "cuda", "mps", "xla"]),
+    dtype=st.sampled_from([torch.float32, HALF, torch.float16]),
+    row_length=st.sampled_from([16, 128, 512, 513, 8192]),
+    head_size=st.sampled_from([4, 8, 12, 64, 264]),
+    dropout=st.sampled_from([0.0, 0.1]),
+    alibi=st.booleans(),
+    trains=st.booleans(),
+    weights=st.booleans(),
+    compiled=st.booleans(),
+    capability=st.sampled_from([(7, 5), (8, 0), (9, 0)]),
+)
+
+
+@given(every_setting)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(setting):
+    name, reason = choose_kernel(setting)
+    check_kernel(name, setting)
+    assert reason and not (setting.compiled and KERNELS[name].unpads)
+    if setting.weights:
+        assert name == "eager"
+    elif setting.device != "cuda":
+        precision = "bf16-mixed" if setting.dtype == HALF else "32-true"
+        assert name == default_attention(setting.device, precision, setting.row_length)
+
+
+@pytest.mark.parametrize(
+    "setting, want",
+    [
+        (Setting("cuda", HALF), "varlen"),
+        (Setting("cuda", torch.float16, capability=(7, 5)), "flex"),
+        (Setting("cuda", HALF, compiled=True), "flex"),
+        (Setting("cuda", HALF, head_size=20), "flex"),
+        (Setting("cuda"), "flex"),
+        (Setting("cuda", row_length=128), "sdpa"),  # one block: nothing to skip
+        (Setting("cuda", dropout=0.1), "sdpa"),
+        (Setting("cuda", head_size=8), "sdpa"),
+        (Setting("cuda", HALF, weights=True), "eager"),
+        (Setting("cpu", trains=False), "sdpa"),
+        (Setting("cpu", HALF, row_length=128), "eager"),
+    ],
+)
+def test_fastest_kernel_of_a_setting(setting, want, monkeypatch):
+    monkeypatch.setattr(attention, "_FLASH", False)
+    monkeypatch.setattr(attention, "_VARLEN", True)
+    assert choose_kernel(setting)[0] == want
+
+
+def test_flash_attn_brings_dropout_and_distances(monkeypatch):
+    setting = Setting("cuda", HALF, dropout=0.1, alibi=True)
+    for flash, want in ((True, ""), (False, "flash-attn")):
+        monkeypatch.setattr(attention, "_FLASH", flash)
+        assert want in KERNELS["varlen"].objection(setting)
+        assert bool(KERNELS["varlen"].objection(setting)) == bool(want)
+
+
+@pytest.mark.parametrize(
+    "kernel, setting, message",
+    [
+        ("flex", Setting("cuda", dropout=0.1), "attention_dropout 0.1 to 0.*'sdpa'"),
+        ("flex", Setting("cpu"), "backward.*no_grad.*'eager' or 'sdpa'"),
+        ("flex", Setting("mps", trains=False), "mps"),
+        ("flex", Setting("cuda", head_size=8), "16 numbers.*8"),
+        ("varlen", Setting("cpu", HALF), "CUDA.*cpu.*'eager' or 'sdpa'"),
+        ("varlen", Setting("cuda"), "16 bits.*float32.*bf16-mixed.*'flex'"),
+        ("varlen", Setting("cuda", HALF, head_size=20), "multiple of 8.*20"),
+        ("varlen", Setting("cuda", HALF, capability=(7, 5)), "Ampere"),
+        ("sdpa", Setting("cpu", weights=True), "output_attentions.*'eager'"),
+        ("fast", Setting("cpu"), "'fast'.*eager, sdpa, flex, varlen"),
+    ],
+)
+def test_kernel_that_cannot_run_says_why_and_names_those_that_can(kernel, setting, message):
+    with pytest.raises(ValueError, match=message):
+        check_kernel(kernel, setting)
+
+
+def test_flex_alone_trains_nowhere_on_a_cpu_but_runs_without_gradients():
+    q, k, v = some_heads(2, 2, grad=True)
+    with pytest.raises(ValueError, match="no_grad"):
+        attend(q, k, v, Pattern(DOCUMENTS), "flex")
+    with torch.no_grad():  # in a model nothing that is computed under it wants a gradient
+        assert attend(q * 1, k * 1, v * 1, Pattern(DOCUMENTS), "flex").shape == q.shape
+    with pytest.raises(ValueError, match="attention_dropout"):
+        attend(q.detach(), k.detach(), v.detach(), Pattern(DOCUMENTS), "flex", 0.1)
+
+
+def test_attention_refuses_a_mask_and_lists_the_kernels_it_knows():
+    x = torch.randn(1, 1, 2, 2)
+    for mask in (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="Pattern"):
+            attend(x, x, x, mask)
+    with pytest.raises(ValueError, match="eager, sdpa, flex, varlen"):
+        attend(x, x, x, Pattern(torch.ones(1, 2)), "fast")
+
+
+def test_a_kernel_of_ones_own_runs_by_its_name(monkeypatch):
+    monkeypatch.setitem(KERNELS, "values", Kernel(lambda pattern: None, lambda q, k, v, p, d: v))
+    q, k, v = some_heads(2, 2)
+    assert attend(q, k, v, Pattern(DOCUMENTS), "values") is v
+
+
+# ---- on a GPU --------------------------------------------------------------------------------
+
+
+def on_gpu(kernel, dtype, pattern, groups=2):
+    "Outputs and gradients of a kernel on CUDA, for rows of several blocks."
+    documents = torch.zeros(3, 400, dtype=torch.long)
+    for row, lengths in zip(documents, ([150, 1, 249], [400], [77, 3])):
+        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    documents = documents.cuda()
+    slopes = pattern["slopes"].cuda() if "slopes" in pattern else None
+    g = torch.Generator().manual_seed(0)
+    qkv = [
+        torch.randn(3, heads, 400, 32, generator=g).to("cuda", dtype).requires_grad_()
+        for heads in (4, groups, groups)
+    ]
+    weights = torch.randn(3, 4, 400, 32, generator=g).to("cuda", dtype) * (documents > 0)[:, None, :, None]
+    if kernel == "varlen":
+        places, numbers = unpad(documents)
+        flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in qkv]
+        y = attend(*flat, Pattern(numbers, pattern.get("window"), slopes, 400), kernel)
+        y = pad_again(y.transpose(1, 2).flatten(2), places, (3, 400)).unflatten(2, (4, -1)).transpose(1, 2)
+    else:
+        y = attend(*qkv, Pattern(documents, pattern.get("window"), slopes), kernel)
+    (y * weights).sum().backward()
+    return [y.detach().float() * (documents > 0)[:, None, :, None], *(t.grad.float() for t in qkv)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_flex_trains_on_a_gpu_with_the_numbers_of_the_plain_kernel(pattern):
+    want = on_gpu("eager", torch.float32, PATTERNS[pattern])
+    for a, b in zip(on_gpu("flex", torch.float32, PATTERNS[pattern]), want):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["documents", "windows"])
+def test_varlen_trains_on_a_gpu_close_to_the_plain_kernel(pattern):
+    want = on_gpu("eager", torch.float32, PATTERNS[pattern])
+    for a, b in zip(on_gpu("varlen", HALF, PATTERNS[pattern]), want):
+        assert a.isfinite().all()
+        assert (a - b).abs().mean() < 0.02 * b.abs().mean()  # bfloat16 keeps 8 bits

@@ -1,0 +1,337 @@
+"The configuration: groups of settings, counts before building, presets, refusals."
+
+import copy
+import pickle
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+from transformers.configuration_utils import PretrainedConfig
+
+from bertlab.model.config import (
+    CHOICES,
+    SWITCHES,
+    TOKEN_IDS,
+    AttentionSettings,
+    BertLabConfig,
+    BlockSettings,
+    TokenSettings,
+    bert_base,
+    bert_large,
+    bert_tiny,
+    count_flops,
+    count_matrices,
+    count_weights,
+    modernbert_base,
+    modernbert_large,
+    modernbert_tiny,
+    neobert,
+    roberta_base,
+)
+from bertlab.model.heads import BertLabForMaskedLM
+
+PRESETS = (modernbert_tiny, modernbert_base, modernbert_large, bert_tiny, bert_base, bert_large, roberta_base, neobert)
+OWN = [field.name for field in fields(BertLabConfig) if field.name not in {f.name for f in fields(PretrainedConfig)}]
+# Every setting away from its default, and all of them together a model that can be built.
+OTHER = dict(
+    vocab_size=50, hidden_size=24, max_position_embeddings=16, embedding_positions="learned",
+    position_offset=2, type_vocab_size=3, embedding_norm=False, embedding_dropout=0.1,
+    tie_word_embeddings=False, head_activation="relu", head_bias=True, decoder_bias=False,
+    classifier_pooling="cls", classifier_head="tanh", classifier_dropout=0.1, pad_token_id=0,
+    cls_token_id=2, sep_token_id=3, mask_token_id=4, num_attention_heads=6, num_key_value_heads=3,
+    attention_positions="alibi", global_rope_theta=500.0, local_rope_theta=100.0, rope_share=0.5,
+    global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
+    output_gate="head", attention_dropout=0.1, num_hidden_layers=3, intermediate_size=20,
+    mlp="plain", hidden_activation="silu", mlp_bias=True, mlp_dropout=0.1, hidden_dropout=0.1,
+    norm="deep", norm_position="post", norm_bias=True, norm_eps=1e-6, norm_groups=4,
+    initialization="xavier", initializer_range=0.05, initializer_cutoff_factor=3.0,
+)  # fmt: skip
+
+
+def small(**overrides) -> BertLabConfig:
+    shape = dict(vocab_size=50, hidden_size=24, intermediate_size=20, num_attention_heads=6, num_hidden_layers=4)
+    return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
+
+
+def built(config: BertLabConfig) -> BertLabForMaskedLM:
+    "The model's shapes without its memory."
+    with torch.device("meta"):
+        return BertLabForMaskedLM(config)
+
+
+def size(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# ---- groups of settings ----------------------------------------------------------------------
+
+
+def test_every_setting_belongs_to_one_group():
+    groups = [set(group.__annotations__) for group in (TokenSettings, AttentionSettings, BlockSettings)]
+    assert sorted(name for group in groups for name in group) == sorted(OWN)
+
+
+def test_every_setting_away_from_its_default_survives_a_file_a_copy_and_a_pickle(tmp_path):
+    assert sorted(OTHER) == sorted(OWN)
+    config, default = BertLabConfig(**OTHER), BertLabConfig()
+    assert all(getattr(config, name) != getattr(default, name) for name in OWN)
+    config.save_pretrained(tmp_path)
+    again = BertLabConfig.from_pretrained(tmp_path)
+    loaded = (again, AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config), pickle.loads(pickle.dumps(config)))
+    for other in loaded:
+        assert type(other) is BertLabConfig
+        assert {name: getattr(other, name) for name in OWN} == OTHER
+        assert other.to_diff_dict() == config.to_diff_dict()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_two_configurations_that_differ_in_one_setting_are_not_equal(name):
+    one, other = BertLabConfig(**OTHER), BertLabConfig(**OTHER)
+    assert one == other
+    setattr(other, name, getattr(BertLabConfig(), name))
+    assert one != other
+
+
+def test_layer_kinds_by_hand():
+    kinds = lambda every: "".join(k[0] for k in small(global_attention_every_n_layers=every).layer_kinds)
+    assert [kinds(every) for every in (1, 2, 3, 5)] == ["gggg", "glgl", "gllg", "glll"]
+
+
+def test_sizes_that_follow_by_hand():
+    config = small(num_key_value_heads=2, local_attention=7, rope_share=0.5)
+    assert (config.head_size, config.num_kv_heads, config.window, config.rotary_size) == (4, 2, 3, 2)
+    assert small().num_kv_heads == 6
+
+
+@pytest.mark.parametrize(
+    "place, embedding_norm, want",  # embedding + 4 layers + final + head
+    [
+        ("pre", True, 1 + 7 + 1 + 1),
+        ("pre", False, 0 + 8 + 1 + 1),
+        ("post", True, 1 + 8 + 0 + 1),
+        ("post", False, 0 + 8 + 0 + 1),
+        ("pre_and_post", True, 1 + 15 + 1 + 1),
+        ("pre_and_post", False, 0 + 16 + 1 + 1),
+        ("none", True, 1 + 0 + 0 + 1),
+    ],
+)
+def test_norms_are_counted_where_they_stand(place, embedding_norm, want):
+    assert small(norm_position=place, embedding_norm=embedding_norm).num_norms == want
+
+
+# ---- presets ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
+def test_a_preset_predicts_the_size_of_the_model_that_is_built(preset):
+    assert preset().num_params() == size(built(preset()))
+
+
+LARGE = dict(hidden_size=1024, num_attention_heads=16)
+
+
+@pytest.mark.parametrize(
+    "preset, model, config",
+    [
+        (bert_base, BertForMaskedLM, BertConfig()),
+        (
+            bert_large,
+            BertForMaskedLM,
+            BertConfig(**LARGE, num_hidden_layers=24, intermediate_size=4096),
+        ),
+        (
+            bert_tiny,
+            BertForMaskedLM,
+            BertConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, intermediate_size=512),
+        ),
+        (
+            roberta_base,
+            RobertaForMaskedLM,
+            RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+        ),
+        (
+            modernbert_large,
+            ModernBertForMaskedLM,
+            ModernBertConfig(**LARGE, num_hidden_layers=28, intermediate_size=2624),
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_preset_weighs_what_transformers_builds(preset, model, config):
+    with torch.device("meta"):
+        assert preset().num_params() == size(model(config))
+    ours = preset()
+    assert ours.num_attention_heads == config.num_attention_heads
+    assert ours.norm_eps == getattr(config, "layer_norm_eps", getattr(config, "norm_eps", None))
+
+
+def test_neobert_by_the_numbers_of_its_paper():
+    table, layer = 30522 * 768, 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
+    published = 2 * table + 30522 + 28 * layer + 768  # its head is the decoder and its bias
+    assert neobert().num_params() == published + 768**2 + 768  # ours has dense and norm in front
+    assert 240e6 < published < 255e6  # "250M"
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
+def test_a_preset_is_a_shape_that_can_be_overridden_and_knows_no_tokenizer(preset):
+    config = preset(vocab_size=77, num_attention_heads=1, num_hidden_layers=1, mask_token_id=4)
+    assert (config.vocab_size, config.num_attention_heads, config.num_hidden_layers) == (77, 1, 1)
+    assert config.mask_token_id == 4
+    assert all(getattr(preset(), name) is None for name in TOKEN_IDS)
+    with pytest.raises(ValueError, match="hiden_size.*hidden_size"):
+        preset(hiden_size=64)
+
+
+def test_modernbert_base_is_the_default():
+    assert modernbert_base() == BertLabConfig()
+
+
+# ---- counts ----------------------------------------------------------------------------------
+
+shapes = st.fixed_dictionaries(
+    dict(
+        vocab_size=st.integers(1, 60),
+        max_position_embeddings=st.integers(1, 9),
+        position_offset=st.integers(0, 3),
+        type_vocab_size=st.integers(0, 3),
+        intermediate_size=st.integers(1, 30),
+        num_hidden_layers=st.integers(1, 4),
+        num_key_value_heads=st.sampled_from([None, 1, 2, 3, 6]),
+        norm=st.sampled_from(["layer", "rms", "group", "dynamic_tanh"]),
+        **{name: st.sampled_from(CHOICES[name]) for name in CHOICES if name not in ("norm", "norm_groups")},
+        **{name: st.booleans() for name in SWITCHES},
+    )
+)
+
+
+@given(shapes)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_parts_of_the_count_are_the_parts_of_any_model(shape):
+    config = small(**shape)
+    parts = dict.fromkeys(count_weights(config), 0)
+    for name, p in built(config).named_parameters():
+        if "attention." in name:
+            key = "attention"
+        elif "norm" in name:
+            key = "norms"
+        else:
+            key = "MLP" if ".mlp." in name else "embedding" if "embeddings." in name else "head"
+        parts[key] += p.numel()
+    assert count_weights(config) == parts
+    assert config.num_params() == sum(parts.values())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(),
+        dict(num_key_value_heads=2),
+        dict(output_gate="head"),
+        dict(output_gate="element", num_key_value_heads=1),
+        dict(mlp="plain", norm_position="post", attention_positions="none", embedding_positions="learned"),
+        dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, qk_norm=True),
+    ],
+    ids=str,
+)
+def test_flops_equal_what_torch_counts_for_a_dense_head(shape):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = small(attn_implementation="eager", global_attention_every_n_layers=1, **shape)
+    model, L = BertLabForMaskedLM(config), 8
+    ids = torch.arange(2 * L).view(2, L)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    assert counter.get_total_flops() / (2 * L) == config.flops_per_token(mean_context=L, label_rate=1.0)
+
+
+def test_matrices_by_hand():
+    config = small(num_key_value_heads=2, output_gate="head")  # D = 24, K = 4, two heads of keys
+    assert count_matrices(config)["attention"] == 24 * 24 + 2 * 24 * 8 + 24 * 24 + 24 * 6
+    assert count_matrices(small(output_gate="element"))["attention"] == 5 * 24 * 24
+    assert count_matrices(small(mlp="plain"))["MLP"] == 2 * 24 * 20
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [((0.5, 0.3), "mean_context.*0.5"), ((8, 1.5), "label_rate.*1.5"), ((8, -0.1), "label_rate")]
+)
+def test_costs_of_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        count_flops(small(), *arguments)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nonsense_is_refused_by_its_name(name):
+    for nonsense in (object(), "nonsense", -1, float("nan"), [1]):
+        with pytest.raises(ValueError, match=name):
+            small(**{name: nonsense})
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_name_is_answered_with_the_known_ones(name):
+    with pytest.raises(ValueError, match=name) as refusal:
+        small(**{name: "unheard_of"})
+    assert all(str(known) in str(refusal.value) for known in CHOICES[name])
+    assert "unheard_of" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name, known", [(name, known) for name in CHOICES for known in CHOICES[name]])
+def test_every_known_name_builds_a_model(name, known):
+    place = {"norm_position": "post"} if known == "deep" else {}
+    model = BertLabForMaskedLM(small(**{name: known}, **place))
+    assert model(torch.arange(5)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (dict(hidden_size=25), r"hidden_size 25 cannot be split into 6 heads; make hidden_size even"),
+        (dict(hidden_size=20), r"hidden_size 20 .* 6 heads; heads that fit are \[1, 2, 5, 10\]"),
+        (dict(hidden_size=18), r"hidden_size 18 / num_attention_heads 6.* 3 numbers.*even"),
+        (dict(rope_share=0.75), r"rope_share 0.75.*turns 3 numbers.*change rope_share"),
+        (dict(rope_share=0.1), "rope_share 0.1.*turns 0 numbers"),
+        (dict(rope_share=1.5), "rope_share 1.5.*from 2 to 4"),
+        (dict(num_key_value_heads=4), r"num_key_value_heads 4 must divide num_attention_heads 6; .*\[1, 2, 3, 6\]"),
+        (dict(num_key_value_heads=12), "num_key_value_heads 12"),
+        (dict(global_attention_every_n_layers=0), "n_layers.* 0: .*1 makes every layer global.*num_hidden_layers"),
+        (dict(local_attention=1), "local_attention.*2 or more.*each side"),
+        (dict(norm="deep"), "norm 'deep'.*norm_position to 'post'.*'pre'"),
+        (dict(norm="group", norm_groups=5), "norm_groups 5 must divide hidden_size 24"),
+        (dict(qk_norm=1), "qk_norm must be True or False, got 1"),
+        (dict(hidden_dropout=1.0), "hidden_dropout is a share"),
+        (dict(mask_token_id=50), "mask_token_id.*49.*50"),
+        (dict(rotary=True), "'rotary' is no setting"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_the_way_out(shape, message):
+    with pytest.raises(ValueError, match=message):
+        small(**shape)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(hidden_size=18, attention_positions="alibi"),  # heads of 3: nothing is turned
+        dict(rope_share=0.5),
+        dict(norm="group", norm_groups=24),
+        dict(norm_groups=5),  # read by norm "group" only
+        dict(global_attention_every_n_layers=99),
+        dict(num_key_value_heads=1),
+    ],
+    ids=str,
+)
+def test_unusual_settings_that_do_fit_are_accepted(shape):
+    assert small(**shape).num_params() == size(built(small(**shape)))

@@ -1,0 +1,332 @@
+"Growing a model by tiling: every weight a copy, heads whole, functions kept, impossible pairs refused."
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from bertlab.model.config import BertLabConfig, modernbert_tiny
+from bertlab.model.encoder import BertLabModel
+from bertlab.model.growth import MUST_AGREE, check_growth, find_axes, grow, map_axes, map_layers, tile_places
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification, BertLabForTokenClassification
+
+torch.set_num_threads(1)
+V = 40
+
+
+def shape(**overrides) -> BertLabConfig:
+    "Two layers, two heads of four."
+    sizes = dict(vocab_size=V, hidden_size=8, intermediate_size=6, num_attention_heads=2, num_hidden_layers=2)
+    return modernbert_tiny(**{**sizes, "max_position_embeddings": 16, "local_attention": 4, **overrides})
+
+
+def lively(config: BertLabConfig, kind=BertLabForMaskedLM):
+    "Every weight away from its start, so that no two are equal by chance."
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape))
+    return model
+
+
+def some_batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, V, (3, 12), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[1] * 12, [1] * 5 + [2] * 7, [1] * 6 + [0] * 6])
+    return {"input_ids": ids, "attention_mask": documents}
+
+
+def real(logits: torch.Tensor) -> torch.Tensor:
+    return logits[some_batch()["attention_mask"] > 0]
+
+
+VARIANTS = {
+    "modernbert": {},
+    "bert": dict(norm_position="post", mlp="plain", embedding_positions="learned", attention_positions="none",
+                 attention_bias=True, mlp_bias=True, norm_bias=True, head_bias=True, type_vocab_size=2),
+    "rms_untied": dict(norm="rms", tie_word_embeddings=False, embedding_norm=False, decoder_bias=False),
+    "tanh_head_gate": dict(norm="dynamic_tanh", output_gate="head", norm_position="pre_and_post", norm_bias=True),
+    "element_gate_qk_norm": dict(output_gate="element", qk_norm=True, mlp_bias=True),
+    "deep": dict(norm="deep", norm_position="post", hidden_activation="silu", rope_share=0.5),
+    "grouped": dict(num_attention_heads=4, hidden_size=16, num_key_value_heads=2, attention_bias=True),
+}  # fmt: skip
+
+
+def doubled(variant: dict, **overrides) -> BertLabConfig:
+    "Twice as wide in every way; heads keep their size."
+    small = shape(**variant)
+    wide = dict(hidden_size=2 * small.hidden_size, intermediate_size=2 * small.intermediate_size,
+                num_attention_heads=2 * small.num_attention_heads)  # fmt: skip
+    if small.num_key_value_heads:
+        wide["num_key_value_heads"] = 2 * small.num_key_value_heads
+    return shape(**{**variant, **wide, **overrides})
+
+
+@pytest.mark.parametrize(
+    "size, source, expected",
+    [
+        (8, [1, 2, 3], [2, 3, 1, 2, 3, 1, 2, 3]),  # the original is places 2 to 4
+        (5, [1, 2, 3], [3, 1, 2, 3, 1]),
+        (4, [1, 2, 3], [1, 2, 3, 1]),  # an odd difference leans to the left
+        (3, [1, 2, 3], [1, 2, 3]),
+        (4, [1, 2], [2, 1, 2, 1]),
+        (3, [1], [1, 1, 1]),
+    ],
+)
+def test_the_source_stands_in_the_centre_and_wraps_around(size, source, expected):
+    assert torch.tensor(source)[tile_places(size, len(source))].tolist() == expected
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 80))
+def test_layers_keep_their_order_and_all_are_used_about_equally_often(num_source, more):
+    layers = map_layers(num_source + more, num_source)
+    counts = torch.tensor(layers).bincount(minlength=num_source)
+    assert layers == sorted(layers) and len(layers) == num_source + more
+    assert counts.min() >= 1 and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_an_equal_configuration_gives_the_identical_model(variant, rescale):
+    model = lively(shape(**variant))
+    same = grow(model, shape(**variant), rescale=rescale)
+    assert same is not model
+    for (name, a), (other, b) in zip(model.named_parameters(), same.named_parameters(), strict=True):
+        assert name == other and torch.equal(a, b) and a.data_ptr() != b.data_ptr()
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_grown_model_has_the_size_that_its_configuration_predicts(variant):
+    larger = grow(lively(shape(**variant)), doubled(variant, num_hidden_layers=5))
+    assert sum(p.numel() for p in larger.parameters()) == larger.config.num_params()
+    assert real(larger(**some_batch()).logits).isfinite().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_doubled_widths_compute_the_same_function_when_rescaled(variant):
+    model = lively(shape(**variant))
+    larger = grow(model, doubled(variant), rescale=True)
+    before, after = (real(m(**some_batch()).logits) for m in (model, larger))
+    assert_close(after, before, rtol=0, atol=2e-5)
+    raw = real(grow(model, doubled(variant))(**some_batch()).logits)
+    assert (raw - before).abs().max() > 0.1  # the comparison can fail
+
+
+@pytest.mark.parametrize("variant", [dict(norm="group", norm_groups=2), dict(attention_positions="alibi")])
+def test_a_part_that_depends_on_the_width_itself_grows_to_another_function(variant):
+    model = lively(shape(**variant))
+    before, after = (real(m(**some_batch()).logits) for m in (model, grow(model, doubled(variant), rescale=True)))
+    assert after.isfinite().all() and (after - before).abs().max() > 1e-3
+
+
+def test_the_encoder_alone_grows_and_its_states_are_the_small_ones_tiled():
+    model = lively(shape(), BertLabModel)
+    larger = grow(model, doubled({}), rescale=True)
+    assert type(larger) is BertLabModel
+    before, after = (m(**some_batch()).last_hidden_state for m in (model, larger))
+    assert_close(real(after), real(before)[:, tile_places(16, 8)], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["modernbert", "bert"])
+@pytest.mark.parametrize(
+    "kind", [BertLabForMaskedDiffusion, BertLabForSequenceClassification, BertLabForTokenClassification]
+)
+def test_every_head_grows_with_its_encoder(kind, variant):
+    task = dict(classifier_head="tanh") if variant == "bert" else {}
+    variant = {**VARIANTS[variant], **task}
+    model = lively(shape(**variant), kind)
+    larger = grow(model, doubled(variant), rescale=True)
+    before, after = (m(**some_batch()).logits for m in (model, larger))
+    if kind is not BertLabForSequenceClassification:
+        before, after = real(before), real(after)
+    assert type(larger) is kind
+    assert_close(after, before, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [BertLabForEnhancedMaskedLM, BertLabForQuestionAnswering])
+def test_every_weight_of_the_other_heads_has_a_rule(kind):
+    larger = grow(lively(shape(), kind), doubled({}, num_hidden_layers=3), rescale=True)
+    assert all(p.isfinite().all() for p in larger.parameters())
+
+
+@pytest.mark.parametrize("width_factor, inner", [(2, 12), (3, 7), (5, 31)])
+def test_each_tile_of_each_matrix_is_its_source(width_factor, inner):
+    model = lively(shape())
+    wide = dict(hidden_size=8 * width_factor, num_attention_heads=2 * width_factor, intermediate_size=inner)
+    larger = grow(model, shape(**wide))
+    stream = [(j - (8 * width_factor - 8) // 2) % 8 for j in range(8 * width_factor)]
+    units = [(j - (inner - 6) // 2) % 6 for j in range(inner)]
+    old, new = model.encoder, larger.encoder
+    for j, source in enumerate(stream):
+        assert torch.equal(new.embeddings.tokens.weight[:, j], old.embeddings.tokens.weight[:, source])
+        assert new.final_norm.weight[j] == old.final_norm.weight[source]
+    for block, small_block in zip(new.blocks, old.blocks, strict=True):
+        expand, contract = block.mlp.expand.weight, block.mlp.contract.weight
+        value, gate = small_block.mlp.expand.weight.chunk(2)
+        for unit, source in enumerate(units):
+            assert torch.equal(expand[unit], value[source][stream])
+            assert torch.equal(expand[inner + unit], gate[source][stream])
+            assert torch.equal(contract[:, unit], small_block.mlp.contract.weight[stream, source])
+
+
+@pytest.mark.parametrize("heads, groups, more_heads, more_groups", [(2, 2, 3, 3), (2, 2, 5, 5), (4, 2, 6, 3), (4, 1, 8, 2)])
+def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads, more_groups):
+    width = 4
+    small = shape(hidden_size=heads * width, num_attention_heads=heads, num_key_value_heads=groups)
+    large = shape(hidden_size=more_heads * width, num_attention_heads=more_heads, num_key_value_heads=more_groups)
+    rows = map_axes(small, large)["qkv"].view(-1, width)
+    assert (rows[:, 0] % width == 0).all() and (rows.diff(dim=1) == 1).all()
+    sources = (rows[:, 0] // width).tolist()  # the small model's heads, in the order of its qkv
+    q, k, v = sources[:more_heads], sources[more_heads : more_heads + more_groups], sources[more_heads + more_groups :]
+    assert all(0 <= head < heads for head in q)
+    assert all(heads <= key < heads + groups for key in k)
+    assert v == [key + groups for key in k]
+    sharing = more_heads // more_groups
+    for head, source in enumerate(q):
+        assert k[head // sharing] - heads == source // (heads // groups)
+    # and what attention returns is read in the same order
+    assert map_axes(small, large)["queries"].tolist() == rows[:more_heads].flatten().tolist()
+
+
+def test_attention_of_a_copied_head_is_the_small_heads_attention():
+    model = lively(shape(), BertLabModel)
+    larger = grow(model, doubled({}), rescale=True)
+    for m in (model, larger):
+        m.config._attn_implementation = "eager"
+    small, large = (m(**some_batch(), output_attentions=True).attentions for m in (model, larger))
+    for a, b in zip(small, large, strict=True):
+        assert_close(b[:2], a[:2, tile_places(4, 2)], rtol=0, atol=1e-5)
+
+
+def test_layers_of_a_deeper_model_are_copies_and_only_the_missing_norm_is_fresh():
+    model = lively(shape())
+    larger = grow(model, shape(num_hidden_layers=5))  # repeats layers 0 0 0 1 1
+    for i, block in enumerate(larger.encoder.blocks):
+        source = dict(model.encoder.blocks[[0, 0, 0, 1, 1][i]].named_parameters())
+        for name, weight in block.named_parameters():
+            if name in source:
+                assert torch.equal(weight, source[name]), (i, name)
+            else:
+                assert name == "attention_norm.weight" and i in (1, 2) and (weight == 1).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_decoder_and_its_bias_follow_the_embedding(tied):
+    model = lively(shape(tie_word_embeddings=tied))
+    larger = grow(model, doubled({"tie_word_embeddings": tied}))
+    names = dict(larger.named_parameters())
+    assert torch.equal(names["head.bias"], model.head.bias)
+    decoders = [name for name in names if "decoder" in name]
+    assert len(decoders) == (not tied)
+    for name in decoders:
+        assert torch.equal(names[name], model.get_parameter(name)[:, tile_places(16, 8)])
+
+
+def test_growth_leaves_the_small_model_and_its_mode_as_they_were():
+    model = lively(shape()).train()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    assert grow(model, doubled({}), rescale=True, jitter=0.1).training
+    assert not grow(model.eval(), doubled({})).training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_type_is_kept():
+    larger = grow(lively(shape()).to(torch.bfloat16), doubled({}), rescale=True, jitter=0.1)
+    assert {p.dtype for p in larger.parameters()} == {torch.bfloat16}
+
+
+def test_jitter_is_relative_noise_on_matrices_of_the_asked_size_and_seed():
+    model, config = lively(shape(hidden_size=32, num_attention_heads=8)), shape(hidden_size=64, num_attention_heads=16)
+    plain, noisy, again, other = (
+        dict(grow(model, config, jitter=jitter, seed=seed).named_parameters())
+        for jitter, seed in ((0, 0), (0.1, 0), (0.1, 0), (0.1, 1))
+    )
+    for name, weight in plain.items():
+        assert torch.equal(noisy[name], again[name])
+        if weight.dim() < 2:
+            assert torch.equal(noisy[name], weight)
+        else:
+            assert not torch.equal(noisy[name], other[name])
+    name = "encoder.blocks.0.attention.qkv.weight"
+    noise = (noisy[name] / plain[name] - 1).flatten()
+    # 12,288 numbers: mean within 4 standard errors of 0, deviation within 5 % of 0.1
+    assert noise.mean().abs() < 4 * 0.1 / noise.numel() ** 0.5 and noise.std().item() == pytest.approx(0.1, rel=0.05)
+
+
+def test_without_jitter_or_dropout_twins_stay_twins():
+    model = lively(shape())
+    for jitter, apart in ((0.0, False), (0.05, True)):
+        larger = grow(model, doubled({}), rescale=True, jitter=jitter)
+        optimizer = torch.optim.SGD(larger.parameters(), lr=0.1)
+        for _ in range(5):
+            larger(**some_batch(), labels=some_batch()["input_ids"]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        value = larger.encoder.blocks[1].mlp.expand.weight[:12]
+        twins = [value[tile_places(12, 6) == unit] for unit in range(6)]
+        distances = [((a - b).norm() / a.norm()).item() for a, b in twins]
+        assert min(distances) > 1e-2 if apart else max(distances) < 1e-4
+
+
+OTHER = {
+    "vocab_size": V + 1, "type_vocab_size": 2, "embedding_positions": "learned", "position_offset": 1,
+    "embedding_norm": False, "tie_word_embeddings": False, "head_activation": "relu", "head_bias": True,
+    "decoder_bias": False, "attention_positions": "none", "rope_share": 0.5, "attention_bias": True, "qk_norm": True,
+    "output_gate": "head", "mlp": "plain", "hidden_activation": "relu", "mlp_bias": True, "norm": "rms",
+    "norm_position": "post", "norm_bias": True, "classifier_head": "tanh", "num_labels": 5,
+}  # fmt: skip
+
+
+def test_every_setting_that_must_agree_has_a_case_here():
+    assert set(OTHER) == set(MUST_AGREE)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_setting_that_tiling_cannot_change_is_refused_by_name(name):
+    model = lively(shape())
+    with pytest.raises(ValueError, match=f"^{name} is .*set {name}={getattr(model.config, name)!r}"):
+        grow(model, doubled({}, **{name: OTHER[name]}))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"hidden_size": 4, "num_attention_heads": 1}, "hidden_size 4 is below the model's 8"),
+        ({"intermediate_size": 5}, "intermediate_size 5 is below the model's 6"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers 1 is below the model's 2"),
+        ({"hidden_size": 16}, "num_attention_heads 2 makes 8 numbers in a head, the model has 4"),
+        ({"num_attention_heads": 4}, "num_attention_heads 4 makes 2 numbers in a head"),
+        ({"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads 2 makes 2 heads"),
+    ],
+)
+def test_a_smaller_or_cut_target_is_refused_by_name(changes, said):
+    with pytest.raises(ValueError, match=said):
+        check_growth(shape(), shape(**changes))
+
+
+def test_a_longer_table_of_learned_positions_is_refused_and_a_longer_rotary_reach_is_not():
+    learned = dict(embedding_positions="learned", attention_positions="none")
+    with pytest.raises(ValueError, match="max_position_embeddings is 16"):
+        check_growth(shape(**learned), shape(**learned, max_position_embeddings=32))
+    check_growth(shape(), shape(max_position_embeddings=32, global_rope_theta=1e6, norm_eps=1e-6, hidden_dropout=0.1))
+
+
+@pytest.mark.parametrize("jitter", [-0.1, float("nan"), float("inf")])
+def test_a_jitter_that_is_no_deviation_is_refused(jitter):
+    with pytest.raises(ValueError, match="jitter must be finite"):
+        grow(lively(shape()), doubled({}), jitter=jitter)
+
+
+def test_a_weight_that_no_rule_knows_is_refused_by_name():
+    with pytest.raises(ValueError, match="'head.surprise.weight'.*model.encoder"):
+        find_axes("head.surprise.weight", 2)
+
+
+def test_a_grown_model_survives_saving(tmp_path):
+    larger = grow(lively(shape()), doubled({}, num_hidden_layers=3), rescale=True)
+    larger.save_pretrained(tmp_path)
+    again = BertLabForMaskedLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(real(again(**some_batch()).logits), real(larger(**some_batch()).logits))

@@ -1,0 +1,440 @@
+"The word head and the three models around it: masked, diffused, rebuilt."
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch._dynamo.testing import CompileCounter
+from torch.nn import functional as F
+from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast, pipeline
+
+from bertlab.model.config import BertLabConfig, modernbert_tiny
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+    MaskedLMHead,
+    count_ordinary,
+    keep_half,
+    others_mask,
+    scramble_bits,
+)
+from bertlab.model.losses import LossRule
+
+torch.set_num_threads(1)
+TOLERANCE = dict(rtol=0, atol=1e-5)
+V, B, L = 50, 4, 12
+MODELS = [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
+DOCUMENTS = torch.tensor(
+    [[1] * 5 + [2] * 4 + [3] * 3, [1, 2, 2, 2, 2, 2, 2, 3, 0, 0, 0, 0], [1] * 12, [1] * 2 + [0] * 10]
+)
+KEYS = torch.tensor([5, -3, 2**62, 0])
+VARIANTS = {
+    "default": {},
+    "untied": dict(tie_word_embeddings=False, decoder_bias=False),
+    "learned": dict(embedding_positions="learned", attention_positions="none"),
+    "sinusoidal": dict(embedding_positions="sinusoidal", attention_positions="none"),
+    "alibi": dict(attention_positions="alibi"),
+    "gated": dict(output_gate="element", qk_norm=True, num_key_value_heads=1),
+    "post": dict(norm="deep", norm_position="post"),
+    "no_norm": dict(norm_position="none", embedding_norm=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+
+
+def small(**overrides) -> BertLabConfig:
+    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
+
+
+def lively(model):
+    "Move every weight well away from its start, so that nothing hides."
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.12 * torch.randn(p.shape))
+    return model.eval()
+
+
+def some_batch(seed=0, rate=0.4):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, V, (B, L), generator=g)
+    chosen = (torch.rand(B, L, generator=g) < rate) & (DOCUMENTS != 0)
+    labels = ids.masked_fill(~chosen, -100)
+    at = (labels == -100).int().argsort(dim=1, stable=True)[:, : int(chosen.sum(1).max())]
+    return dict(input_ids=ids, attention_mask=DOCUMENTS, labels=labels), at
+
+
+def keyed(model) -> dict:
+    return dict(row_keys=KEYS) if isinstance(model, BertLabForEnhancedMaskedLM) else {}
+
+
+def gradients(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+# ---- the head --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_dense_activation_norm_decoder(tied):
+    head = lively(MaskedLMHead(small(tie_word_embeddings=tied, head_activation="relu", head_bias=True)))
+    x, embedding = torch.randn(3, 16), torch.randn(V, 16)
+    h = F.relu(x @ head.dense.weight.T + head.dense.bias)
+    h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    decoder = embedding if tied else head.decoder
+    torch.testing.assert_close(head(x, embedding), h * head.norm.weight @ decoder.T + head.bias)
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("variant", ["default", "untied"])
+def test_the_decoder_follows_a_resized_vocabulary(cls, variant):
+    model = lively(cls(small(**VARIANTS[variant])))
+    batch, _ = some_batch()
+    batch["input_ids"] = batch["input_ids"].clamp(max=V - 7)  # ids that survive the second resize
+    before = model(**batch, **keyed(model)).logits
+    model.resize_token_embeddings(V + 6)
+    after = model(**batch, **keyed(model)).logits
+    assert after.shape[-1] == V + 6 == model.config.vocab_size
+    torch.testing.assert_close(after[..., :V], before, **TOLERANCE)
+    model.resize_token_embeddings(V - 6)
+    smaller = model(**batch | dict(labels=None), **keyed(model)).logits
+    torch.testing.assert_close(smaller, before[..., : V - 6], **TOLERANCE)
+
+
+def test_the_first_loss_is_that_of_knowing_nothing():
+    batch, _ = some_batch()
+    for tied in (True, False):
+        loss = BertLabForMaskedLM(small(tie_word_embeddings=tied))(**batch).loss
+        assert abs(loss.item() - np.log(V)) < 0.3
+
+
+# ---- sparse, dense, chunked ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sparse_and_chunked_losses_and_gradients_are_the_dense_ones(cls, variant):
+    model = lively(cls(small(**VARIANTS[variant])))
+    batch, at = some_batch()
+    ways = [dict(loss_rule=LossRule(0.1, 1e-3)), dict(loss_rule=LossRule(0.1, 1e-3), label_positions=at),
+            dict(loss_rule=LossRule(0.1, 1e-3, chunk_size=3), label_positions=at),
+            dict(loss_rule=LossRule(0.1, 1e-3, chunk_size=7))]  # fmt: skip
+    outs, grads = [], []
+    for way in ways:
+        model.zero_grad()
+        outs.append(model(**batch, **way, **keyed(model)))
+        outs[-1].loss.backward()
+        grads.append(gradients(model))
+    assert all(g.abs().sum() > 0 for g in grads)
+    for out, grad in zip(outs[1:], grads[1:]):
+        for name in ("loss", "loss_sum", "z_loss"):
+            torch.testing.assert_close(out[name], outs[0][name], rtol=1e-6, atol=1e-6)
+        assert out.num_labels == outs[0].num_labels and out.num_right == outs[0].num_right
+        torch.testing.assert_close(grad, grads[0], rtol=1e-5, atol=2e-6)
+    assert outs[1].logits.shape == (B, at.shape[1], V) and outs[2].logits is outs[3].logits is None
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("at_labels", [True, False])
+@pytest.mark.parametrize("free", [True, False])
+def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkeypatch):
+    model = lively(cls(small()))
+    batch, at = some_batch()
+    seen, forward = [], model.head.forward
+    monkeypatch.setattr("bertlab.model.heads.shapes_are_free", lambda values: free)  # as on a CPU, or elsewhere
+    monkeypatch.setattr(model.head, "forward", lambda x, *rest: (seen.append(x[..., 0].numel()), forward(x, *rest))[1])
+    grads, outs = [], []
+    for rule in (LossRule(0.1, 1e-3), LossRule(0.1, 1e-3, only_loss=True)):
+        model.zero_grad()
+        outs.append(model(**batch, label_positions=at if at_labels else None, loss_rule=rule, **keyed(model)))
+        outs[-1].loss.backward()
+        grads.append(gradients(model))
+    assert outs[1].logits is outs[1].num_right is None
+    assert seen[0] == (at if at_labels else batch["labels"]).numel()
+    assert seen[1] == ((batch["labels"] != -100).sum() if free else seen[0])
+    torch.testing.assert_close(outs[1].loss, outs[0].loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_the_loss_is_the_mean_of_the_sums_beside_it(cls):
+    model = lively(cls(small()))
+    batch, _ = some_batch()
+    out = model(**batch, **keyed(model), loss_rule=LossRule(z_weight=0.1))
+    torch.testing.assert_close(out.loss, (out.loss_sum + out.z_loss) / out.num_labels)
+    assert out.num_labels == (batch["labels"] != -100).sum()
+    right = (out.logits.argmax(-1) == batch["labels"]).sum()
+    assert out.num_right == right
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_every_weight_gets_a_gradient(cls):
+    for variant, overrides in VARIANTS.items():
+        model = lively(cls(small(**overrides)))
+        model(**some_batch()[0], **keyed(model)).loss.backward()
+        without = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert without == [], variant
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_documents_of_a_row_do_not_see_each_other(cls):
+    model = lively(cls(small()))
+    batch, _ = some_batch()
+    other = batch["input_ids"].clone()
+    other[0, 5:9] = torch.randint(5, V, (4,))
+    first, second = (model(ids, DOCUMENTS, **keyed(model)).logits for ids in (batch["input_ids"], other))
+    same = DOCUMENTS[0] != 2
+    assert torch.equal(first[0, same], second[0, same]) and not torch.equal(first[0], second[0])
+
+
+# ---- at home in transformers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", MODELS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_auto_class_brings_back_the_class_that_was_saved(cls, variant, tmp_path):
+    model = lively(cls(small(**VARIANTS[variant])))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again, info = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(again) is cls and not info["missing_keys"] and not info["unexpected_keys"]
+    batch, _ = some_batch()
+    expected, got = (m.eval()(**batch, **keyed(m)).logits for m in (model, again))
+    assert torch.equal(expected, got)
+
+
+def test_without_a_saved_name_the_auto_class_takes_the_plain_model():
+    assert type(AutoModelForMaskedLM.from_config(small(architectures=[]))) is BertLabForMaskedLM
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_vectors_states_and_weights_pass_through(cls):
+    model = lively(cls(small()))
+    model.set_attn_implementation("eager")
+    batch, _ = some_batch()
+    vectors = model.get_input_embeddings()(batch["input_ids"])
+    out = model(**batch, **keyed(model), output_hidden_states=True, output_attentions=True)
+    same = model(inputs_embeds=vectors, attention_mask=DOCUMENTS, **keyed(model))
+    torch.testing.assert_close(out.logits, same.logits, **TOLERANCE)
+    assert len(out.hidden_states) == 3 and out.hidden_states[0].shape == (B, L, 16)
+    assert len(out.attentions) == 2 and out.attentions[0].shape == (B, 2, L, L)
+    assert same.hidden_states is same.attentions is same.loss is None
+    assert isinstance(model(**batch, return_dict=False), tuple)
+
+
+def test_fill_mask_pipeline_fills_the_mask(tmp_path):
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(V - 5)]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    for cls in MODELS:
+        model = lively(cls(small(pad_token_id=0, mask_token_id=4)))
+        model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+        found = pipeline("fill-mask", str(tmp_path), device="cpu")("w1 [MASK] w3", top_k=3)
+        scores = model(torch.tensor([[6, 4, 8]])).logits[0, 1].softmax(-1)
+        assert [f["token"] for f in found] == scores.topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_a_step_compiles_in_one_graph_and_new_documents_do_not_recompile(cls):
+    model, counter = cls(small()).train(), CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
+    batch, at = some_batch()
+    for shift in (0, 1, 2):
+        documents = DOCUMENTS.roll(shift, 0)
+        compiled(**batch | dict(attention_mask=documents), label_positions=at, **keyed(model), return_dict=True)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("cls", MODELS)
+def test_gradient_checkpointing_changes_nothing(cls):
+    model = lively(cls(small())).train()
+    batch, _ = some_batch()
+    grads = []
+    for on in (False, True):
+        if on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(**batch, **keyed(model)).loss.backward()
+        grads.append(gradients(model))
+    torch.testing.assert_close(*grads, **TOLERANCE)
+
+
+# ---- masked diffusion ------------------------------------------------------------------------
+
+
+def test_the_bound_is_the_weighted_sum_over_all_ordinary_tokens():
+    model = lively(BertLabForMaskedDiffusion(small(cls_token_id=2, sep_token_id=3, pad_token_id=0)))
+    batch, at = some_batch()
+    batch["input_ids"][0, 0], batch["input_ids"][0, 4] = 2, 3
+    batch["labels"][0, 0] = batch["labels"][0, 4] = -100
+    chosen = batch["labels"] != -100
+    weights = torch.where(chosen, 1 / torch.rand(B, 1).clamp(0.1), 0.0)
+    out = model(**batch, loss_weights=weights)
+    log_p = out.logits.log_softmax(-1)
+    total = sum(
+        -weights[b, i] * log_p[b, i, batch["labels"][b, i]] for b, i in chosen.nonzero().tolist()
+    )
+    num_tokens = 12 + 8 + 12 + 2 - 2  # documents' tokens, less one [CLS] and one [SEP]
+    assert out.num_labels == num_tokens
+    torch.testing.assert_close(out.loss, total / num_tokens)
+    sparse = model(**batch, label_positions=at, loss_weights=weights, loss_rule=LossRule(chunk_size=4))
+    torch.testing.assert_close(sparse.loss, out.loss)
+    assert sparse.num_labels == num_tokens
+
+
+def test_without_weights_diffusion_is_a_plain_mean_over_labels():
+    plain = lively(BertLabForMaskedLM(small()))
+    diffusion = BertLabForMaskedDiffusion(small()).eval()
+    diffusion.load_state_dict(plain.state_dict())
+    batch, at = some_batch()
+    assert diffusion(**batch, label_positions=at).loss == plain(**batch, label_positions=at).loss
+
+
+def test_a_mask_token_counts_as_the_token_that_it_hides():
+    ids = torch.tensor([[2, 9, 4, 3, 0]])
+    config = small(cls_token_id=2, sep_token_id=3, pad_token_id=0, mask_token_id=4)
+    documents = torch.tensor([[1, 1, 1, 1, 0]])
+    assert count_ordinary(ids, documents, config) == 2
+    assert count_ordinary(ids, documents, small()) == 4  # nothing is known to be special
+    assert count_ordinary(None, documents, config) == 4
+
+
+# ---- enhanced: coins -------------------------------------------------------------------------
+
+
+def splitmix_finish(bits: np.ndarray) -> np.ndarray:
+    "The published code, on unsigned numbers."
+    with np.errstate(over="ignore"):
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20))
+def test_signed_scrambling_is_the_unsigned_original(numbers):
+    bits = np.array(numbers, dtype=np.int64)
+    expected = splitmix_finish(bits.view(np.uint64)).view(np.int64)
+    assert scramble_bits(torch.from_numpy(bits)).tolist() == expected.tolist()
+
+
+def test_scrambling_follows_splitmix_from_seed_zero():
+    "The generator's first three outputs from seed 0, as published with Java's and others' ports."
+    golden = 0x9E3779B97F4A7C15
+    states = [(golden * n) % 2**64 for n in (1, 2, 3)]
+    signed = torch.tensor([s - 2**64 if s >= 2**63 else s for s in states])
+    known = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [b % 2**64 for b in scramble_bits(signed).tolist()] == known
+
+
+def test_coins_are_fair_in_every_row_and_column_and_independent_of_each_other():
+    kept = keep_half(torch.arange(64), 130).double()
+    assert abs(kept.mean() - 0.5) < 5 * 0.5 / kept.numel() ** 0.5
+    for axes in ((0, 1), (0, 2), (1, 2)):  # of each key, query, row: within five standard errors
+        means = kept.mean(dim=axes)
+        num = kept.numel() / len(means)
+        assert (means - 0.5).abs().max() < 5 * 0.5 / num**0.5
+    for other in (kept.mT, kept.roll(1, 0), kept.roll(1, 1), kept.roll(1, 2), kept.roll(64, 2)):
+        agree = (kept == other).double().mean()
+        assert abs(agree - 0.5) < 0.01
+
+
+def test_a_coin_depends_on_key_query_and_place_alone():
+    long, short = keep_half(KEYS, 100), keep_half(KEYS[[2, 0]], 70)
+    assert torch.equal(long[[2, 0], :70, :70], short)
+
+
+def test_others_mask_keeps_documents_and_cuts_the_diagonal():
+    allowed = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS != 0)[:, None]
+    for keys in (KEYS, None):
+        mask = others_mask(allowed[:, None], keys)[:, 0]
+        assert not (mask & ~allowed).any() and not mask.diagonal(dim1=1, dim2=2).any()
+    without_self = allowed & ~torch.eye(L, dtype=torch.bool)
+    assert torch.equal(mask, without_self)  # no keys: nobody else is cut
+
+
+# ---- enhanced: the model ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_token_is_rebuilt_from_those_that_its_coins_let_through(variant):
+    "By the gradient: exactly these encoder vectors have a part in it, and never its own."
+    model = lively(BertLabForEnhancedMaskedLM(small(**VARIANTS[variant])))
+    x = torch.randn(B, L, 16, requires_grad=True)
+    y = model.rebuild(x, DOCUMENTS, None, KEYS)
+    allowed = (DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & (DOCUMENTS != 0)[:, None]
+    expected = allowed & keep_half(KEYS, L) & ~torch.eye(L, dtype=torch.bool)
+    for place in range(L):
+        (grad,) = torch.autograd.grad((y[:, place] ** 2).sum(), x, retain_graph=True)
+        seen = grad.abs().sum(-1) > 0
+        assert not (seen & ~expected[:, place]).any()
+        if variant != "post":  # a chain of norms may cancel a part to the last bit
+            assert torch.equal(seen, expected[:, place])
+
+
+def test_a_token_that_sees_nobody_is_guessed_without_a_hint():
+    model = lively(BertLabForEnhancedMaskedLM(small()))
+    ids = torch.randint(5, V, (2, L))
+    alone = torch.arange(1, L + 1).expand(2, -1)  # documents of one token each
+    logits = model(ids, alone, row_keys=KEYS[:2], labels=ids).logits
+    torch.testing.assert_close(logits, logits[:1, :1].expand_as(logits), **TOLERANCE)
+    assert logits.isfinite().all()
+
+
+def test_rows_take_their_coins_with_them_wherever_they_stand():
+    model = lively(BertLabForEnhancedMaskedLM(small()))
+    batch, _ = some_batch()
+    ids, order = batch["input_ids"], torch.tensor([2, 0, 3, 1])
+    whole = model(ids, DOCUMENTS, row_keys=KEYS).logits
+    moved = model(ids[order], DOCUMENTS[order], row_keys=KEYS[order]).logits
+    one = model(ids[1:2], DOCUMENTS[1:2], row_keys=KEYS[1:2]).logits
+    longer = model(F.pad(ids, (0, 9)), F.pad(DOCUMENTS, (0, 9)), row_keys=KEYS).logits
+    torch.testing.assert_close(moved, whole[order], **TOLERANCE)
+    torch.testing.assert_close(one, whole[1:2], **TOLERANCE)
+    torch.testing.assert_close(longer[:, :L], whole, **TOLERANCE)
+
+
+def test_keys_decide_in_training_and_torch_draws_them_where_there_are_none():
+    model = lively(BertLabForEnhancedMaskedLM(small())).train()
+    batch, _ = some_batch()
+    loss = lambda **more: model(**batch, **more).loss.item()
+    assert loss(row_keys=KEYS) == loss(row_keys=KEYS) != loss(row_keys=KEYS + 1)
+    torch.manual_seed(3)
+    first, second = loss(), loss()
+    torch.manual_seed(3)
+    assert loss() == first != second
+
+
+def test_outside_training_and_without_keys_nothing_is_drawn():
+    model = lively(BertLabForEnhancedMaskedLM(small()))
+    batch, _ = some_batch()
+    state = torch.get_rng_state()
+    assert model(**batch).loss == model(**batch).loss != model(**batch, row_keys=KEYS).loss
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_nobody_can_guess_noise():
+    "A model that peeks at the token would; the encoder is frozen, so that it cannot pass it on."
+    model = BertLabForEnhancedMaskedLM(small(num_hidden_layers=1)).train()
+    trained = [*model.rebuilder.parameters(), *model.head.parameters()]
+    optimizer, losses = torch.optim.Adam(trained, lr=5e-3), []
+    identity = copy.copy(model.encoder.embeddings)  # vectors of the tokens alone: nobody was told
+    for _ in range(60):
+        ids = torch.randint(5, V, (8, L))
+        places = torch.arange(L).expand(8, -1)
+        x = identity(ids, places).detach() * 50
+        y = model.rebuild(x, torch.ones_like(ids), places, torch.randint(2**62, (8,)))
+        logits, parts = model.score(y, ids)
+        optimizer.zero_grad(), parts.mean().backward(), optimizer.step()
+        losses.append(parts.mean().item())
+    assert min(losses) > np.log(V - 5) - 0.15

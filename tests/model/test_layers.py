@@ -1,0 +1,293 @@
+"Layers against independent formulas: positions, norms, MLPs, and how weights begin."
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.activations import ACT2FN
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+from bertlab.model.config import CHOICES, modernbert_tiny
+from bertlab.model.layers import (
+    ACTIVATIONS,
+    MLPS,
+    NORMS,
+    DynamicTanhNorm,
+    GatedMLP,
+    PlainMLP,
+    alibi_slopes,
+    deepnorm_alpha,
+    deepnorm_gain,
+    init_matrix_,
+    init_truncated_,
+    residual_std,
+    rotary_table,
+    rotate,
+    sinusoids,
+)
+
+torch.set_num_threads(1)
+TOLERANCE = dict(rtol=0, atol=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+
+
+# ---- positions -------------------------------------------------------------------------------
+
+
+def test_sinusoids_by_formula():
+    table = sinusoids(torch.arange(200)[None], 12)
+    assert table.dtype == torch.float32 and table.shape == (1, 200, 12)
+    for p in (0, 1, 7, 199):
+        for i in range(6):
+            angle = p / 10000 ** (2 * i / 12)
+            assert table[0, p, 2 * i].item() == pytest.approx(math.sin(angle), abs=1e-5)
+            assert table[0, p, 2 * i + 1].item() == pytest.approx(math.cos(angle), abs=1e-5)
+
+
+def test_sinusoids_of_an_odd_width_lack_the_last_cosine():
+    positions = torch.tensor([[0, 3, 0, 1]])
+    assert torch.equal(sinusoids(positions, 7), sinusoids(positions, 8)[..., :7])
+
+
+def test_alibi_slopes_by_hand():
+    assert alibi_slopes(8).tolist() == [2.0**-h for h in range(1, 9)]
+    assert alibi_slopes(1).tolist() == [2.0**-8]
+    assert alibi_slopes(2).tolist() == [2.0**-4, 2.0**-8]
+    assert alibi_slopes(3).tolist() == [2.0**-4, 2.0**-8, 2.0**-2]  # the first of four heads
+    eight, sixteen = [2.0**-h for h in range(1, 9)], [2.0 ** (-h / 2) for h in range(1, 17)]
+    torch.testing.assert_close(alibi_slopes(12), torch.tensor(eight + sixteen[0:8:2]))
+
+
+@pytest.mark.parametrize("num_heads", range(1, 33))
+def test_alibi_slopes_equal_bloom(num_heads):
+    mask = torch.ones(1, 2)
+    theirs = build_alibi_tensor(mask, num_heads, torch.float32)[:, 0, 1]  # slope times position 1
+    torch.testing.assert_close(alibi_slopes(num_heads), theirs)
+
+
+@given(rotary=st.integers(1, 4), rest=st.integers(0, 5), theta=st.sampled_from([10.0, 1e4, 1.6e5]))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_partial_rotary_turns_pairs_as_complex_numbers_and_leaves_the_rest(rotary, rest, theta):
+    R = 2 * rotary
+    x = torch.randn(2, 3, 4, R + rest)
+    positions = torch.tensor([[0, 1, 500], [9, 2, 0]])
+    got = rotate(x, rotary_table(positions, R, theta))
+    for b in range(2):
+        for place in range(3):
+            p = positions[b, place].item()
+            pairs = x[b, place, :, :rotary].numpy() + 1j * x[b, place, :, rotary:R].numpy()
+            pairs = pairs * np.exp(1j * p * theta ** (-2 * np.arange(rotary) / R))
+            want = np.concatenate((pairs.real, pairs.imag), axis=-1)
+            np.testing.assert_allclose(got[b, place, :, :R].numpy(), want, atol=2e-4)
+    assert torch.equal(got[..., R:], x[..., R:])
+
+
+def test_partial_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 10)
+    at = lambda x, p: rotate(x.view(1, 1, 10), rotary_table(torch.tensor([[p]]), 4, 100.0)).flatten()
+    scores = [(at(q, p) @ at(k, p + 3)).item() for p in (0, 1, 50)]
+    assert max(scores) - min(scores) < 1e-4
+    assert abs(scores[0] - (at(q, 0) @ at(k, 4)).item()) > 1e-3
+
+
+def test_half_precision_comes_back_as_half_precision_on_a_part_too():
+    x = torch.randn(1, 5, 3, 8).bfloat16()
+    got = rotate(x, rotary_table(torch.arange(5)[None], 4, 100.0))
+    assert got.dtype == torch.bfloat16 and torch.equal(got[..., 4:], x[..., 4:])
+
+
+# ---- norms -----------------------------------------------------------------------------------
+
+
+def some_norm(kind: str, bias: bool) -> torch.nn.Module:
+    "A norm over 24 numbers whose weights have moved away from their start."
+    place = "post" if kind == "deep" else "pre"
+    config = modernbert_tiny(
+        hidden_size=24, norm=kind, norm_bias=bias, norm_groups=4, norm_position=place, norm_eps=1e-3
+    )
+    norm = NORMS[kind](config)
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    return norm
+
+
+def by_formula(kind: str, x: np.ndarray, slope: float) -> np.ndarray:
+    "One token's vector, normed in float64, before scale and bias."
+    if kind in ("layer", "deep"):
+        return (x - x.mean()) / math.sqrt(((x - x.mean()) ** 2).mean() + 1e-3)
+    if kind == "rms":
+        return x / math.sqrt((x**2).mean() + 1e-3)
+    if kind == "group":
+        return np.concatenate([by_formula("layer", part, slope) for part in np.split(x, 4)])
+    return np.tanh(slope * x)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_equals_its_formula(kind, bias):
+    norm, x = some_norm(kind, bias), 2 * torch.randn(3, 5, 24) + 1
+    got = norm(x).detach()
+    slope = norm.slope.item() if kind == "dynamic_tanh" else 0.0
+    for b in range(3):
+        for place in range(5):
+            want = by_formula(kind, x[b, place].double().numpy(), slope)
+            want = want * norm.weight.detach().double().numpy()
+            if bias:
+                want = want + norm.bias.detach().double().numpy()
+            np.testing.assert_allclose(got[b, place].numpy(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_looks_at_one_token_at_a_time(kind):
+    norm, x = some_norm(kind, True), torch.randn(2, 5, 24)
+    changed = x.clone()
+    changed[0, 2] += torch.randn(24)
+    same = torch.ones(2, 5, dtype=torch.bool)
+    same[0, 2] = False
+    assert torch.equal(norm(x)[same], norm(changed)[same])
+    assert not torch.allclose(norm(x)[0, 2], norm(changed)[0, 2])
+    torch.testing.assert_close(norm(x[:1, :1]), norm(x)[:1, :1], **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_without_a_bias_has_none(kind):
+    names = lambda bias: {name for name, _ in some_norm(kind, bias).named_parameters()}
+    assert names(True) - names(False) == {"bias"}
+
+
+def test_a_vector_of_zeros_stays_finite_in_value_and_gradient():
+    for kind in NORMS:
+        x = torch.zeros(1, 1, 24, requires_grad=True)
+        y = some_norm(kind, True)(x)
+        y.sum().backward()
+        assert y.isfinite().all() and x.grad.isfinite().all()
+
+
+def test_dynamic_tanh_learns_its_slope_and_remembers_the_first():
+    norm = DynamicTanhNorm(4, bias=False)
+    norm(torch.randn(3, 4)).sum().backward()
+    assert norm.slope.grad.abs() > 0 and norm.slope.item() == norm.first_slope == 0.5
+
+
+def test_tables_hold_what_the_configuration_offers():
+    assert tuple(NORMS) == CHOICES["norm"]
+    assert tuple(MLPS) == CHOICES["mlp"]
+    assert tuple(ACTIVATIONS) == CHOICES["hidden_activation"]
+
+
+def test_deepnorm_by_hand():
+    assert deepnorm_alpha(8) == pytest.approx(2.0)  # 16 ** (1/4)
+    assert deepnorm_gain(2) == pytest.approx(0.5)  # 16 ** (-1/4)
+    assert deepnorm_alpha(12) == pytest.approx(2.2134, abs=1e-4)
+    assert deepnorm_gain(12) == pytest.approx(0.3195, abs=1e-4)
+
+
+# ---- MLPs ------------------------------------------------------------------------------------
+
+THEIR_NAMES = {"relu_squared": "relu2"}  # the others share transformers' names
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_equals_transformers(name):
+    x = torch.linspace(-6, 6, 101)
+    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[THEIR_NAMES.get(name, name)](x), **TOLERANCE)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_plain_mlp_by_hand(bias):
+    mlp, x = PlainMLP(3, 5, "tanh", bias=bias), torch.randn(2, 4, 3)
+    b1, b2 = (mlp.expand.bias, mlp.contract.bias) if bias else (0, 0)
+    want = torch.tanh(x @ mlp.expand.weight.T + b1) @ mlp.contract.weight.T + b2
+    torch.testing.assert_close(mlp(x), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gated_mlp_by_hand(bias):
+    mlp, x = GatedMLP(3, 5, "silu", bias=bias), torch.randn(2, 4, 3)
+    inner = x @ mlp.expand.weight.T + (mlp.expand.bias if bias else 0)
+    value, gate = inner[..., :5], inner[..., 5:]
+    want = (value / (1 + torch.exp(-value)) * gate) @ mlp.contract.weight.T
+    torch.testing.assert_close(mlp(x), want + (mlp.contract.bias if bias else 0), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_both_mlps_name_their_weights_alike_and_mark_what_writes_into_the_stream(kind):
+    mlp = MLPS[kind](3, 5, bias=True)
+    assert {name for name, _ in mlp.named_parameters()} == {
+        "expand.weight", "expand.bias", "contract.weight", "contract.bias"
+    }  # fmt: skip
+    assert [name for name, m in mlp.named_modules() if getattr(m, "starts_narrow", False)] == ["contract"]
+
+
+@pytest.mark.parametrize("kind", MLPS)
+def test_dropout_acts_in_the_middle_and_in_training_only(kind):
+    mlp, x = MLPS[kind](4, 1000, dropout=0.5), torch.randn(1, 4)
+    with torch.no_grad():
+        mlp.contract.weight.zero_()
+        mlp.contract.weight[0] = 1.0
+        same, other = mlp.eval()(x), mlp.train()(x)
+    assert torch.equal(mlp.eval()(x), same) and not torch.allclose(same, other)
+    assert (other[:, 1:] == 0).all()  # what comes out is not dropped: the rest of a sum is exact
+
+
+# ---- how weights begin -----------------------------------------------------------------------
+
+
+def start(name: str, narrow: bool = False, **overrides) -> torch.Tensor:
+    "A matrix from 300 to 700 numbers, as it begins in a model of 8 layers."
+    config = modernbert_tiny(initialization=name, num_hidden_layers=8, **{"initializer_range": 0.03, **overrides})
+    return init_matrix_(torch.empty(700, 300), config, narrow)
+
+
+def cut_std(cutoff: float) -> float:
+    "The standard deviation of a unit normal without its tails, in closed form."
+    density = math.exp(-(cutoff**2) / 2) / math.sqrt(2 * math.pi)
+    return math.sqrt(1 - 2 * cutoff * density / math.erf(cutoff / math.sqrt(2)))
+
+
+@pytest.mark.parametrize(
+    "name, narrow, want",
+    [
+        ("truncated_normal", False, 0.03 * cut_std(2)),
+        ("truncated_normal", True, 0.03 * cut_std(2)),
+        ("megatron", False, 0.03 * cut_std(2)),
+        ("megatron", True, 0.03 * cut_std(2) / 4),  # the root of 2 * 8 layers
+        ("kaiming", False, math.sqrt(2 / 300)),
+        ("kaiming", True, math.sqrt(2 / 300)),
+        ("xavier", False, math.sqrt(2 / 1000)),
+        ("xavier", True, math.sqrt(2 / 1000)),
+    ],
+)
+def test_a_matrix_begins_as_wide_as_its_initialization_says(name, narrow, want):
+    weight = start(name, narrow)
+    # 210,000 draws: the standard error of the width is 0.15 %, of the mean 0.2 % of the width.
+    assert weight.std().item() == pytest.approx(want, rel=0.01)
+    assert abs(weight.mean().item()) < 0.01 * want
+
+
+def test_tails_are_cut_where_the_configuration_says():
+    weight = start("megatron", initializer_cutoff_factor=1.0)
+    assert 0.0299 < weight.abs().max().item() <= 0.03
+    assert weight.std().item() == pytest.approx(0.03 * cut_std(1), rel=0.01)
+    narrow = start("megatron", narrow=True)
+    assert narrow.abs().max().item() <= 2 * 0.03 / 4
+
+
+def test_xavier_and_kaiming_are_not_cut():
+    assert start("kaiming").abs().max().item() > 3.5 * math.sqrt(2 / 300)
+    assert start("xavier").abs().max().item() > 3.5 * math.sqrt(2 / 1000)
+
+
+def test_narrow_width_by_hand_and_in_place():
+    assert residual_std(0.02, 50) == pytest.approx(0.002)
+    weight = torch.empty(3, 4)
+    assert init_truncated_(weight, 0.02) is weight
+    assert init_matrix_(weight, modernbert_tiny()) is weight

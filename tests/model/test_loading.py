@@ -1,0 +1,316 @@
+"""Weights find their place or are named: every source, every naming, and nothing half loaded."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_training import CONFIG, Texts, train
+from torch import nn
+
+from bertlab.train.history import RunCheckpoint
+from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
+from bertlab.model.convert import to_huggingface
+from bertlab.model.encoder import BertLabModel
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
+from bertlab.model.loading import LoadReport, load_weights, map_keys, read_weights, rename_key
+from bertlab.model.task_heads import BertLabForSequenceClassification
+
+SHAPE = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=2, max_position_embeddings=64)  # fmt: skip
+FAMILIES = {"modernbert": modernbert_tiny, "bert": bert_tiny,
+            "roberta": lambda **shape: roberta_base(pad_token_id=1, **shape)}  # fmt: skip
+
+
+def config(family="modernbert", **changes):
+    return FAMILIES[family](**{**SHAPE, **changes})
+
+
+def lively(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight))
+    return model
+
+
+@pytest.fixture
+def model():
+    return lively(BertLabForMaskedLM(config()))
+
+
+def equal(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+# ---- sources --------------------------------------------------------------------------------------
+
+
+def write(model, folder, kind):
+    state = model.state_dict()
+    if kind == "directory":
+        model.save_pretrained(folder)
+        return folder
+    if kind == "shards":
+        model.save_pretrained(folder, max_shard_size="20KB")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        return folder
+    if kind == "bin directory":
+        torch.save(state, folder / "pytorch_model.bin")
+        return str(folder)
+    if kind == "old directory":  # with its weights in two files of pickles
+        halves = list(state)[::2], list(state)[1::2]
+        for number, names in enumerate(halves):
+            torch.save({n: state[n] for n in names}, folder / f"part{number}.bin")
+        weight_map = {n: f"part{i}.bin" for i, names in enumerate(halves) for n in names}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        return folder
+    if kind == "safetensors":
+        save_file({n: w.contiguous() for n, w in state.items()}, folder / "w.safetensors")
+        return folder / "w.safetensors"
+    wrapped = {"compiled": {f"_orig_mod.{n}": w for n, w in state.items()},
+               "parallel": {f"module.{n}": w for n, w in state.items()},
+               "lightning": {"state_dict": {f"model.{n}": w for n, w in state.items()}, "epoch": 1},
+               "trained": {"state_dict": state, "best": 0.5}, "bin": state}[kind]  # fmt: skip
+    torch.save(wrapped, folder / "w.bin")
+    return folder / "w.bin"
+
+
+KINDS = ("directory", "shards", "bin directory", "old directory", "safetensors", "bin", "compiled",
+         "parallel", "lightning", "trained")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_source_gives_the_same_weights(model, tmp_path, kind):
+    fresh = BertLabForMaskedLM(config())
+    report = load_weights(fresh, write(model, tmp_path, kind))
+    assert report.complete and equal(fresh, model)
+    assert sorted(report.loaded) == sorted(model.state_dict())
+
+
+def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
+    weights, _ = train(Texts(), 3, [RunCheckpoint(tmp_path / "last.ckpt")])
+    from bertlab.model.config import BertLabConfig
+
+    fresh = BertLabForMaskedLM(BertLabConfig(**{**CONFIG, "embedding_dropout": 0.1, "mlp_dropout": 0.1}))
+    assert load_weights(fresh, tmp_path / "last.ckpt").complete
+    assert all(torch.equal(weight, weights[name]) for name, weight in fresh.state_dict().items())
+
+
+class Trap:
+    "Runs code when it is unpickled."
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)
+
+
+def test_code_in_a_file_is_refused_and_never_run(model, tmp_path):
+    state = {"state_dict": model.state_dict(), "extra": Trap(str(tmp_path / "was run"))}
+    torch.save(state, tmp_path / "w.ckpt")
+    with pytest.raises(ValueError, match=r"w.ckpt holds posix.mkdir, which safe loading refuses"):
+        load_weights(model, tmp_path / "w.ckpt")
+    assert not (tmp_path / "was run").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+def test_a_damaged_file_is_named_and_the_model_stays_as_it_was(model, tmp_path, kind, share):
+    path = write(lively(BertLabForMaskedLM(config())), tmp_path, kind)
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"{path.name} is damaged or cut short"):
+        load_weights(model, path)
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+
+
+@pytest.mark.parametrize("source, message", [
+    ("no/such-model", "no/such-model is no file, no directory with model.safetensors"),
+    ({}, "holds no state dict"),
+    ({"weight": 3}, "holds no state dict"),
+])  # fmt: skip
+def test_what_is_no_source_is_named(model, source, message):
+    with pytest.raises(ValueError, match=message):
+        load_weights(model, source)
+
+
+# ---- names of others ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stored", ["state dict", "directory"])
+def test_a_model_of_transformers_is_recognised_by_its_names(family, stored, tmp_path):
+    model, fresh = (lively(BertLabForMaskedLM(config(family))) for _ in range(2))
+    theirs = to_huggingface(model)
+    theirs.save_pretrained(tmp_path)
+    source = tmp_path if stored == "directory" else theirs.state_dict()
+    assert load_weights(fresh, source).complete and equal(fresh, model)
+
+
+def test_names_of_the_first_releases_are_understood():
+    model, fresh = (lively(BertLabForMaskedLM(config("bert"))) for _ in range(2))
+    old = {}
+    for name, weight in to_huggingface(model).state_dict().items():
+        old[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = weight
+    old["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    assert any("gamma" in name for name in old)
+    assert load_weights(fresh, old).complete and equal(fresh, model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_encoder_goes_into_a_model_with_a_head_and_back(family, ours):
+    base, whole = lively(BertLabModel(config(family))), BertLabForMaskedLM(config(family))
+    source = base if ours else to_huggingface(base)
+    report = load_weights(whole, source.state_dict(), strict=False)
+    assert equal(base, whole.encoder) and not report.unexpected
+    assert all(name.startswith("head.") for name in report.missing) and report.missing
+    again = BertLabModel(config(family))
+    source = whole if ours else to_huggingface(whole)
+    report = load_weights(again, source.state_dict(), strict=False)
+    assert equal(again, base) and not report.missing and report.unexpected
+
+
+def test_a_pretrained_encoder_goes_into_a_classifier(model):
+    classifier = BertLabForSequenceClassification(config(num_labels=3))
+    report = load_weights(classifier, to_huggingface(model).state_dict(), strict=False)
+    assert equal(classifier.encoder, model.encoder)
+    assert "task_head.classifier.weight" in report.missing
+
+
+def test_one_objective_goes_on_with_the_weights_of_another(model):
+    enhanced = BertLabForEnhancedMaskedLM(config())
+    report = load_weights(enhanced, model.state_dict(), strict=False)
+    assert equal(enhanced.encoder, model.encoder) and equal(enhanced.head, model.head)
+    assert all(name.startswith(("rebuilder.", "rebuilt_norm.")) for name in report.missing)
+
+
+# ---- tied weights ---------------------------------------------------------------------------------
+
+
+def test_a_tied_source_fills_an_untied_decoder_with_the_embedding(model):
+    untied = lively(BertLabForMaskedLM(config(tie_word_embeddings=False)))
+    for source in (model.state_dict(), to_huggingface(model).state_dict()):
+        assert load_weights(untied, source).complete
+        assert torch.equal(untied.head.decoder, model.encoder.embeddings.tokens.weight)
+
+
+def test_an_untied_decoder_goes_into_a_tied_model_only_where_it_is_the_embedding(model):
+    untied = BertLabForMaskedLM(config(tie_word_embeddings=False))
+    load_weights(untied, model.state_dict())
+    assert load_weights(model, untied.state_dict()).complete
+    lively(untied)
+    with pytest.raises(ValueError, match=r"1 unexpected \(head.decoder\)"):
+        load_weights(model, untied.state_dict())
+
+
+def test_weights_that_share_their_numbers_need_be_there_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    assert load_weights(model, {"a.weight": torch.eye(3)}).missing == []
+    assert torch.equal(model.b.weight, torch.eye(3))
+
+
+# ---- mappings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key, pattern, target, want", [
+    ("head.bias", "head.bias", "b", "b"),
+    ("head.bias", "head", "b", None),
+    ("blocks.3.mlp.expand.weight", "blocks.*.mlp.expand.*", "h.*.fc1.*", "h.3.fc1.weight"),
+    ("blocks.3.weight", "blocks.*", "*", "3.weight"),
+    ("a.b.c", "*", "net.*", "net.a.b.c"),
+    ("axb", "a.b", "c", None),  # a dot is a dot
+    ("blocks.3.w", r"^blocks\.(\d)\.w$", r"h\1.w", "h3.w"),
+    ("blocks.3.w", "blocks.*.w", "one", "one"),
+])  # fmt: skip
+def test_a_pattern_translates_a_key(key, pattern, target, want):
+    assert rename_key(key, pattern, target) == want
+
+
+def test_the_first_pattern_that_fits_counts():
+    assert map_keys(["a.x", "a.y"], {"a.x": "one", "a.*": "b.*"}) == {"a.x": "one", "a.y": "b.y"}
+    assert map_keys(["a.x"], {"a.*": "b.*", "a.x": "one"}) == {"a.x": "b.x"}
+
+
+def test_a_mapping_reaches_what_no_convention_explains(model):
+    fresh, mapping = BertLabForMaskedLM(config()), {"encoder.blocks.*": "net.layers.*", "head.*": "out.*"}
+    strange = {name.replace("encoder.blocks.", "net.layers.").replace("head.", "out."): weight
+               for name, weight in model.state_dict().items()}  # fmt: skip
+    with pytest.raises(ValueError, match="missing.*unexpected"):
+        load_weights(fresh, strange)
+    assert load_weights(fresh, strange, mapping).complete and equal(fresh, model)
+
+
+def test_a_pattern_that_fits_nothing_is_named_with_a_likely_one(model):
+    with pytest.raises(ValueError, match=r"'encoder.block.\*' fits no weight.*'encoder\.blocks"):
+        load_weights(model, model.state_dict(), {"encoder.block.*": "x.*"})
+
+
+# ---- strict, partial, and types of numbers --------------------------------------------------------
+
+
+def test_strict_loading_names_all_three_kinds_and_changes_nothing(model):
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    wrong = {n: w + 1 for n, w in before.items()}
+    wrong["stranger"] = torch.ones(2)
+    del wrong["head.bias"], wrong["head.norm.weight"]
+    wrong["head.dense.weight"] = torch.ones(1, 1)  # copy_ would spread it out in silence
+    with pytest.raises(ValueError) as caught:
+        load_weights(model, wrong)
+    said = str(caught.value)
+    assert "2 missing (head.bias, head.norm.weight)" in said or "2 missing (head.norm.weight, head.bias)" in said
+    assert "1 unexpected (stranger)" in said and "strict=False" in said and "\n" not in said
+    assert "head.dense.weight: float32[1, 1] there, float32[32, 32] here" in said
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    report = load_weights(model, wrong, strict=False)
+    assert {*report.missing} == {"head.bias", "head.norm.weight"} and report.unexpected == ["stranger"]
+    after = model.state_dict()
+    assert all(torch.equal(after[n], wrong[n]) for n in report.loaded)
+    assert all(torch.equal(after[n], before[n]) for n in after if n not in report.loaded)
+
+
+def test_many_names_are_counted_and_the_first_are_shown():
+    report = LoadReport(loaded=["a"], missing=[f"w{i}" for i in range(9)])
+    assert str(report) == "1 weights loaded; 9 missing (w0, w1, w2, and 6 more)"
+
+
+def test_where_nothing_fits_even_partial_loading_refuses(model):
+    with pytest.raises(ValueError, match="is it another model"):
+        load_weights(model, {"x": torch.ones(2)}, strict=False)
+
+
+@pytest.mark.parametrize("theirs, ours", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")])
+def test_the_model_keeps_its_type_of_numbers_and_the_change_is_counted(model, theirs, ours):
+    model, fresh = model.to(getattr(torch, theirs)), BertLabForMaskedLM(config()).to(getattr(torch, ours))
+    report = load_weights(fresh, model.state_dict())
+    assert report.cast == {f"{theirs} to {ours}": len(report.loaded)}
+    want = model.head.dense.weight.to(getattr(torch, ours))
+    assert fresh.head.dense.weight.dtype == getattr(torch, ours) and torch.equal(fresh.head.dense.weight, want)
+
+
+def test_whole_numbers_are_no_weights(model):
+    state = {**model.state_dict(), "head.bias": torch.zeros(90, dtype=torch.int8)}
+    with pytest.raises(ValueError, match=r"head.bias: int8\[90\] there, float32\[90\] here"):
+        load_weights(model, state)
+
+
+def test_a_model_without_memory_is_refused(model):
+    with torch.device("meta"):
+        ghost = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="device meta.*to_empty"):
+        load_weights(ghost, nn.Linear(2, 2).state_dict())
+
+
+def test_gradients_and_identity_of_weights_survive_a_load(model):
+    weight = model.head.bias
+    load_weights(model, read_weights(model.state_dict()))
+    assert model.head.bias is weight and weight.requires_grad

@@ -1,0 +1,307 @@
+"Losses as sums and counts: by hand, in parts, at positions, in chunks."
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from bertlab.model.losses import (
+    LossParts,
+    LossRule,
+    gather_positions,
+    labelled_alone,
+    masked_lm_loss,
+    mean_loss,
+    score_in_chunks,
+    score_logits,
+    shapes_are_free,
+    z_loss,
+)
+
+torch.set_num_threads(1)
+EXACT = dict(rtol=0, atol=1e-6)
+V, D = 11, 6
+
+
+def some_case(num: int, seed: int, unlabelled: float = 0.3):
+    "Vectors, labels (some without), weights and a decoder."
+    g = torch.Generator().manual_seed(seed)
+    labels = torch.randint(V, (num,), generator=g)
+    labels[torch.rand(num, generator=g) < unlabelled] = -100
+    weights = 0.5 + torch.rand(num, generator=g)
+    return torch.randn(num, D, generator=g), labels, weights, torch.randn(V, D, generator=g)
+
+
+def losses_one_by_one(logits, labels, smoothing=0.0):
+    "The definition in plain Python, in float64."
+    out = []
+    for row, label in zip(logits.double().tolist(), labels.tolist()):
+        if label == -100:
+            out.append(0.0)
+            continue
+        top = max(row)
+        log_z = top + math.log(sum(math.exp(x - top) for x in row))
+        target = [smoothing / len(row) + (1 - smoothing) * (v == label) for v in range(len(row))]
+        out.append(-sum(q * (x - log_z) for q, x in zip(target, row)))
+    return out
+
+
+# ---- sum and count ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_sum_is_that_of_the_definition(smoothing, weighted):
+    x, labels, weights, decoder = some_case(20, seed=1)
+    logits = x @ decoder.T
+    loss_sum, count = masked_lm_loss(logits, labels, weights if weighted else None, smoothing)
+    each = losses_one_by_one(logits, labels, smoothing)
+    factors = weights.tolist() if weighted else [1.0] * 20
+    assert loss_sum.item() == pytest.approx(sum(a * b for a, b in zip(each, factors)), rel=1e-5)
+    assert count.item() == sum(label != -100 for label in labels.tolist()) < 20
+
+
+def test_a_fair_coin_costs_ln_two():
+    loss_sum, count = masked_lm_loss(torch.zeros(1, 3, 2), torch.tensor([[0, 1, -100]]))
+    assert loss_sum.item() == pytest.approx(2 * math.log(2)) and count == 2
+
+
+def test_the_default_returns_two_numbers_as_it_always_did():
+    result = masked_lm_loss(torch.zeros(2, 3), torch.tensor([0, -100]))
+    assert isinstance(result, tuple) and len(result) == 2
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(num=st.integers(1, 30), cut=st.integers(0, 30), seed=st.integers(0, 99))
+def test_parts_add_up_to_the_whole(num, cut, seed):
+    x, labels, weights, decoder = some_case(num, seed)
+    logits, rule = x @ decoder.T, LossRule(0.1, 0.01)
+    whole = score_logits(logits, labels, rule, weights)
+    parts = [score_logits(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))]
+    for together, *apart in zip(whole, *parts):
+        torch.testing.assert_close(sum(apart), together, rtol=1e-5, atol=1e-5)
+
+
+def test_positions_without_a_label_get_no_gradient():
+    x, labels, weights, decoder = some_case(12, seed=2)
+    logits = (x @ decoder.T).requires_grad_()
+    score_logits(logits, labels, LossRule(0.1, 0.1), weights).mean().backward()
+    silent = logits.grad.abs().sum(-1) == 0
+    assert torch.equal(silent, labels == -100)
+
+
+def test_a_batch_without_labels_has_a_loss_and_a_gradient_of_zero():
+    logits = torch.randn(3, V, requires_grad=True)
+    parts = score_logits(logits, torch.full((3,), -100), LossRule(0.1, 0.1))
+    parts.mean().backward()
+    assert [part.item() for part in parts] == [0, 0, 0, 0] and parts.mean() == 0
+    assert (logits.grad == 0).all()
+
+
+def test_half_precision_sums_do_not_stop_growing():
+    logits = torch.zeros(70_000, 2, dtype=torch.float16)
+    loss_sum, _ = masked_lm_loss(logits, torch.zeros(70_000, dtype=torch.long))
+    assert loss_sum.dtype == torch.float32
+    assert loss_sum.item() == pytest.approx(70_000 * math.log(2), rel=1e-4)
+
+
+def test_a_double_stays_a_double():
+    assert masked_lm_loss(torch.zeros(1, 2).double(), torch.tensor([0]))[0].dtype == torch.float64
+
+
+def test_mean_loss_divides_by_labels_and_survives_none():
+    assert mean_loss(torch.tensor(6.0), torch.tensor(3)) == 2
+    assert mean_loss(torch.tensor(0.0), torch.tensor(0)) == 0
+
+
+# ---- smoothing and z -------------------------------------------------------------------------
+
+
+def test_z_loss_is_the_squared_log_of_the_denominator():
+    logits = torch.tensor([[0.0, 0.0], [1.0, 2.0], [5.0, 5.0]])
+    expected = math.log(2) ** 2 + math.log(math.e + math.e**2) ** 2
+    assert z_loss(logits, torch.tensor([0, 1, -100])).item() == pytest.approx(expected)
+
+
+def test_only_z_loss_sees_the_level_of_the_scores():
+    x, labels, _, decoder = some_case(10, seed=3)
+    logits = x @ decoder.T
+    for smoothing in (0.0, 0.2):
+        low, high = (masked_lm_loss(logits + c, labels, None, smoothing)[0] for c in (0, 7))
+        torch.testing.assert_close(low, high, rtol=1e-5, atol=1e-4)
+    assert z_loss(logits + 7, labels) > z_loss(logits, labels) + 10
+
+
+def test_smoothing_has_its_best_score_where_calculus_puts_it():
+    "(1 - e + e/V) / (e/V) = exp(score of the right word above the others)."
+    epsilon, best = 0.1, math.log((0.9 + 0.1 / V) / (0.1 / V))
+    logits = torch.zeros(1, V, dtype=torch.float64)
+    logits[0, 4] = best
+    logits.requires_grad_()
+    masked_lm_loss(logits, torch.tensor([4]), None, epsilon)[0].backward()
+    assert logits.grad.abs().max() < 1e-12
+
+
+def test_z_loss_is_apart_from_the_loss_but_in_what_is_followed():
+    x, labels, _, decoder = some_case(10, seed=4)
+    plain, with_z = (score_logits(x @ decoder.T, labels, LossRule(z_weight=w)) for w in (0.0, 0.5))
+    assert with_z.loss_sum == plain.loss_sum and plain.z_loss == 0
+    torch.testing.assert_close(with_z.z_loss, 0.5 * z_loss(x @ decoder.T, labels))
+    expected = (plain.loss_sum + with_z.z_loss) / plain.num_labels
+    torch.testing.assert_close(with_z.mean(), expected)
+
+
+def test_num_right_counts_labels_only():
+    logits = torch.eye(4)
+    assert score_logits(logits, torch.tensor([0, 2, -100, 3])).num_right == 2
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        (dict(label_smoothing=1.0), "label_smoothing.*below 1"),
+        (dict(label_smoothing=-0.1), "label_smoothing"),
+        (dict(z_weight=-1e-4), "z_weight.*0 or more"),
+        (dict(z_weight=float("nan")), "z_weight"),
+        (dict(z_weight=float("inf")), "z_weight.*finite"),
+        (dict(chunk_size=0), "chunk_size.*1 or more"),
+        (dict(chunk_size=2.5), "chunk_size.*2.5"),
+        (dict(chunk_size=True), "chunk_size"),
+    ],
+)
+def test_a_rule_out_of_range_is_refused(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        LossRule(**wrong)
+
+
+# ---- only where there is a label ---------------------------------------------------------------
+
+
+def test_gathering_is_indexing_row_by_row():
+    x, at = torch.randn(3, 5, 2), torch.tensor([[0, 4], [2, 2], [3, 1]])
+    expected = torch.stack([x[b, at[b]] for b in range(3)])
+    assert torch.equal(gather_positions(x, at), expected)
+    assert torch.equal(gather_positions(x[..., 0], at), expected[..., 0])
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(seed=st.integers(0, 999), smoothing=st.sampled_from([0.0, 0.1]), z=st.sampled_from([0, 1e-2]))
+def test_the_sparse_head_has_the_loss_and_gradients_of_the_dense_one(seed, smoothing, z):
+    x, labels, weights, decoder = some_case(24, seed, unlabelled=0.8)
+    x, labels, weights = x.view(2, 12, D).requires_grad_(), labels.view(2, 12), weights.view(2, 12)
+    decoder.requires_grad_()
+    bound = int((labels != -100).sum(1).max())
+    at = (labels == -100).int().argsort(dim=1, stable=True)[:, :bound]  # spares have no label
+    rule, results = LossRule(smoothing, z), []
+    for take in (lambda t: t, lambda t: gather_positions(t, at)):
+        parts = score_logits(take(x) @ decoder.T, take(labels), rule, take(weights))
+        results.append([*parts, *torch.autograd.grad(parts.mean(), (x, decoder))])
+    for dense, sparse in zip(*results):
+        torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-6)
+
+
+# ---- never all at once -----------------------------------------------------------------------
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(
+    num=st.integers(1, 23), size=st.integers(1, 30), seed=st.integers(0, 999),
+    smoothing=st.sampled_from([0.0, 0.1]), z=st.sampled_from([0.0, 1e-2]), weighted=st.booleans(),
+)  # fmt: skip
+def test_chunks_have_the_loss_and_gradients_of_the_whole(num, size, seed, smoothing, z, weighted):
+    x, labels, weights, decoder = some_case(num, seed)
+    x.requires_grad_(), decoder.requires_grad_()
+    weights = weights if weighted else None
+    head, rule = (lambda t: t @ decoder.T), LossRule(smoothing, z, chunk_size=size)
+    both = score_logits(head(x), labels, rule, weights), score_in_chunks(head, x, labels, rule, weights)
+    for whole, chunked in zip(*both):
+        torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(parts.mean(), (x, decoder)) for parts in both]
+    for whole, chunked in zip(*grads):
+        torch.testing.assert_close(chunked, whole, **EXACT)
+
+
+def test_no_more_than_a_chunk_of_scores_is_ever_made_and_each_twice():
+    x, labels, _, decoder = some_case(10, seed=5)
+    x.requires_grad_()
+    seen = []
+
+    def head(chunk):
+        seen.append(len(chunk))
+        return chunk @ decoder.T
+
+    parts = score_in_chunks(head, x, labels, LossRule(chunk_size=4))
+    assert seen == [4, 4, 2]
+    parts.mean().backward()
+    assert sorted(seen) == [2, 2, 4, 4, 4, 4]
+
+
+def test_scores_are_not_kept_for_the_backward_pass():
+    x, labels, _, decoder = some_case(64, seed=6)
+    x.requires_grad_()
+    largest = 0
+
+    def note(t):
+        nonlocal largest
+        largest = max(largest, t.numel())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        score_in_chunks(lambda t: t @ decoder.T, x, labels, LossRule(chunk_size=8))
+    assert largest < 64 * V  # the control keeps them all:
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        score_logits(x @ decoder.T, labels)
+    assert largest >= 64 * V
+
+
+def test_chunks_work_without_gradients_and_with_rows_and_positions():
+    x, labels, weights, decoder = some_case(24, seed=7)
+    shaped = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12)
+    with torch.no_grad():
+        parts = score_in_chunks(lambda t: t @ decoder.T, shaped[0], shaped[1], LossRule(chunk_size=5), shaped[2])
+        whole = score_logits(x @ decoder.T, labels, weights=weights)
+    torch.testing.assert_close(parts.loss_sum, whole.loss_sum, rtol=1e-6, atol=1e-6)
+    assert isinstance(parts, LossParts) and parts.num_right == whole.num_right
+
+
+def test_chunks_in_bfloat16_add_in_float32():
+    x, labels, _, decoder = some_case(40, seed=8)
+    parts = score_in_chunks(
+        lambda t: (t @ decoder.T).bfloat16(), x, labels, LossRule(0.1, 1e-3, chunk_size=7)
+    )
+    assert parts.loss_sum.dtype == parts.z_loss.dtype == torch.float32
+    reference = F.cross_entropy(
+        (x @ decoder.T).bfloat16().float(), labels, reduction="sum", label_smoothing=0.1
+    )
+    torch.testing.assert_close(parts.loss_sum, reference, rtol=1e-3, atol=1e-2)
+
+
+# ---- what a training step asks for -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("unlabelled", [0.0, 0.5, 1.0])
+def test_labels_alone_have_the_loss_and_the_gradients_of_all_positions(size, weighted, unlabelled):
+    x, labels, weights, decoder = some_case(24, seed=9, unlabelled=unlabelled)
+    x, labels, weights = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12) if weighted else None
+    x.requires_grad_(), decoder.requires_grad_()
+    whole = score_logits(x @ decoder.T, labels, LossRule(0.1, 1e-2), weights)
+    rule, head = LossRule(0.1, 1e-2, chunk_size=size, only_loss=True), lambda t: t @ decoder.T
+    kept, y, w = labelled_alone(x, labels, weights)
+    parts = score_in_chunks(head, kept, y, rule, w) if size else score_logits(head(kept), y, rule, w)
+    assert len(y) == (labels != -100).sum() and parts.num_right is None
+    for name in ("loss_sum", "num_labels", "z_loss"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
+    grads = [torch.autograd.grad(one.mean(), (x, decoder)) for one in (whole, parts)]
+    for one, other in zip(*grads):
+        torch.testing.assert_close(other, one, **EXACT)
+
+
+def test_shapes_are_free_on_a_cpu_outside_of_a_compiler():
+    assert shapes_are_free(torch.ones(1)) and not shapes_are_free(torch.ones(1, device="meta"))
+    compiled = torch.compile(lambda x: x + int(shapes_are_free(x)), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1)) == 0

@@ -1,0 +1,412 @@
+"Heads for texts, tokens and questions: losses by hand, padding without a say, pipelines."
+
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from bertlab.model.config import BertLabConfig, modernbert_tiny
+from bertlab.model.encoder import BertLabModel
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
+from bertlab.model.task_heads import (
+    BertLabForQuestionAnswering,
+    BertLabForSequenceClassification,
+    BertLabForTokenClassification,
+    TaskHead,
+    pool_rows,
+    text_loss,
+)
+
+torch.set_num_threads(1)
+TOLERANCE = dict(rtol=0, atol=1e-5)
+V, L, C = 50, 9, 3
+AUTO = {
+    BertLabForSequenceClassification: AutoModelForSequenceClassification,
+    BertLabForTokenClassification: AutoModelForTokenClassification,
+    BertLabForQuestionAnswering: AutoModelForQuestionAnswering,
+}
+PROBLEM = dict(single="single_label_classification", multi="multi_label_classification", numbers="regression")
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+
+
+def small(**overrides) -> BertLabConfig:
+    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    return modernbert_tiny(**{**shape, "local_attention": 4, "num_labels": C, **overrides})
+
+
+def lively(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn(p.shape))
+    return model.eval()
+
+
+def some_ids(*shape) -> torch.Tensor:
+    return torch.randint(5, V, shape)
+
+
+def scores_of(model, *args, **kwargs) -> torch.Tensor:
+    out = model(*args, **kwargs)
+    if isinstance(model, BertLabForQuestionAnswering):
+        return torch.stack((out.start_logits, out.end_logits), -1)
+    return out.logits
+
+
+# ---- pooling ---------------------------------------------------------------------------------
+
+
+def test_pooling_by_hand():
+    x = torch.arange(8.0).view(2, 4, 1)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 2, 0, 2]])
+    assert pool_rows(x, mask, "mean").flatten().tolist() == pytest.approx([2.5, (4 + 5 + 7) / 3])
+    assert pool_rows(x, mask, "cls").flatten().tolist() == [2, 4]
+
+
+def test_padding_that_holds_nonsense_has_no_say():
+    x = torch.tensor([[[1.0], [float("inf")], [float("nan")]]])
+    mask = torch.tensor([[1, 0, 0]])
+    for how in ("mean", "cls"):
+        assert pool_rows(x, mask, how).tolist() == [[1.0]]
+
+
+def test_a_row_of_padding_has_a_mean_and_a_gradient_of_zero():
+    x = torch.randn(1, 3, 2, requires_grad=True)
+    pooled = pool_rows(x, torch.zeros(1, 3).long(), "mean")
+    pooled.sum().backward()
+    assert (pooled == 0).all() and (x.grad == 0).all()
+
+
+@pytest.mark.parametrize("cls", AUTO)
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("sides", [(0, 5), (5, 0), (2, 3)])
+def test_padding_on_either_side_changes_nothing(cls, pooling, sides):
+    model = lively(cls(small(classifier_pooling=pooling)))
+    ids, ones = some_ids(2, L), torch.ones(2, L).long()
+    alone, padded = scores_of(model, ids), scores_of(model, F.pad(ids, sides), F.pad(ones, sides))
+    if padded.dim() == 3:
+        padded = padded[:, sides[0] : sides[0] + L]
+    torch.testing.assert_close(padded, alone, **TOLERANCE)
+
+
+# ---- the head --------------------------------------------------------------------------------
+
+
+def test_the_head_of_each_kind_by_hand():
+    x = torch.randn(4, 16)
+    for per_token in (False, True):
+        head = lively(TaskHead(small(), C, per_token))
+        hidden = F.layer_norm(F.gelu(x @ head.dense.weight.T), (16,)) * head.norm.weight
+        torch.testing.assert_close(head(x), hidden @ head.classifier.weight.T + head.classifier.bias)
+    head = lively(TaskHead(small(classifier_head="tanh"), C, per_token=False))
+    hidden = torch.tanh(x @ head.dense.weight.T + head.dense.bias)
+    torch.testing.assert_close(head(x), hidden @ head.classifier.weight.T + head.classifier.bias)
+    head = lively(TaskHead(small(classifier_head="tanh"), C, per_token=True))
+    torch.testing.assert_close(head(x), x @ head.classifier.weight.T + head.classifier.bias)
+
+
+def test_dropout_stands_before_the_classifier_in_training_only():
+    model = BertLabForSequenceClassification(small(classifier_dropout=0.5))
+    ids = some_ids(2, L)
+    assert not torch.equal(model.train()(ids).logits, model(ids).logits)
+    assert torch.equal(model.eval()(ids).logits, model(ids).logits)
+
+
+# ---- losses of texts -------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [9.0, 9.0, 9.0]])
+REAL = torch.tensor([True, True, False])
+
+
+def test_single_label_loss_by_hand():
+    total, count = text_loss(small(problem_type=PROBLEM["single"]), LOGITS, torch.tensor([2, 1, 0]), REAL)
+    expected = sum(
+        math.log(sum(math.exp(z) for z in row)) - row[label]
+        for row, label in zip(LOGITS[:2].tolist(), (2, 1))
+    )
+    assert total.item() == pytest.approx(expected) and count == 2
+
+
+def test_multi_label_loss_by_hand_with_a_tag_unknown():
+    labels = torch.tensor([[1.0, 0.0, -100.0], [1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    total, count = text_loss(small(problem_type=PROBLEM["multi"]), LOGITS, labels, REAL)
+    terms = [(1.0, 1), (-2.0, 0), (0.0, 1), (3.0, 1), (-1.0, 0)]
+    expected = sum(math.log(1 + math.exp(-z if y else z)) for z, y in terms)
+    assert total.item() == pytest.approx(expected) and count == 5
+
+
+def test_regression_by_hand_where_minus_hundred_is_a_number():
+    config = small(num_labels=1, problem_type=PROBLEM["numbers"])
+    for shape in ((3,), (3, 1)):
+        total, count = text_loss(config, LOGITS[:, :1], torch.tensor([0.0, -100.0, 5.0]).view(shape), REAL)
+        assert total.item() == 1 + 100**2 and count == 2
+
+
+def test_regression_of_several_numbers():
+    config = small(problem_type=PROBLEM["numbers"])
+    total, count = text_loss(config, LOGITS, torch.zeros(3, C), REAL)
+    assert total.item() == 1 + 4 + 0.25 + 0 + 9 + 1 and count == 6
+
+
+@pytest.mark.parametrize(
+    "num_labels, labels, problem",
+    [
+        (1, torch.randn(3), "numbers"),
+        (1, torch.tensor([1, 0, 2]), "numbers"),
+        (3, torch.tensor([0, 1, 2]), "single"),
+        (3, torch.tensor([[1.0, 0, 0]] * 3), "multi"),
+        (3, torch.tensor([[1, 0, 0]] * 3), "multi"),
+    ],
+)
+def test_an_unnamed_problem_is_found_by_its_labels_and_not_written_down(num_labels, labels, problem):
+    unnamed, named = small(num_labels=num_labels), small(num_labels=num_labels, problem_type=PROBLEM[problem])
+    results = [text_loss(c, LOGITS[:, :num_labels], labels, REAL) for c in (unnamed, named)]
+    assert results[0] == results[1] and unnamed.problem_type is None
+
+
+@pytest.mark.parametrize(
+    "problem, num_labels, labels, named",
+    [
+        ("single", 3, torch.zeros(3), "ids of shape.*float32"),
+        ("single", 3, torch.zeros(3, 1).long(), r"ids of shape \(3,\)"),
+        ("multi", 3, torch.zeros(3).long(), r"\(3, 3\)"),
+        ("multi", 3, torch.zeros(3, 2), r"\(3, 2\)"),
+        ("numbers", 1, torch.zeros(2), "regression.*1 outputs"),
+        ("numbers", 3, torch.zeros(3), r"\(3, 3\)"),
+    ],
+)
+def test_labels_that_torch_would_broadcast_are_refused(problem, num_labels, labels, named):
+    config = small(num_labels=num_labels, problem_type=PROBLEM[problem])
+    with pytest.raises(ValueError, match=named):
+        text_loss(config, LOGITS[:, :num_labels], labels, REAL)
+
+
+def test_an_unknown_problem_lists_the_known_ones():
+    config = small()
+    config.problem_type = "ranking"
+    with pytest.raises(ValueError, match="ranking") as error:
+        text_loss(config, LOGITS, torch.zeros(3).long(), REAL)
+    assert all(name in str(error.value) for name in PROBLEM.values())
+
+
+# ---- losses through the models -----------------------------------------------------------------
+
+
+def batches(kind: str, num: int):
+    "Labels for each model, some of them missing."
+    ids, mask = some_ids(num, L), torch.ones(num, L).long()
+    mask[0, 5:] = 0
+    labels = {
+        "single": dict(labels=torch.randint(C, (num,))),
+        "multi": dict(labels=torch.randint(2, (num, C)).float()),
+        "numbers": dict(labels=torch.randn(num, C)),
+        "tokens": dict(labels=torch.randint(C, (num, L)).masked_fill(torch.rand(num, L) < 0.5, -100)),
+        "answers": dict(start_positions=torch.arange(num) % 6 - 1, end_positions=torch.arange(num) % 4 + 1),
+    }
+    return dict(input_ids=ids, attention_mask=mask, **labels[kind])
+
+
+def model_for(kind: str, **overrides):
+    if kind in PROBLEM:
+        return lively(BertLabForSequenceClassification(small(problem_type=PROBLEM[kind], **overrides)))
+    cls = BertLabForTokenClassification if kind == "tokens" else BertLabForQuestionAnswering
+    return lively(cls(small(**overrides)))
+
+
+KINDS = [*PROBLEM, "tokens", "answers"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_whole(kind):
+    model, batch = model_for(kind), batches(kind, 7)
+    whole = model(**batch)
+    whole.loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parts = [model(**{k: v[rows] for k, v in batch.items()}) for rows in (slice(0, 1), slice(1, 3), slice(3, 7))]
+    count = sum(part.num_labels for part in parts)
+    assert count == whole.num_labels
+    for part in parts:
+        (part.loss_sum / count).backward()
+    torch.testing.assert_close(sum(p.loss_sum for p in parts) / count, whole.loss)
+    for p, grad in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["single", "multi", "numbers"])
+def test_a_row_of_padding_counts_nowhere(kind):
+    model, batch = model_for(kind), batches(kind, 3)
+    longer = {k: torch.cat((v, v[:1])) for k, v in batch.items()}
+    longer["attention_mask"][3] = 0
+    longer["labels"][3] = -100  # what a collator puts there
+    a, b = model(**batch), model(**longer)
+    assert a.num_labels == b.num_labels and b.loss.isfinite()
+    torch.testing.assert_close(a.loss, b.loss)
+
+
+def test_losses_are_those_of_transformers():
+    from transformers.loss.loss_utils import ForQuestionAnsweringLoss, ForTokenClassification
+
+    model, batch = model_for("tokens"), batches("tokens", 4)
+    out = model(**batch)
+    torch.testing.assert_close(out.loss, ForTokenClassification(out.logits, batch["labels"], model.config))
+    model, batch = model_for("answers"), batches("answers", 4)
+    batch["start_positions"] = torch.tensor([0, 1, 8, L])
+    batch["end_positions"] = torch.tensor([4, 1, 8, L + 3])
+    out = model(**batch)
+    ends = out.start_logits, out.end_logits, batch["start_positions"], batch["end_positions"]
+    torch.testing.assert_close(out.loss, ForQuestionAnsweringLoss(*ends))
+    assert out.num_labels == 3
+
+
+def test_an_answer_counts_only_if_both_ends_are_in_the_row():
+    model, ids = model_for("answers"), some_ids(5, L)
+    starts, ends = torch.tensor([1, 1, -100, 7, 8]), torch.tensor([2, -100, 2, L, 8])
+    out = model(ids, start_positions=starts, end_positions=ends)
+    kept = model(ids[[0, 4]], start_positions=starts[[0, 4]], end_positions=ends[[0, 4]])
+    assert out.num_labels == 2
+    torch.testing.assert_close(out.loss, kept.loss)
+    columns = model(ids, start_positions=starts[:, None], end_positions=ends[:, None])
+    assert columns.loss == out.loss
+    nothing = model(ids[:1], start_positions=torch.tensor([-100]), end_positions=torch.tensor([-100]))
+    assert nothing.loss == 0 and model(ids, start_positions=starts).loss is None
+
+
+def test_padding_can_be_no_answer():
+    model, ids, mask = model_for("answers"), some_ids(2, L), torch.ones(2, L).long()
+    mask[:, 6:] = 0
+    out = model(ids, mask)
+    for logits in (out.start_logits, out.end_logits):
+        assert (logits.softmax(-1)[:, 6:] == 0).all() and logits.isfinite().all()
+
+
+def test_packed_documents_get_the_tags_that_they_get_alone():
+    model, ids = model_for("tokens"), some_ids(1, L)
+    documents = torch.tensor([[1] * 4 + [2] + [3] * 3 + [0]])
+    packed = model(ids, documents).logits
+    for a, b in ((0, 4), (4, 5), (5, 8)):
+        torch.testing.assert_close(packed[:, a:b], model(ids[:, a:b]).logits, **TOLERANCE)
+
+
+# ---- at home in transformers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", AUTO)
+@pytest.mark.parametrize("source", [BertLabForMaskedLM, BertLabForEnhancedMaskedLM, BertLabModel])
+def test_a_pretrained_directory_gives_its_encoder_and_nothing_else(cls, source, tmp_path):
+    base = lively(source(small()))
+    base.save_pretrained(tmp_path)
+    model, info = AUTO[cls].from_pretrained(tmp_path, num_labels=5, output_loading_info=True)
+    assert type(model) is cls
+    assert all(name.startswith("task_head.") for name in info["missing_keys"])
+    assert not info["unexpected_keys"] and len(info["missing_keys"]) == len(model.task_head.state_dict())
+    theirs = getattr(base, "encoder", base).state_dict()
+    for name, value in model.encoder.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+    outputs = 2 if cls is BertLabForQuestionAnswering else 5
+    assert model.task_head.classifier.weight.shape == (outputs, 16)
+    assert (model.task_head.classifier.bias == 0).all() and model.task_head.norm.weight.eq(1).all()
+
+
+@pytest.mark.parametrize("cls", AUTO)
+@pytest.mark.parametrize("kind", ["prediction", "tanh"])
+def test_a_saved_model_comes_back_whole(cls, kind, tmp_path):
+    model, ids = lively(cls(small(classifier_head=kind))), some_ids(2, L)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+    again = AUTO[cls].from_pretrained(tmp_path)
+    assert type(again) is cls and torch.equal(scores_of(again, ids), scores_of(model, ids))
+
+
+@pytest.mark.parametrize("cls", AUTO)
+def test_vectors_states_and_weights_pass_through(cls):
+    model, ids = lively(cls(small())), some_ids(2, L)
+    model.set_attn_implementation("eager")
+    out = model(ids, output_hidden_states=True, output_attentions=True)
+    vectors = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(scores_of(model, inputs_embeds=vectors), scores_of(model, ids), **TOLERANCE)
+    assert len(out.hidden_states) == 3 and out.attentions[0].shape == (2, 2, L, L)
+    assert isinstance(model(ids, return_dict=False), tuple) and out.loss is None
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(V - 5)]
+    inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]")
+
+
+TEXTS = ["w1 w2 w3 w4 w5", "w7 w1"]
+
+
+@pytest.mark.parametrize("kind", PROBLEM)
+def test_text_classification_pipeline(kind, tokenizer, tmp_path):
+    names = {0: "red", 1: "green", 2: "blue"}
+    model = model_for(kind, id2label=names)
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    found = pipeline("text-classification", str(tmp_path), device="cpu")(TEXTS, top_k=None, batch_size=2)
+    function = dict(single=lambda z: z.softmax(-1), multi=torch.sigmoid, numbers=lambda z: z)[kind]
+    for text, answers in zip(TEXTS, found):
+        expected = function(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]).tolist()
+        for answer in answers:
+            label = list(names.values()).index(answer["label"])
+            assert answer["score"] == pytest.approx(expected[label], abs=1e-5)
+
+
+def test_token_classification_pipeline(tokenizer, tmp_path):
+    model = model_for("tokens", id2label={0: "O", 1: "B-X", 2: "I-X"})
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    found = pipeline("token-classification", str(tmp_path), device="cpu")(TEXTS[0], ignore_labels=[])
+    ids = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
+    expected = [model.config.id2label[i] for i in model(ids).logits[0].argmax(-1).tolist()]
+    assert [token["entity"] for token in found] == expected
+
+
+# ---- it learns -------------------------------------------------------------------------------
+
+
+def toy(kind: str, num: int):
+    "Rows whose labels follow from their ids."
+    ids = some_ids(num, L)
+    if kind == "single":  # more odd ids than even ones?
+        return dict(input_ids=ids, labels=(ids % 2).sum(1).gt(L // 2).long())
+    if kind == "tokens":
+        return dict(input_ids=ids, labels=ids % C)
+    starts = torch.randint(L - 2, (num,))
+    rows = torch.arange(num)
+    ids[ids < 8] = 8
+    ids[rows, starts], ids[rows, starts + 2] = 5, 6  # the answer begins at a 5 and ends at a 6
+    return dict(input_ids=ids, start_positions=starts, end_positions=starts + 2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["single", "tokens", "answers"])
+def test_each_head_learns_a_toy_task_from_any_seed(kind, seed):
+    torch.manual_seed(seed)
+    classes = dict(single=BertLabForSequenceClassification, tokens=BertLabForTokenClassification,
+                   answers=BertLabForQuestionAnswering)  # fmt: skip
+    num_labels = 2 if kind == "single" else C
+    model = classes[kind](small(num_hidden_layers=1, num_labels=num_labels)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad(), model(**toy(kind, 16)).loss.backward(), optimizer.step()
+    batch = toy(kind, 200)
+    out = model.eval()(**batch)
+    if kind == "answers":
+        right = (out.start_logits.argmax(-1) == batch["start_positions"]).float().mean()
+    else:
+        right = (out.logits.argmax(-1) == batch["labels"]).float().mean()
+    assert right > 0.85  # guessing: 1/2, 1/3, 1/9

@@ -1,0 +1,192 @@
+"Muon on hidden matrices with AdamW on the rest: one optimizer to everyone who holds it."
+
+import copy
+import io
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from bertlab.optim.groups import parameter_groups
+from bertlab.optim.muon import MuonWithAdamW
+from bertlab.optim.optimizers import get_optimizer
+from bertlab.optim.schedulers import get_scheduler
+
+OPTIONS = {"lr": 0.05, "momentum": 0.8, "betas": (0.8, 0.9)}
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+
+
+def mixed(model: nn.Module, **options) -> MuonWithAdamW:
+    groups = parameter_groups(model, weight_decay=0.1, hidden_apart=True)
+    return get_optimizer("muon", groups, {**OPTIONS, **options})
+
+
+def backward(model: nn.Module, step: int) -> torch.Tensor:
+    ids = torch.randint(9, (20,), generator=torch.Generator().manual_seed(step))
+    model.zero_grad()
+    loss = (model(ids) - model[0].weight.detach()[ids.roll(1)]).square().mean()
+    loss.backward()
+    return loss
+
+
+def run(model, optimizer, scheduler, start, stop) -> list[float]:
+    losses = []
+    for step in range(start, stop):
+        losses.append(backward(model, step).item())
+        optimizer.step()
+        scheduler.step()
+    return losses
+
+
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_each_parameter_moves_as_under_its_own_optimizer(fused):
+    together, apart = small_model(), small_model()
+    kernel = {} if fused is None else {"fused": fused}
+    optimizer = mixed(together, **kernel)
+    hidden = [apart[2].weight, apart[3].weight]
+    plain = [p for name, p in apart.named_parameters() if p.ndim == 1]
+    two = (
+        torch.optim.Muon(hidden, lr=0.05, momentum=0.8, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": [apart[0].weight], "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+            lr=0.05, betas=(0.8, 0.9),
+        ),
+    )  # fmt: skip
+    for step in range(5):
+        backward(together, step)
+        backward(apart, step)
+        optimizer.step()
+        for one in two:
+            one.step()
+    for ours, theirs in zip(together.parameters(), apart.parameters()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_schedule_moves_both_rates_and_the_update_follows():
+    model = small_model()
+    optimizer = mixed(model)
+    scheduler = get_scheduler(optimizer, warmup_steps=5)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01] * 3)
+    run(model, optimizer, scheduler, 0, 2)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.03] * 3)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model.state_dict())
+    backward(model, 9)
+    optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_saved_and_loaded_it_goes_on_bit_for_bit_with_its_schedule():
+    model = small_model()
+    optimizer = mixed(model)
+    scheduler = get_scheduler(optimizer, warmup_steps=5)
+    run(model, optimizer, scheduler, 0, 4)
+    buffer = io.BytesIO()
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    torch.save({key: part.state_dict() for key, part in parts.items()}, buffer)
+    expected = run(model, optimizer, scheduler, 4, 9)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    other = small_model()
+    again = mixed(other)
+    follow = get_scheduler(again, warmup_steps=5)
+    for key, part in {"model": other, "optimizer": again, "scheduler": follow}.items():
+        part.load_state_dict(saved[key])
+    assert run(other, again, follow, 4, 9) == expected
+
+
+def test_a_deep_copy_and_a_pickle_step_on_their_own_weights():
+    model = small_model()
+    optimizer = mixed(model)
+    backward(model, 0)
+    optimizer.step()
+    for duplicate in (copy.deepcopy, through_pickle):
+        other, again = duplicate((model, optimizer))
+        before = copy.deepcopy(model.state_dict())
+        backward(other, 1)
+        again.step()
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert not any(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+def through_pickle(pair):
+    buffer = io.BytesIO()
+    torch.save(pair, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_a_closure_is_called_once_with_gradients_on():
+    model, calls = small_model(), []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        return backward(model, 0)
+
+    loss = mixed(model).step(closure)
+    assert calls == [True] and loss.item() > 0
+
+
+def test_a_group_added_later_is_moved_too():
+    model, late = small_model(), nn.Linear(3, 3, bias=False)
+    optimizer = mixed(model)
+    optimizer.add_param_group({"params": late.parameters(), "hidden": True})
+    before, late.weight.grad = late.weight.detach().clone(), torch.eye(3)
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[late.weight] and not torch.equal(before, late.weight)
+    assert optimizer.param_groups[-1]["momentum"] == 0.8, "with the options it was built with"
+
+
+def test_groups_without_the_mark_and_marked_vectors_are_answered():
+    with pytest.raises(ValueError, match="hidden=True or hidden=False"):
+        MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    with pytest.raises(ValueError, match="muon moves matrices only"):
+        get_optimizer("muon", [{"params": [nn.Parameter(torch.zeros(2))], "hidden": True}])
+    with pytest.raises(ValueError, match="muon has no 'nesterof'; it takes lr.*ns_steps"):
+        mixed(small_model(), nesterof=True)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_one_kind_of_group_alone_is_fine(hidden):
+    weight = nn.Parameter(torch.eye(3))
+    weight.grad = torch.ones(3, 3)
+    get_optimizer("muon", [{"params": [weight], "hidden": hidden}], {"lr": 0.1}).step()
+    assert not torch.equal(weight.detach(), torch.eye(3))
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = small_model()
+
+    def configure_optimizers(self):
+        optimizer = mixed(self.model)
+        scheduler = get_scheduler(optimizer, warmup_steps=4)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def training_step(self, batch, index):
+        draw = torch.Generator().manual_seed(self.global_step)  # a plain loader is not resumed
+        return (self.model(torch.randint(9, (8,), generator=draw)) - 1).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(8, 1), batch_size=1)
+
+
+def test_lightning_trains_saves_and_resumes_with_it(tmp_path):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    whole = Module()
+    saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
+    L.Trainer(max_steps=7, callbacks=[saving], gradient_clip_val=1.0, **quiet).fit(whole)
+    resumed = Module()
+    trainer = L.Trainer(max_steps=7, enable_checkpointing=False, gradient_clip_val=1.0, **quiet)
+    trainer.fit(resumed, ckpt_path=next(tmp_path.glob("*step=3*")))
+    assert type(trainer.optimizers[0]) is MuonWithAdamW
+    states = (module.model.state_dict() for module in (whole, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states)))

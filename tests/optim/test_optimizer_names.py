@@ -1,0 +1,212 @@
+"Each of the fifteen optimizers: it lowers losses, goes on after loading, and refuses what it cannot do."
+
+import io
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from bertlab.model.config import BertLabConfig
+from bertlab.optim.groups import parameter_groups
+from bertlab.model.heads import BertLabForMaskedLM, masked_lm_loss
+from bertlab.optim.optimizers import OPTIMIZERS, backward_options, get_optimizer, optimizer_table
+
+HIDDEN_APART = {"muon", "galore"}
+# Rates for the encoder of width 32 below; each optimizer has its own idea of a rate.
+OPTIONS = {
+    "adafactor": {"lr": 0.03},
+    "adagrad": {"lr": 0.05},
+    "adam": {"lr": 0.005},
+    "adamw": {"lr": 0.005},
+    "galore": {"lr": 0.005, "rank": 8, "update_proj_gap": 5, "scale": 1.0},
+    "lamb": {"lr": 0.02},
+    "lars": {"lr": 10.0},
+    "lion": {"lr": 0.002},
+    "muon": {"lr": 0.005},
+    "rmsprop": {"lr": 0.002},
+    "sgd": {"lr": 0.3, "momentum": 0.9},
+    "shampoo": {"lr": 0.1},
+    "soap": {"lr": 0.005},
+    "sophiah": {"lr": 0.2, "update_period": 4},
+    "splus": {"lr": 0.2, "inverse_steps": 5},
+}
+# And for the least squares below, whose only matrix starts at 0: ratios of norms need a start.
+SQUARES = {
+    "adafactor": {"lr": 0.3}, "adagrad": {"lr": 0.5}, "adam": {"lr": 0.1}, "adamw": {"lr": 0.1},
+    "galore": {"lr": 0.1, "rank": 2, "update_proj_gap": 3, "scale": 1.0}, "lamb": {"lr": 0.1},
+    "lars": {"lr": 50.0}, "lion": {"lr": 0.03}, "muon": {"lr": 0.1, "weight_decay": 0.0},
+    "rmsprop": {"lr": 0.02}, "sgd": {"lr": 0.1, "momentum": 0.9}, "shampoo": {"lr": 0.5},
+    "soap": {"lr": 0.1}, "sophiah": {"lr": 1.0, "update_period": 2, "p": 0.1},
+    "splus": {"lr": 0.3, "inverse_steps": 4},
+}  # fmt: skip
+
+
+class LeastSquares:
+    "Inputs times a known matrix; batches, and SophiaH's noise, depend on the step alone."
+
+    def __init__(self, name: str, weight: torch.Tensor | None = None):
+        draw = torch.Generator().manual_seed(1)
+        self.target = torch.randn(4, 3, generator=draw)
+        start = 0.3 * torch.randn(4, 3, generator=draw) if weight is None else weight
+        self.weight = nn.Parameter(start.clone())
+        self.optimizer = get_optimizer(name, [self.weight], SQUARES[name])
+
+    def steps(self, start: int, stop: int) -> list[float]:
+        losses = []
+        for step in range(start, stop):
+            torch.manual_seed(step)
+            loss = (torch.randn(16, 4) @ (self.weight - self.target)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward(**backward_options(self.optimizer))
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+class Encoder:
+    "Fill the gaps of one fixed batch with a tiny encoder."
+
+    def __init__(self, name: str, weights: dict | None = None):
+        torch.manual_seed(0)
+        config = BertLabConfig(
+            vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=48, max_position_embeddings=16,
+        )  # fmt: skip
+        self.model = BertLabForMaskedLM(config)
+        if weights:
+            self.model.load_state_dict(weights)
+        draw = torch.Generator().manual_seed(1)
+        self.ids_BL = torch.randint(5, 60, (8, 12), generator=draw)
+        self.positions_BM = torch.arange(1, 12, 3).expand(8, -1)
+        groups = parameter_groups(self.model, hidden_apart=name in HIDDEN_APART)
+        self.optimizer = get_optimizer(name, groups, OPTIONS[name])
+
+    def steps(self, start: int, stop: int) -> list[float]:
+        losses = []
+        for step in range(start, stop):
+            torch.manual_seed(step)
+            self.optimizer.zero_grad()
+            # SophiaH differentiates twice, which the flash kernel cannot.
+            with sdpa_kernel(SDPBackend.MATH):
+                logits = self.model(self.ids_BL, label_positions=self.positions_BM).logits
+                loss, count = masked_lm_loss(logits, self.ids_BL.gather(1, self.positions_BM))
+                (loss / count).backward(**backward_options(self.optimizer))
+            self.optimizer.step()
+            losses.append((loss / count).item())
+        return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_lowers_a_least_squares_loss(name):
+    losses = LeastSquares(name).steps(0, 100)
+    assert sum(losses[-10:]) < 0.1 * sum(losses[:10]), losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_lowers_the_loss_of_a_tiny_encoder(name):
+    losses = Encoder(name).steps(0, 30)
+    assert losses[0] == pytest.approx(4.09, abs=0.3), "an untrained encoder knows about ln 60 nats"
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+@pytest.mark.parametrize("task", [LeastSquares, Encoder])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_saved_optimizer_goes_on_bit_for_bit(name, task):
+    "Through torch.save, and with `weights_only`, which runs no code from the file."
+    whole, first = task(name), task(name)
+    expected = whole.steps(0, 12)
+    assert first.steps(0, 7) == expected[:7]
+    buffer = io.BytesIO()
+    weights = first.weight.detach() if task is LeastSquares else first.model.state_dict()
+    torch.save({"weights": weights, "optimizer": first.optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    second = task(name, saved["weights"])
+    second.optimizer.load_state_dict(saved["optimizer"])
+    assert second.steps(7, 12) == expected[7:]
+
+
+def test_an_embedding_is_never_projected_by_galore_nor_made_orthogonal_by_muon():
+    for name, mark in (("galore", "projector"), ("muon", "momentum_buffer")):
+        task = Encoder(name)
+        task.steps(0, 1)
+        marked = {n for n, p in task.model.named_parameters() if mark in task.optimizer.state[p]}
+        assert marked and not any("tokens" in n or "norm" in n or "bias" in n for n in marked)
+        assert any(n.endswith("qkv.weight") for n in marked)
+
+
+def test_galore_keeps_its_moments_in_the_low_rank_space():
+    weight = nn.Parameter(torch.randn(12, 20))
+    weight.grad = torch.randn(12, 20)
+    optimizer = get_optimizer("galore", [weight], {"lr": 0.1, "rank": 3})
+    optimizer.step()
+    assert optimizer.state[weight]["exp_avg"].shape == (3, 20)
+
+
+def test_galore_starts_from_the_papers_projection():
+    (group,) = get_optimizer("galore", [nn.Parameter(torch.zeros(2, 2))]).param_groups
+    assert (group["rank"], group["update_proj_gap"], group["scale"]) == (128, 200, 0.25)
+
+
+def test_sophiah_without_the_graph_says_which_call_makes_it():
+    task = LeastSquares("sophiah")
+    task.weight.grad = torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match=r"loss.backward\(\*\*backward_options\(optimizer\)\)"):
+        task.optimizer.step()
+
+
+def test_sophiah_asks_for_the_graph_only_when_it_looks_at_the_curvature():
+    task, asked = LeastSquares("sophiah"), []
+    for step in range(5):
+        asked.append(bool(backward_options(task.optimizer)))
+        task.steps(step, step + 1)
+        assert not task.weight.grad.requires_grad, "the graph is let go of"
+    assert asked == [True, False, True, False, True]
+    assert not backward_options(LeastSquares("adamw").optimizer)
+
+
+def test_sophiah_estimates_the_diagonal_of_the_hessian():
+    "Of sum(c w^2) it is 2c; with noise of +1 and -1 the estimate is exact."
+    weight, c = nn.Parameter(torch.ones(2, 2)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    options = {"betas": (0.9, 0.0), "hessian_distribution": "rademacher"}
+    optimizer = get_optimizer("sophiah", [weight], options)
+    (c * weight**2).sum().backward(**backward_options(optimizer))
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[weight]["hessian_moment"], 2 * c)
+
+
+def test_a_missing_library_is_an_import_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ImportError, match=r'optimizer_name=\'lion\'.*pip install "bertlab\[optimizers\]"'):
+        get_optimizer("lion", [nn.Parameter(torch.zeros(2))])
+    assert get_optimizer("adamw", [nn.Parameter(torch.zeros(2))])  # torch's own need nothing more
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_older_torch_takes_the_other_librarys_muon(monkeypatch, apart):
+    monkeypatch.delattr(torch.optim, "Muon")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
+    groups = parameter_groups(model, hidden_apart=True) if apart else [p for p in model.parameters() if p.ndim == 2]
+    optimizer = get_optimizer("muon", groups, {"lr": 0.1})
+    assert type(optimizer).__module__.startswith("pytorch_optimizer")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[model[0].weight]
+    assert ("exp_avg" in optimizer.state[model[0].bias]) == apart
+
+
+def test_no_parameters_at_all_are_answered():
+    used_up = iter([])
+    with pytest.raises(ValueError, match="params holds no parameter"):
+        get_optimizer("adamw", used_up)
+
+
+def test_the_table_says_for_each_of_the_fifteen_where_it_runs_and_why():
+    lines = optimizer_table().splitlines()[1:]
+    assert [line.split()[0] for line in lines] == sorted(OPTIMIZERS)
+    assert len(lines) == 15
+    for facts in OPTIMIZERS.values():
+        assert facts.tpu.split(": ")[0] in ("yes", "slow") and facts.fsdp.split(": ")[0] in ("yes", "no")
+        assert len(facts.tpu.split(": ")[1]) > 10 and len(facts.fsdp.split(": ")[1]) > 10

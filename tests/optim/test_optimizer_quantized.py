@@ -1,0 +1,165 @@
+"8-bit states: which library, on which device, what is saved, and what happens where it does not work."
+
+import io
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
+from bertlab.optim.quantized import EIGHT_BIT, state_bytes
+from bertlab.optim.schedulers import get_scheduler
+
+OPTIONS = {"adagrad": {"lr": 0.02}, "adam": {"lr": 0.01}, "adamw": {"lr": 0.01}, "lion": {"lr": 0.003},
+           "rmsprop": {"lr": 0.002}, "sgd": {"lr": 3.0, "momentum": 0.9}}  # fmt: skip
+
+
+class LeastSquares:
+    "As large as 8-bit states need it: 64 x 128 weights; a batch depends on the step alone."
+
+    def __init__(self, name: str, quantized: bool = True, weight: torch.Tensor | None = None):
+        draw = torch.Generator().manual_seed(1)
+        self.target = 0.1 * torch.randn(64, 128, generator=draw)
+        self.weight = nn.Parameter(torch.zeros(64, 128) if weight is None else weight.clone())
+        self.optimizer = get_optimizer(name, [self.weight], OPTIONS[name], quantized=quantized)
+        self.scheduler = get_scheduler(self.optimizer, warmup_steps=4)
+
+    def steps(self, start: int, stop: int) -> list[float]:
+        losses = []
+        for step in range(start, stop):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            loss = (x @ (self.weight - self.target)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.fixture
+def bitsandbytes(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    "torchao alone, with its compiled update run as it is written."
+    pytest.importorskip("torchao.optim")
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def check_that_it_learns_in_8_bit(name):
+    small, full = LeastSquares(name), LeastSquares(name, quantized=False)
+    ours, theirs = small.steps(0, 40), full.steps(0, 40)
+    assert ours[-1] < 0.3 * ours[0], ours
+    assert abs(ours[-1] - theirs[-1]) < 0.1 * theirs[0], "and much as in full precision"
+    # A byte a value instead of 4, and a scale of 4 bytes for 256 of them; a map of 256 numbers each.
+    assert state_bytes(small.optimizer) < 0.27 * state_bytes(full.optimizer) + 2 * 1024
+
+
+def check_that_it_goes_on(name):
+    whole, first = LeastSquares(name), LeastSquares(name)
+    expected = whole.steps(0, 12)
+    assert first.steps(0, 7) == expected[:7]
+    buffer = io.BytesIO()
+    torch.save([first.optimizer.state_dict(), first.scheduler.state_dict()], buffer)
+    buffer.seek(0)
+    optimizer_state, scheduler_state = torch.load(buffer, weights_only=True)
+    second = LeastSquares(name, weight=first.weight.detach())
+    second.optimizer.load_state_dict(optimizer_state)
+    second.scheduler.load_state_dict(scheduler_state)
+    assert second.steps(7, 12) == expected[7:]
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_8_bit_states_learn_and_take_a_quarter_of_the_memory(name, bitsandbytes):
+    check_that_it_learns_in_8_bit(name)
+
+
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_8_bit_states_go_on_bit_for_bit_after_loading(name, bitsandbytes):
+    check_that_it_goes_on(name)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_torchao_learns_and_goes_on_with_a_schedule_that_sets_plain_numbers(name, torchao):
+    assert type(LeastSquares(name).optimizer).__module__.startswith("torchao")
+    check_that_it_learns_in_8_bit(name)
+    check_that_it_goes_on(name)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - set(EIGHT_BIT)))
+def test_without_an_8_bit_version_it_warns_and_is_the_same_optimizer(name):
+    with pytest.warns(UserWarning, match=f"no 8-bit {name} on cpu .*full precision"):
+        warned = get_optimizer(name, [nn.Parameter(torch.zeros(2, 2))], quantized=True)
+    assert type(warned).__name__ == OPTIMIZERS[name].class_name
+
+
+def test_without_the_libraries_the_warning_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.warns(UserWarning, match=r'bitsandbytes is missing \(pip install "bertlab\[quantized\]"\); torchao'):
+        optimizer = get_optimizer("adamw", [nn.Parameter(torch.zeros(2))], quantized=True)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("no kernel for this device\nand a long trace")
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure=None):
+        "A kernel that does nothing."
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        (Broken, "no kernel for this device"),
+        (Idle, "its step does not move the weights"),
+        (torch.optim.SGD, "its states are not 8-bit"),
+    ],
+)
+def test_a_probe_step_that_fails_leads_to_full_precision(monkeypatch, kind, reason):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(sys.modules["bitsandbytes"].optim, "SGD8bit", kind)
+    with pytest.warns(UserWarning, match=rf"bitsandbytes: {reason}\); its states stay"):
+        optimizer = get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], {"lr": 0.1, "momentum": 0.9}, quantized=True)
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_sgd_without_momentum_has_no_state_to_shrink(bitsandbytes):
+    with pytest.warns(UserWarning, match="its states stay in full precision"):
+        assert type(get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], quantized=True)) is torch.optim.SGD
+
+
+def test_options_are_held_against_the_8_bit_class(bitsandbytes):
+    with pytest.raises(ValueError, match="adamw has no 'fused'; it takes lr, betas"):
+        get_optimizer("adamw", [nn.Parameter(torch.zeros(2))], {"fused": True}, quantized=True)
+
+
+def test_groups_keep_their_rate_and_decay_in_8_bit(bitsandbytes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weights = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+        groups = [{"params": weights[:1], "weight_decay": 0.5}, {"params": weights[1:], "lr": 0.2, "weight_decay": 0.0}]
+        optimizer = get_optimizer("adamw", groups, {"lr": 0.1}, quantized=True)
+    for weight in weights:
+        weight.grad = torch.zeros(64, 128)
+    optimizer.step()
+    torch.testing.assert_close(weights[0].detach(), torch.full((64, 128), 0.95))
+    torch.testing.assert_close(weights[1].detach(), torch.ones(64, 128))
+
+
+def test_what_two_parameters_share_is_counted_once():
+    shared = torch.zeros(100)
+    weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = torch.optim.SGD(weights)
+    for weight in weights:
+        optimizer.state[weight] = {"map": shared, "own": [torch.zeros(3, dtype=torch.uint8)], "step": 3}
+    assert state_bytes(optimizer) == 100 * 4 + 2 * 3

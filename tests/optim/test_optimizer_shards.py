@@ -1,0 +1,70 @@
+"What the table says of FSDP2, tried on two processes."
+
+import socket
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from bertlab.optim.groups import parameter_groups
+from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
+
+OPTIONS = {"galore": {"rank": 8, "update_proj_gap": 2}, "sgd": {"lr": 0.3, "momentum": 0.9}}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Embedding(20, 16), nn.Linear(16, 24), nn.LayerNorm(24), nn.GELU(), nn.Linear(24, 20)
+    return nn.Sequential(*layers)
+
+
+def train(name: str, model: nn.Module) -> nn.Module:
+    ids = torch.arange(20)
+    groups = parameter_groups(model, hidden_apart=name in ("muon", "galore"))
+    optimizer = get_optimizer(name, groups, {"lr": 0.01, **OPTIONS.get(name, {})})
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids), ids.roll(1)).backward()
+        optimizer.step()
+    return model
+
+
+def outcome(name: str) -> str:
+    sharded = build()
+    fully_shard(sharded[1])
+    fully_shard(sharded)
+    try:
+        train(name, sharded)
+    except ValueError as error:
+        return str(error)
+    pairs = zip(train(name, build()).parameters(), sharded.parameters())
+    # Muon multiplies in bfloat16: the order of its sums shows.
+    far = max((a - b.full_tensor()).abs().max().item() for a, b in pairs if isinstance(b, DTensor))
+    return f"equal {name}" if far < (2e-3 if name == "muon" else 1e-5) else f"off by {far} {name}"
+
+
+def worker(rank: int, port: int, results) -> None:
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    outcomes = {name: outcome(name) for name in OPTIMIZERS}
+    if rank == 0:
+        results.update(outcomes)
+    dist.destroy_process_group()
+
+
+def test_under_fsdp2_each_optimizer_does_what_the_table_says():
+    "Those with a yes give the weights of one process; those with a no say so before any update."
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, (port, results), nprocs=2)
+        results = dict(results)
+    for name, facts in OPTIMIZERS.items():
+        if facts.fsdp.startswith("yes"):
+            assert results[name] == f"equal {name}"
+        else:
+            assert "does not run under FSDP2" in results[name] and facts.fsdp in results[name], results[name]

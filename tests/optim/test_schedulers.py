@@ -1,0 +1,532 @@
+"Schedules: against formulas written by other means, and properties that hold for all of them."
+
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+
+from bertlab.optim.schedulers import (
+    KINDS,
+    OTHER_UNITS,
+    InverseSqrtScheduler,
+    Phases,
+    Schedule,
+    ScheduledLR,
+    get_scheduler,
+    get_single_scheduler,
+)
+
+NOTEBOOK = Path(__file__).parents[2] / "nbs/optim/01_schedulers.ipynb"
+
+
+def an_optimizer(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)]
+    return torch.optim.SGD(groups)
+
+
+def follow(scheduler, num_steps: int) -> list[float]:
+    "The rates that the first group's next updates use."
+    rates = []
+    for _ in range(num_steps):
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+# The same curves by other means: numpy's own spacings, and the papers' formulas in their own letters.
+
+
+def ramp(kind: str, start: float, end: float, length: int) -> np.ndarray:
+    "The factors at progress 0/length ... length/length."
+    if kind == "constant":
+        return np.full(length + 1, start)
+    if kind == "linear":
+        return np.interp(np.arange(length + 1), [0, length], [start, end])
+    if kind == "exponential":
+        return np.geomspace(start, end, length + 1)
+    if kind == "cosine":  # half a turn, by degrees; the vertical way from its highest point
+        angle = np.deg2rad(np.linspace(0, 180, length + 1))
+        return start + (end - start) * np.sin(angle / 2) ** 2
+    n, total, cooldown = np.arange(length + 1), length, length
+    floor = end / start
+    return start * (floor + (1 - floor) * (1 - ((n - (total - cooldown)) / cooldown) ** 0.5))
+
+
+def by_other_means(s: Schedule, warmup: int, training: int, cooldown: int, num_steps: int) -> np.ndarray:
+    rise = ramp(s.warmup_kind, s.warmup_decay, 1.0, warmup)[1:] if warmup else []
+    stay = ramp(s.training_kind, 1.0, s.training_decay, training)[:-1] if training else []
+    level = s.training_decay if training else 1.0
+    fall = ramp(s.cooldown_kind, level, s.cooldown_decay, cooldown)[:-1] if cooldown else []
+    planned = np.concatenate([rise, stay, fall])
+    last = s.cooldown_decay if cooldown else level
+    return np.concatenate([planned, np.full(num_steps - len(planned), last)])
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(*KINDS.values())), ids="-".join)
+@pytest.mark.parametrize("warmup, training, cooldown", [(5, 20, 8), (1, 1, 1), (0, 7, 3), (4, 0, 6)])
+def test_every_kind_equals_its_formula_at_every_step(kinds, warmup, training, cooldown):
+    decay = 1.0 if kinds[1] == "constant" else 0.4
+    floor = 0.05 if kinds[2] != "constant" else decay if training else 1.0  # where training left it
+    schedule = Schedule(kinds[0], warmup, 0.1, kinds[1], training, decay, kinds[2], cooldown, floor)
+    expected = by_other_means(schedule, warmup, training, cooldown, 50)
+    np.testing.assert_allclose(schedule.curve(50), expected, rtol=1e-12)
+
+
+def test_warmup_stable_decay_by_hand():
+    schedule = Schedule(warmup_steps=2, cooldown_steps=4, total_steps=9)
+    np.testing.assert_allclose(schedule.curve(11), [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    assert schedule.area() == pytest.approx(7.0)
+
+
+def test_training_steps_of_minus_one_are_the_rest_of_the_run():
+    rest = Schedule(warmup_steps=3, training_kind="cosine", training_decay=0.2, cooldown_steps=4, total_steps=20)
+    said = Schedule(
+        warmup_steps=3, training_kind="cosine", training_steps=13, training_decay=0.2, cooldown_steps=4
+    )
+    assert rest.curve(30) == said.curve(30)
+    assert rest.lengths == (3, 13, 4) and rest.num_steps == said.num_steps == 20
+
+
+def test_an_open_end_trains_at_the_peak_for_ever():
+    schedule = Schedule(warmup_steps=2)
+    assert schedule.curve(4) == [0.5, 1.0, 1.0, 1.0] and schedule(10**9) == 1.0
+    with pytest.raises(ValueError, match="num_steps"):
+        schedule.curve()
+    with pytest.raises(ValueError, match="num_steps"):
+        schedule.area()
+
+
+def test_no_update_of_the_default_schedule_is_wasted_at_rate_zero():
+    schedule = Schedule(warmup_steps=10, cooldown_steps=10, total_steps=20)
+    assert min(schedule.curve()) == pytest.approx(0.1)
+    assert schedule(20) == 0.0
+
+
+def test_a_run_shorter_than_its_plan_keeps_the_final_factor():
+    schedule = Schedule(training_steps=3, cooldown_steps=2, cooldown_decay=0.1, total_steps=8)
+    np.testing.assert_allclose(schedule.curve(), [1, 1, 1, 1, 0.55, 0.1, 0.1, 0.1])
+
+
+@st.composite
+def schedules(draw) -> tuple[Schedule, int, int, int]:
+    "Every kind, with lengths that may be 0; only the jump that is asked for by name is left out."
+    warmup_kind = draw(st.sampled_from([kind for kind in KINDS["warmup"] if kind != "constant"]))
+    training_kind, cooldown_kind = (draw(st.sampled_from(KINDS[p])) for p in ("training", "cooldown"))
+    lengths = warmup, training, cooldown = [draw(st.integers(0, 60)) for _ in range(3)]
+    factor = st.floats(0, 1)
+    positive = st.floats(1e-3, 1)
+    start = draw(positive if warmup_kind == "exponential" else factor)
+    level = 1.0 if training_kind == "constant" else draw(positive)
+    floor = draw(st.floats(1e-3, level) if cooldown_kind == "exponential" else st.floats(0, level))
+    if cooldown_kind == "constant":
+        floor = level if training else 1.0
+    known = draw(st.booleans()) and sum(lengths) > 0
+    schedule = Schedule(
+        warmup_kind, warmup, start, training_kind, -1 if known else training, level,
+        cooldown_kind, cooldown, floor, sum(lengths) if known else None,
+    )  # fmt: skip
+    return schedule, warmup, training, cooldown
+
+
+def steepest_step(schedule: Schedule, warmup: int, training: int, cooldown: int) -> float:
+    "The largest change that one step may make, from the slopes of the shapes."
+    level = schedule.training_decay if training else 1.0
+    phases = [
+        (schedule.warmup_kind, schedule.warmup_decay, 1.0, warmup),
+        (schedule.training_kind, 1.0, schedule.training_decay, training),
+        (schedule.cooldown_kind, level, schedule.cooldown_decay, cooldown),
+    ]
+    largest = 0.0
+    for kind, start, end, length in phases:
+        if length and kind != "constant":
+            height = abs(end - start)
+            step = {
+                "linear": height / length,
+                "cosine": height * min(1, math.pi / 2 / length),
+                "inverse-sqrt": height / math.sqrt(length),
+                # The steepest step is the one at the higher end.
+                "exponential": max(start, end) * (1 - (min(start, end) / max(start, end)) ** (1 / length)),
+            }[kind]
+            largest = max(largest, step)
+    return largest
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(schedules())
+def test_a_schedule_makes_no_jump_larger_than_its_steepest_step(drawn):
+    schedule, warmup, training, cooldown = drawn
+    curve = np.array(schedule.curve(warmup + training + cooldown + 3))
+    start = [schedule.warmup_decay] if warmup else []
+    jumps = np.abs(np.diff(np.concatenate([start, curve])))
+    assert jumps.max() <= steepest_step(*drawn) + 1e-12
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(schedules())
+def test_phases_are_monotone_and_rates_stay_between_zero_and_the_peak(drawn):
+    schedule, warmup, training, cooldown = drawn
+    curve = np.array(schedule.curve(warmup + training + cooldown + 3))
+    assert (curve >= 0).all() and (curve <= 1 + 1e-12).all()
+    assert (np.diff(curve[:warmup]) >= -1e-12).all()
+    assert (np.diff(curve[max(warmup - 1, 0) :]) <= 1e-12).all()
+    if warmup:
+        assert curve[warmup - 1] == pytest.approx(1)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(schedules(), st.integers(0, 200), st.integers(1, 40))
+def test_a_run_resumed_from_its_step_alone_has_the_same_rates(drawn, stop, further):
+    schedule = drawn[0]
+    whole = follow(ScheduledLR(an_optimizer(3e-4), schedule), stop + further)
+    first, second = (ScheduledLR(an_optimizer(3e-4), schedule) for _ in range(2))
+    assert follow(first, stop) == whole[:stop]
+    second.load_state_dict(first.state_dict())
+    assert follow(second, further) == whole[stop:] == [3e-4 * schedule(s) for s in range(stop, stop + further)]
+
+
+def test_the_only_jump_is_the_constant_warmup_that_asks_for_it():
+    schedule = Schedule("constant", 3, 0.25, cooldown_steps=2, total_steps=8)
+    assert schedule.curve() == [0.25, 0.25, 0.25, 1, 1, 1, 1, 0.5]
+
+
+def test_each_parameter_group_keeps_its_own_peak():
+    optimizer = an_optimizer(1e-3, 5e-2)
+    scheduler = get_scheduler(optimizer, warmup_steps=2, cooldown_steps=2, total_steps=6)
+    seen = []
+    for _ in range(6):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        assert scheduler.get_last_lr() == seen[-1]
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(np.array(seen), np.outer([0.5, 1, 1, 1, 1, 0.5], [1e-3, 5e-2]))
+
+
+def test_state_is_the_step_and_survives_a_safe_load():
+    scheduler = get_scheduler(an_optimizer(), warmup_steps=5)
+    follow(scheduler, 3)
+    buffer = io.BytesIO()
+    torch.save(scheduler.state_dict(), buffer)
+    buffer.seek(0)
+    assert torch.load(buffer, weights_only=True) == {"last_epoch": 3}
+
+
+def test_a_longer_run_resumes_a_finished_one():
+    finished = get_scheduler(an_optimizer(), cooldown_steps=2, total_steps=5)
+    follow(finished, 5)
+    longer = get_scheduler(an_optimizer(), cooldown_steps=2, total_steps=10)
+    longer.load_state_dict(finished.state_dict())
+    assert follow(longer, 5) == [1, 1, 1, 1, 0.5]
+
+
+def test_a_new_peak_holds_from_the_first_resumed_update():
+    finished = get_scheduler(an_optimizer(1.0), warmup_steps=4)
+    follow(finished, 2)
+    resumed_optimizer = an_optimizer(10.0)
+    resumed = get_scheduler(resumed_optimizer, warmup_steps=4)
+    resumed_optimizer.load_state_dict(finished.optimizer.state_dict())  # brings the old rate along
+    resumed.load_state_dict(finished.state_dict())
+    assert follow(resumed, 3) == [7.5, 10.0, 10.0]
+
+
+def test_resuming_by_last_epoch_works_where_groups_know_their_peak():
+    optimizer = an_optimizer()
+    optimizer.param_groups[0]["initial_lr"] = 1.0
+    scheduler = InverseSqrtScheduler(optimizer, cooldown_steps=4, last_epoch=0)
+    np.testing.assert_allclose(follow(scheduler, 4), [0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0])
+
+
+def test_inverse_sqrt_is_one_minus_the_root_and_then_zero():
+    scheduler = InverseSqrtScheduler(an_optimizer(0.5), cooldown_steps=9)
+    expected = [0.5 * (1 - math.sqrt(n / 9)) for n in range(9)] + [0.0, 0.0]
+    np.testing.assert_allclose(follow(scheduler, 11), expected)
+    assert scheduler.lr_lambda(0) == 1.0 and scheduler.lr_lambda(9) == scheduler.lr_lambda(1000) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS["warmup"])
+def test_a_single_increase_is_the_warmup_alone(kind):
+    scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "increase")
+    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 0.5, 1, 4)[1:], 1, 1])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS["cooldown"] if kind != "constant"])
+def test_a_single_decrease_is_the_cooldown_alone(kind):
+    scheduler = get_single_scheduler(an_optimizer(), kind, 4, 0.5, "decrease")
+    np.testing.assert_allclose(follow(scheduler, 6), [*ramp(kind, 1, 0.5, 4), 0.5])
+
+
+def test_a_single_phase_of_no_steps_leaves_the_rate_alone():
+    assert follow(get_single_scheduler(an_optimizer()), 2) == [1, 1]
+    assert follow(get_single_scheduler(an_optimizer(), "linear", 0, 0.0, "decrease"), 2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"warmup_kind": "ramp"}, ["warmup_kind", "'ramp'", "constant, linear, cosine, exponential"]),
+        ({"training_kind": "inverse-sqrt"}, ["training_kind", "constant, linear, cosine, exponential"]),
+        ({"cooldown_kind": "sqrt"}, ["cooldown_kind", "constant, linear, inverse-sqrt, cosine, exponential"]),
+        ({"warmup_steps": -1}, ["warmup_steps", "-1"]),
+        ({"cooldown_steps": -5, "total_steps": 9}, ["cooldown_steps", "-5"]),
+        ({"training_steps": -2}, ["training_steps", "-2"]),
+        ({"warmup_steps": 0.1}, ["warmup_steps", "0.1"]),
+        ({"warmup_steps": True}, ["warmup_steps", "True"]),
+        ({"total_steps": 0}, ["total_steps", "0"]),
+        ({"total_steps": math.inf}, ["total_steps", "inf"]),
+        ({"warmup_decay": -0.1}, ["warmup_decay", "-0.1", "factor of the peak"]),
+        ({"cooldown_decay": 1.5}, ["cooldown_decay", "1.5", "factor of the peak"]),
+        ({"training_decay": math.nan}, ["training_decay", "nan"]),
+        ({"cooldown_decay": "0.1"}, ["cooldown_decay", "'0.1'"]),
+        ({"cooldown_steps": 3}, ["cooldown_steps=3", "training_steps or total_steps"]),
+        ({"training_kind": "cosine"}, ["training_kind='cosine'", "training_steps or total_steps"]),
+        ({"warmup_steps": 11, "total_steps": 10}, ["warmup_steps=11", "total_steps=10", "11 > 10"]),
+        ({"warmup_steps": 6, "cooldown_steps": 6, "total_steps": 10}, ["cooldown_steps=6", "total_steps=10"]),
+        ({"training_steps": 11, "total_steps": 10}, ["training_steps=11", "total_steps=10"]),
+        ({"training_decay": 0.5}, ["training_decay=0.5", "linear"]),
+        ({"warmup_kind": "constant", "warmup_steps": 3}, ["warmup_decay", "linear"]),
+        ({"warmup_kind": "exponential", "warmup_steps": 3}, ["warmup_decay", "exponentially"]),
+        (
+            {"training_kind": "exponential", "training_steps": 3, "training_decay": 0.0},
+            ["training_decay", "exponentially"],
+        ),
+        (
+            {"cooldown_kind": "exponential", "cooldown_steps": 3, "total_steps": 9},
+            ["cooldown_decay", "exponentially"],
+        ),
+        ({"cooldown_kind": "constant", "cooldown_steps": 3, "total_steps": 9}, ["cooldown_decay=1.0", "linear"]),
+        ({"warmup_ratio": 0.1}, ["'warmup_ratio'", "warmup_steps", "warmup_pct", "tokens_per_step"]),
+        ({"warmup_pct": 0.1}, ["warmup_pct", "total_steps"]),
+        ({"decay_pct": 0.1, "training_steps": 9}, ["decay_pct", "total_steps"]),
+        ({"warmup_pct": 10, "total_steps": 100}, ["warmup_pct", "10", "[0, 1]", "'10%'"]),
+        ({"warmup_pct": "110%", "total_steps": 100}, ["warmup_pct", "'110%'"]),
+        ({"decay_pct": -0.1, "total_steps": 100}, ["decay_pct", "-0.1", "negative"]),
+        ({"decay_pct": math.nan, "total_steps": 100}, ["decay_pct", "nan"]),
+        ({"warmup_pct": 0.7, "decay_pct": 0.5, "total_steps": 100}, ["warmup_pct=0.7", "decay_pct=0.5", "120 > 100"]),
+        ({"training_pct": 1.0, "warmup_steps": 1, "total_steps": 100}, ["training_pct=1.0", "101 > 100"]),
+        ({"warmup_tokens": "3M"}, ["warmup_tokens", "tokens_per_step"]),
+        ({"total_tokens": "3M"}, ["total_tokens", "tokens_per_step"]),
+        ({"warmup_tokens": -5, "tokens_per_step": 3}, ["warmup_tokens", "-5", "negative"]),
+        ({"warmup_tokens": 0.5, "tokens_per_step": 3}, ["warmup_tokens", "0.5", "whole"]),
+        ({"warmup_tokens": "2h30m", "tokens_per_step": 3}, ["warmup_tokens", "'2h30m'", "a time"]),
+        ({"warmup_tokens": "10%", "tokens_per_step": 3}, ["warmup_tokens", "'10%'", "a share"]),
+        ({"warmup_pct": "3M", "total_steps": 100}, ["warmup_pct", "'3M'", "tokens"]),
+        ({"tokens_per_step": 0}, ["tokens_per_step", "0"]),
+        ({"tokens_per_step": 2.5}, ["tokens_per_step", "2.5"]),
+        ({"total_tokens": 10, "tokens_per_step": 30}, ["total_tokens=10", "tokens_per_step=30"]),
+        ({"total_tokens": 90, "tokens_per_step": 30, "total_steps": 3}, ["total_tokens=90", "total_steps=3"]),
+        ({"cooldown_tokens": 100, "tokens_per_step": 10}, ["cooldown_tokens=100", "total_steps"]),
+    ],
+)
+def test_a_mistake_is_answered_with_its_argument_and_the_fix(arguments, words):
+    with pytest.raises(ValueError) as error:
+        get_scheduler(an_optimizer(), **arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"kind": "inverse-sqrt"}, ["kind", "constant, linear, cosine, exponential"]),
+        ({"kind": "sqrt", "direction": "decrease"}, ["kind", "constant, linear, inverse-sqrt"]),
+        ({"kind": "constant", "num_steps": 3, "direction": "decrease"}, [" decay=1.0", " kind='linear'"]),
+        ({"kind": "exponential", "num_steps": 3, "direction": "decrease"}, ["decay=0.0", "another kind"]),
+        ({"kind": "constant", "num_steps": 3}, ["decay=0.0 with kind='constant'", "trains nothing"]),
+        ({"direction": "up"}, ["direction", "increase, decrease"]),
+        ({"num_steps": -1}, ["num_steps"]),
+        ({"decay": 2.0}, ["decay", "factor of the peak"]),
+    ],
+)
+def test_a_mistake_in_a_single_phase_is_answered(arguments, words):
+    with pytest.raises(ValueError) as error:
+        get_single_scheduler(an_optimizer(), **arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("phase", ["warmup", "training", "cooldown"])
+def test_two_units_for_one_phase_are_refused(phase):
+    values = {f"{phase}_steps": 5, **{name: "10%" if unit == "run" else 50 for name, unit in OTHER_UNITS[phase].items()}}
+    for pair in itertools.combinations(values.items(), 2):
+        with pytest.raises(ValueError, match="both say how long the " + phase) as error:
+            get_scheduler(an_optimizer(), **dict(pair), total_steps=100, tokens_per_step=10)
+        assert all(name in str(error.value) for name, _ in pair)
+
+
+def test_a_constant_cooldown_stays_where_training_ended():
+    schedule = Schedule(
+        training_kind="linear", training_steps=2, training_decay=0.5, cooldown_kind="constant",
+        cooldown_steps=3, cooldown_decay=0.5,
+    )  # fmt: skip
+    assert schedule.curve(7) == [1, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5]
+
+
+# Lengths in other units.
+
+
+def test_shares_of_the_run_by_hand():
+    schedule = Schedule(warmup_pct=0.01, decay_pct="10%", total_steps=1000)
+    assert schedule.lengths == (10, 890, 100)
+    assert Schedule(warmup_pct=0.29, total_steps=100).lengths == (29, 71, 0)  # 0.29 * 100 < 29 in floats
+    assert Schedule(warmup_pct=1 / 3, total_steps=300).lengths == (100, 200, 0)
+    assert Schedule(warmup_pct=1, total_steps=7).lengths == (7, 0, 0)
+
+
+def test_tokens_by_hand():
+    schedule = Schedule(warmup_tokens="3M", cooldown_tokens=2_000_000, total_tokens="10M", tokens_per_step=500_000)
+    assert schedule.lengths == (6, 10, 4) and schedule.num_steps == 20
+    # 25 tokens are two and a half updates: each phase ends with the last whole update before its end.
+    thirds = Schedule(warmup_tokens=25, training_tokens=25, cooldown_tokens=25, tokens_per_step=10)
+    assert thirds.lengths == (2, 3, 2)
+
+
+def test_units_may_be_mixed():
+    schedule = Schedule(warmup_tokens=1000, decay_pct=0.2, total_steps=50, tokens_per_step=100)
+    assert schedule.lengths == (10, 30, 10)
+    assert schedule.curve() == Schedule(warmup_steps=10, cooldown_steps=10, total_steps=50).curve()
+
+
+def test_a_phase_shorter_than_an_update_is_left_out():
+    assert Schedule(warmup_pct=0.01, total_steps=20).lengths == (0, 20, 0)
+
+
+def test_the_units_reach_the_optimizer():
+    scheduler = get_scheduler(an_optimizer(), warmup_pct=0.2, decay_pct=0.2, total_tokens=100, tokens_per_step=10)
+    np.testing.assert_allclose(follow(scheduler, 11), [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 10**6), min_size=3, max_size=3).filter(any),
+    st.integers(1, 10**5),
+)
+def test_phases_that_fill_the_run_in_tokens_fill_it_in_updates(tokens, tokens_per_step):
+    if sum(tokens) < tokens_per_step:
+        return
+    names = ("warmup_tokens", "training_tokens", "cooldown_tokens")
+    schedule = Schedule(
+        **dict(zip(names, tokens)), total_tokens=sum(tokens), tokens_per_step=tokens_per_step
+    )
+    assert sum(schedule.lengths) == schedule.run_steps == sum(tokens) // tokens_per_step
+    assert all(abs(n - t / tokens_per_step) < 1 for n, t in zip(schedule.lengths, tokens))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 10**6))
+def test_shares_that_fit_into_the_run_fit_in_updates(warmup, decay, total):
+    if warmup + decay > 100:
+        with pytest.raises(ValueError, match="warmup_pct"):
+            # A single update in the run can hold two shares that overlap, so try a long one.
+            Schedule(warmup_pct=f"{warmup}%", decay_pct=f"{decay}%", total_steps=100 * total)
+        return
+    schedule = Schedule(warmup_pct=warmup / 100, decay_pct=f"{decay}%", total_steps=total)
+    assert sum(schedule.lengths) == total and min(schedule.lengths) >= 0
+    assert schedule.lengths[0] == warmup * total // 100
+    assert schedule.lengths[2] == -(-decay * total // 100)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.data())
+def test_every_group_resumes_at_any_step_from_the_step_alone(data):
+    schedule = data.draw(schedules())[0]
+    peaks = data.draw(st.lists(st.floats(1e-6, 1), min_size=2, max_size=4))
+    stop = data.draw(st.integers(0, 60))
+    first, second = (ScheduledLR(an_optimizer(*peaks), schedule) for _ in range(2))
+    follow(first, stop)
+    second.load_state_dict(first.state_dict())
+    for step in range(stop, stop + 10):
+        expected = [peak * schedule(step) for peak in peaks]
+        for scheduler in (first, second):
+            assert scheduler.get_last_lr() == [g["lr"] for g in scheduler.optimizer.param_groups] == expected
+            follow(scheduler, 1)
+
+
+# What a compiler sees.
+
+
+@pytest.mark.parametrize("number", [float, np.float32, np.float64])
+def test_the_rate_stays_a_python_float(number):
+    optimizer = an_optimizer(1.0, 1)
+    scheduler = get_scheduler(
+        optimizer, warmup_steps=2, warmup_decay=number(0.5), training_kind="linear",
+        training_decay=number(0.5), cooldown_steps=2, cooldown_decay=number(0.25), total_steps=6,
+    )  # fmt: skip
+    for _ in range(8):
+        assert [type(group["lr"]) for group in optimizer.param_groups] == [float, float]
+        follow(scheduler, 1)
+    scheduler.load_state_dict({"last_epoch": 3})
+    assert [type(group["lr"]) for group in optimizer.param_groups] == [float, float]
+
+
+def test_a_tensor_rate_is_written_in_place():
+    rates = [torch.tensor(1.0), torch.tensor(0.5)]
+    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+    scheduler = get_scheduler(optimizer, warmup_steps=4)
+    seen = []
+    for _ in range(5):
+        assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates))
+        seen.append([rate.item() for rate in rates])
+        optimizer.step()
+        scheduler.step()
+    np.testing.assert_allclose(np.array(seen), np.outer([0.25, 0.5, 0.75, 1, 1], [1, 0.5]))
+    scheduler.load_state_dict({"last_epoch": 1})
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates))
+    assert [rate.item() for rate in rates] == [0.5, 0.25]
+
+
+@pytest.mark.filterwarnings("ignore:Profiler record function")
+def test_a_compiled_update_is_compiled_once_while_a_tensor_rate_changes():
+    def weights_after(compiled: bool, rate) -> tuple[torch.Tensor, int]:
+        torch._dynamo.reset()
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer, counter = torch.optim.SGD([weight], lr=rate), CompileCounter()
+        scheduler = get_scheduler(optimizer, warmup_steps=5, cooldown_steps=5, total_steps=20)
+        update = torch.compile(optimizer.step, backend=counter) if compiled else optimizer.step
+        for step in range(20):
+            if step == 7:  # a resumed run must not compile again either
+                scheduler.load_state_dict(scheduler.state_dict())
+            weight.grad = torch.ones(3)
+            update()
+            scheduler.step()
+        return weight.detach(), counter.frame_count
+
+    plain, none = weights_after(False, 1e-2)
+    same, once = weights_after(True, torch.tensor(1e-2))
+    # A changing float costs one more: the compiler first takes it for a constant, then for an input.
+    float_too, twice = weights_after(True, 1e-2)
+    assert (none, once) == (0, 1) and twice <= 2
+    torch.testing.assert_close(same, plain)
+    torch.testing.assert_close(float_too, plain)
+
+
+def test_every_word_of_the_reference_call_is_known():
+    asked = Phases(
+        warmup_kind="cosine", warmup_steps=1, warmup_decay=0.1, training_kind="exponential", training_steps=2,
+        training_decay=0.5, cooldown_kind="inverse-sqrt", cooldown_steps=3, cooldown_decay=0.2,
+    )  # fmt: skip
+    np.testing.assert_allclose(
+        get_scheduler(an_optimizer(), **vars(asked)).schedule.curve(7),
+        by_other_means(asked, 1, 2, 3, 7),
+    )
+
+
+def test_an_inverse_sqrt_cooldown_needs_a_step():
+    with pytest.raises(ValueError, match="cooldown_steps"):
+        InverseSqrtScheduler(an_optimizer(), 0)
+
+
+def test_the_folded_solution_passes_its_check():
+    cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
+    exercise = next(text for text in cells if "def check_budget_triangle" in text)
+    folded = next(text for text in cells if "<summary>Solution</summary>" in text)
+    names = {}
+    exec(exercise, names)
+    assert names["check_budget_triangle"]() == "not attempted"
+    exec(folded.split("```python")[1].split("```")[0], names)
+    assert names["check_budget_triangle"]() == "right"

@@ -1,0 +1,521 @@
+"""Model directories and checkpoint series: written whole, kept by rule, refused by name."""
+
+import json
+import multiprocessing
+import os
+import signal
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_training import CONFIG, Texts, equal, train, word_tokenizer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForMaskedLM
+
+from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.model_directories import (
+    MODEL_MARKER,
+    FilledShelf,
+    ModelDirectories,
+    read_marker,
+    rebuild,
+    remove_model,
+    same_random_states,
+    whole_weights,
+    write_model,
+    written_directory,
+)
+from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
+from bertlab.data.module import PretrainingDataModule
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.checkpoints import (
+    CheckpointSeries,
+    check_resume,
+    find_checkpoint,
+    read_checkpoint,
+    run_fingerprint,
+)
+from bertlab.train.trainer import make_trainer
+
+WORDS = [f"w{i}" for i in range(80)]
+SHAPE = dict(vocab_size=90, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=2, max_position_embeddings=64)  # fmt: skip
+
+
+def names(directory):
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+# ---- directories that are whole or not there ------------------------------------------------------
+
+
+def test_a_directory_appears_with_all_its_files_or_not_at_all(tmp_path):
+    with pytest.raises(RuntimeError), written_directory(tmp_path / "a") as inside:
+        (inside / "one").write_text("1")
+        raise RuntimeError
+    assert names(tmp_path) == []
+    with written_directory(tmp_path / "a") as inside:
+        (inside / "one").write_text("1")
+        assert not (tmp_path / "a").exists()
+    assert names(tmp_path / "a") == ["one"] and names(tmp_path) == ["a"]
+
+
+def test_a_directory_that_is_replaced_has_nothing_left_of_the_old_one(tmp_path):
+    for name in ("old", "new"):
+        with written_directory(tmp_path / "a") as inside:
+            (inside / name).write_text(name)
+    assert names(tmp_path / "a") == ["new"] and names(tmp_path) == ["a"]
+
+
+def killed_at_rename(place, nth):
+    "Write a directory in a process of its own, which dies before its n-th rename."
+    child = os.fork()
+    if child == 0:
+        real, calls = Path.rename, []
+
+        def deadly(self, target):
+            calls.append(target)
+            if len(calls) == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(self, target)
+
+        Path.rename = deadly
+        with written_directory(place) as inside:
+            (inside / "new").write_text("new")
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("existed, nth", [(False, 1), (True, 1), (True, 2)])
+def test_a_kill_before_a_rename_leaves_the_old_directory(tmp_path, existed, nth):
+    place, shelf = tmp_path / "step-00000004", FilledShelf(tmp_path, 1, 0, "min")
+    if existed:
+        shelf.put(4, None, lambda directory: (directory / "old").write_text("old"))
+    assert killed_at_rename(place, nth) == signal.SIGKILL
+    assert any(name.startswith(".") for name in names(tmp_path))
+    shelf.clear_leftovers()
+    assert names(tmp_path) == (["step-00000004"] if existed else [])
+    assert not existed or names(place) == [MODEL_MARKER, "old"]
+
+
+# ---- what is kept ---------------------------------------------------------------------------------
+
+
+def fill(shelf, values):
+    for step, value in enumerate(values, 1):
+        shelf.put(step, value, lambda directory: (directory / "w").write_text("w"))
+    return [marker["step"] for marker in shelf.models().values()]
+
+
+@pytest.mark.parametrize(
+    "keep_last, keep_best, mode, values, kept",
+    [
+        (2, 0, "min", [5, 1, 4, 3], [3, 4]),
+        (2, 1, "min", [5, 1, 4, 3], [2, 3, 4]),
+        (1, 2, "max", [5, 1, 4, 3], [1, 3, 4]),
+        (1, 1, "min", [2, None, float("nan"), None], [1, 4]),  # no value is never the best
+        (1, 1, "min", [2, 2, 3], [2, 3]),  # of equals the later one
+        (1, 1, "max", [float("inf"), 1, 0], [2, 3]),
+        (9, 1, "min", [1, 2], [1, 2]),
+    ],
+)
+def test_the_last_and_the_best_are_kept(tmp_path, keep_last, keep_best, mode, values, kept):
+    shelf = FilledShelf(tmp_path, keep_last, keep_best, mode)
+    assert fill(shelf, values) == kept
+    if keep_best:
+        best = {"min": min, "max": max}[mode](v for v in values if v and abs(v) < float("inf"))
+        assert read_marker(tmp_path / "best")["value"] == best
+
+
+def test_nothing_is_deleted_that_was_not_written_here(tmp_path):
+    (tmp_path / "step-00000000").mkdir()  # another's, by chance of such a name
+    (tmp_path / "step-00000000" / "thesis.tex").write_text("years of work")
+    (tmp_path / "notes.txt").write_text("mine")
+    shelf = FilledShelf(tmp_path, 1, 0, "min")
+    fill(shelf, [1])
+    (tmp_path / "step-00000001" / "README.md").write_text("mine too")
+    fill(shelf, [1])  # written again, as after a resume
+    assert (tmp_path / "step-00000001" / "README.md").read_text() == "mine too"
+    shelf.put(2, None, lambda directory: (directory / "w").write_text("w"))
+    assert names(tmp_path / "step-00000001") == ["README.md"]
+    assert (tmp_path / "step-00000000" / "thesis.tex").exists() and (tmp_path / "notes.txt").exists()
+    with pytest.raises(ValueError, match=f"step-00000000 is there and holds no {MODEL_MARKER}"):
+        shelf.put(0, None, lambda directory: None)
+    assert (tmp_path / "step-00000000" / "thesis.tex").exists()
+
+
+def test_a_drive_without_links_still_keeps_the_best(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError("no links on this drive")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    shelf = FilledShelf(tmp_path, 1, 1, "min")
+    assert fill(shelf, [1, 2, 3]) == [1, 3] and [p.name for p in shelf.best()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_best": -1}, {"mode": "low"},
+                                     {"every_steps": 0}])  # fmt: skip
+def test_a_wrong_number_is_named(tmp_path, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        ModelDirectories(tmp_path, None, **{"every_steps": 1, **options})
+
+
+# ---- what is written ------------------------------------------------------------------------------
+
+
+def lively(model):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) / 10)
+    return model.eval()
+
+
+@pytest.mark.parametrize("make, kind", [
+    (lambda: BertLabForMaskedLM(modernbert_tiny(**SHAPE)), "ModernBertForMaskedLM"),
+    (lambda: BertLabForMaskedLM(bert_tiny(**SHAPE)), "BertForMaskedLM"),
+    (lambda: BertLabForMaskedLM(roberta_base(**SHAPE, pad_token_id=1)), "RobertaForMaskedLM"),
+    (lambda: BertLabForMaskedDiffusion(modernbert_tiny(**SHAPE)), "ModernBertForMaskedLM"),
+    (lambda: BertLabForMaskedLM(modernbert_tiny(**SHAPE, qk_norm=True)), "BertLabForMaskedLM"),
+    (lambda: BertLabForEnhancedMaskedLM(modernbert_tiny(**SHAPE)), "BertLabForEnhancedMaskedLM"),
+])  # fmt: skip
+def test_a_model_is_written_as_what_it_can_be_and_scores_alike(tmp_path, make, kind):
+    model = lively(make())
+    before = model.config.to_dict()
+    assert write_model(model, tmp_path) == kind and model.config.to_dict() == before
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(again).__name__ == kind
+    ids = torch.arange(5, 25)[None]
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        want, got = model(ids, mask).logits, again(ids, attention_mask=mask).logits
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+
+
+def test_saving_draws_nothing_from_the_generators_of_the_run(tmp_path):
+    model = BertLabForMaskedLM(modernbert_tiny(**SHAPE))
+    torch.manual_seed(0)
+    want = torch.rand(3)
+    torch.manual_seed(0)
+    write_model(model, tmp_path)
+    assert torch.equal(torch.rand(3), want)
+    with same_random_states():
+        torch.rand(7), np.random.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(3), want)
+
+
+def models_of(directory):
+    return {p.name: read_marker(p) for p in Path(directory).glob("step-*")}
+
+
+def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_path):
+    tokenizer = word_tokenizer(WORDS)
+    weights, record = train(Texts(), 11, val_check_steps=4)
+    callback = ModelDirectories(tmp_path, tokenizer, every_steps=5, keep_last=2)
+    again, kept = train(Texts(), 11, [callback], val_check_steps=4)
+    assert equal(weights, again), "writing models has changed the run"
+    assert kept.validation == record.validation
+    # Due: 5 and 10; validated at 4 and 8; the end is 11. The last two, and the best of 4 and 8.
+    losses = {v["step"]: v["val_loss"] for v in record.validation}
+    best = min(losses, key=losses.get)
+    assert sorted(models_of(tmp_path)) == sorted(f"step-{n:08}" for n in {10, 11, best})
+    assert (tmp_path / "best").resolve().name == f"step-{best:08}"
+    assert read_marker(tmp_path / "best")["value"] == losses[best]
+    last = AutoModelForMaskedLM.from_pretrained(tmp_path / "step-00000011").state_dict()
+    assert torch.equal(last["model.embeddings.tok_embeddings.weight"],
+                       weights["encoder.embeddings.tokens.weight"])  # fmt: skip
+    assert json.loads((tmp_path / "best" / "config.json").read_text())["mask_token_id"] == 4
+
+
+def test_the_averaged_weights_are_written_where_a_module_has_some(tmp_path):
+    from contextlib import contextmanager
+
+    class Averaged(PretrainingModule):
+        @contextmanager
+        def evaluation_weights(self):
+            bias = self.model.head.bias
+            kept = bias.detach().clone()
+            with torch.no_grad():
+                bias.fill_(7.0)
+            yield
+            with torch.no_grad():
+                bias.copy_(kept)
+
+    trainer = make_trainer(2, "32-true", accelerator="cpu",
+                           callbacks=[ModelDirectories(tmp_path, None, every_steps=2)])  # fmt: skip
+    module = Averaged(CONFIG, scheduler_warmup_steps=1)
+    trainer.fit(module, Texts())
+    written = AutoModelForMaskedLM.from_pretrained(tmp_path / "step-00000002").state_dict()
+    assert (written["decoder.bias"] == 7).all() and (module.model.head.bias != 7).any()
+
+
+def test_mistakes_are_named_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = []
+
+    class Count(History):
+        def on_train_batch_start(self, *args):
+            steps.append(1)
+
+    def fit(callback, **options):
+        trainer = make_trainer(2, "32-true", accelerator="cpu", callbacks=[Count(), callback], **options)
+        trainer.fit(PretrainingModule(CONFIG, scheduler_warmup_steps=1), Texts())
+
+    too_many = word_tokenizer([f"x{i}" for i in range(300)])
+    for callback, message in [
+        (ModelDirectories(tmp_path / "file" / "models", None, 2), "file/models cannot be written to"),
+        (CheckpointSeries(tmp_path / "file" / "checkpoints"), "file/checkpoints cannot be written to"),
+        (ModelDirectories(tmp_path / "m", too_many, 2), "305 entries and the model's vocab_size is 256"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            fit(callback)
+    assert not steps
+    with pytest.raises(ValueError, match="monitor 'loss' is not logged; choose one of .*val_loss"):
+        fit(ModelDirectories(tmp_path / "m", None, 2, monitor="loss"), val_check_steps=1)
+
+
+# ---- a series of checkpoints ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory):
+    "The last three checkpoints of a run of 10 steps, at 6, 8 and 10."
+    folder = tmp_path_factory.mktemp("series")
+    train(Texts(), 10, [CheckpointSeries(folder, every_steps=2)])
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def folder(series, tmp_path):
+    for name, content in series.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def test_the_last_checkpoints_are_kept(series):
+    assert list(series) == [f"step-{n:08}.ckpt" for n in (6, 8, 10)]
+
+
+def damage(path, how):
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        with zipfile.ZipFile(path) as archive:
+            tensors = [part for part in archive.infolist() if "/data/" in part.filename]
+        largest = max(tensors, key=lambda part: part.file_size)
+        content[largest.header_offset + 200 + largest.file_size // 2] ^= 1
+    path.write_bytes({"empty": b"", "half": content[: len(content) // 2],
+                      "short": content[:-1], "other": b"not a checkpoint"}.get(how, bytes(content)))  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["empty", "half", "short", "flipped", "other"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(folder, how, capsys):
+    newest = folder / "step-00000010.ckpt"
+    damage(newest, how)
+    before = names(folder)
+    assert find_checkpoint(folder) == folder / "step-00000008.ckpt"
+    said = capsys.readouterr().err.strip()
+    assert str(newest) in said and len(said.splitlines()) == 1
+    assert names(folder) == before, "nothing is deleted"
+    with pytest.raises(ValueError, match="step-00000010.ckpt is damaged"):
+        read_checkpoint(newest)
+
+
+def test_a_flipped_bit_is_not_noticed_by_torch_alone(folder):
+    path = folder / "step-00000010.ckpt"
+    damage(path, "flipped")
+    torch.load(path, weights_only=False)  # loads: this is why checksums are compared
+
+
+def test_where_no_checkpoint_loads_there_is_none(folder, capsys):
+    for path in folder.iterdir():
+        damage(path, "half")
+    assert find_checkpoint(folder) is None and len(capsys.readouterr().err.splitlines()) == 3
+    assert find_checkpoint(folder / "nowhere") is None
+    torch.save({"weights": torch.ones(2)}, folder / "step-00000099.ckpt")
+    assert find_checkpoint(folder) is None
+    assert "step-00000099.ckpt holds no global_step" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_the_one_before_a_damaged_one(folder):
+    damage(folder / "step-00000010.ckpt", "half")
+    weights, record = train(Texts(), 14)
+    found = find_checkpoint(folder)
+    resumed, again = train(Texts(), 14, [CheckpointSeries(folder, every_steps=3)], found, seed=5)
+    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    assert equal(weights, resumed) and find_checkpoint(folder) == folder / "step-00000014.ckpt"
+
+
+def test_a_damaged_later_step_does_not_push_out_good_ones(folder):
+    damage(folder / "step-00000010.ckpt", "half")
+    train(Texts(), 9, [CheckpointSeries(folder, every_steps=99, keep_last=1)],
+          folder / "step-00000008.ckpt")  # fmt: skip
+    assert names(folder) == ["step-00000009.ckpt", "step-00000010.ckpt"]
+    assert find_checkpoint(folder) == folder / "step-00000009.ckpt"
+
+
+def test_what_a_killed_write_left_is_removed_by_the_next_run(tmp_path):
+    (tmp_path / ".step-00000004.ckpt.123.tmp").write_bytes(b"half")
+    (tmp_path / ".other.tmp").write_bytes(b"not ours")
+    train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=3)])
+    assert names(tmp_path) == [".other.tmp", "step-00000003.ckpt"]
+
+
+def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):
+    state = torch.load(folder / "step-00000006.ckpt", weights_only=False)
+    torch.save({**state, "callback": Path("x")}, folder / "step-00000012.ckpt")
+    with pytest.raises(ValueError, match="holds pathlib.* which safe loading refuses"):
+        read_checkpoint(folder / "step-00000012.ckpt")
+    assert find_checkpoint(folder).name == "step-00000010.ckpt"
+    assert find_checkpoint(folder, weights_only=False).name == "step-00000012.ckpt"
+
+
+# ---- is it the same run? --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    "A run of 4 steps on a text file, and how to make its parts again."
+    folder = tmp_path_factory.mktemp("begun")
+    rng = np.random.default_rng(0)
+    lines = [" ".join(rng.choice(WORDS, rng.integers(3, 40))) for _ in range(120)]
+    (folder / "text.txt").write_text("\n".join(lines) + "\n")
+    (folder / "other.txt").write_text("\n".join([*lines[:-1], "w1 w1 w1"]) + "\n")
+
+    def make_data(name="text.txt", words=WORDS, length=32, **options):
+        return PretrainingDataModule(str(folder / name), word_tokenizer(words),
+                                     max_sequence_length=length, **{"train_batch_size": 4, **options})  # fmt: skip
+
+    def make_module(**changes):
+        return PretrainingModule({**CONFIG, **changes.pop("shape", {})}, scheduler_warmup_steps=1,
+                                 **changes)
+
+    trainer = make_trainer(4, "32-true", accelerator="cpu",
+                           callbacks=[CheckpointSeries(folder / "checkpoints", every_steps=4)])  # fmt: skip
+    trainer.fit(make_module(), make_data())
+    return folder / "checkpoints" / "step-00000004.ckpt", make_data, make_module
+
+
+def test_the_same_run_is_let_through_and_its_model_is_not_built(begun):
+    path, make_data, make_module = begun
+    module = make_module()
+    assert check_resume(path, module, make_data(), 8) == 4 and module.model is None
+    assert check_resume(path, module, make_data(num_workers=2), -1) == 4
+    assert check_resume(path, make_module(learning_rate=1e-3), make_data(val_batch_size=2), 5) == 4
+
+
+@pytest.mark.parametrize("data, module, message", [
+    ({"words": WORDS[:-1] + ["other"]}, {}, "tokenizer is"),
+    ({"name": "other.txt"}, {}, "training text is"),
+    ({"length": 48}, {}, "max_sequence_length is 32 there and 48 here"),
+    ({"train_batch_size": 5}, {}, "train_batch_size is 4 there and 5 here"),
+    ({"packing": False}, {}, "packing is True there and False here"),
+    ({"seed": 1}, {}, "seed is 0 there and 1 here"),
+    ({"objective": "diffusion"}, {}, "objective of the data is 'mlm' there and 'diffusion' here"),
+    ({}, {"objective": "diffusion"}, "objective is 'mlm' there and 'diffusion' here"),
+    ({}, {"shape": {"hidden_size": 32}}, "hidden_size is 16 there and 32 here"),
+    ({}, {"shape": {"hidden_activation": "silu"}}, "hidden_activation is"),
+    ({}, {"optimizer_class": "lion"}, "optimizer_class is 'adamw' there and 'lion' here"),
+])  # fmt: skip
+def test_another_run_is_refused_in_one_line_before_anything_is_built(begun, data, module, message):
+    path, make_data, make_module = begun
+    other = make_module(**module)
+    with pytest.raises(ValueError, match=message) as caught:
+        check_resume(path, other, make_data(**data), 8)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value) and other.model is None
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 4])
+def test_steps_that_are_already_passed_are_refused(begun, max_steps):
+    path, make_data, make_module = begun
+    with pytest.raises(ValueError, match=f"max_steps={max_steps} is already passed.* at step 4"):
+        check_resume(path, make_module(), make_data(), max_steps)
+
+
+def test_a_checkpoint_that_is_not_there_or_not_writable_is_refused(begun, tmp_path, monkeypatch):
+    path, make_data, make_module = begun
+    with pytest.raises(ValueError, match="none.ckpt does not exist"):
+        check_resume(tmp_path / "none.ckpt", make_module(), make_data(), 8)
+    (tmp_path / "half").mkdir()
+    with pytest.raises(ValueError, match="no checkpoint, or half of one"):
+        check_resume(tmp_path / "half", make_module(), make_data(), 8)
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(ValueError, match="cannot be written to .Permission denied"):
+        check_resume(path, make_module(), make_data(), 8)
+
+
+def test_lightning_refuses_another_run_even_where_nobody_asked(begun):
+    path, make_data, make_module = begun
+    trainer = make_trainer(8, "32-true", accelerator="cpu",
+                           callbacks=[CheckpointSeries(path.parent, every_steps=4)])  # fmt: skip
+    with pytest.raises(ValueError, match="cannot resume .*seed is 0 there and 1 here"):
+        trainer.fit(make_module(), make_data(seed=1), ckpt_path=path, weights_only=False)
+
+
+def test_a_checkpoint_without_a_fingerprint_is_only_asked_for_its_step(begun, tmp_path):
+    _, make_data, make_module = begun
+    path = tmp_path / "last.ckpt"
+    train(Texts(), 3, [RunCheckpoint(path)])
+    assert check_resume(path, make_module(), make_data(), 8) == 3
+
+
+def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(begun):
+    _, make_data, make_module = begun
+    stream = run_fingerprint(make_module(), make_data(streaming=True))
+    assert json.loads(json.dumps(stream)) == stream
+    assert stream["training text"] != run_fingerprint(
+        make_module(), make_data("other.txt", streaming=True))["training text"]  # fmt: skip
+
+
+# ---- spread over processes ------------------------------------------------------------------------
+
+def gather_in_process(rank, meeting):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = lively(BertLabForMaskedLM(modernbert_tiny(**SHAPE)))
+    want = {name: weight.clone() for name, weight in model.state_dict().items()}
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    assert model.head.bias.to_local().numel() == SHAPE["vocab_size"] // 2
+    got = whole_weights(model)
+    assert rank or got.keys() == want.keys() and equal(got, want)
+    assert rank or equal(rebuild(model, got).state_dict(), want)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_spread_over_two_processes_is_gathered_whole(tmp_path):
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=gather_in_process, args=(rank, tmp_path / "meet")) for rank in (0, 1)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0, 0]
+
+
+def test_an_ordinary_model_is_copied_and_not_shared():
+    model = BertLabForMaskedLM(modernbert_tiny(**SHAPE))
+    taken = whole_weights(model)
+    with torch.no_grad():
+        model.head.bias.fill_(3.0)
+    assert (taken["head.bias"] == 0).all()
+
+
+def test_a_removed_model_takes_only_its_own_files_along(tmp_path):
+    shelf = FilledShelf(tmp_path, 1, 0, "min")
+    place = shelf.put(1, None, lambda directory: (directory / "w").write_text("w"))
+    (place / "figure.png").write_text("mine")
+    remove_model(place)
+    assert names(place) == ["figure.png"]

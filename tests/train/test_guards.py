@@ -1,0 +1,308 @@
+"Guards: what refuses a step, and what a run looks like that had bad batches in it."
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.guards import NonFiniteGuard, SpikeGuard, spike_limits
+from bertlab.model.losses import LossParts
+from bertlab.train.steps import TokenWeightedModule
+from bertlab.train.trainer import make_trainer
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Line(TokenWeightedModule):
+    "A linear model whose loss is that of a sum and a count; a batch brings its own factor."
+
+    def __init__(self, make_optimizer=None, width=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(width, 1)
+        self.make_optimizer = make_optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.05))
+
+    def training_step(self, batch, batch_idx):
+        loss_BL = (self.layer(batch["x"])[..., 0] - 1).square() * batch["factor"][:, None]
+        zero = torch.zeros(())
+        return self.backward_loss(LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero))
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self.layer(batch["x"]) - 1).square().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters())
+
+
+class Numbered:
+    "Batch i is a function of i; some are multiplied by a factor, such as NaN. It can be resumed."
+
+    def __init__(self, numbers, factors=None, rank=0, width=4):
+        self.numbers, self.factors, self.rank = list(numbers), factors or {}, rank
+        self.width, self.delivered = width, 0
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __iter__(self):
+        start = self.delivered if self.delivered < len(self.numbers) else 0
+        for position in range(start, len(self.numbers)):
+            self.delivered, i = position + 1, self.numbers[position]
+            x = torch.randn(2, 6, self.width, generator=torch.Generator().manual_seed(7 * i + self.rank))
+            mask = torch.ones(2, 6, dtype=torch.long)
+            mask[0, 4:] = 0  # 10 real tokens of 12
+            factor = torch.full((2,), float(self.factors.get(i, 1.0)))
+            yield {"x": x, "attention_mask": mask, "factor": factor}
+
+    def state_dict(self):
+        return {"delivered": self.delivered}
+
+    def load_state_dict(self, state):
+        self.delivered = state["delivered"]
+
+
+def fit(steps, loader, callbacks=(), make_optimizer=None, ckpt_path=None, val=None, **options):
+    "Train the line; return module, history and trainer."
+    module, history = Line(make_optimizer), History()
+    trainer = make_trainer(steps, "32-true", "cpu", callbacks=[history, *callbacks], **options)
+    trainer.fit(module, loader, val, ckpt_path=ckpt_path, weights_only=False)
+    return module, history.record, trainer
+
+
+def same_weights(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+
+
+OPTIMIZERS = {
+    "sgd with momentum": lambda w: torch.optim.SGD(w, lr=0.05, momentum=0.9),
+    "adamw": lambda w: torch.optim.AdamW(w, lr=0.05, weight_decay=0.1),
+    "adamw fused": lambda w: torch.optim.AdamW(w, lr=0.05, weight_decay=0.1, fused=True),
+    "rmsprop": lambda w: torch.optim.RMSprop(w, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("guard", [NonFiniteGuard, lambda: SpikeGuard(min_steps=2)])
+def test_bad_batches_leave_the_run_bit_identical_to_one_without_them(name, guard):
+    bad = {0: NAN, 5: INF, 6: NAN, 11: -INF}
+    without, _, _ = fit(16, Numbered(i for i in range(20) if i not in bad), (), OPTIMIZERS[name])
+    guarded, record, _ = fit(20, Numbered(range(20), bad), [judge := guard()], OPTIMIZERS[name])
+    assert same_weights(without, guarded) and judge.num_skipped == 4
+    assert not np.isfinite(record.column("loss")[[0, 5, 6, 11]]).any()
+    unguarded, _, _ = fit(20, Numbered(range(20), bad), (), OPTIMIZERS[name])
+    assert not any(p.isfinite().all() for p in unguarded.parameters()), "the control must fail"
+
+
+def test_a_gradient_that_overflows_is_refused_though_its_loss_is_finite():
+    # loss = factor x ...: finite; the gradient's square sum overflows float32.
+    module, record, _ = fit(6, Numbered(range(6), {2: 1e25}), [guard := NonFiniteGuard()])
+    assert np.isfinite(record.column("loss")).all() and guard.num_skipped == 1
+    assert record.column("gradient_norm")[2] == INF
+
+
+def test_a_bad_micro_batch_spoils_its_window_and_no_other():
+    good = [i for i in range(24) if not 8 <= i < 12]
+    without, _, _ = fit(5, Numbered(good), accumulate_grad_batches=4)
+    guarded, _, trainer = fit(6, Numbered(range(24), {9: NAN}), [guard := NonFiniteGuard()],
+                              accumulate_grad_batches=4)  # fmt: skip
+    assert same_weights(without, guarded) and guard.num_skipped == 1 and trainer.global_step == 6
+
+
+def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
+    path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(7, 100)}
+    before, _, _ = fit(7, Numbered(range(7)))
+    guard = NonFiniteGuard(max_in_a_row=5)
+    module, _, trainer = fit(100, Numbered(range(100), bad), [guard, RunCheckpoint(path)])
+    # The first look that finds five: 7 good steps, then bad ones up to a multiple of five.
+    assert trainer.global_step == 15 and guard.num_skipped == 8 and same_weights(before, module)
+    assert guard.reason.startswith("8 steps in a row") and "learning_rate" in guard.reason
+    assert capsys.readouterr().out.count("stopping after step 15") == 1
+    assert torch.load(path, weights_only=False)["global_step"] == 15
+    # Resumed on sound data it goes on; what was counted stays counted.
+    again = NonFiniteGuard(max_in_a_row=5)
+    _, _, trainer = fit(22, Numbered(range(100)), [again], ckpt_path=path)
+    assert trainer.global_step == 22 and again.reason is None and again.num_skipped == 8
+
+
+def test_a_streak_goes_on_over_a_resume(tmp_path):
+    path, bad = tmp_path / "last.ckpt", {i: NAN for i in range(3, 100)}
+    fit(6, Numbered(range(100), bad), [NonFiniteGuard(5), RunCheckpoint(path)])
+    guard = NonFiniteGuard(5)
+    _, _, trainer = fit(50, Numbered(range(100), bad), [guard], ckpt_path=path)
+    assert trainer.global_step == 10 and guard.reason.startswith("7 steps in a row")
+
+
+def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run():
+    bad = {i: NAN for i in range(60) if i % 4}
+    _, _, trainer = fit(60, Numbered(range(60), bad), [guard := NonFiniteGuard(max_in_a_row=4)])
+    assert trainer.global_step == 60 and guard.num_skipped == 45 and guard.reason is None
+
+
+def test_the_limits_are_mean_and_deviation_of_what_is_known():
+    values = torch.tensor([[1.0, 2.0, 3.0, 6.0, 0.0, 0.0], [5.0, 5.0, 5.0, 9.0, 0.0, 0.0]])
+    limits = spike_limits(values, torch.tensor(4), min_steps=3, sigmas=2.0)
+    expected = [np.mean(v) + 2 * np.std(v, ddof=1) for v in ([1, 2, 3, 6], [5, 5, 5, 9])]
+    np.testing.assert_allclose(limits, expected, rtol=1e-6)
+    assert spike_limits(values, torch.tensor(2), 3, 2.0).tolist() == [INF, INF]
+    assert spike_limits(values, torch.tensor(3), 3, 2.0).isfinite().all()
+
+
+def judged(guard, losses, norms=None):
+    norms = np.ones(len(losses)) if norms is None else norms
+    return [bool(guard.judge(torch.tensor(a), torch.tensor(b)))
+            for a, b in zip(np.float32(losses), np.float32(norms))]  # fmt: skip
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(st.integers(2, 12), st.integers(0, 10), st.integers(0, 2**16), st.floats(1.0, 5.0))
+def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
+    rng, min_steps = np.random.default_rng(seed), max(2, window // 2)
+    losses, norms = rng.exponential(1.0, (2, 30 + more)) ** 3
+    losses[rng.random(len(losses)) < 0.1] = NAN
+    known, expected = [], []
+    for now in np.float32(list(zip(losses, norms))):
+        limits = np.array([INF, INF])
+        if len(known) >= min_steps:
+            last = np.array(known[-window:], dtype=np.float64)
+            spread = np.maximum(last.std(0, ddof=1), 1e-6 * abs(last.mean(0)))
+            limits = last.mean(0) + sigmas * spread
+        expected.append(not (now < limits).all())
+        if np.isfinite(now).all():
+            known.append(np.minimum(now, limits))
+    guard = SpikeGuard(window, min_steps, sigmas)
+    assert judged(guard, losses, norms) == expected and guard.num_skipped == sum(expected)
+
+
+def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_a_dip_is_not():
+    rng = np.random.default_rng(0)
+    calm = lambda: 3 + 0.1 * rng.standard_normal(70)  # noqa: E731
+    for losses, norms, expected in (([4.0], [3.0], True), ([3.0], [4.0], True),
+                                    ([3.3], [3.3], False), ([0.1], [0.1], False)):  # fmt: skip
+        guard = SpikeGuard()
+        verdicts = judged(guard, [*calm(), *losses], [*calm(), *norms])
+        assert verdicts == [False] * 70 + [expected]
+
+
+def test_nothing_is_refused_before_min_steps_are_known():
+    rng = np.random.default_rng(0)
+    losses = 3 + 0.01 * rng.standard_normal(64)
+    losses[30] = 50.0
+    assert not any(judged(SpikeGuard(), losses))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_value_that_is_not_finite_does_not_poison_the_history(bad):
+    rng = np.random.default_rng(0)
+    losses = 3 + 0.1 * rng.standard_normal(80)
+    losses[70:75] = bad
+    guard = SpikeGuard()
+    verdicts = judged(guard, losses)
+    assert verdicts == [70 <= i < 75 for i in range(80)]
+    assert guard.recent.values_2W.isfinite().all() and guard.recent.num_seen == 75
+
+
+def test_one_huge_spike_does_not_hide_the_next():
+    rng = np.random.default_rng(0)
+    losses = 3 + 0.1 * rng.standard_normal(120)
+    spikes = [70, 80, 85, 90, 95, 100]
+    losses[spikes] = [1e6, 6.0, 6.0, 6.0, 6.0, 6.0]
+    assert [i for i, bad in enumerate(judged(SpikeGuard(), losses)) if bad] == spikes
+
+
+def test_a_level_that_lasts_is_accepted_in_the_end():
+    rng = np.random.default_rng(0)
+    losses = 3 + 0.1 * rng.standard_normal(200)
+    losses[100:] += 7
+    refused = [i for i, bad in enumerate(judged(SpikeGuard(), losses)) if bad]
+    assert refused[0] == 100 and len(refused) < 64 and max(refused) < 170
+    alike = [2.0] * 100 + [5.0] * 150  # no spread at all
+    assert not judged(SpikeGuard(), alike)[-1]
+
+
+def test_a_spike_in_a_run_does_not_move_the_weights():
+    slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
+    numbers = [i for i in range(90) if i != 80]
+    without, _, _ = fit(89, Numbered(numbers), [SpikeGuard()], slow)
+    guarded, _, _ = fit(90, Numbered(range(90), {80: 1e4}), [guard := SpikeGuard()], slow)
+    assert guard.num_skipped == 1 and same_weights(without, guarded)
+
+
+def test_both_guards_agree_with_each_alone_and_a_nan_is_counted_in_a_row():
+    slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
+    guards = [SpikeGuard(), NonFiniteGuard(3)]
+    _, record, trainer = fit(90, Numbered(range(90), {70: 1e4, 75: NAN}), guards, slow)
+    assert [guard.num_skipped for guard in guards] == [2, 1]
+
+
+@pytest.mark.parametrize("stop_at", [40, 71, 76])
+def test_counts_and_histories_survive_a_resume(tmp_path, stop_at):
+    path, bad = tmp_path / "last.ckpt", {70: 1e4, 71: NAN, 75: 1e4, 80: 1e4}
+    make = lambda: [SpikeGuard(), NonFiniteGuard()]  # noqa: E731
+    slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)  # noqa: E731
+    whole, record, _ = fit(90, Numbered(range(90), bad), one := make(), slow)
+    fit(stop_at, Numbered(range(90), bad), [*make(), RunCheckpoint(path)], slow)
+    resumed, again, _ = fit(90, Numbered(range(90), bad), two := make(), slow, path)
+    assert same_weights(whole, resumed)
+    assert [g.num_skipped for g in one] == [g.num_skipped for g in two] == [4, 1]
+    assert torch.equal(one[0].recent.values_2W, two[0].recent.values_2W)
+    np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
+
+
+def test_another_window_after_a_resume_starts_afresh():
+    guard, other = SpikeGuard(8, 4), SpikeGuard(16, 4)
+    judged(guard, [1.0, 2.0, 1.0, 2.0, 90.0])
+    other.load_state_dict(guard.state_dict())
+    assert other.num_skipped == 1 and other.recent.num_seen == 0
+    assert not any(judged(other, [1.0, 2.0, 1.0, 90.0]))
+
+
+def test_a_verdict_is_a_tensor_of_the_same_shape_whatever_the_data():
+    guard = SpikeGuard(4, 2)
+    for loss in (1.0, 1.0, 9.0, NAN, 1.0):
+        for judge in (guard, NonFiniteGuard()):
+            verdict = judge.judge(torch.tensor(loss, requires_grad=True), torch.tensor(1.0))
+            assert verdict.dtype == torch.bool and verdict.shape == () and not verdict.requires_grad
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: NonFiniteGuard(0), "max_in_a_row"),
+    (lambda: SpikeGuard(window=10, min_steps=11), "window=10"),
+    (lambda: SpikeGuard(min_steps=1), "min_steps=1"),
+    (lambda: SpikeGuard(sigmas=0), "sigmas"),
+])  # fmt: skip
+def test_a_guard_that_cannot_work_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+TWO_PROCESSES = """
+import os, sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_guards import NAN, Numbered, fit
+from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+rank = int(os.environ.get("LOCAL_RANK", "0"))
+bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
+guards = [NonFiniteGuard(4), SpikeGuard()]
+slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)
+module, record, trainer = fit(200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp")
+torch.save((torch.cat([p.detach().flatten() for p in module.parameters()]), trainer.global_step,
+            [g.num_skipped for g in guards], guards[0].reason), f"{sys.argv[2]}/{rank}.pt")
+"""
+
+
+def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
+    (tmp_path / "job.py").write_text(TWO_PROCESSES)
+    subprocess.run(
+        [sys.executable, tmp_path / "job.py", str(Path(__file__).parent), str(tmp_path)],
+        check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    assert torch.equal(one[0], two[0]) and one[0].isfinite().all()
+    assert one[1:] == two[1:] and one[1] == 96 and one[2] == [7, 8] and "6 steps" in one[3]

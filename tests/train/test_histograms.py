@@ -1,0 +1,180 @@
+"Histograms say what weights and gradients look like, whatever they look like, and stay small."
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from test_training import CONFIG, Texts, equal, train
+
+from bertlab.train.history import RunCheckpoint
+from bertlab.train.histograms import HistogramRecords, WeightHistograms, histogram_grid, parameters_like
+from bertlab.train.histograms import read_histograms, send_to_tensorboard, summarize_tensor
+from bertlab.train.modules import PretrainingModule
+
+
+def test_a_summary_is_what_one_counts_by_hand():
+    s = summarize_tensor(torch.tensor([[0.0, 1.0], [0.0, -3.0]]), 7, "w", "weight", 4)
+    assert (s.step, s.name, s.kind) == (7, "w", "weight")
+    assert s.counts.tolist() == [1, 0, 0, 3] and s.edges.tolist() == [-3, -2, -1, 0, 1]
+    assert (s.mean, s.max_abs, s.zero_share, s.num_not_finite) == (-0.5, 3.0, 0.5, 0)
+    assert s.norm == pytest.approx(10**0.5) and s.std == pytest.approx((10 / 4 - 0.25) ** 0.5)
+
+
+@pytest.mark.parametrize("values, finite", [
+    ([float("nan"), 1.0, float("inf"), float("-inf")], 1), ([float("nan")] * 3, 0), ([2.0, 2.0], 2), ([0.0], 1),
+    ([3e38, -3e38], 2)])  # fmt: skip
+def test_broken_and_constant_tensors_are_counted_without_an_error(values, finite):
+    s = summarize_tensor(torch.tensor(values), 0, "w", "weight", 8)
+    assert s.counts.sum() == finite and s.num_not_finite == len(values) - finite
+    assert np.isfinite([s.mean, s.std, s.norm, s.max_abs, *s.edges]).all()
+
+
+def test_sixteen_bits_are_counted_as_the_numbers_they_are():
+    s = summarize_tensor(torch.tensor([1.0, -1.0], dtype=torch.bfloat16), 0, "w", "weight", 2)
+    assert s.counts.tolist() == [1, 1] and s.norm == pytest.approx(2**0.5)
+
+
+def test_patterns_choose_names_and_a_pattern_without_a_match_is_refused():
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    assert list(parameters_like(module, ["b.*", "*.bias"])) == ["a.bias", "b.weight", "b.bias"]
+    with pytest.raises(ValueError, match=r"called like 'c\.\*'; some names are a\.weight"):
+        parameters_like(module, ["a.*", "c.*"])
+    for wrong in ("*.weight", []):
+        with pytest.raises(ValueError, match="list of globs"):
+            WeightHistograms(wrong)
+    with pytest.raises(ValueError, match="bins must be"):
+        WeightHistograms(["*"], bins=0)
+
+
+def test_what_a_compiler_adds_to_names_is_no_part_of_them():
+    compiled = torch.nn.ModuleDict({"a": torch.compile(torch.nn.Linear(2, 2), backend="eager")})
+    assert list(parameters_like(compiled, ["a.weight"])) == ["a.weight"]
+
+
+def test_a_pattern_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="no parameter is called like"):
+        train(Texts(), 4, [WeightHistograms(["*.nothing"])])
+
+
+@pytest.mark.parametrize("max_steps, offered", [(4, 3), (4, 4), (4, 5), (4, 100), (1, 9), (8, 64)])
+def test_recordings_stay_few_and_evenly_spaced_from_the_first(max_steps, offered):
+    records = HistogramRecords(max_steps)
+    for step in range(offered):
+        records.add(10 * step, [])
+    steps = list(records.summaries)
+    assert steps[0] == 0 and len(steps) <= max_steps and len(set(np.diff(steps))) <= 1
+    if offered > max_steps > 1:
+        assert len(steps) > max_steps // 2, "no more is dropped than must be"
+
+
+def test_gradients_are_those_the_optimizer_saw_divided_by_the_labels_and_clipped():
+    clipped, free = WeightHistograms(["*"], 3), WeightHistograms(["*"], 3)
+    _, record = train(Texts(), 3, [clipped], dropout=0.0, gradient_clip_val=0.25)
+    train(Texts(), 3, [free], dropout=0.0, gradient_clip_val=None)
+    whole = {}
+    for name, callback in (("clipped", clipped), ("free", free)):
+        gradients = [s.norm for s in callback.records if s.kind == "gradient" and s.step == 3]
+        assert len(gradients) == len([s for s in callback.records if s.kind == "weight" and s.step == 3])
+        whole[name] = np.linalg.norm(gradients)
+    assert whole["clipped"] == pytest.approx(0.25, rel=1e-4)
+    assert record.column("gradient_norm")[2] > 0.25, "else nothing was clipped"
+    assert 0.25 < whole["free"] < 100, "a sum over labels, or one scaled down, would be far off"
+
+
+def test_weights_are_recorded_before_the_first_step_and_then_every_n(tmp_path):
+    callback = WeightHistograms(["*.bias", "*norm*"], 2, path=tmp_path / "h.npz")
+    train(Texts(), 7, [callback])
+    assert sorted(callback.records.summaries) == [0, 2, 4, 6]
+    assert {s.kind for s in callback.records.summaries[0]} == {"weight"}
+    assert {s.kind for s in callback.records.summaries[2]} == {"weight", "gradient"}
+    read = read_histograms(tmp_path / "h.npz")
+    assert len(read) == len(list(callback.records)) > 0
+    for ours, theirs in zip(callback.records, read):
+        for key, value in vars(ours).items():
+            np.testing.assert_array_equal(getattr(theirs, key), value)
+            assert type(getattr(theirs, key)) is type(value), key
+    assert [p.name for p in tmp_path.iterdir()] == ["h.npz"]
+
+
+def test_an_empty_record_can_be_written_and_read(tmp_path):
+    HistogramRecords().write(tmp_path / "h.npz")
+    assert read_histograms(tmp_path / "h.npz") == []
+
+
+def test_records_and_bits_survive_a_resume(tmp_path):
+    path, make = tmp_path / "last.ckpt", lambda: WeightHistograms(["*norm*"], 2)
+    weights, _ = train(Texts(), 8)
+    whole, parts = make(), make()
+    watched, _ = train(Texts(), 8, [whole])
+    train(Texts(), 4, [make(), RunCheckpoint(path)])
+    resumed, _ = train(Texts(), 8, [parts, RunCheckpoint(path)], path)
+    assert equal(weights, watched) and equal(weights, resumed)
+    assert list(parts.records.summaries) == [0, 2, 4, 6, 8]
+    for a, b in zip(whole.records, parts.records):
+        np.testing.assert_array_equal(a.counts, b.counts)
+
+
+def test_a_grid_keeps_every_number_and_its_place():
+    rng = np.random.default_rng(0)
+    tensors = [rng.normal(0, scale, 4000) for scale in (1.0, 0.1)]
+    summaries = [summarize_tensor(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)]
+    steps, edges, shares = histogram_grid(summaries, "w", bins=40)
+    assert steps.tolist() == [0, 1] and shares.shape == (2, 40) and len(edges) == 41
+    np.testing.assert_allclose(shares.sum(1), 1)
+    for row, tensor in zip(shares, tensors):
+        exact = np.histogram(tensor, edges)[0] / len(tensor)
+        assert np.abs(np.cumsum(row) - np.cumsum(exact)).max() < 0.05
+    with pytest.raises(ValueError, match=r"no record of 'v' \(weight\); there are w \(weight\)"):
+        histogram_grid(summaries, "v")
+
+
+class Writer:
+    def __init__(self):
+        self.calls = []
+
+    def add_histogram_raw(self, tag, **numbers):
+        self.calls.append((tag, numbers))
+
+
+class StandIn(TensorBoardLogger):
+    "TensorBoard's logger without TensorBoard."
+
+    def __init__(self):
+        self.writer = Writer()
+
+    experiment = property(lambda self: self.writer)
+    name = version = save_dir = property(lambda self: "x")
+
+    def __getattr__(self, key):
+        return {"_save_dir": "x"}.get(key)
+
+    log_dir = property(lambda self: "x")
+
+    def log_metrics(self, *args, **options):
+        "Nothing."
+
+    log_hyperparams = log_graph = finalize = save = after_save_checkpoint = log_metrics
+
+
+def test_tensorboard_gets_the_same_counts(tmp_path):
+    logger, callback = StandIn(), WeightHistograms(["*norm*"], 2)
+    train(Texts(), 4, [callback], logger=logger)
+    assert len(logger.writer.calls) == len(list(callback.records)) > 0
+    tag, numbers = logger.writer.calls[-1]
+    last = list(callback.records)[-1]
+    assert tag == f"{last.kind}/{last.name}" and numbers["bucket_counts"] == last.counts.tolist()
+    assert numbers["bucket_limits"] == last.edges[1:].tolist() and numbers["num"] == last.counts.sum()
+
+
+def test_sums_for_tensorboard_are_those_of_the_numbers():
+    writer, values = Writer(), torch.tensor([1.0, 2.0, -4.0])
+    send_to_tensorboard(writer, summarize_tensor(values, 3, "w", "weight", 5))
+    (_, numbers), = writer.calls
+    assert numbers["sum"] == pytest.approx(-1) and numbers["sum_squares"] == pytest.approx(21)
+    assert (numbers["min"], numbers["max"], numbers["global_step"]) == (-4, 2, 3)
+
+
+def test_names_of_the_model_match_what_the_documentation_shows():
+    module = PretrainingModule(CONFIG)
+    module.configure_model()
+    assert parameters_like(module, ["*.weight", "*norm*"])

@@ -1,0 +1,351 @@
+"`PretrainingModule`: objectives, continued encoders, z-loss, optimizers with wishes of their own, and what is refused."
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_training import CONFIG, word_tokenizer
+
+from bertlab.model import encoder
+from bertlab.train.history import History
+from bertlab.data.module import PretrainingDataModule
+from bertlab.model.losses import LossParts
+from bertlab.model.metrics import token_bytes
+from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
+from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
+from bertlab.train.trainer import make_trainer
+
+RNG = np.random.default_rng(0)
+WORDS = ["".join(RNG.choice(list("abcdefgh"), RNG.integers(2, 6))) for _ in range(150)]
+TEXTS = [" ".join(RNG.choice(WORDS, RNG.integers(2, 30))) for _ in range(200)]
+TOKENIZER = word_tokenizer(WORDS)
+SHAPE = {**{k: v for k, v in CONFIG.items() if k != "vocab_size"}}
+
+
+def data_of(objective="mlm", train=TEXTS[40:], val=TEXTS[:40], **options):
+    options = {"max_sequence_length": 32, "train_batch_size": 8, "val_batch_size": 8, **options}
+    data = PretrainingDataModule(None, TOKENIZER, objective=objective, **options)
+    data.set_datasets(train, val)
+    return data
+
+
+def module_of(objective="mlm", seed=0, **options):
+    torch.manual_seed(seed)
+    options = {"learning_rate": 3e-3, "scheduler_warmup_steps": 2, "model_config_kwargs": SHAPE, **options}
+    return PretrainingModule(objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options)
+
+
+def fit(module, data, steps=6, **options):
+    history = History()
+    options = {"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options}
+    trainer = make_trainer(steps, callbacks=[history], **options)
+    trainer.fit(module, data)
+    return trainer, history.record
+
+
+@pytest.mark.parametrize("objective", ["mlm", "diffusion", "enhanced_mlm"])
+def test_each_objective_trains_and_reports_what_its_loss_means(objective):
+    trainer, record = fit(module_of(objective), data_of(objective))
+    last = record.validation[-1]
+    assert np.isfinite(record.column("loss")).all()
+    assert 0 <= last["val_accuracy"] <= 1
+    assert last["val_perplexity"] == pytest.approx(math.exp(last["val_loss"]), rel=1e-5)
+    # Letters a to h and short words: a uniform guess over 150 words costs about 2 bits per byte.
+    assert 1.0 < last["val_bits_per_byte"] < 3.0
+
+
+def test_bits_per_byte_of_masked_words_count_the_masked_bytes_and_of_a_bound_all_bytes():
+    bytes_V = torch.tensor([0.0, 3.0, 5.0, 7.0, 0.0])  # padding, three words, [MASK]
+    batch = {"input_ids": torch.tensor([[1, 4, 3, 0]]), "labels": torch.tensor([[-100, 2, -100, -100]])}
+    assert bytes_scored(batch, bytes_V) == 5
+    assert bytes_scored({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
+    positions = {**batch, "label_positions": torch.tensor([[1, 0]])}
+    assert bytes_scored(positions, bytes_V) == 5
+
+
+def test_token_bytes_add_up_to_the_text_without_its_spaces_whatever_the_tokenizer():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    text = "naïve café 東京 tests\nrun quickly"
+    wanted = len("".join(text.split()).encode())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator([text] * 3, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["[PAD]"]))  # fmt: skip
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]")
+    bytes_V = token_bytes(fast, len(fast) + 5)
+    assert bytes_V[fast(text)["input_ids"]].sum() == wanted
+    assert bytes_V[fast.pad_token_id] == 0 and bytes_V[-5:].sum() == 0
+    assert token_bytes(TOKENIZER, len(TOKENIZER))[TOKENIZER.convert_tokens_to_ids(WORDS[0])] == len(WORDS[0])
+
+
+def test_z_loss_is_followed_and_reported_apart_from_the_loss():
+    plain, record = fit(module_of(scheduler_warmup_steps=0), data_of(), 1)
+    weighted, with_z = fit(module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(), 1)
+    np.testing.assert_array_equal(record.column("loss"), with_z.column("loss"))
+    assert "train_z_loss" not in plain.callback_metrics
+    # log(vocabulary)^2 / 2 of an untrained model, nats squared
+    assert weighted.callback_metrics["train_z_loss"].item() == pytest.approx(math.log(len(TOKENIZER)) ** 2 / 2, rel=0.1)
+    assert record.column("gradient_norm")[0] != with_z.column("gradient_norm")[0]
+
+
+def test_accumulated_z_loss_is_that_of_the_whole_batch():
+    losses = {}
+    for rows, window in ((8, 1), (2, 4)):
+        trainer, _ = fit(module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(train_batch_size=rows), 1,
+                         accumulate_grad_batches=window)  # fmt: skip
+        losses[rows] = trainer.callback_metrics["train_z_loss"].item()
+    assert losses[2] == pytest.approx(losses[8], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+@pytest.mark.parametrize("headless", [False, True])
+def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind, headless):
+    small = dict(vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                 num_attention_heads=2, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
+    name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
+    extra = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+    config = getattr(transformers, f"{name}Config")(**small, **(extra if kind == "modernbert" else {}))
+    torch.manual_seed(0)
+    theirs = getattr(transformers, f"{name}{'Model' if headless else 'ForMaskedLM'}")(config).eval()
+    theirs.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), learning_rate=1e-3, scheduler_warmup_steps=2)
+    module.configure_model()
+    batch = TOKENIZER(TEXTS[0], return_tensors="pt")
+    keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    with torch.no_grad():
+        if headless:
+            ours, expected = module.model.eval().encoder(**keys)[0], theirs(**keys)[0]
+        else:
+            ours, expected = module.model.eval()(**keys).logits, theirs(**keys).logits
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+    module.model.train()
+    _, record = fit(module, data_of(), 3)
+    assert np.isfinite(record.column("loss")).all()
+
+
+def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tmp_path, caplog):
+    first = module_of()
+    first.configure_model()
+    first.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm")
+    assert "rebuilder" in caplog.text and "begin anew" in caplog.text
+    old, new = first.model.state_dict(), later.model.state_dict()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
+    assert "anew" not in caplog.text
+
+
+def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_trains():
+    module = module_of(optimizer_class="sophiah", learning_rate=1e-3, optimizer_kwargs={"update_period": 2})
+    trainer, record = fit(module, data_of(), 4, accumulate_grad_batches=2)
+    state = next(iter(trainer.optimizers[0].state.values()))
+    assert np.isfinite(record.column("loss")).all() and any("hessian" in key for key in state)
+
+
+def test_validation_sees_the_average_of_splus_and_training_goes_on_with_its_own_weights():
+    module, seen = module_of(optimizer_class="splus", learning_rate=0.1), {}
+
+    class Look(History):
+        def on_validation_batch_start(self, trainer, pl_module, *args):
+            seen["validation"] = pl_module.model.head.dense.weight.detach().clone()
+
+        def on_validation_end(self, trainer, pl_module):
+            seen["after"] = pl_module.model.head.dense.weight.detach().clone()
+
+        def on_validation_start(self, trainer, pl_module):
+            seen["before"] = pl_module.model.head.dense.weight.detach().clone()
+
+    trainer = make_trainer(4, "32-true", "cpu", callbacks=[Look()], val_check_steps=4)
+    trainer.fit(module, data_of())
+    assert torch.equal(seen["before"], seen["after"])
+    assert (seen["validation"] - seen["before"]).abs().max() > 1e-4
+    with averaged_weights(trainer.optimizers), averaged_weights(trainer.optimizers):  # nests
+        assert torch.equal(module.model.head.dense.weight, seen["validation"])
+    assert torch.equal(module.model.head.dense.weight, seen["after"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_skipped_step_leaves_weights_and_moments_alone(fused):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    before = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()
+    weight.grad = torch.full((3,), float("nan"))
+    skip_step(optimizer, torch.tensor(True))
+    optimizer.step()
+    assert torch.equal(weight, before[0]) and torch.equal(optimizer.state[weight]["exp_avg"], before[1])
+    weight.grad = torch.ones(3)
+    skip_step(optimizer, torch.tensor(False))
+    optimizer.step()
+    assert not torch.equal(weight, before[0])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_guards_are_asked_with_the_loss_and_norm_of_the_whole_batch_and_can_refuse(optimizer):
+    from lightning.pytorch.callbacks import Callback
+
+    class Guard(Callback):
+        def __init__(self):
+            self.asked, self.told = [], []
+
+        def judge(self, loss, norm):
+            self.asked.append((loss.item(), norm.item()))
+            return torch.tensor(len(self.asked) == 2)
+
+        def judged(self, skipped):
+            self.told.append(bool(skipped))
+
+    class Weights(Callback):
+        def __init__(self):
+            self.kept = []
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.kept.append(pl_module.model.head.dense.weight.detach().clone())
+
+    guard, weights, history = Guard(), Weights(), History()
+    module = module_of(optimizer_class=optimizer)
+    make_trainer(3, "32-true", "cpu", callbacks=[history, guard, weights]).fit(module, data_of())
+    assert guard.told == [False, True, False] and module.skipped is not None
+    assert torch.equal(weights.kept[0], weights.kept[1]) and not torch.equal(weights.kept[1], weights.kept[2])
+    np.testing.assert_allclose([a[0] for a in guard.asked], history.record.column("loss"), rtol=1e-6)
+
+
+def test_validation_metrics_divide_once_over_all_sets():
+    metrics = validation_metrics(torch.tensor([[800.0, 200, 40, 160, 0], [45.0, 9, 2, 9, 0]]))
+    assert metrics["val_loss"] == 845 / 209 and metrics["val_accuracy"].item() == pytest.approx(42 / 169)
+    assert metrics["val_loss_0"] == 4 and metrics["val_loss_1"] == 5 and "val_bits_per_byte" not in metrics
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"objective": "clm"}, ["objective", "'clm'", "mlm"]),
+    ({"loss_kwargs": {"z_weight": -1}}, ["z_weight"]),
+    ({"model_config_kwargs": {"hidden_size": 30, "num_attention_heads": 4}}, ["hidden_size"]),
+    ({"model_config_kwargs": {"vocab_size": 10}}, ["vocab_size=10", str(len(TOKENIZER))]),
+    ({"gradient_checkpointing": "sometimes"}, ["sometimes"]),
+    ({"model_kwargs": {"attention": "fast"}}, ["attention"]),
+    ({"pretrained_tokenizer_name_or_path": "no/where/at/all"}, ["no/where/at/all"]),
+])  # fmt: skip
+def test_a_mistake_is_named_when_the_module_is_made(options, words):
+    options = {"pretrained_tokenizer_name_or_path": TOKENIZER, "model_config_kwargs": SHAPE, **options}
+    with pytest.raises(ValueError) as caught:
+        PretrainingModule(**options)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+def test_an_objective_and_a_shape_that_do_not_fit_the_weights_are_refused(tmp_path):
+    first = module_of()
+    first.configure_model()
+    first.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="do not fit"):
+        PretrainingModule({"intermediate_size": 48}, str(tmp_path))
+
+
+def test_the_compiled_path_gives_the_loss_of_the_plain_one():
+    plain, compiled = module_of(), module_of(compile_model=True)
+    data = data_of()
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    losses = []
+    for module in (plain, compiled):
+        torch.manual_seed(0)
+        module.configure_model()
+        parts = module.label_loss(batch)
+        assert isinstance(parts, LossParts)
+        losses.append(parts.loss_sum)
+    assert "compiled_layers" in vars(compiled.model.encoder)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-4)
+
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    "asked, device, options",
+    [
+        (None, CPU, None),
+        (None, GPU, {}),
+        (False, GPU, None),
+        (True, CPU, {}),
+        ("reduce-overhead", GPU, {"mode": "reduce-overhead", "dynamic": False}),
+        ({"dynamic": False}, CPU, {"dynamic": False}),
+    ],
+)
+def test_compile_model_is_yes_no_a_mode_or_options(asked, device, options):
+    assert compile_options(asked, device) == options
+
+
+def test_compiling_twice_is_refused():
+    with pytest.raises(ValueError, match="XLA compiles; set compile_model=False"):
+        compile_options(True, torch.device("xla"))
+
+
+def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
+    seen = []
+    monkeypatch.setattr(encoder, "choose_kernel", lambda setting: seen.append(setting) or ("sdpa", ""))
+    module = module_of(model_kwargs={"attn_implementation": "auto"})
+    module.configure_model()
+    module.model(torch.ones(1, 8, dtype=torch.long))
+    compile_layers(module.model, backend="eager")
+    module.model(torch.ones(1, 8, dtype=torch.long))
+    assert [setting.compiled for setting in seen] == [False, True]
+
+
+def test_flops_count_real_context_and_the_sparse_head():
+    module = module_of()
+    one, far = module.num_flops_per_token(8, 0.15), module.num_flops_per_token(16, 0.15)
+    dense = module.num_flops_per_token(8, 1.0)
+    hidden, vocab, layers = 16, len(TOKENIZER), 2
+    # The window of 64 on each side is wider than both contexts, so every layer sees all of it.
+    assert far - one == pytest.approx(12 * hidden * 8 * layers)
+    assert dense - one == pytest.approx(6 * 0.85 * (hidden * hidden + vocab * hidden))
+
+
+@pytest.mark.parametrize("kwargs, peak_at", [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)])
+def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
+    module = module_of(scheduler_kwargs=kwargs, scheduler_cooldown_steps=0)
+    _, record = fit(module, data_of(), 10)
+    rates = record.column("learning_rate")
+    assert rates[peak_at - 1] == pytest.approx(3e-3) and rates[peak_at - 2] < 3e-3
+
+
+def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    first = module_of()
+    first.configure_model()
+    first.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("encoder.blocks", "encoder.stack"): weight for name, weight in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path),
+                              load_key_mapping={"encoder.blocks.*": "encoder.stack.*"})  # fmt: skip
+    old, new = first.model.state_dict(), later.model.state_dict()
+    assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def test_float8_and_a_budget_say_what_they_need(tmp_path):
+    module = module_of(float8="tensorwise")
+    with pytest.raises((ValueError, ImportError), match="float8"):
+        module.configure_model()
+    with pytest.raises(ValueError, match="compile"):
+        module_of(gradient_checkpointing={"mode": "budget", "budget": 0.5}, compile_model=False)
+
+
+@pytest.mark.parametrize("setting", [True, "selected_ops", {"mode": "selected_blocks", "interval": 2}])
+def test_activation_checkpointing_changes_no_loss(setting):
+    dropout = {**SHAPE, "hidden_dropout": 0.1}
+    _, plain = fit(module_of(model_config_kwargs=dropout), data_of(), 3)
+    _, less = fit(module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3)
+    np.testing.assert_array_equal(plain.column("loss"), less.column("loss"))

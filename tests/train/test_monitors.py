@@ -1,0 +1,286 @@
+"What a run says about its speed and its memory is counted right, and costs it no bit."
+
+import csv
+import time
+from mmap import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from test_training import CONFIG, Texts, equal, train
+
+from bertlab.train.history import History, RunCheckpoint, RunProgress
+from bertlab.model.config import BertLabConfig
+from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.monitors import IntervalCounter, MemoryMonitor, PlainProgress, StepFlops, Throughput
+from bertlab.train.monitors import count_lengths, find_peak, get_logger, get_progress
+from bertlab.train.trainer import make_trainer, seed_everything
+
+
+def tiny():
+    return PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+
+
+def lengths_by_hand(rows):
+    "How often each length occurs, by counting in plain Python."
+    counts = [0] * (len(rows[0]) + 1)
+    for row in rows:
+        for document in set(row) - {0}:
+            counts[row.count(document)] += 1
+    return counts
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 6), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_documents_are_counted_by_their_length(rows):
+    assert count_lengths(torch.tensor(rows)).tolist() == lengths_by_hand(rows)
+
+
+@pytest.mark.parametrize("row, expected", [
+    ([0, 0, 0], [0, 0, 0, 0]), ([1, 1, 1], [0, 0, 0, 1]), ([1, 1, 0], [0, 0, 1, 0]), ([1, 2, 3], [0, 3, 0, 0])])
+def test_blank_rows_and_ordinary_masks_are_counted_too(row, expected):
+    assert count_lengths(torch.tensor([row])).tolist() == expected
+    assert count_lengths(torch.tensor([row]).bool().int() if max(row) < 2 else torch.tensor([row])).tolist() == expected
+
+
+def test_a_batch_costs_what_its_documents_cost_one_by_one():
+    config = BertLabConfig(**CONFIG, local_attention=8)  # documents longer than the window are in
+    lengths, labels = [3, 30, 9, 9], 7
+    counts = np.bincount(lengths, minlength=33)
+    alone = sum(n * config.flops_per_token(n, 0) for n in lengths)
+    D, V = config.hidden_size, config.vocab_size
+    head = labels * 6 * (D * D + V * D)  # by hand: two matrices, forward and backward
+    assert StepFlops(config.flops_per_token).total(counts, labels) == pytest.approx(alone + head)
+    mean = sum(n * n for n in lengths) / sum(lengths)
+    by_mean = sum(lengths) * config.flops_per_token(mean, labels / sum(lengths))
+    assert by_mean > alone + head, "a window of the mean is more than the mean of the windows"
+
+
+def test_without_windows_the_mean_context_gives_the_same_cost():
+    config = BertLabConfig(**CONFIG, global_attention_every_n_layers=1)
+    lengths, labels = [1, 30, 12], 5
+    mean = sum(n * n for n in lengths) / sum(lengths)
+    expected = sum(lengths) * config.flops_per_token(mean, labels / sum(lengths))
+    cost = StepFlops(config.flops_per_token)
+    for size in (31, 64, 31):  # the rows of a run may change their length
+        assert cost.total(np.bincount(lengths, minlength=size), labels) == pytest.approx(expected)
+
+
+class Kept(Throughput):
+    "Keeps every interval that it took."
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.intervals = []
+
+    def take(self, trainer, flops):
+        self.intervals.append(super().take(trainer, flops))
+        return self.intervals[-1]
+
+
+def first_batches(number, **options):
+    "The batches of a run from its start."
+    out = []
+    loader = Texts(**options).train_dataloader()
+    while len(out) < number:
+        out += list(loader)
+    return out[:number]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_tokens_positions_and_operations_of_an_interval_are_those_of_its_batches(window):
+    monitor = Kept(every_steps=3)
+    train(Texts(), 9, [monitor], accumulate_grad_batches=window)
+    batches = first_batches(9 * window)
+    config = BertLabConfig(**CONFIG)
+    assert [i.steps for i in monitor.intervals] == [1, 2, 3, 3]
+    for interval, start, end in zip(monitor.intervals[1:], (1, 3, 6), (3, 6, 9)):
+        seen = batches[start * window : end * window]
+        assert interval.tokens == sum(int((b["attention_mask"] > 0).sum()) for b in seen)
+        assert interval.positions == sum(b["input_ids"].numel() for b in seen) > interval.tokens
+        lengths = [row.count(d) for b in seen for row in b["attention_mask"].tolist() for d in set(row) - {0}]
+        labels = sum(int((b["labels"] != -100).sum()) for b in seen)
+        cost = sum(n * config.flops_per_token(n, 0) for n in lengths)
+        cost += labels * (config.flops_per_token(1, 1) - config.flops_per_token(1, 0))
+        assert interval.flops == pytest.approx(cost, rel=1e-5) and interval.seconds > 0
+    rows = monitor.rows
+    assert [row["step"] for row in rows] == [3, 6, 9] and "mfu" not in rows[0], "a CPU has no peak"
+    total = [sum(column) for column in zip(*monitor.intervals[1:])]
+    assert rows[-1]["tokens_per_second"] == pytest.approx(total[2] / total[1])
+    assert rows[-1]["positions_per_second"] == pytest.approx(total[3] / total[1])
+    assert rows[-1]["flops_per_token"] == pytest.approx(total[4] / total[2])
+
+
+def test_the_window_slides_over_the_last_steps_only():
+    monitor = Kept(every_steps=2, window_steps=4, device_peak_flops=1e12)
+    train(Texts(), 12, [monitor])
+    last = monitor.intervals[-2:]
+    tokens, seconds, flops = (sum(getattr(i, key) for i in last) for key in ("tokens", "seconds", "flops"))
+    assert monitor.rows[-1]["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert monitor.rows[-1]["mfu"] == pytest.approx(flops / seconds / 1e12)
+    assert monitor.peak == (1e12, "given")
+
+
+def test_validation_is_no_training_time():
+    class SlowValidation(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            time.sleep(0.5)
+
+    monitor, start = Kept(every_steps=2), time.perf_counter()
+    train(Texts(), 6, [monitor, SlowValidation()], val_check_steps=2)
+    whole = time.perf_counter() - start
+    assert sum(i.seconds for i in monitor.intervals) < whole - 1.0, "two of three are in between"
+
+
+def test_a_module_that_cannot_count_operations_still_has_a_speed():
+    monitor = Throughput(every_steps=2)
+    seed_everything(0)
+    module = tiny()
+    module.num_flops_per_token = None
+    make_trainer(4, callbacks=[monitor], accelerator="cpu").fit(module, Texts())
+    assert set(monitor.rows[-1]) == {"step", "tokens_per_second", "positions_per_second"}
+
+
+def test_a_peak_may_be_measured_and_nonsense_is_refused():
+    flops, source = find_peak("measured", torch.device("cpu"), "32-true")
+    assert flops > 1e8 and "measured" in source
+    with pytest.raises(ValueError, match="'measured' or None, got 'fast'"):
+        find_peak("fast", torch.device("cpu"), "32-true")
+    for wrong in (0, -1, 2.5, True):
+        with pytest.raises(ValueError, match="every_steps"):
+            Throughput(every_steps=wrong)
+
+
+def held(num_bytes):
+    "Memory of the system itself: what numpy frees stays with a process that trains on a CPU."
+    block = np.frombuffer(mmap(-1, num_bytes), np.uint8)
+    block[:] = 1
+    return block
+
+
+class Allocates(Callback):
+    "Holds 120 MiB for a moment, during one step."
+
+    def __init__(self, at_step):
+        self.at_step = at_step
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step == self.at_step - 1:
+            held(120 * 2**20)
+
+
+def test_a_peak_inside_a_step_is_seen_in_its_interval_and_in_no_later_one():
+    if resident_memory_bytes() is None:
+        pytest.skip("resident memory is read from Linux's /proc")
+    monitor = MemoryMonitor(every_steps=2)
+    # The mark of the whole process must rise, so go above what earlier tests reached.
+    gap = held(max(0, peak_memory_bytes() - resident_memory_bytes()) + 2**20)
+    train(Texts(), 8, [Allocates(4), monitor])
+    del gap
+    peaks = {row["step"]: row["cpu_peak_bytes"] for row in monitor.rows}
+    assert sorted(peaks) == [2, 4, 6, 8]
+    assert peaks[4] - peaks[2] > 90 * 2**20 and peaks[4] - peaks[6] > 90 * 2**20
+
+
+def test_a_run_that_is_watched_ends_with_the_same_bits(tmp_path):
+    weights, record = train(Texts(), 8, val_check_steps=4)
+    watched = [Throughput(2, device_peak_flops="measured"), MemoryMonitor(2)]
+    again, seen = train(Texts(), 8, watched, val_check_steps=4, logger=get_logger("csv", tmp_path))
+    assert equal(weights, again)
+    np.testing.assert_array_equal(record.column("loss"), seen.column("loss"))
+
+
+def test_values_reach_the_logger_at_their_own_steps_and_the_callback_metrics(tmp_path):
+    monitor = Throughput(every_steps=3)
+    logger = get_logger("csv", tmp_path, "trial")
+    seed_everything(0)
+    trainer = make_trainer(7, callbacks=[monitor], accelerator="cpu", logger=logger)  # logs every 50
+    trainer.fit(tiny(), Texts())
+    assert trainer.callback_metrics["tokens_per_second"].item() == pytest.approx(
+        monitor.rows[-1]["tokens_per_second"], rel=1e-6)  # fmt: skip
+    with open(Path(logger.log_dir) / "metrics.csv") as f:
+        rows = [row for row in csv.DictReader(f) if row.get("tokens_per_second")]
+    assert [int(row["step"]) for row in rows] == [3, 6]
+    assert float(rows[1]["flops_per_token"]) == pytest.approx(monitor.rows[1]["flops_per_token"])
+
+
+def test_rows_go_on_after_a_resume_and_speed_is_of_the_new_session_alone(tmp_path):
+    path = tmp_path / "last.ckpt"
+    train(Texts(), 6, [Kept(2), MemoryMonitor(2), RunCheckpoint(path)])
+    monitor, memory = Kept(2), MemoryMonitor(2)
+    train(Texts(), 12, [monitor, memory, RunCheckpoint(path)], path)
+    assert [row["step"] for row in monitor.rows] == [2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in memory.rows] == [2, 4, 6, 8, 10, 12]
+    assert [i.steps for i in monitor.intervals] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("name, kind", [("csv", CSVLogger)])
+def test_a_logger_has_a_name(name, kind, tmp_path):
+    assert isinstance(get_logger(name, tmp_path), kind)
+    several = get_logger([name, name], tmp_path, version="a")
+    assert [type(logger) for logger in several] == [kind, kind] and several[0].version == "a"
+
+
+def test_a_second_session_does_not_delete_the_log_of_the_first(tmp_path):
+    for _ in range(2):
+        train(Texts(), 4, [Throughput(1)], logger=get_logger("csv", tmp_path))
+    assert len(list(tmp_path.rglob("metrics.csv"))) == 2
+
+
+def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("bertlab.train.monitors.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="'wandb' needs the package wandb: pip install wandb"):
+        get_logger("wandb", tmp_path)
+    with pytest.raises(ImportError, match="'tensorboard' needs the package tensorboard"):
+        get_logger(["csv", "tensorboard"], tmp_path)
+    with pytest.raises(ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb"):
+        get_logger("mlflow", tmp_path)
+    with pytest.raises(ImportError, match="needs the package rich"):
+        get_progress("rich")
+
+
+def test_progress_has_a_name_and_says_what_it_needs():
+    history = History()
+    kinds = {"auto": RunProgress, "plain": PlainProgress, "tqdm": TQDMProgressBar, "rich": RichProgressBar}
+    assert {name: type(get_progress(name, history)[0]) for name in kinds} == kinds
+    assert get_progress("none") == []
+    with pytest.raises(ValueError, match="reads a History"):
+        get_progress("plain")
+    with pytest.raises(ValueError, match="'fancy' is unknown; choose one of auto, tqdm"):
+        get_progress("fancy")
+
+
+@pytest.mark.parametrize("name", ["tqdm", "rich"])
+def test_lightnings_own_bars_show_the_run_and_change_no_bit(name, capsys):
+    weights, _ = train(Texts(), 4)
+    again, _ = train(Texts(), 4, get_progress(name), enable_progress_bar=True)
+    shown = capsys.readouterr()
+    assert equal(weights, again) and "4/" in shown.out + shown.err
+
+
+def test_plain_progress_prints_lines_also_where_a_bar_could_move(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    history = History()
+    seed_everything(0)
+    make_trainer(3, callbacks=[history, *get_progress("plain", history)], accelerator="cpu").fit(
+        tiny(), Texts())  # fmt: skip
+    assert "step 3/3: loss" in capsys.readouterr().out
+
+
+def test_an_interval_counter_counts_batches_without_labels_too():
+    counter = IntervalCounter()
+    trainer = make_trainer(1, accelerator="cpu")
+    counter.on_train_start(trainer, None)
+    counter.on_train_batch_start(trainer, None, None, 0)
+    counter.on_train_batch_end(trainer, None, None, {"attention_mask": torch.tensor([[1, 1, 2, 0]])}, 0)
+    config = BertLabConfig(**CONFIG)
+    taken = counter.take(trainer, StepFlops(config.flops_per_token))
+    assert (taken.tokens, taken.positions) == (3, 4)
+    cost = 2 * config.flops_per_token(2, 0) + config.flops_per_token(1, 0)
+    assert taken.flops == pytest.approx(cost, rel=1e-6)

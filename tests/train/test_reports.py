@@ -1,0 +1,145 @@
+"The page that a run leaves: true numbers, every reason to stop, nothing of the machine's folders."
+
+import json
+
+import numpy as np
+import pytest
+from test_training import word_tokenizer
+
+from bertlab.train.history import History, RunInterrupted, RunRecord
+from bertlab.data.module import PretrainingDataModule
+from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import TokenLimit
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.reports import (
+    RunReport, cost_facts, data_facts, environment, final_metrics, markdown_table, part_counts,
+    spread, why_stopped,
+)  # fmt: skip
+from bertlab.train.trainer import make_trainer, seed_everything
+
+WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
+TEXTS = [" ".join(WORDS[i % 7:] + WORDS[: i % 5]) for i in range(60)]
+SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=1,
+             max_position_embeddings=64)  # fmt: skip
+
+
+def parts(objective="mlm"):
+    tokenizer = word_tokenizer(WORDS)
+    data = PretrainingDataModule(None, tokenizer, objective, 32, train_batch_size=4, val_batch_size=4)
+    data.set_datasets(TEXTS, TEXTS[:7])
+    return PretrainingModule(SHAPE, None, tokenizer, objective, scheduler_warmup_steps=1), data
+
+
+def run(directory, *more, steps=4, objective="mlm"):
+    module, data = parts(objective)
+    seed_everything(0)
+    history = History()
+    trainer = make_trainer(steps, "32-true", val_check_steps=2,
+                           callbacks=[history, *more, RunReport(directory, history, "model: {a: 1}")])
+    trainer.fit(module, data)
+    return trainer, module, data
+
+
+@pytest.mark.parametrize("objective", ["mlm", "diffusion"])
+def test_a_report_holds_configuration_data_model_cost_validation_guards_and_numbers(tmp_path, objective):
+    trainer, module, data = run(tmp_path, NonFiniteGuard(), SpikeGuard(), objective=objective)
+    text = (tmp_path / "report.md").read_text()
+    for title in ("Result", "Curves", "Validation", "Model", "Data", "Cost", "Guards", "Environment", "Configuration"):
+        assert f"\n## {title}\n" in text
+    assert "model: {a: 1}" in text and "| SpikeGuard | 0 |" in text and environment()["torch"] in text
+    total = sum(p.numel() for p in module.model.parameters())
+    assert f"| total | {total:,} |" in text
+    assert "flops_per_token" in text and f"{len(data.train_dataset)} " in text
+    assert text.count("\n| 2 |") == 1 and text.count("\n| 4 |") == 1  # a row for each validation
+    assert str(tmp_path) not in text
+    assert {p.name for p in tmp_path.iterdir()} == {"report.md", "metrics.json", "history.csv", "loss.png", "rate.png"}
+
+
+def test_parts_of_a_model_add_up_to_it_whatever_the_objective():
+    for objective in ("mlm", "enhanced_mlm", "diffusion"):
+        module, _ = parts(objective)
+        module.configure_model()
+        counts = part_counts(module.model)
+        total = counts.pop("total")
+        assert total == sum(counts.values()) == sum(p.numel() for p in module.model.parameters())
+
+
+def test_the_context_of_a_token_is_the_length_of_its_own_document():
+    module, data = parts()
+    data.set_datasets(["the cat", "the cat sat on a mat"], ["the cat"])
+    data.setup()
+    batch = next(iter(data.val_dataloader()))
+    facts = cost_facts(module, data.train_dataset, batch)
+    # 4 and 8 positions with [CLS] and [SEP]: (4 * 4 + 8 * 8) / 12.
+    assert facts["mean_context"] == pytest.approx(80 / 12)
+    labels = (batch["labels"] != -100).sum() / (batch["attention_mask"] > 0).sum()
+    assert facts["label_rate"] == pytest.approx(float(labels))
+
+
+def test_data_facts_count_documents_and_tokens_of_each_set():
+    _, data = parts()
+    data.setup()
+    train, validation = data_facts(data)
+    assert train["documents"] == 60 and validation["documents"] == 7
+    assert train["tokens"] == sum(len(text.split()) for text in TEXTS)
+    assert validation["tokens"] == sum(len(text.split()) for text in TEXTS[:7])
+
+
+class Trouble(NonFiniteGuard):
+    "Raises what it is given after the second step."
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("error, words", [(RunInterrupted(2), "a signal"), (RuntimeError("secret/path"), "RuntimeError")])
+def test_a_run_that_breaks_off_still_leaves_its_report_and_says_why(tmp_path, error, words):
+    with pytest.raises(type(error)):
+        run(tmp_path, Trouble(error))
+    text = (tmp_path / "report.md").read_text()
+    assert "Ended after step 2" in text and words in text and "secret" not in text
+    assert words in json.loads((tmp_path / "metrics.json").read_text())["stopped"]
+
+
+def test_the_reason_of_a_limit_comes_before_the_last_step(tmp_path):
+    trainer, _, _ = run(tmp_path, TokenLimit(60))
+    assert "tokens are seen" in why_stopped(trainer)
+    trainer, _, _ = run(tmp_path)
+    assert why_stopped(trainer) == "its last step was reached"
+
+
+def test_validating_the_final_weights_updates_the_report_and_nothing_else_does(tmp_path):
+    trainer, module, data = run(tmp_path, steps=3)  # validated after step 2, not after 3
+    stale = json.loads((tmp_path / "metrics.json").read_text())
+    found = trainer.validate(module, data, verbose=False)[0]
+    fresh = json.loads((tmp_path / "metrics.json").read_text())
+    assert fresh["val_loss"] == pytest.approx(found["val_loss"]) != stale["val_loss"]
+    assert fresh["steps"] == stale["steps"] == 3
+
+
+def test_final_numbers_come_from_the_last_row_and_an_empty_run_has_none():
+    record = RunRecord()
+    assert set(final_metrics(record)) == {"peak_memory_bytes"}
+    record.rows = [(1.0, 6.0, 0.1, 1.0, 100, 2.0), (2.0, 5.0, 0.1, 1.0, 300, 4.0)]
+    record.validation = [{"step": 2, "val_loss": 5.5}]
+    metrics = final_metrics(record)
+    assert (metrics["steps"], metrics["tokens"], metrics["tokens_per_second"], metrics["val_loss"]) == (2, 300, 75, 5.5)
+    assert final_metrics(record, {"val_loss": 5.0})["val_loss"] == 5.0
+
+
+def test_a_table_escapes_bars_and_aligns_numbers():
+    assert markdown_table([]) == "none"
+    lines = markdown_table([{"a|": "x|y", "n": 1234567, "f": 0.00012345, "big": 1.5e9}]).splitlines()
+    assert lines[1].split(" | ")[1] == "---:" and lines[2].split(" | ")[1] == "1,234,567"
+    assert r"x\|y" in lines[2] and "0.0001234" in lines[2] and "1.500e+09" in lines[2]
+
+
+def test_a_long_history_is_thinned_evenly_and_keeps_both_ends():
+    assert spread(list(range(5))) == [0, 1, 2, 3, 4] and spread([]) == []
+    thin = spread(list(range(1000)), 11)
+    assert thin[0] == 0 and thin[-1] == 999 and len(thin) == 11 and np.ptp(np.diff(thin)) <= 1

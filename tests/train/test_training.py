@@ -1,0 +1,238 @@
+"""The engine: loss as sum and count, exact resume, whole checkpoints."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from bertlab.train.history import History, RunCheckpoint, RunInterrupted
+from bertlab.data.collators import MaskedLanguageModelingCollator
+from bertlab.data.module import EpochBatches, PackedLoaders, filled_batches, pack_texts
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.trainer import make_trainer, seed_everything
+
+CONFIG = dict(
+    vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+    num_attention_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+
+
+def word_tokenizer(words):
+    "A tokenizer that takes whole words, the same in every process."
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set(words))]
+    tokenizer = Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    special = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), names))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+class Texts(PackedLoaders):
+    "Packed rows of made-up sentences, without a corpus."
+
+    def __init__(self, batch_size=4, num_workers=0, num_texts=300, **collator_options):
+        super().__init__()
+        rng = np.random.default_rng(0)
+        words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 6))) for _ in range(150)]
+        texts = [" ".join(rng.choice(words, rng.integers(2, 30))) for _ in range(num_texts)]
+        tokenizer = word_tokenizer(words)
+        self.train_batch_size = self.val_batch_size = batch_size
+        self.num_workers = num_workers
+        self.collator = MaskedLanguageModelingCollator.from_tokenizer(
+            tokenizer, max_sequence_length=32, **collator_options)  # fmt: skip
+        self.train_dataset = pack_texts(texts, tokenizer, 32)
+        self.val_dataset = pack_texts(texts[:41], tokenizer, 32, shuffle=False)
+
+
+def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **options):
+    "Train a tiny encoder with dropout in float32; return its weights and its history."
+    seed_everything(seed)
+    history = History()
+    config = {**CONFIG, "embedding_dropout": dropout, "mlp_dropout": dropout}
+    module = PretrainingModule(config, learning_rate=3e-3, scheduler_warmup_steps=3)
+    options = {"precision": "32-true", "accelerator": "cpu", **options}
+    trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
+    try:
+        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+    except RunInterrupted:
+        pass
+    return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
+
+
+def equal(a, b):
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+class Stop(RunCheckpoint):
+    "A checkpoint that is asked to stop, as by Ctrl-C, during one step."
+
+    def __init__(self, path, at_step, **options):
+        super().__init__(path, **options)
+        self.at_step = at_step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.at_step - 1 and not self.signals.asked:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_accumulating_over_micro_batches_equals_the_one_big_batch():
+    whole, _ = train(Texts(batch_size=8), 5, dropout=0.0)
+    parts, _ = train(Texts(batch_size=1), 5, dropout=0.0, accumulate_grad_batches=8)
+    for key in whole:
+        torch.testing.assert_close(parts[key], whole[key], atol=1e-5, rtol=1e-4)
+
+
+def test_the_logged_loss_is_that_of_all_labels_of_the_window():
+    _, whole = train(Texts(batch_size=8), 3, dropout=0.0)
+    _, parts = train(Texts(batch_size=2), 3, dropout=0.0, accumulate_grad_batches=4)
+    np.testing.assert_allclose(parts.column("loss"), whole.column("loss"), rtol=1e-5)
+    np.testing.assert_array_equal(parts.column("tokens"), whole.column("tokens"))
+
+
+# 43 rows, 10 full batches an epoch: steps around the epoch's end (10, 11) and the validation (6).
+@pytest.mark.parametrize("stop_at", [1, 5, 6, 7, 10, 11, 12, 14])
+def test_a_run_stopped_at_any_step_and_resumed_is_bit_identical(tmp_path, stop_at):
+    data, path = Texts(), tmp_path / "last.ckpt"
+    options = {"val_check_steps": 6}
+    weights, record = train(data, 15, **options)
+    train(Texts(), 15, [Stop(path, stop_at, every_steps=1000)], **options)
+    assert path.exists()
+    resumed, again = train(Texts(), 15, [RunCheckpoint(path)], path, seed=77, **options)
+    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    np.testing.assert_array_equal(again.column("learning_rate"), record.column("learning_rate"))
+    assert again.validation == record.validation and equal(weights, resumed)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"accumulate": 3}])
+def test_resume_is_exact_with_workers_and_inside_accumulation(tmp_path, options):
+    workers, window = options.get("num_workers", 0), options.get("accumulate", 1)
+    path, make = tmp_path / "last.ckpt", lambda: Texts(num_workers=workers)
+    trainer_options = {"accumulate_grad_batches": window, "val_check_steps": 4}
+    weights, record = train(make(), 9, **trainer_options)
+    train(make(), 9, [Stop(path, 5)], **trainer_options)
+    resumed, again = train(make(), 9, [RunCheckpoint(path)], path, seed=77, **trainer_options)
+    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+    assert again.validation == record.validation and equal(weights, resumed)
+
+
+def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
+    path = tmp_path / "last.ckpt"
+    weights, record = train(Texts(), 12, val_check_steps=4)
+    train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
+    state = torch.load(path, weights_only=False)
+    assert state["global_step"] == 8
+    resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
+    assert again.validation == record.validation
+    np.testing.assert_array_equal(again.column("loss"), record.column("loss"))
+
+
+def test_signals_are_given_back_after_training(tmp_path):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    train(Texts(), 4, [RunCheckpoint(tmp_path / "last.ckpt")])
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    train(Texts(), 4, [Stop(tmp_path / "stopped.ckpt", 2)])
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_rows_are_dealt_once_and_processes_never_share_one():
+    data = Texts()
+    for world_size in (1, 2, 3):
+        loaders = [EpochBatches(data.train_dataset, None, 4, rank=r, world_size=world_size)
+                   for r in range(world_size)]  # fmt: skip
+        assert len({len(loader) for loader in loaders}) == 1
+        keys = [key for loader in loaders for b in range(len(loader)) for key in loader.keys(3, b)]
+        assert len(set(keys)) == len(keys) and {epoch for epoch, _ in keys} == {3}
+        assert len(data.train_dataset) - len(keys) < 4 * world_size
+        dealt = [i for r in range(world_size) for b in filled_batches(41, 4, r, world_size) for i in b]
+        assert sorted(i for i in dealt if i >= 0) == list(range(41))
+
+
+def test_validation_counts_each_label_once_whatever_the_batch_size():
+    losses = []
+    for batch_size in (3, 8, 64):
+        data = Texts(batch_size=batch_size, seed=4)
+        seed_everything(1)
+        module = PretrainingModule(CONFIG)
+        trainer = make_trainer(1, "32-true", accelerator="cpu", val_check_steps=1)
+        losses.append(trainer.validate(module, data, verbose=False)[0]["val_loss"])
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-5)
+
+
+def test_float16_gradients_are_unscaled_before_they_are_clipped():
+    from lightning.pytorch.plugins import MixedPrecision
+
+    _, exact = train(Texts(), 4, dropout=0.0)
+    # float16 sums overflow at the first scales: those steps are skipped and the scale halves.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    plugin.precision = "16-mixed"
+    _, half = train(Texts(), 4, dropout=0.0, precision=None, plugins=[plugin])
+    np.testing.assert_allclose(half.column("gradient_norm"), exact.column("gradient_norm"), rtol=0.05)
+
+
+TWO_PROCESSES = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_training import Texts, train
+weights, record = train(Texts(batch_size=int(sys.argv[2])), 4, dropout=0.0, devices=int(sys.argv[3]),
+                        strategy="ddp" if sys.argv[3] == "2" else "auto", val_check_steps=2)
+import os
+if os.environ.get("LOCAL_RANK", "0") == "0":
+    torch.save((weights, record.column("loss"), record.validation), sys.argv[4])
+"""
+
+
+def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
+    results = []
+    (tmp_path / "job.py").write_text(TWO_PROCESSES)
+    for batch_size, processes in ((8, 1), (4, 2)):
+        out = tmp_path / f"{processes}.pt"
+        arguments = [Path(__file__).parent, batch_size, processes, out]
+        subprocess.run(
+            [sys.executable, tmp_path / "job.py", *map(str, arguments)], check=True, timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        results.append(torch.load(out, weights_only=False))
+    (one, losses, validation), (two, losses_2, validation_2) = results
+    np.testing.assert_allclose(losses_2, losses, rtol=1e-5)
+    np.testing.assert_allclose(
+        [v["val_loss"] for v in validation_2], [v["val_loss"] for v in validation], rtol=1e-5)
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-3)
+
+
+def test_only_a_kernel_makes_a_notebook(monkeypatch):
+    import types
+
+    from bertlab.train.history import in_notebook
+
+    code = "import ipykernel, IPython; from bertlab.train.history import in_notebook; print(in_notebook())"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                           env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+    assert shown.stdout.strip() == "False", "an import of ipykernel is no notebook"
+    shell = types.SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    assert in_notebook()
+
+
+def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path):
+    from bertlab.data.module import PretrainingDataModule
+
+    words = [f"word{i}" for i in range(40)]
+    rows = [" ".join(words[i % 40 :] + words[: i % 40]) + f" {i}" for i in range(200)]
+    (tmp_path / "t.csv").write_text("body\n" + "\n".join(rows) + "\n")
+    data = PretrainingDataModule(
+        str(tmp_path / "t.csv"), word_tokenizer(words), text_column="body", max_sequence_length=64,
+        train_batch_size=4, data_kwargs={"max_documents": 60},
+    )  # fmt: skip
+    data.setup()
+    documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
+    assert 0 < documents <= 60
