@@ -27,6 +27,8 @@ from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.finetuning.tasks import Task  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text():

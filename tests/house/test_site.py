@@ -14,6 +14,7 @@ import sync
 import yaml
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = [path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT)]
 
 
