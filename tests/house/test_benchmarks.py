@@ -39,6 +39,17 @@ def text():
     return corpus, train_tokenizer(corpus.train_texts, 120)
 
 
+def test_a_quick_run_never_writes_over_the_full_result(tmp_path, capsys):
+    parser = sides.common_parser("what", "delivery", rounds=5)
+    full, kept = sides.RESULTS / "delivery.json", ["--kept", str(tmp_path)]
+    assert parser.parse_args(kept).output == full
+    assert parser.parse_args([*kept, "--quick"]).output == tmp_path / "quick/delivery.json"
+    assert parser.parse_args([*kept, "--quick", "--output", "x.json"]).output == Path("x.json")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--quick", "--output", str(full)])
+    assert "delivery.json holds the full result" in capsys.readouterr().err
+
+
 def test_sides_take_turns_so_that_none_is_always_first():
     assert sides.in_turns(["A", "B"], 3) == [(0, "A"), (0, "B"), (1, "B"), (1, "A"), (2, "A"), (2, "B")]
 
