@@ -13,7 +13,8 @@ _FACE = {
     "core.plots": "new_axes plot_loss",
     # data: from a text on disk to a masked batch
     "data.documents": "Document",
-    "data.corpus": "Corpus embedded_corpus load_corpus load_tokenizer make_corpus train_tokenizer",
+    "data.corpus": "Corpus embedded_corpus load_corpus make_corpus",
+    "data.tokenizers": "load_tokenizer train_tokenizer",
     "data.masking": "MaskingRule",
     "data.diffusion": "DiffusionRule",
     "data.rows": "Collator Vocabulary",
@@ -51,12 +52,11 @@ _FACE = {
     "optim.optimizers": "get_optimizer optimizer_table",
     # train: a loop that survives being killed
     "train.modules": "PretrainingModule",
-    "train.history": "History RandomStates RunCheckpoint",
+    "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
-    "train.checkpoints": "CheckpointSeries find_checkpoint",
+    "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
     "train.model_directories": "ModelDirectories write_model",
-    "train.stopping": "GrowingBatch LossBound TimeLimit TokenLimit",
-    "train.guards": "NonFiniteGuard SpikeGuard",
+    "train.stopping": "GrowingBatch LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
     "train.monitors": "MemoryMonitor Throughput",
     "train.histograms": "WeightHistograms read_histograms",
     "train.previews": "CompileAhead DiffusionPreview FillMaskPreview",
@@ -89,6 +89,18 @@ _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
 
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]
+
+
+def _lazy_parts(chapter: str, names: tuple[str, ...]):
+    "`__getattr__` and `__dir__` of a chapter, whose parts are imported when somebody asks for them."
+    from importlib import import_module
+
+    def __getattr__(name: str):
+        if name in names:
+            return import_module(f"{chapter}.{name}")
+        raise AttributeError(f"module {chapter!r} has no part {name!r}; it has {', '.join(names)}")
+
+    return __getattr__, lambda: sorted(names)
 
 
 def __getattr__(name: str):

@@ -23,12 +23,12 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
 from .model_directories import rebuild, whole_weights, write_model, written_directory
-from ..data.corpus import load_tokenizer, train_tokenizer
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from .distill import DistillationModule
 from ..core.durations import read_amount
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
-from .guards import NonFiniteGuard
+from .stopping import NonFiniteGuard
 from .modules import PretrainingModule
 from .parallel import count_processes
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from bertlab.train.history import History
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.train.stopping import TokenTally
 from bertlab.train.modules import PretrainingModule
@@ -160,7 +160,8 @@ def small_run(material, callbacks, row_length=64, objective="mlm", model=None, *
 
 @pytest.fixture(scope="module")
 def material():
-    from bertlab.data.corpus import embedded_corpus, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import train_tokenizer
 
     corpus = embedded_corpus(max_documents=200)
     return corpus, train_tokenizer(corpus.train_texts, 400)

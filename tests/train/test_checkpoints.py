@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM
 
-from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
 from bertlab.train.model_directories import (
     MODEL_MARKER,
     FilledShelf,

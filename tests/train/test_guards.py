@@ -11,16 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.train.history import History, RunCheckpoint
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard, spike_limits
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossParts
-from bertlab.train.steps import TokenWeightedModule
+from bertlab.train.steps import TrainingModule
 from bertlab.train.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
 
 
-class Line(TokenWeightedModule):
+class Line(TrainingModule):
     "A linear model whose loss is that of a sum and a count; a batch brings its own factor."
 
     def __init__(self, make_optimizer=None, width=4):
@@ -29,10 +30,10 @@ class Line(TokenWeightedModule):
         self.layer = torch.nn.Linear(width, 1)
         self.make_optimizer = make_optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.05))
 
-    def training_step(self, batch, batch_idx):
+    def label_loss(self, batch):
         loss_BL = (self.layer(batch["x"])[..., 0] - 1).square() * batch["factor"][:, None]
         zero = torch.zeros(())
-        return self.backward_loss(LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero))
+        return LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (self.layer(batch["x"]) - 1).square().mean(), sync_dist=True)
@@ -286,7 +287,7 @@ TWO_PROCESSES = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_guards import NAN, Numbered, fit
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
 guards = [NonFiniteGuard(4), SpikeGuard()]

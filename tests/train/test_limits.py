@@ -11,8 +11,9 @@ import torch
 from test_guards import NAN, Line, Numbered, fit, same_weights
 
 from bertlab.optim.budgets import BatchWarmup
-from bertlab.train.history import History, RunCheckpoint
-from bertlab.train.guards import NonFiniteGuard
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
+from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.stopping import GrowingBatch, LossBound, LossInterval, RunningLoss, TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
 
@@ -306,7 +307,7 @@ sys.path.insert(0, sys.argv[1])
 from test_guards import Numbered, fit
 from test_limits import Watch, Wind, slow
 from bertlab.optim.budgets import BatchWarmup
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.stopping import GrowingBatch, LossBound, TimeLimit, TokenLimit
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 watch, steps, path = Watch(), [], sys.argv[2] + "/last.ckpt"

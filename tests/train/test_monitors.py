@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.loggers import CSVLogger
 from test_training import CONFIG, Texts, equal, train
 
-from bertlab.train.history import History, RunCheckpoint, RunProgress
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History, RunProgress
 from bertlab.model.config import BertLabConfig
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.modules import PretrainingModule

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.utils.data import DataLoader
 
-from bertlab.train.history import History, RunCheckpoint, TerminalBar, random_states
+from bertlab.train.checkpoints import RunCheckpoint, random_states
+from bertlab.train.history import History, TerminalBar
 from bertlab.model.generate import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_layers
 from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek

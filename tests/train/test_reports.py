@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from test_training import word_tokenizer
 
-from bertlab.train.history import History, RunInterrupted, RunRecord
+from bertlab.train.checkpoints import RunInterrupted
+from bertlab.train.history import History, RunRecord
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.train.stopping import TokenLimit
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import (

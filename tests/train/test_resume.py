@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything

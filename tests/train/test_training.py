@@ -14,7 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.history import History, RunCheckpoint, RunInterrupted
+from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.history import History
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PackedLoaders, filled_batches, pack_texts
 from bertlab.train.modules import PretrainingModule
