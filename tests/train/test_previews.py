@@ -21,7 +21,7 @@ from bertlab.train.history import History, TerminalBar
 from bertlab.model.generate import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_layers
 from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek
-from bertlab.train.previews import check_rehearsable, rehearsal, undisturbed
+from bertlab.train.previews import rehearsal, undisturbed
 from bertlab.train.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def test_compile_ahead_refuses_a_module_that_it_cannot_run():
 def test_compiling_ahead_is_refused_where_it_would_do_nothing():
     on_tpu = SimpleNamespace(label_loss=None, device=torch.device("xla"))
     with pytest.raises(ValueError, match="nothing on a TPU; set compile_ahead=False"):
-        check_rehearsable(on_tpu)
+        compile_ahead(on_tpu, {})
 
 
 def two(folder):
@@ -265,8 +265,8 @@ def two(folder):
     class Kept(Throughput):
         intervals = ()
 
-        def take(self, trainer, flops):
-            self.intervals = (*self.intervals, super().take(trainer, flops))
+        def take(self, trainer):
+            self.intervals = (*self.intervals, super().take(trainer))
             return self.intervals[-1]
 
     results = {}

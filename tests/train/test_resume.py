@@ -61,7 +61,7 @@ def run(folder, log, options, die_at=None, checkpoint=True, trainer_options=None
     module = PretrainingModule({**CONFIG, "num_hidden_layers": 1}, learning_rate=1e-3,
                               scheduler_warmup_steps=3)  # fmt: skip
     resumed = str(path) if checkpoint and path.exists() else None
-    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    trainer.fit(module, data, ckpt_path=resumed)
 
 
 def read_log(path):

@@ -62,7 +62,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     options = {"precision": "32-true", "accelerator": "cpu", **options}
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
     try:
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
     except RunInterrupted:
         pass
     return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
@@ -128,7 +128,7 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
     train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path)
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
