@@ -28,7 +28,8 @@ from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.loading import load_weights
 from ..model.losses import LossParts, LossRule
 from ..model.metrics import token_bytes
-from ..optim.optimizers import get_optimizer, parameter_groups
+from ..optim.groups import parameter_groups
+from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import OTHER_UNITS, get_scheduler
 from .steps import TrainingModule
 
