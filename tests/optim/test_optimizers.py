@@ -11,7 +11,6 @@ from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
 from bertlab.optim.schedulers import get_scheduler
 
 
-
 def with_gradient(values: list[float], gradient: list[float]) -> nn.Parameter:
     parameter = nn.Parameter(torch.tensor(values, dtype=torch.float64))
     parameter.grad = torch.tensor(gradient, dtype=torch.float64)

@@ -22,7 +22,6 @@ from bertlab.optim.schedulers import (
 )
 
 
-
 def an_optimizer(*rates: float) -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)]
     return torch.optim.SGD(groups)
