@@ -45,7 +45,8 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.loaders import pack_texts
 from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
-from bertlab.optim.optimizers import get_optimizer, parameter_groups
+from bertlab.optim.groups import parameter_groups
+from bertlab.optim.optimizers import get_optimizer
 from bertlab.explorers.profiling import host_reads
 
 LENGTH, MASKED = 512, 0.15

@@ -22,7 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
-from .model_directories import rebuild, whole_weights, write_model, written_directory
+from ..model.huggingface import save_model
+from .model_directories import rebuild, whole_weights, written_directory
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from .distill import DistillationModule
@@ -212,7 +213,7 @@ class StageEnd(Callback):
                        **(self.history.record.validation or [{}])[-1]}  # fmt: skip
             self.history.record.write_csv(self.directory.with_name("history.csv"))
             with written_directory(self.directory) as temporary:
-                write_model(rebuild(pl_module.model, weights), temporary, self.tokenizer)
+                save_model(rebuild(pl_module.model, weights), self.tokenizer, temporary)
                 (temporary / "stage.json").write_text(json.dumps(summary, indent=1) + "\n")
         trainer.strategy.barrier()
 
