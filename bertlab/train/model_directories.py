@@ -246,9 +246,8 @@ class ModelDirectories(Callback):
         self._written = trainer.global_step
         if trainer.is_global_zero:
             model = rebuild(pl_module.model, weights)
-            with same_random_states():  # building another class draws its first weights
-                self.shelf.put(self._written, value,
-                               lambda directory: save_model(model, self.tokenizer, directory))
+            self.shelf.put(self._written, value,
+                           lambda directory: save_model(model, self.tokenizer, directory))
 
     def on_train_end(self, trainer, pl_module) -> None:
         if self._written != trainer.global_step:
