@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
