@@ -12,7 +12,6 @@ import math
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
