@@ -64,10 +64,10 @@ def check_objective(objective: str) -> None:
 def check_batch(
     batch: dict[str, Tensor],
     model: BertLabTokenPredictor,
+    objective: str,  # of the module
     plain_mean: bool = False,  # whether the module leaves diffusion's weights out
 ) -> None:
     "Raise `ValueError` where a batch was made for another objective, or nobody would read a key."
-    objective = next(name for name, kind in OBJECTIVE_MODELS.items() if kind is type(model))
     made_for = next((name for name, key in OWN_KEYS.items() if key in batch), "mlm")
     if made_for != objective and not (plain_mean and made_for == "mlm"):
         raise ValueError(f"the batch is made for objective={made_for!r} and the module has "
@@ -340,7 +340,7 @@ class PretrainingModule(TrainingModule):
         "What the model is given of a batch. Raises `ValueError` for one of another objective."
         h = self.hparams
         if not self._checked:  # the collator makes all batches alike
-            check_batch(batch, self.model, h.plain_mean)
+            check_batch(batch, self.model, h.objective, h.plain_mean)
             self._checked = True
         left_out = {*BOOKKEEPING, "loss_weights" if h.plain_mean else None}
         return {name: value for name, value in batch.items() if name not in left_out}
