@@ -28,7 +28,7 @@ from ..data.module import PretrainingDataModule, training_texts
 from .distill import DistillationModule
 from ..core.durations import read_amount
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
-from .guards import NonFiniteGuard
+from .stopping import NonFiniteGuard
 from .modules import PretrainingModule
 from .parallel import count_processes
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint

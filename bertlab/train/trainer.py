@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 
-from .history import RandomStates, WholeFileCheckpointIO
+from .checkpoints import RandomStates, WholeFileCheckpointIO
 from ..core.devices import check_request, default_precision, keep_freed_memory
 from .parallel import get_strategy
 from .xla import xla_settings

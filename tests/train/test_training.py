@@ -14,7 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.history import History, RunCheckpoint, RunInterrupted
+from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.history import History
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PackedLoaders, filled_batches, pack_texts
 from bertlab.train.modules import PretrainingModule
@@ -61,7 +62,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     options = {"precision": "32-true", "accelerator": "cpu", **options}
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
     try:
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
     except RunInterrupted:
         pass
     return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
@@ -127,7 +128,7 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
     train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path)
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
