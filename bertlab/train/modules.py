@@ -312,6 +312,7 @@ class PretrainingModule(TrainingModule):
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
+        self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
         self.loss_rule = LossRule(**(loss_kwargs or {}))
         self.reports_z_loss = self.loss_rule.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
@@ -389,6 +390,8 @@ class PretrainingModule(TrainingModule):
         self.model, self._configured = model, True
 
     def configure_optimizers(self) -> dict[str, Any]:
+        # Lightning takes out what cannot be pickled, such as a function made in a notebook.
+        self.hparams.update(self._own)
         return pretraining_optimizer(self.model, self.hparams, self.total_steps())
 
     def total_steps(self) -> int | float:

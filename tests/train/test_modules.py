@@ -394,7 +394,7 @@ def test_module_and_data_of_two_objectives_are_refused_at_fit_with_a_data_module
     with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
         fit(module_of(ours), data)
     data.setup("fit")
-    trainer = make_trainer(1, "32-true", "cpu")
+    trainer = make_trainer(2, "32-true", "cpu")
     with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
         trainer.fit(module_of(ours), data.train_dataloader())
 
@@ -436,7 +436,7 @@ def test_own_optimizer_schedule_and_overrides_reach_the_run():
     trainer, record = fit(module, data_of(), 2)
     assert type(trainer.optimizers[0]) is torch.optim.NAdam
     rates = {round(group["initial_lr"], 6) for group in trainer.optimizers[0].param_groups}
-    assert rates == {0.01, 0.001} and set(record.column("learning_rate")) <= {0.005, 0.0005}
+    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.0005)
     timed = module_of(schedule="time_budget", scheduler_kwargs={"budget": "1h"})
     trainer, _ = fit(timed, data_of(), 2)
     assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
