@@ -237,3 +237,16 @@ def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path
     data.setup()
     documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
     assert 0 < documents <= 60
+
+
+def test_a_trainer_that_never_validates_in_fit_validates_when_it_is_asked():
+    data, history = Texts(), History()
+    seed_everything(0)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+    trainer = make_trainer(2, "32-true", "cpu", callbacks=[history])
+    (before,) = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    assert history.record.validation == [], "fit left validation out"
+    (after,) = trainer.validate(module, data, verbose=False)
+    (tested,) = trainer.validate(module, data, verbose=False)
+    assert after["val_loss"] != before["val_loss"] and tested == after
