@@ -19,9 +19,9 @@ from .data.documents import Document as Document
 from .data.corpus import Corpus as Corpus
 from .data.corpus import embedded_corpus as embedded_corpus
 from .data.corpus import load_corpus as load_corpus
-from .data.corpus import load_tokenizer as load_tokenizer
 from .data.corpus import make_corpus as make_corpus
-from .data.corpus import train_tokenizer as train_tokenizer
+from .data.tokenizers import load_tokenizer as load_tokenizer
+from .data.tokenizers import train_tokenizer as train_tokenizer
 from .data.masking import MaskingRule as MaskingRule
 from .data.diffusion import DiffusionRule as DiffusionRule
 from .data.rows import Collator as Collator
@@ -137,8 +137,8 @@ from .explorers.fill_mask import ask_checkpoints as ask_checkpoints
 from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.profiling import measure_roofline as measure_roofline
 from .explorers.profiling import profile_step as profile_step
-from .cli.recipes import Recipe as Recipe
-from .cli.recipes import load_recipe as load_recipe
+from .cli.demo import Recipe as Recipe
+from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
 
 __version__: str
