@@ -298,7 +298,7 @@ class Command:
                 key = f"{prefix}.{option.name}" if prefix else option.name
                 if key not in self.skip and key not in self.follows:
                     default = self.defaults.get(key, option.default)
-                    help = self.helps.get(key, option.help)
+                    help = self.helps.get(key) or option.help or _WORDS.get(option.name, "")
                     required = option.required and key not in self.defaults
                     found[key] = Option(key, option.kind, default, help, required)
         return found
@@ -369,6 +369,8 @@ class Command:
         "The option that a flag means: itself, or the dictionary that it is an entry of."
         if name in known:
             return name
+        if name in self.skip:
+            raise ValueError(f"{name} is decided by bertlab {self.name}: leave it out")
         key = name
         while "." in key:
             key = key.rpartition(".")[0]
@@ -376,8 +378,6 @@ class Command:
                 return key
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
-        if name in self.skip:
-            raise ValueError(f"{name} is decided by bertlab {self.name}: leave it out")
         flags = [*known, "help", *["resume"] * bool(self.resume), *["overwrite"] * self.overwrite,
                  *["config", "print_config"] * self.configured]
         raise ValueError(f"{name!r} is no parameter{_suggest(name, flags)}")
@@ -518,6 +518,30 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
             *(" " * indent + line for line in wrapped[1:])]
 
 # %% ../../nbs/cli/01_options.ipynb #7ae048e3
+_WORDS = {  # where a parameter has no comment of its own
+    "scheduler_warmup_kind": "how the rate begins: constant, linear, cosine or exponential",
+    "scheduler_warmup_steps": "optimizer steps of the warmup",
+    "scheduler_training_kind": "how the rate goes on: constant, linear, cosine or exponential",
+    "scheduler_training_steps": "optimizer steps between warmup and cooldown; -1: the rest",
+    "scheduler_training_decay": "factor of the peak where the training phase ends",
+    "scheduler_cooldown_kind": "how the rate ends: constant, linear, inverse-sqrt, cosine or "
+                               "exponential",
+    "scheduler_cooldown_steps": "optimizer steps of the cooldown",
+    "scheduler_cooldown_decay": "factor of the peak at the end of the run",
+    "learning_rate": "peak of the schedule", "weight_decay": "on matrices",
+    "warmup_steps": "optimizer steps until the peak; or warmup_ratio",
+    "train_split": "split to train on, such as train or train[:10%]",
+    "val_split": "split to validate on", "test_split": "split to test on",
+    "dataset_config_name": "configuration of a hub dataset that has several",
+    "text_column": "column of the text, by name or by number from 1",
+    "label_column": "column of the label, by name or by number from 1",
+    "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
+    "test_batch_size": "rows per process in the test",
+    "num_workers": "processes that make batches; 0: none beside the run itself",
+    "collator_kwargs": "options of the collator, such as mlm_probability",
+    "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
+    "optimizer_kwargs": "options of the optimizer, such as betas",
+}
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
@@ -531,10 +555,7 @@ _PRETRAIN = dict(
              "run.progress": ("train/monitors.py", "PROGRESS"),
              "run.loggers": ("train/monitors.py", "LOGGERS")},
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
-                                "and init_args; they come after the run's own",
-           "model.optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
-           "model.optimizer_kwargs": "options of the optimizer, such as betas",
-           "data.collator_kwargs": "options of the collator, such as mlm_probability"},
+                                "and init_args; they come after the run's own"},
 )
 COMMANDS = {command.name: command for command in (
     Command("demo", "train a small encoder on text, in minutes",
@@ -564,7 +585,8 @@ COMMANDS = {command.name: command for command in (
                      "run.glue": ("cli/finetune.py", "GLUE"),
                      "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
     Command("predict", "label what a file or standard input holds",
-            {"": ("cli/finetune.py", "predict")}, ("directory", "file"), overwrite=True),
+            {"": ("cli/finetune.py", "predict")}, ("directory", "file"), overwrite=True,
+            skip=("overwrite",)),
     Command("validate", "measure a model on validation text", positionals=("run.output",),
             **_PRETRAIN),
     Command("fill-mask", "let a model fill the gaps of texts",
@@ -572,6 +594,9 @@ COMMANDS = {command.name: command for command in (
     Command("distill", "train in stages, each held close to the last",
             {"": ("cli/pretrain.py", "distill"), "run": ("cli/pretrain.py", "RunChoices")},
             ("config",), resume="go on with what is in --output", overwrite=True,
-            skip=("run.output", "run.batch_tokens", "run.microbatch_tokens", "run.vocab_size")),
+            skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
+                "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
+                "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
+            choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
     Command("devices", "say what a run would use here", {}),
 )}
