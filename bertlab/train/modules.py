@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.config import BertLabConfig
-from ..model.convert import from_huggingface
+from ..model.huggingface import bertlab_config, from_huggingface
 from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
-from ..model.families import bertlab_config
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
