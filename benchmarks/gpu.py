@@ -37,7 +37,8 @@ from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig
 import bertlab
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.model.config import bert_base, modernbert_base
-from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.devices import find_devices
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM

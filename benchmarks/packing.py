@@ -20,7 +20,8 @@ import numpy as np
 from sides import machine
 
 import bertlab
-from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.files import written_whole
 from bertlab.data.packing import EpochOrder, PackedDataset, TokenizedDocuments, plan_best_fit, split_long
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes

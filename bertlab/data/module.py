@@ -20,7 +20,8 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from .collators import get_collator_cls
-from .corpus import Corpus, load_corpus, load_tokenizer
+from .corpus import Corpus, load_corpus
+from .tokenizers import load_tokenizer
 from .loaders import HELD_OUT_AMONG, EndlessBatches, EpochBatches, FilledRows, MixedRows
 from .loaders import Source, TokenStream, TrainingTexts, collate_bare, filled_batches
 from .loaders import is_held_out, pack_texts, read_batches, read_rows, special_ids

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.corpus import load_tokenizer
+from ..data.tokenizers import load_tokenizer
 from .good_rows import TASKS, BadRows, CheckedRows, find_files, keep_good
 from .good_rows import load_hub
 from .labelled import PROBLEM_OF, LabelNames, flatten, guess_problem

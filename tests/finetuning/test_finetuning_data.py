@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.labelled import LabelNames, best_answers, choose_answer, hold_out_texts
 from bertlab.data.loaders import EpochBatches
