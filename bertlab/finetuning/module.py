@@ -26,7 +26,8 @@ from ..model.config import BertLabConfig
 from .label_metrics import check_choice
 from .labelled import is_unlabelled, read_columns
 from ..model.losses import LossParts
-from ..train.modules import CurvatureAware, compile_layers, compile_options, recompute
+from ..train.modules import compile_layers, compile_options, recompute
+from ..train.steps import TrainingModule
 from ..optim.optimizers import get_optimizer
 from ..model.task_heads import weighted_loss
 from .metrics import AnswerScores, TaskScores, TokenScores, get_metrics_for_task
@@ -108,7 +109,7 @@ def check_finetuning(options: Mapping[str, Any]) -> None:
     read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])
 
 # %% ../../nbs/finetuning/08_module.ipynb #142fa0f5
-class LabelledFinetuning(CurvatureAware):
+class LabelledFinetuning(TrainingModule):
     "How a module for a task comes by its labels and their weights."
 
     labels: TaskLabels | None = None
