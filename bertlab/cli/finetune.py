@@ -29,7 +29,7 @@ from ..finetuning.data import FinetuningDataModule
 from ..finetuning.evaluations import evaluate_split
 from ..finetuning.module import FinetuningModule, finetuning_schedule, make_scores
 from ..finetuning.module import share_of_steps
-from ..finetuning.prediction_files import WRITERS, choose_writer, predict_file
+from ..finetuning.predictions import WRITERS, choose_writer, predict_file
 from ..finetuning.predictions import PredictionOptions, load_predictor
 from ..finetuning.runs import SeedResults, better_way, find_monitor, finetune
 from ..finetuning.task_models import finetuning_groups, save_for_pipeline
