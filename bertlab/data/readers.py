@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['PACKED', 'Texts', 'TableRows', 'OnError', 'TABLES', 'PLAIN', 'FORMATS', 'open_unpacked', 'raise_error', 'Line',
-           'Place', 'read_lines', 'choose_lines', 'read_plain', 'name_near', 'resolve_column', 'kind_of', 'read_csv',
-           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'check_format', 'read_cell', 'read_texts',
-           'error_policy']
+           'Place', 'read_lines', 'choose_lines', 'read_plain', 'resolve_column', 'kind_of', 'read_csv', 'parse_json',
+           'read_json', 'read_parquet', 'read_arrow', 'check_format', 'read_cell', 'read_texts', 'error_policy']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -18,13 +17,14 @@ import lzma
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from ..core.names import did_you_mean
 
 # %% ../../nbs/data/02_readers.ipynb #97801f08
 def _open_zstd(path: Path) -> BinaryIO:
@@ -148,14 +148,6 @@ def read_plain(
             yield numbers[0], "\n".join(parts)
 
 # %% ../../nbs/data/02_readers.ipynb #8c088c7d
-def name_near(name: object, there: Sequence[str]) -> str:
-    "Which names there are, for messages; first the one that may have been meant."
-    small = {str(key).lower(): str(key) for key in there}
-    near = get_close_matches(str(name).lower(), small, 1, 0.5)
-    meant = f"do you mean {small[near[0]]!r}? " if near else ""
-    return f"{meant}its columns are {[str(key)[:40] for key in there]}"
-
-
 def _suspect_header(there: Sequence[str]) -> str:  # empty where the names look like names
     "What to say of columns whose names look like a row of data."
     counted = [str(number) for number in range(1, len(there) + 1)]
@@ -188,8 +180,9 @@ def resolve_column(
                          f"from -1 backwards; they are {list(there)}")
     same = [name for name in there if str(name).lower() == column.lower()]
     if len(same) != 1:
-        raise ValueError(f"{argument}: there is no column {column!r}; "
-                         f"{name_near(column, there)}{suspicion}")
+        shown = [str(name)[:40] for name in there]
+        raise ValueError(f"{argument}: there is no column {column!r}{did_you_mean(column, shown)}; "
+                         f"its columns are {shown}{suspicion}")
     return same[0]
 
 # %% ../../nbs/data/02_readers.ipynb #4d98e911
