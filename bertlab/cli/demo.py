@@ -320,7 +320,7 @@ def run_prepared(
     started: float | None = None,  # time.perf_counter() when the program began
 ) -> dict[str, Any]:  # what is in metrics.json
     "Train, validate, and write model, metrics, history and picture."
-    from bertlab.model.convert import save_as_modernbert
+    from bertlab.model.huggingface import save_model
     from bertlab.model.generate import fill_mask
     from bertlab.train.history import RunInterrupted
 
@@ -334,9 +334,9 @@ def run_prepared(
     try:
         validation = run.fit()
     except RunInterrupted:
-        save_as_modernbert(module.model, directory, data.tokenizer)
+        save_model(module.model, data.tokenizer, directory)
         raise
-    save_as_modernbert(module.model, directory, data.tokenizer)
+    save_model(module.model, data.tokenizer, directory)
     metrics = summarize(run.history, validation, entropy)
     metrics["seconds_to_first_step"] = (run.history.first_step_at or started) - started
     metrics["seconds"] = time.perf_counter() - started  # of this session

@@ -537,6 +537,7 @@ _WORDS = {  # where a parameter has no comment of its own
     "label_column": "column of the label, by name or by number from 1",
     "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
     "test_batch_size": "rows per process in the test",
+    "vocab_size": "of the WordPiece tokenizer that is trained where none is named",
     "num_workers": "processes that make batches; 0: none beside the run itself",
     "collator_kwargs": "options of the collator, such as mlm_probability",
     "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
