@@ -549,7 +549,7 @@ _PRETRAIN = dict(
               "trainer": (LIGHTNING, "Trainer"), "run": ("cli/pretrain.py", "RunChoices")},
     configured=True, more=(Option("seed_everything", "int", 0, "of weights, order and masks"),),
     defaults={"trainer.max_steps": 1000, "trainer.devices": 1, "trainer.gradient_clip_val": 1.0,
-              "trainer.use_distributed_sampler": False},
+              "trainer.use_distributed_sampler": False, "trainer.check_val_every_n_epoch": None},
     follows={"data.objective": "model.objective", "data.seed": "seed_everything"},
     choices={"model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
              "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
