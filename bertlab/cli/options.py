@@ -236,6 +236,31 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
 # %% ../../nbs/cli/01_options.ipynb #65120b8d
 LIGHTNING = "lightning:pytorch/trainer/trainer.py"
 NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
+_WORDS = {  # where a parameter has no comment of its own
+    "scheduler_warmup_kind": "how the rate begins: constant, linear, cosine or exponential",
+    "scheduler_warmup_steps": "optimizer steps of the warmup",
+    "scheduler_training_kind": "how the rate goes on: constant, linear, cosine or exponential",
+    "scheduler_training_steps": "optimizer steps between warmup and cooldown; -1: the rest",
+    "scheduler_training_decay": "factor of the peak where the training phase ends",
+    "scheduler_cooldown_kind": "how the rate ends: constant, linear, inverse-sqrt, cosine or "
+                               "exponential",
+    "scheduler_cooldown_steps": "optimizer steps of the cooldown",
+    "scheduler_cooldown_decay": "factor of the peak at the end of the run",
+    "learning_rate": "peak of the schedule", "weight_decay": "on matrices",
+    "warmup_steps": "optimizer steps until the peak; or warmup_ratio",
+    "train_split": "split to train on, such as train or train[:10%]",
+    "val_split": "split to validate on", "test_split": "split to test on",
+    "dataset_config_name": "configuration of a hub dataset that has several",
+    "text_column": "column of the text, by name or by number from 1",
+    "label_column": "column of the label, by name or by number from 1",
+    "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
+    "test_batch_size": "rows per process in the test",
+    "vocab_size": "of the WordPiece tokenizer that is trained where none is named",
+    "num_workers": "processes that make batches; 0: none beside the run itself",
+    "collator_kwargs": "options of the collator, such as mlm_probability",
+    "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
+    "optimizer_kwargs": "options of the optimizer, such as betas",
+}
 
 
 @dataclass(frozen=True)
@@ -374,7 +399,8 @@ class Command:
         key = name
         while "." in key:
             key = key.rpartition(".")[0]
-            if key in known and {"dict", "Any", "Mapping"} & {k for k, _ in _kinds(known[key].kind)}:
+            kinds = _kinds(known[key].kind) if key in known else ()
+            if {"dict", "Any", "Mapping"} & {kind for kind, _ in kinds}:
                 return key
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
@@ -448,8 +474,9 @@ class Command:
             names = self.known_names(key)
             for value in given.get(key) if isinstance(given.get(key), list) else [given.get(key)]:
                 if names and isinstance(value, str) and value not in names and "." not in value:
-                    raise ValueError(f"{key} {value!r} is unknown{did_you_mean(value, names)}; choose "
-                                     f"one of {', '.join(names)}")
+                    near = did_you_mean(value, names)
+                    raise ValueError(f"{key} {value!r} is unknown{near}; choose one of "
+                                     f"{', '.join(names)}")
 
     def _complete(self, known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
         "All options in their sections, with the value that was given or the default."
@@ -466,7 +493,8 @@ class Command:
         titles = [f"[{name.rpartition(chr(46))[2].lstrip('*').upper()}{' ...' * (name[0] == '*')}]"
                   if not known[name.lstrip("*")].required else name.upper()
                   for name in self.positionals]
-        lines = [f"usage: bertlab {' '.join([self.name, *titles, '[options]'])}", "", self.about, ""]
+        usage = " ".join(["usage: bertlab", self.name, *titles, "[options]"])
+        lines = [usage, "", self.about, ""]
         own = [("--help", "show this")]
         if self.configured:
             own += [("--config FILE", "YAML with options; several are laid over each other, and "
@@ -518,31 +546,6 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
             *(" " * indent + line for line in wrapped[1:])]
 
 # %% ../../nbs/cli/01_options.ipynb #7ae048e3
-_WORDS = {  # where a parameter has no comment of its own
-    "scheduler_warmup_kind": "how the rate begins: constant, linear, cosine or exponential",
-    "scheduler_warmup_steps": "optimizer steps of the warmup",
-    "scheduler_training_kind": "how the rate goes on: constant, linear, cosine or exponential",
-    "scheduler_training_steps": "optimizer steps between warmup and cooldown; -1: the rest",
-    "scheduler_training_decay": "factor of the peak where the training phase ends",
-    "scheduler_cooldown_kind": "how the rate ends: constant, linear, inverse-sqrt, cosine or "
-                               "exponential",
-    "scheduler_cooldown_steps": "optimizer steps of the cooldown",
-    "scheduler_cooldown_decay": "factor of the peak at the end of the run",
-    "learning_rate": "peak of the schedule", "weight_decay": "on matrices",
-    "warmup_steps": "optimizer steps until the peak; or warmup_ratio",
-    "train_split": "split to train on, such as train or train[:10%]",
-    "val_split": "split to validate on", "test_split": "split to test on",
-    "dataset_config_name": "configuration of a hub dataset that has several",
-    "text_column": "column of the text, by name or by number from 1",
-    "label_column": "column of the label, by name or by number from 1",
-    "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
-    "test_batch_size": "rows per process in the test",
-    "vocab_size": "of the WordPiece tokenizer that is trained where none is named",
-    "num_workers": "processes that make batches; 0: none beside the run itself",
-    "collator_kwargs": "options of the collator, such as mlm_probability",
-    "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
-    "optimizer_kwargs": "options of the optimizer, such as betas",
-}
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
