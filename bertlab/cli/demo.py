@@ -16,17 +16,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .options import COMMANDS, convert, read_yaml
 from ..core.files import MARKER, check_run_directory, written_whole
 from ..core.names import did_you_mean
 from ..data.corpus import Corpus, load_corpus
-
-if TYPE_CHECKING:
-    from bertlab.cli.pretrain import Run
-    from bertlab.data.module import PretrainingDataModule
-    from bertlab.train.history import History
 
 # %% ../../nbs/cli/03_demo.ipynb #dcd2e535
 LEVELS = ("stdlib", "installed")
@@ -116,7 +111,7 @@ def load_recipe(
 
 # %% ../../nbs/cli/03_demo.ipynb #5350245a
 def validation_entropy(
-    data: "PretrainingDataModule",  # after `setup`
+    data: Any,  # a `PretrainingDataModule` after `setup`
 ) -> float:  # nats per token
     "Unigram entropy of the validation text, special tokens left out: the line to beat."
     import torch  # here and below: a mistake in a recipe is answered without it
@@ -213,7 +208,7 @@ def prepare_demo(
     resume: bool = False,
     overwrite: bool = False,  # an earlier run there is moved into previous-N
     corpus: Corpus | None = None,  # loaded already; None: what the recipe names
-) -> tuple["Run", Recipe]:
+) -> tuple[Any, Recipe]:  # the `Run`, ready to fit
     "Load, check and build. Raises `ValueError` or `OSError` for what a user can mend."
     directory, record = Path(output), {}
     check_run_directory(directory, resume, overwrite)
@@ -237,7 +232,7 @@ def prepare_demo(
     return run, recipe
 
 # %% ../../nbs/cli/03_demo.ipynb #2d8c5a78
-def summarize(history: "History", validation: dict[str, float], entropy: float) -> dict[str, Any]:
+def summarize(history: Any, validation: dict[str, float], entropy: float) -> dict[str, Any]:
     "The numbers of a finished run."
     from bertlab.core.devices import peak_memory_bytes
 
@@ -289,7 +284,7 @@ def format_answers(
     return "\n".join(blocks)
 
 # %% ../../nbs/cli/03_demo.ipynb #822c57bf
-def pick_questions(recipe: Recipe, data: "PretrainingDataModule") -> list[tuple[str, str]]:
+def pick_questions(recipe: Recipe, data: Any) -> list[tuple[str, str]]:
     "Fixed questions for Python's documentation, gaps in held-out sentences for a user's text."
     if recipe.data is None:
         mask = data.tokenizer.mask_token
@@ -297,7 +292,7 @@ def pick_questions(recipe: Recipe, data: "PretrainingDataModule") -> list[tuple[
     return gaps_in(data.source.validation_texts, data.tokenizer)
 
 
-def write_report(directory: Path, metrics: dict[str, Any], history: "History") -> None:
+def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None:
     "Write metrics.json, history.csv and loss.png, each whole."
     from bertlab.core.plots import plot_loss
 
@@ -315,7 +310,7 @@ def write_report(directory: Path, metrics: dict[str, Any], history: "History") -
 
 # %% ../../nbs/cli/03_demo.ipynb #45bb4249
 def run_prepared(
-    run: "Run",  # of `prepare_demo`
+    run: Any,  # a `Run`, of `prepare_demo`
     recipe: Recipe,
     started: float | None = None,  # time.perf_counter() when the program began
 ) -> dict[str, Any]:  # what is in metrics.json

@@ -70,9 +70,9 @@ def quieten() -> None:
     "Keep the engine's greetings and advice out of a person's terminal."
     import logging
     import warnings
+    from importlib import import_module
 
-    import lightning.pytorch  # noqa: F401 - it sets its loggers when it is imported
-
+    import_module("lightning.pytorch")  # which sets its loggers when it is imported
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")

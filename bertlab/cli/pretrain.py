@@ -49,7 +49,7 @@ class RunChoices:
 
     output: str = "bertlab-run"  # directory of the run
     vocab_size: int = 4096  # of the WordPiece tokenizer that is trained where none is named
-    # Positions of one optimizer step over all processes, as 65536 or 65.5K.
+    # Positions of one optimizer step over all processes, as 65536, or 64K for 64,000.
     batch_tokens: int | str | None = None  # decides rows per batch and accumulation
     microbatch_tokens: int | str | None = None  # positions that one process computes at once
     val_every_steps: int | None = None  # steps between validations; null: ten times in a run
