@@ -333,6 +333,45 @@ def test_a_warmup_ratio_is_a_share_of_the_whole_run():
     np.testing.assert_allclose(seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6)
 
 
+def halved(optimizer, every=1):
+    "A schedule of somebody's own."
+    return torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_schedule_of_ones_own_is_an_object_or_its_dotted_name(named):
+    own = "test_finetuning.halved" if named else halved
+    module, seen = module_for(scheduler_type=own, scheduler_kwargs={"every": 2}, learning_rate=1.0), []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[Watch()]).fit(module, data_for())
+    assert seen == [1.0, 1.0, 0.5, 0.5, 0.25]
+    with pytest.raises(ValueError, match="warms up by itself"):
+        module_for(scheduler_type=halved, warmup_steps=3)
+
+
+def test_the_test_split_is_scored_with_the_averaged_weights_too():
+    rows = texts_of(20, seed=3)
+    data = data_for(val=rows, test=rows)
+    module = module_for(optimizer_class="splus", learning_rate=0.05)
+    trainer = make_trainer(6, precision="32-true", accelerator="cpu", val_check_interval=6, check_val_every_n_epoch=None)
+    trainer.fit(module, data)
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    [scores] = trainer.test(module, data, verbose=False)
+    assert scores["test_loss"] == pytest.approx(val_loss, rel=1e-6)
+
+
+def test_a_batch_key_that_no_model_takes_is_refused():
+    module, data = module_for(), data_for()
+    fit(module, data, 1)
+    batch = next(iter(data.val_dataloader()))
+    with pytest.raises(ValueError, match="the batch has 'weights'"):
+        module.label_loss({**batch, "weights": torch.ones(1)})
+
+
 # --- class weights --------------------------------------------------------------------------------
 
 
