@@ -9,6 +9,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "sources",
     "corpus",
     "rows",
+    "tokenizers",
     "masking",
     "diffusion",
     "supervised",

@@ -5,6 +5,7 @@ from . import readers as readers
 from . import sources as sources
 from . import corpus as corpus
 from . import rows as rows
+from . import tokenizers as tokenizers
 from . import masking as masking
 from . import diffusion as diffusion
 from . import supervised as supervised

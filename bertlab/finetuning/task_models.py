@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..model.config import BertLabConfig
-from ..model.convert import from_huggingface, to_huggingface, write_pretrained
-from ..model.families import find_kind, key_table, their_class, their_names
+from ..model.huggingface import find_kind, from_huggingface, save_model, their_class
+from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
 from ..model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
@@ -327,4 +327,4 @@ def save_for_pipeline(
 ) -> Path:  # the directory
     "Write a directory for `transformers.pipeline`, file by whole file, the weights last."
     with without_reports():
-        return write_pretrained(to_huggingface(model, kind), directory, tokenizer)
+        return save_model(model, tokenizer, directory, kind)
