@@ -175,8 +175,7 @@ def test_scores_of_entities_equal_seqevals_on_the_same_predictions():
 
 
 def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
-    from bertlab.finetuning.labelled import best_answers
-    from bertlab.finetuning.metrics import score_answer
+    from bertlab.finetuning.metrics import best_answers, score_answer
 
     module, data = module_for("question_answering"), data_for("question_answering")
     trainer = fit(module, data, 8)
@@ -194,13 +193,13 @@ def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
 
 
 def test_no_answer_may_win_only_where_training_has_questions_without_one():
-    from bertlab.finetuning.module import answer_scores
+    from bertlab.finetuning.module import make_scores
 
-    for unanswerable, threshold in ((False, None), (True, 0.0)):
+    for unanswerable, threshold in ((False, float("inf")), (True, 0.0)):
         rows = [asked(12, seed, unanswerable) for seed in range(3)]
         data = data_for("question_answering", *rows)
         data.setup()
-        assert answer_scores(data, "validation").null_threshold == threshold
+        assert make_scores("question_answering", None, data).null_threshold == threshold
 
 
 # --- one batch or many ----------------------------------------------------------------------------
@@ -357,7 +356,7 @@ def test_the_test_split_is_scored_with_the_averaged_weights_too():
     rows = texts_of(20, seed=3)
     data = data_for(val=rows, test=rows)
     module = module_for(optimizer_class="splus", learning_rate=0.05)
-    trainer = make_trainer(6, precision="32-true", accelerator="cpu", val_check_interval=6, check_val_every_n_epoch=None)
+    trainer = make_trainer(6, precision="32-true", accelerator="cpu", val_check_steps=6, limit_val_batches=1.0)
     trainer.fit(module, data)
     val_loss = float(trainer.callback_metrics["val_loss"])
     [scores] = trainer.test(module, data, verbose=False)

@@ -5,8 +5,10 @@ import pytest
 import torch
 from test_finetuning import CONFIG, data_for, module_for, predict, weights
 
+from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.runs import ScoreLines, SeedResults, finetune, finetune_seeds
+from bertlab.finetuning.predictions import load_predictor, predict_rows
+from bertlab.finetuning.runs import ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
 from bertlab.finetuning.task_models import load_task_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,6 +58,26 @@ def test_a_finished_run_is_saved_for_pipelines(tmp_path):
     assert fresh == []
     for key, weight in weights(run.module).items():
         assert torch.equal(loaded.state_dict()[key], weight), key
+
+
+@pytest.mark.parametrize("shape", [{"norm": "rms"}, {"attention_positions": "alibi"}, {"num_key_value_heads": 1}])
+def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_so_before(shape, tmp_path):
+    module, data = FinetuningModule("classification", model_config_kwargs={**CONFIG, **shape}), data_for()
+    find_monitor(module, data)
+    module.configure_model()
+    assert "written as BertLabForSequenceClassification" in module.describe()
+    run = finetune(module, data, tmp_path / "run", num_epochs=1, limit_train_batches=2, **PLAIN)
+    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    texts = [row["text"] for row in data.records["test"].rows]
+    logits = torch.cat([batch["logits"] for batch in predict(module, data.test_dataloader())])
+    said = [predictor.labels.index(row["predicted_label"]) for row in predict_rows(predictor, texts).rows]
+    assert said == logits.argmax(-1).tolist()
+
+
+def test_a_saved_tokenizer_reads_as_much_as_the_model(tmp_path):
+    run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN)
+    made = load_tokenizer(run.save_for_pipeline(tmp_path / "model"))
+    assert made.model_max_length == run.module.config.max_position_embeddings
 
 
 def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
