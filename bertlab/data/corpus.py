@@ -164,15 +164,7 @@ def _top_level(document: Document) -> str | None:
     package = document.group.split(".")[0]
     return None if package in INSTALLED else package
 
-# %% ../../nbs/data/04_corpus.ipynb #354f7a29
-def _refuse_file_options(
-    split: str, config_name: str | None, streaming: bool, file_format: str | None
-) -> None:
-    refuse_hub_options("the embedded corpus", split, config_name, streaming)
-    if file_format is not None:
-        raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
-
-# %% ../../nbs/data/04_corpus.ipynb #7d289060
+# %% ../../nbs/data/04_corpus.ipynb #4560279d
 def load_corpus(
     source: str | os.PathLike | Sequence | None = None,  # paths, hub names; None: the embedded one
     text_column: str = "text",  # of tables and datasets
@@ -192,7 +184,9 @@ def load_corpus(
     if lines not in ("auto", "documents", "paragraphs"):
         raise ValueError(f'lines must be "auto", "documents" or "paragraphs", got {lines!r}')
     if source is None:
-        _refuse_file_options(split, config_name, streaming, file_format)
+        refuse_hub_options("the embedded corpus", split, config_name, streaming)
+        if file_format is not None:
+            raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
         min_chars = 20 if min_chars is None else min_chars
         return embedded_corpus(level, validation_fraction, min_chars, max_documents)
     several = [source] if isinstance(source, (str, os.PathLike)) else list(source)
