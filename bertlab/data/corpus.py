@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 from .documents import INSTALLED, Document, deduplicate, divide, installed_documents
 from .documents import module_documents, overlap, python_files

@@ -396,7 +396,7 @@ class PackedDataset(PackingReport):
         return self.build(keys)
 
     def build(self, keys: Sequence[int | tuple[int, int]]) -> Sequence[dict]:  # a RowBlock
-        "Build many rows at once, each with its address. Raises `IndexError` for a row that is none."
+        "Build many rows at once, each with its address. Raises `IndexError` for no row."
         if not len(keys):
             return []
         pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]

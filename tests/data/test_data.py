@@ -426,10 +426,10 @@ def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(t
 
 def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
     paths = [write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n)) for n in range(2)]
-    data = set_up(paths, packing_pad_to_budget=True, train_batch_size=64, data_kwargs={"mixing_rates": [1, 1]})
+    data = set_up(paths, packing_pad_to_budget=True, train_batch_size=99, data_kwargs={"mixing_rates": [1, 1]})
     (batch,) = list(data.train_dataloader())
     blank = (batch["attention_mask"] == 0).all(1)
-    assert blank.sum() == 64 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
+    assert blank.sum() == 99 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
 
 
 class Reversed(MaskedLanguageModelingCollator):

@@ -428,11 +428,11 @@ def test_a_generator_of_documents_is_read_once():
 def test_users_mistakes_name_the_argument():
     with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
         PackedDataset([[1]], 2, **SPECIAL)
-    with pytest.raises(ValueError, match="overflow must be 'split' or 'truncate', got 'wrap'"):
+    with pytest.raises(ValueError, match="overflow must be one of .*got 'wrap'"):
         split_long([0, 3], 2, "wrap")
     with pytest.raises(ValueError, match="overlap must be 0 or more and below 6, .* got 6"):
         PackedDataset([[1]], 8, **SPECIAL, overlap=6)
-    with pytest.raises(ValueError, match="overlap is 2, but truncated documents have one window"):
+    with pytest.raises(ValueError, match="overlap is 2"):
         PackedDataset([[1]], 8, **SPECIAL, overlap=2, overflow="truncate")
     with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
         TokenizedDocuments(np.arange(3), np.array([0, 2]))
