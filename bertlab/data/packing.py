@@ -90,8 +90,8 @@ def check_overflow(
         raise ValueError(f"overlap must be 0 or more and below {room}, the ordinary tokens of a "
                          f"row, got {overlap}")
     if overlap and overflow != "split":
-        raise ValueError(f"overlap is {overlap}, but overflow={overflow!r} leaves one window of a "
-                         "document: set overflow='split'")
+        raise ValueError(f"overlap is {overlap}, but with overflow={overflow!r} a document has one "
+                         "window only: set overflow='split'")
 
 # %% ../../nbs/data/11_packing.ipynb #ede36ab2
 def split_long(
