@@ -1,0 +1,24 @@
+"From a text on disk to a masked batch."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "documents",
+    "readers",
+    "sources",
+    "corpus",
+    "rows",
+    "masking",
+    "diffusion",
+    "supervised",
+    "collators",
+    "packing",
+    "cache",
+    "shuffled_readers",
+    "streaming",
+    "mixing",
+    "loaders",
+    "module",
+    "plain_models",
+))
