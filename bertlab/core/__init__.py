@@ -7,6 +7,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "files",
     "durations",
     "plots",
+    "names",
     "peaks",
     "devices",
 ))

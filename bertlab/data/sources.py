@@ -25,7 +25,7 @@ from urllib.request import getproxies
 
 from .documents import Document, parse_split, slice_bounds, sliced
 from .readers import FORMATS, PACKED, PLAIN, TABLES, Place, check_format, error_policy
-from .readers import kind_of, raise_error, read_cell, read_plain
+from .readers import kind_of, raise_error, read_cell, read_plain, read_texts
 
 # %% ../../nbs/data/03_sources.ipynb #27545a33
 def rows_of(
@@ -36,13 +36,14 @@ def rows_of(
     file_format: str | None = None,  # a name in FORMATS; None: the suffix decides
     on_error: Callable[[ValueError], None] = raise_error,  # gets malformed rows
     place: Place | None = None,  # where to go on; kept up to date
+    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
 ) -> Iterator[tuple[int, str]]:  # where a document stands in the file, and its text
     "The rows of one file: a table by its format, anything else as plain text."
     kind = kind_of(path)
     if file_format and kind not in FORMATS[file_format]:
         kind = FORMATS[file_format][0]
-    if reader := TABLES.get(kind):
-        return reader(path, text_column, on_error, place)
+    if kind in TABLES:
+        return read_texts(path, text_column, on_error, place, kind, header)
     return read_plain(path, lines, notes, on_error, place)
 
 
@@ -54,9 +55,11 @@ def read_file(
     name: str | None = None,  # in the documents' sources; None: the file's own
     file_format: str | None = None,  # a name in FORMATS; None: the suffix decides
     on_error: Callable[[ValueError], None] = raise_error,  # gets malformed rows
+    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
 ) -> Iterator[Document]:
     "The documents of one file, each with its place in it."
-    for number, text in rows_of(path, text_column, lines, notes, file_format, on_error):
+    rows = rows_of(path, text_column, lines, notes, file_format, on_error, header=header)
+    for number, text in rows:
         yield Document(text, f"{name or path.name}:{number}")
 
 # %% ../../nbs/data/03_sources.ipynb #86571893
@@ -86,12 +89,14 @@ def read_directory(
     notes: Counter,  # gets what reading met
     file_format: str | None = None,  # only files of this format; None: of all known kinds
     on_error: Callable[[ValueError], None] = raise_error,  # gets malformed rows
+    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
 ) -> Iterator[Document]:
     "The documents of all files below a directory that are of a known kind, by their paths."
     for path in directory_files(root, notes, file_format):
         # Relative, so that a directory that moves keeps its split, which hashes these names.
         name = path.relative_to(root).as_posix()
-        yield from read_file(path, text_column, lines, notes, name, file_format, on_error)
+        how = file_format, on_error, header
+        yield from read_file(path, text_column, lines, notes, name, *how)
 
 # %% ../../nbs/data/03_sources.ipynb #bfd34b1b
 @contextmanager
@@ -235,6 +240,7 @@ def find_documents(
     streaming: bool = False,  # read a hub dataset without storing it
     file_format: str | None = None,  # of files, a name in FORMATS; None: the suffix decides
     on_error: str = "raise",  # or "skip": leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
 ) -> Iterator[Document]:
     "Choose the reader for each source. Raises `ValueError` for what none can read."
     check_format(file_format)
@@ -246,7 +252,7 @@ def find_documents(
         path = Path(name).expanduser()
         if here:
             refuse_hub_options(name, bounds[0], config_name, streaming)
-            read = _reader(path, text_column, lines, file_format, on_error)
+            read = _reader(path, text_column, lines, file_format, on_error, header)
             parts.append(partial(sliced, read, notes, *bounds[1:]))
         else:
             policy = error_policy(on_error, notes)
@@ -256,12 +262,12 @@ def find_documents(
 
 # %% ../../nbs/data/03_sources.ipynb #793060ce
 def _reader(
-    path: Path, text_column: str, lines: str, file_format: str | None, on_error: str
+    path: Path, text_column: str, lines: str, file_format: str | None, on_error: str, header: bool
 ) -> Callable[[Counter], Iterator[Document]]:
     "What reads a file or a directory from its beginning."
     read = read_directory if path.is_dir() else read_file
     return lambda notes: read(path, text_column, lines, notes, file_format=file_format,
-                              on_error=error_policy(on_error, notes))  # fmt: skip
+                              on_error=error_policy(on_error, notes), header=header)  # fmt: skip
 
 
 def refuse_hub_options(source: str, split: str, config_name: str | None, streaming: bool) -> None:
@@ -290,6 +296,7 @@ class TextStream:
         split: str = "train",  # of datasets
         config_name: str | None = None,  # of a hub dataset that has several
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them in `notes`
+        header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         shard: int = 0,  # which share of the texts, of num_shards disjoint ones
         num_shards: int = 1,
         leave_out: Callable[[int], bool] | None = None,  # by a text's number; None: none
@@ -300,7 +307,8 @@ class TextStream:
         self.text_column, self.lines, self.file_format = text_column, lines, file_format
         self.split, self.config_name, self.notes = split, config_name, Counter()
         self.on_error = error_policy(on_error, self.notes)
-        self.shard, self.num_shards, self.leave_out = shard, num_shards, leave_out
+        self.shard, self.num_shards, self.header = shard, num_shards, header
+        self.leave_out = leave_out
         self.parts = _stream_parts(source, split, config_name, file_format, self.notes)
         self.files = [part for part in self.parts if isinstance(part, Path)]
         self.reset()
@@ -325,7 +333,8 @@ class TextStream:
         part, column = self.parts[self.part], self.text_column
         if isinstance(part, Path):
             options = column, self.lines, self.notes, self.file_format, self.on_error
-            yield from (text for _, text in rows_of(part, *options, self.place) if text.strip())
+            rows = rows_of(part, *options, self.place, self.header)
+            yield from (text for _, text in rows if text.strip())
             return
         data = _load_dataset(part, self.split, self.config_name, True)
         self.data = data.to_iterable_dataset() if hasattr(data, "select") else data

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'check_objective', 'load_encoder', 'adopt_weights', 'shape_of',
            'say_fresh', 'continued_model', 'settings_from', 'pretraining_optimizer', 'compile_layers',
-           'compile_options', 'LanguageModeling', 'CurvatureAware', 'PretrainingSetup', 'recompute', 'ConfiguredModel',
-           'PretrainingModule']
+           'compile_options', 'recompute', 'PretrainingModule']
 
 # %% ../../nbs/train/02_modules.ipynb #0120e55e
 import os
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.config import BertLabConfig
@@ -30,9 +28,9 @@ from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.loading import load_weights
 from ..model.losses import LossParts, LossRule
 from ..model.metrics import token_bytes
-from ..optim.optimizers import backward_options, get_optimizer, parameter_groups
+from ..optim.optimizers import get_optimizer, parameter_groups
 from ..optim.schedulers import OTHER_UNITS, get_scheduler
-from .steps import LabelScoringModule
+from .steps import TrainingModule
 
 # %% ../../nbs/train/02_modules.ipynb #b7b99e6b
 OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
@@ -173,81 +171,6 @@ def compile_options(
         asked = {"mode": asked, "dynamic": False}  # a graph of CUDA's has one shape
     return {} if asked is True else asked or None
 
-# %% ../../nbs/train/02_modules.ipynb #0efc7d03
-class LanguageModeling(LabelScoringModule):
-    "Any of the pretraining objectives, on batches of its collator."
-
-    config: BertLabConfig  # set by who inherits
-    loss_rule = LossRule()
-
-    def __init__(self):
-        super().__init__()
-        self.model: BertLabTokenPredictor | None = None  # built by `configure_model`
-
-    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
-        "Sums over the labels of a batch, each (B, L) or as its collator says."
-        inputs = {name: batch[name] for name in BATCH_KEYS if name in batch}
-        rule = replace(self.loss_rule, only_loss=self.training)
-        out = self.model(**inputs, loss_rule=rule)
-        return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
-
-    def num_flops_per_token(
-        self,
-        mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n)
-        label_rate: float,  # share of the tokens that are predicted
-    ) -> float:  # floating-point operations per real token, forward and backward
-        "The cost of a token, its real context and the sparse head counted (see config)."
-        return self.config.flops_per_token(mean_context, label_rate)
-
-# %% ../../nbs/train/02_modules.ipynb #19dd7452
-class CurvatureAware(LanguageModeling):
-    "Steps that keep the graph of the gradient where the optimizer asks for it (SophiaH)."
-
-    def graph_options(self) -> dict[str, bool]:  # of `loss.backward`
-        "What the optimizer's next step needs of the backward pass."
-        return backward_options(self.trainer.optimizers[0])
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        if not self.graph_options():
-            return super().training_step(batch, batch_idx)
-        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-            return super().training_step(batch, batch_idx)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        options = self.graph_options()
-        if options and self.trainer.world_size > 1:
-            raise ValueError("optimizer_class='sophiah' measures curvature on one process alone; "
-                             "set devices=1, or take another optimizer")
-        loss.backward(*args, **{**kwargs, **options})
-
-# %% ../../nbs/train/02_modules.ipynb #40863e38
-class PretrainingSetup(CurvatureAware):
-    "Reads what the parameters of `PretrainingModule` say, before anything takes long."
-
-    def read_settings(self, tokenizer: Any) -> None:
-        "Check every setting, and load the tokenizer: what fails fast."
-        h = self.hparams
-        check_objective(h.objective)
-        self.loss_rule = LossRule(**(h.loss_kwargs or {}))
-        self.reports_z_loss = self.loss_rule.z_weight > 0
-        read_checkpointing(h.gradient_checkpointing, compiled=h.compile_model)
-        source = h.pretrained_model_name_or_path
-        tokenizer = source if tokenizer is None else tokenizer
-        if isinstance(tokenizer, (str, os.PathLike)):
-            tokenizer = load_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
-        overrides = {**(h.model_config_kwargs or {}), **(h.model_kwargs or {})}
-        if source is None:
-            self.config = BertLabConfig(**settings_from(tokenizer, overrides))
-        else:
-            self.model = continued_model(source, h.objective, overrides,
-                                         h.load_key_mapping)  # fmt: skip
-            self.config = self.model.config
-            settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
-        h["pretrained_tokenizer_name_or_path"] = getattr(tokenizer, "name_or_path", None)
-        if tokenizer is not None:
-            self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
-
 # %% ../../nbs/train/02_modules.ipynb #310ebffb
 def recompute(
     model: BertLabTokenPredictor,
@@ -262,37 +185,8 @@ def recompute(
     if mode is not None:
         checkpoint_activations(model, mode, **options)
 
-# %% ../../nbs/train/02_modules.ipynb #e2081e90
-class ConfiguredModel(PretrainingSetup):
-    "The hooks with which Lightning asks for model and optimizer, and for what a checkpoint holds."
-
-    _configured = False
-
-    def configure_model(self) -> None:
-        "Build the model, once; Lightning calls this where device and processes are known."
-        if self._configured:
-            return
-        h = self.hparams
-        model = self.model or OBJECTIVE_MODELS[h.objective](self.config)
-        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
-        if h.float8:
-            convert_to_float8(model, h.float8, device)
-        recompute(model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
-        if options is not None:
-            compile_layers(model, **options)
-        self.model, self._configured = model, True
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        total_steps = self.trainer.estimated_stepping_batches
-        return pretraining_optimizer(self.model, self.hparams, total_steps)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        "Keep the configuration with the weights; directories for transformers: see checkpoints."
-        checkpoint["model_config"] = self.config.to_diff_dict()
-
-# %% ../../nbs/train/02_modules.ipynb #50883882
-class PretrainingModule(ConfiguredModel):
+# %% ../../nbs/train/02_modules.ipynb #cb9e787b
+class PretrainingModule(TrainingModule):
     "Pretrain an encoder, from a configuration or going on with one that is there."
 
     def __init__(
@@ -321,4 +215,64 @@ class PretrainingModule(ConfiguredModel):
     ):
         super().__init__()
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
-        self.read_settings(pretrained_tokenizer_name_or_path)
+        check_objective(objective)
+        self.loss_rule = LossRule(**(loss_kwargs or {}))
+        self.reports_z_loss = self.loss_rule.z_weight > 0
+        read_checkpointing(gradient_checkpointing, compiled=compile_model)
+        source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
+        tokenizer = source if tokenizer is None else tokenizer
+        if isinstance(tokenizer, (str, os.PathLike)):
+            tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer = tokenizer
+        overrides = {**(model_config_kwargs or {}), **(model_kwargs or {})}
+        if source is None:
+            self.config = BertLabConfig(**settings_from(tokenizer, overrides))
+        else:
+            self.model = continued_model(source, objective, overrides, load_key_mapping)
+            self.config = self.model.config
+            settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
+        self.hparams["pretrained_tokenizer_name_or_path"] = getattr(tokenizer, "name_or_path", None)
+        if tokenizer is not None:
+            self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
+        self._configured = False
+
+    def model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        "What the model is given of a batch. Raises `ValueError` for a key that it does not take."
+        return {name: batch[name] for name in BATCH_KEYS if name in batch}
+
+    def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
+        "Sums over the labels of a batch, each (B, L) or as its collator says."
+        rule = replace(self.loss_rule, only_loss=self.training)
+        out = self.model(**self.model_inputs(batch), loss_rule=rule)
+        return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
+
+    def configure_model(self) -> None:
+        "Build the model, once; Lightning calls this where device and processes are known."
+        if self._configured:
+            return
+        h = self.hparams
+        model = self.model or OBJECTIVE_MODELS[h.objective](self.config)
+        device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
+        if h.float8:
+            convert_to_float8(model, h.float8, device)
+        recompute(model, h.gradient_checkpointing, device)
+        options = compile_options(h.compile_model, device)
+        if options is not None:
+            compile_layers(model, **options)
+        self.model, self._configured = model, True
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        total_steps = self.trainer.estimated_stepping_batches
+        return pretraining_optimizer(self.model, self.hparams, total_steps)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        "Keep the configuration with the weights; directories for transformers: see checkpoints."
+        checkpoint["model_config"] = self.config.to_diff_dict()
+
+    def num_flops_per_token(
+        self,
+        mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n)
+        label_rate: float,  # share of the tokens that are predicted
+    ) -> float:  # floating-point operations per real token, forward and backward
+        "The cost of a token, its real context and the sparse head counted (see config)."
+        return self.config.flops_per_token(mean_context, label_rate)
