@@ -362,7 +362,7 @@ def test_a_mistake_is_named_before_anything_is_read(mistake):
 
 def test_a_missing_column_or_file_or_split_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("body,title\n" + "w1 w2,x\n" * 30, encoding="utf-8")
-    with pytest.raises(ValueError, match="text_column='text'.*'body'.*'title'"):
+    with pytest.raises(ValueError, match="text_column.*'text'.*'body'.*'title'"):
         set_up(str(tmp_path / "a.csv"))
     with pytest.raises(ValueError, match="does not exist"):
         set_up(str(tmp_path / "none.txt"))
@@ -479,3 +479,12 @@ def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
     assert streamed.training_texts() == [text for n, text in enumerate(texts) if n % 10 != 9]
     planned.setup()
     assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_path, streaming):
+    texts = make_texts(60)
+    (tmp_path / "a.csv").write_text("".join(f"{n},{text}\n" for n, text in enumerate(texts)), encoding="utf-8")
+    data = set_up(str(tmp_path / "a.csv"), text_column="2", streaming=streaming,
+                  val_dataset_name_or_path=str(tmp_path / "a.csv"), data_kwargs={"header": False})  # fmt: skip
+    assert texts_of(data.val_dataset) == sorted(texts)
