@@ -26,7 +26,7 @@ from demo import processor
 
 import bertlab
 from bertlab.finetuning.baselines import bag_of_words_baseline, majority_baseline
-from bertlab.model.convert import from_huggingface
+from bertlab.model.huggingface import from_huggingface
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.core.devices import describe_device
 from bertlab.core.files import written_whole

@@ -174,7 +174,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback,
                               TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.families import huggingface_config, their_class
+    from bertlab.model.huggingface import huggingface_config, their_class
 
     start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
     dataset = their_rows(case["side"], corpus.train_texts, tokenizer)

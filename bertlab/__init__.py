@@ -39,7 +39,7 @@ _FACE = {
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
-    "model.convert": "BertLabModelWithPooler from_huggingface to_huggingface",
+    "model.huggingface": "BertLabModelWithPooler from_huggingface save_model to_huggingface",
     "model.generate": "fill_mask sample_diffusion",
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",

@@ -65,9 +65,10 @@ from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM
 from .model.task_heads import BertLabForQuestionAnswering as BertLabForQuestionAnswering
 from .model.task_heads import BertLabForSequenceClassification as BertLabForSequenceClassification
 from .model.task_heads import BertLabForTokenClassification as BertLabForTokenClassification
-from .model.convert import BertLabModelWithPooler as BertLabModelWithPooler
-from .model.convert import from_huggingface as from_huggingface
-from .model.convert import to_huggingface as to_huggingface
+from .model.huggingface import BertLabModelWithPooler as BertLabModelWithPooler
+from .model.huggingface import from_huggingface as from_huggingface
+from .model.huggingface import save_model as save_model
+from .model.huggingface import to_huggingface as to_huggingface
 from .model.generate import fill_mask as fill_mask
 from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow

@@ -4,5 +4,4 @@ from . import files as files
 from . import durations as durations
 from . import plots as plots
 from . import names as names
-from . import peaks as peaks
 from . import devices as devices
