@@ -107,7 +107,7 @@ def their_side(case: dict, task, tokenizer) -> dict:
     from transformers import (DataCollatorForTokenClassification, DataCollatorWithPadding, Trainer,
                               TrainerCallback, TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.families import huggingface_config, their_class
+    from bertlab.model.huggingface import huggingface_config, their_class
 
     start = time.perf_counter()
     dataset = their_dataset(task, tokenizer)

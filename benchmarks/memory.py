@@ -27,7 +27,7 @@ CHUNK = 128  # labels whose scores exist at once
 def build(way: str, vocabulary: int, model: str):
     "The same architecture on either side."
     from bertlab.model.activation_checkpointing import checkpoint_activations
-    from bertlab.model.families import huggingface_config, their_class
+    from bertlab.model.huggingface import huggingface_config, their_class
     from bertlab.model.heads import BertLabForMaskedLM
 
     config = shape("bert", model, vocab_size=vocabulary)

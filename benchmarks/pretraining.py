@@ -60,7 +60,8 @@ def shape(kind: str, model: str, **overrides) -> BertLabConfig:
 
 def shared_text(vocabulary: int, max_documents: int | None, folder: Path = KEPT):
     "The embedded corpus and a tokenizer trained on it, once for all children."
-    from bertlab.data.corpus import embedded_corpus, load_tokenizer, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
     corpus = embedded_corpus(max_documents=max_documents)
     path = Path(folder) / f"tokenizer-{vocabulary}-{corpus.sha256[:12]}"
@@ -173,7 +174,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback,
                               TrainingArguments, set_seed)  # fmt: skip
 
-    from bertlab.model.families import huggingface_config, their_class
+    from bertlab.model.huggingface import huggingface_config, their_class
 
     start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
     dataset = their_rows(case["side"], corpus.train_texts, tokenizer)

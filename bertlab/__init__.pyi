@@ -19,9 +19,9 @@ from .data.documents import Document as Document
 from .data.corpus import Corpus as Corpus
 from .data.corpus import embedded_corpus as embedded_corpus
 from .data.corpus import load_corpus as load_corpus
-from .data.corpus import load_tokenizer as load_tokenizer
 from .data.corpus import make_corpus as make_corpus
-from .data.corpus import train_tokenizer as train_tokenizer
+from .data.tokenizers import load_tokenizer as load_tokenizer
+from .data.tokenizers import train_tokenizer as train_tokenizer
 from .data.masking import MaskingRule as MaskingRule
 from .data.diffusion import DiffusionRule as DiffusionRule
 from .data.rows import Collator as Collator
@@ -65,9 +65,10 @@ from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM
 from .model.task_heads import BertLabForQuestionAnswering as BertLabForQuestionAnswering
 from .model.task_heads import BertLabForSequenceClassification as BertLabForSequenceClassification
 from .model.task_heads import BertLabForTokenClassification as BertLabForTokenClassification
-from .model.convert import BertLabModelWithPooler as BertLabModelWithPooler
-from .model.convert import from_huggingface as from_huggingface
-from .model.convert import to_huggingface as to_huggingface
+from .model.huggingface import BertLabModelWithPooler as BertLabModelWithPooler
+from .model.huggingface import from_huggingface as from_huggingface
+from .model.huggingface import save_model as save_model
+from .model.huggingface import to_huggingface as to_huggingface
 from .model.generate import fill_mask as fill_mask
 from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow

@@ -24,8 +24,9 @@ import bertlab
 from ..train.history import History, RunCheckpoint, RunInterrupted, RunProgress, RunRecord
 from ..train.history import duration
 from ..model.config import modernbert_tiny
-from ..model.convert import save_as_modernbert
-from ..data.corpus import Corpus, load_tokenizer, train_tokenizer
+from ..model.huggingface import save_model
+from ..data.corpus import Corpus
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule
 from ..core.devices import default_attention, describe_device, peak_memory_bytes
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
@@ -272,7 +273,7 @@ def fit(prepared: Prepared, checkpoint_steps: int = 100) -> tuple[Any, History]:
     try:
         trainer.fit(module, prepared.data, ckpt_path=prepared.checkpoint, weights_only=False)
     except RunInterrupted:
-        save_as_modernbert(module.model, directory, prepared.data.tokenizer)
+        save_model(module.model, prepared.data.tokenizer, directory)
         raise
     return trainer, history
 
@@ -294,7 +295,7 @@ def run_prepared(
     validation = trainer.validate(module, data, verbose=False)[0]
     metrics = summarize(history, validation, entropy)
     metrics["seconds_to_first_step"] = (history.first_step_at or started) - started
-    save_as_modernbert(module.model, directory, data.tokenizer)
+    save_model(module.model, data.tokenizer, directory)
     metrics["seconds"] = time.perf_counter() - started  # of this session
     write_report(directory, metrics, history.record)
     if questions:

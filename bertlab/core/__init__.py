@@ -7,6 +7,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "files",
     "durations",
     "plots",
-    "peaks",
+    "names",
     "devices",
 ))

@@ -3,5 +3,5 @@
 from . import files as files
 from . import durations as durations
 from . import plots as plots
-from . import peaks as peaks
+from . import names as names
 from . import devices as devices

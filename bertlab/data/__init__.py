@@ -8,6 +8,7 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "readers",
     "sources",
     "corpus",
+    "tokenizers",
     "rows",
     "masking",
     "diffusion",
@@ -15,10 +16,8 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "collators",
     "packing",
     "cache",
-    "shuffled_readers",
     "streaming",
     "mixing",
-    "loaders",
     "module",
     "plain_models",
 ))

@@ -4,6 +4,7 @@ from . import documents as documents
 from . import readers as readers
 from . import sources as sources
 from . import corpus as corpus
+from . import tokenizers as tokenizers
 from . import rows as rows
 from . import masking as masking
 from . import diffusion as diffusion
@@ -11,9 +12,7 @@ from . import supervised as supervised
 from . import collators as collators
 from . import packing as packing
 from . import cache as cache
-from . import shuffled_readers as shuffled_readers
 from . import streaming as streaming
 from . import mixing as mixing
-from . import loaders as loaders
 from . import module as module
 from . import plain_models as plain_models

@@ -15,7 +15,7 @@ import ipywidgets
 
 from ..model.generate import fill_each_mask
 from ..core.plots import BLUE, GREY
-from .widgets import CONTROL_LOOK, Explorer, answer, explore, static_steps
+from .widgets import CONTROL_LOOK, Explorer, explore, tiles
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #404b3ca1
 GAP = "[MASK]"  # what a user types, whatever a tokenizer calls it
@@ -62,9 +62,8 @@ def guesses_html(
                  for number in range(1, len(gaps) + 1)]
         tables = [f"<table><caption {left}>{head}</caption>{guess_rows(guesses)}</table>"
                   for head, guesses in zip(heads, gaps)]
-        columns.append(f"<div>{''.join(tables)}</div>")
-    sentence = f"<p>{html.escape(text)}</p>"
-    return f'{sentence}<div style="display:flex;flex-wrap:wrap;gap:1em">{"".join(columns)}</div>'
+        columns.append("".join(tables))
+    return f"<p>{html.escape(text)}</p>{tiles(columns)}"
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #82a6ccbb
 def compare_guesses(
@@ -75,14 +74,12 @@ def compare_guesses(
     "Type a sentence with a gap and compare the guesses of checkpoints, side by side."
     if not checkpoints or isinstance(texts, str) or not texts:
         raise ValueError("give one checkpoint or more, and a list of one sentence or more")
-    draw = partial(guesses_html, checkpoints)
     controls = {
         # Each key would ask every model; so they are asked when the sentence is finished.
         "text": ipywidgets.Text(texts[0], description="sentence", continuous_update=False,
                                 **CONTROL_LOOK),
         "top_k": ipywidgets.IntSlider(top_k, min=1, max=10, description="guesses", **CONTROL_LOOK),
     }
-    frames = [answer(draw, text=text, top_k=top_k) for text in texts]
-    labels = [f"sentence {number}" for number in range(1, len(texts) + 1)]
-    static = static_steps(frames, f"What stands in the gap? {' or '.join(checkpoints)}", labels)
-    return explore(controls, draw, static)
+    steps = {f"sentence {number}": {"text": text} for number, text in enumerate(texts, start=1)}
+    return explore(controls, partial(guesses_html, checkpoints), steps,
+                   f"What stands in the gap? {' or '.join(checkpoints)}")

@@ -22,9 +22,8 @@ import torch
 from matplotlib.image import imsave
 from torch import Tensor
 
-from ..core.plots import BLUE, GREY, ORANGE
-from .widgets import CONTROL_LOOK, Explorer, explore, static_steps, svg_box
-from .widgets import svg_figure, svg_line, svg_text
+from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
+from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
 def untrained_twin(
@@ -131,6 +130,7 @@ def gaze_html(
 
 # %% ../../nbs/explorers/05_models.ipynb #a8060cf1
 CONTROLS = ("untrained twin", "shuffled words")
+_PANEL = "flex:1 1 20em;max-width:min(100%, 34em)"
 
 
 def attention_html(
@@ -151,11 +151,9 @@ def attention_html(
     for name, (tokens, maps) in seen.items():
         at, map_LL = min(token, len(tokens) - 1), maps[layer, head]
         title = f"{name}, layer {layer}, head {head}"
-        panels.append(
-            f'<div style="flex:1 1 20em;max-width:min(100%, 34em)"><p><b>{title}</b></p>'
-            f"{map_figure(tokens, map_LL, at, full, title)}"
-            f"{gaze_html(tokens, map_LL[at], at, full)}</div>")
-    return f'<div style="display:flex;flex-wrap:wrap;gap:1.5em">{"".join(panels)}</div>'
+        panels.append(f"<p><b>{title}</b></p>{map_figure(tokens, map_LL, at, full, title)}"
+                      f"{gaze_html(tokens, map_LL[at], at, full)}")
+    return tiles(panels, _PANEL, "1.5em")
 
 # %% ../../nbs/explorers/05_models.ipynb #0828f62c
 MAX_FRAMES = 8  # of a page without a kernel
@@ -180,12 +178,10 @@ def attention_browser(
         "token": slider(MAX_TOKENS - 1, "token", len(tokens) // 2),
         "control": ipywidgets.Dropdown(options=CONTROLS, description="beside it", **CONTROL_LOOK),
     }  # fmt: skip
-    heads = [(layer, head) for layer, head, *_ in np.ndindex(*weights.shape[:2])]
-    kept = [heads[i] for i in np.unique(np.linspace(0, len(heads) - 1, MAX_FRAMES).astype(int))]
-    frames = [draw(text=text, layer=layer, head=head, token=len(tokens) // 2)
-              for layer, head in kept]  # fmt: skip
-    labels = [f"layer {layer}, head {head}" for layer, head in kept]
-    return explore(controls, draw, static_steps(frames, "Who looks at whom", labels))
+    heads = list(np.ndindex(*weights.shape[:2]))
+    steps = {f"layer {layer}, head {head}": {"layer": layer, "head": head}
+             for layer, head in (heads[i] for i in keep_points(len(heads), MAX_FRAMES))}
+    return explore(controls, draw, steps, "Who looks at whom")
 
 # %% ../../nbs/explorers/05_models.ipynb #dd14b4dc
 def project_table(
@@ -265,7 +261,7 @@ def neighbours_html(
     "Draw one table with a token and its neighbours. Raises `ValueError` for no token."
     chosen, (table_VD, places, share) = find_token(tokenizer, word), laid_out
     near = nearest_tokens(table_VD, chosen, count)
-    drawn = np.unique(np.linspace(0, len(table_VD) - 1, MAP_DOTS).astype(int))
+    drawn = keep_points(len(table_VD), MAP_DOTS)
     xy, dots = map_dots(places, drawn, (420, 300))
     names = tokenizer.convert_ids_to_tokens([i for i, _ in near])
     parts = [dots]
@@ -276,9 +272,8 @@ def neighbours_html(
     parts.append(svg_box(*(xy[chosen] - 4), 8, 8, ORANGE, 1))
     said = ", ".join(f"{html.escape(name)} {cosine:.2f}" for (_, cosine), name in zip(near, names))
     figure = svg_figure(parts, 500, 330, f"{title}: the embedding table, {word} and its neighbours")
-    return (f'<div style="flex:1 1 20em;max-width:min(100%, 32em)"><p><b>{html.escape(title)}</b>, '
-            f"{share:.0%} of the variance</p>{figure}"
-            f"<p>nearest to {html.escape(word.strip())}: {said}</p></div>")
+    return (f"<p><b>{html.escape(title)}</b>, {share:.0%} of the variance</p>{figure}"
+            f"<p>nearest to {html.escape(word.strip())}: {said}</p>")
 
 # %% ../../nbs/explorers/05_models.ipynb #941a1035
 def embedding_map(
@@ -298,12 +293,11 @@ def embedding_map(
     def draw(word: str, count: int = 5) -> str:
         panels = [neighbours_html(laid, tokenizer, word, count, name)
                   for name, laid in laid_out.items()]  # fmt: skip
-        return f'<div style="display:flex;flex-wrap:wrap;gap:1.5em">{"".join(panels)}</div>'
+        return tiles(panels, _PANEL, "1.5em")
 
     controls = {
         "word": ipywidgets.Text(words[0], description="token", continuous_update=False,
                                 **CONTROL_LOOK),
         "count": ipywidgets.IntSlider(5, min=1, max=10, description="neighbours", **CONTROL_LOOK),
     }  # fmt: skip
-    frames = [draw(word) for word in words]
-    return explore(controls, draw, static_steps(frames, "Neighbours on a map", list(words)))
+    return explore(controls, draw, {word: {"word": word} for word in words}, "Neighbours on a map")

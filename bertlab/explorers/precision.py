@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.names import look_up
+
 # %% ../../nbs/explorers/09_precision.ipynb #9a4c14f7
 class FloatFormat(NamedTuple):
     "A way to store a number in bits (IEEE 754-2019, sec. 3.3; float8: Micikevicius et al. 2022)."
@@ -58,9 +60,7 @@ def get_format(
     name: str,  # a key of FLOAT_FORMATS
 ) -> FloatFormat:
     "Look a format up. Raises `ValueError` for a name that is not known."
-    if name not in FLOAT_FORMATS:
-        raise ValueError(f"format {name!r} is unknown; choose one of {', '.join(FLOAT_FORMATS)}")
-    return FLOAT_FORMATS[name]
+    return look_up(name, FLOAT_FORMATS, "format")
 
 # %% ../../nbs/explorers/09_precision.ipynb #717762d0
 def round_to(

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from ..core.peaks import measured_bandwidth, measured_peak_flops, wait_function
+from ..core.devices import measured_bandwidth, measured_peak_flops, wait_function
 
 # %% ../../nbs/explorers/08_profiling.ipynb #438d40c9
 _ROWS_ALONE = {"embedding", "index_select", "gather"}  # they read what they take, not the table

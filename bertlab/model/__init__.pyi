@@ -8,9 +8,8 @@ from . import metrics as metrics
 from . import losses as losses
 from . import heads as heads
 from . import task_heads as task_heads
-from . import families as families
-from . import convert as convert
 from . import loading as loading
+from . import huggingface as huggingface
 from . import generate as generate
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing

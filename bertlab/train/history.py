@@ -123,7 +123,7 @@ class Clock(Callback):
 
 # %% ../../nbs/train/03_history.ipynb #98a9d8ee
 class StepRecorder(Clock):
-    "Record each optimizer step of a `TokenWeightedModule`."
+    "Record each optimizer step of a `TrainingModule`."
 
     def __init__(self, fetch_every: int = 10):  # steps between two reads from the device
         super().__init__()
@@ -152,7 +152,7 @@ class StepRecorder(Clock):
 
 # %% ../../nbs/train/03_history.ipynb #d59637b2
 class History(StepRecorder):
-    "Record each optimizer step and each validation of a `TokenWeightedModule`; survive a resume."
+    "Record each optimizer step and each validation of a `TrainingModule`; survive a resume."
 
     def on_validation_end(self, trainer, pl_module) -> None:
         if trainer.state.fn == "fit":

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .history import random_states, set_random_states, validation_follows
-from ..model.convert import check_tokenizer, match_tokens, to_huggingface
+from ..model.huggingface import check_tokenizer, match_tokens, to_huggingface
 from .parallel import gather_weights
 from .checkpoints import check_writable
 

@@ -14,8 +14,8 @@ from bertlab.cli.main import main
 from bertlab.core.devices import check_request, default_precision, describe_attention, describe_device
 from bertlab.core.devices import device_memory_peaks, find_devices, keep_freed_memory, peak_memory_bytes
 from bertlab.core.devices import resident_memory_bytes
-from bertlab.core.peaks import DEVICE_PEAKS, SERVER_PEAKS, measured_bandwidth, measured_peak_flops
-from bertlab.core.peaks import multiplied_type, peak_flops
+from bertlab.core.devices import DEVICE_PEAKS, measured_bandwidth, measured_peak_flops
+from bertlab.core.devices import multiplied_type, peak_flops
 
 # From the data sheets: what is printed "with sparsity" is halved here, by hand.
 DENSE = {
@@ -82,7 +82,6 @@ def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
         assert wide_to_narrow == sorted(wide_to_narrow) and wide_to_narrow, name
         if row.float8:
             assert row.float8 / row.bfloat16 == pytest.approx(2, rel=0.03), name
-    assert sum(len(names.split("|")) for names in SERVER_PEAKS) < len(DEVICE_PEAKS)
 
 
 def test_lightnings_names_of_precisions_are_understood_and_others_have_no_peak():

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 from explorer_cases import CASES, SETUP
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 # Of another environment, to drive the same explorers there: JupyterLab 3 with ipywidgets 7.7, say.
 PYTHON = os.environ.get("BERTLAB_LAB_PYTHON", sys.executable)
 FLAGS = [

@@ -7,7 +7,7 @@ import time
 import pytest
 from test_browser import ERROR, SETTINGS, browser, lab  # noqa: F401 (fixtures)
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 
 PREPARE = """
 import warnings; warnings.filterwarnings("ignore")

@@ -21,7 +21,7 @@ from jupyter_client import KernelManager
 from jupyter_client.session import Session
 
 import bertlab.explorers.training_monitor as training_monitor
-from bertlab.train.history import RunCheckpoint, StepRecorder
+from bertlab.train.history import History, RunCheckpoint
 from bertlab.cli.main import main
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
@@ -47,7 +47,8 @@ from bertlab.explorers.schedules import (
 )
 from bertlab.optim.schedulers import KINDS, Schedule
 from bertlab.train.trainer import make_trainer
-from bertlab.explorers.training_monitor import MonitorPanel, TrainingMonitor, WidgetMail, keep_points, monitor_curves
+from bertlab.explorers.training_monitor import MonitorPanel, TrainingMonitor, WidgetMail, monitor_curves
+from bertlab.explorers.widgets import keep_points
 
 MINE = ("schedule_designer", "optimizer_race", "attention_browser", "embedding_map")
 
@@ -452,7 +453,7 @@ def test_curves_keep_the_last_row_and_speed_is_work_over_time():
     curves = monitor_curves(rows)
     assert all(len(x) == 150 and x[-1] == 2000 for x, _ in curves.values())
     assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
-    assert keep_points(1).tolist() == [0] and keep_points(3).tolist() == [0, 1, 2]
+    assert keep_points(1, 150).tolist() == [0] and keep_points(3, 150).tolist() == [0, 1, 2]
     drawn = training_monitor.monitor_html(rows, 3000)  # no finite norm: three charts and a message
     assert "step 2,000 of 3,000" in drawn and drawn.count("<svg") == 3 and drawn.count('role="alert"') == 1
     one = training_monitor.monitor_html(rows[:1], -1)
@@ -489,7 +490,7 @@ def notebook(monkeypatch):
     return displayed
 
 
-class Finger(StepRecorder):
+class Finger(History):
     "Clicks the button of a monitor after so many batches."
 
     def __init__(self, monitor, batches):
@@ -512,7 +513,7 @@ def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(noteb
     assert trainer.global_step == monitor.stopped_at == 3
     for name in ("stopped", "run"):
         assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
-    plain = StepRecorder(fetch_every=1)
+    plain = History(fetch_every=1)
     train([plain], 3, accumulate_grad_batches=2)
     assert (monitor.record.column("loss") == plain.record.column("loss")).all()
     assert len(notebook) == 2 and "step 3 of 20" in notebook[-1] and "<svg" in notebook[-1]
@@ -575,7 +576,7 @@ def test_a_run_of_several_processes_is_recorded_and_not_drawn(notebook):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_breaks_off_leaves_its_curves_and_says_so(notebook):
-    class Breaks(StepRecorder):
+    class Breaks(History):
         def on_train_batch_end(self, trainer, *args):
             if trainer.global_step == 3:
                 raise KeyError("boom")

@@ -18,7 +18,7 @@ import bertlab.explorers.fill_mask as fill_mask_box
 import bertlab.explorers.packing as packing_explorers
 import bertlab.core.plots as plots
 import bertlab.explorers.widgets as widgets
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 
 # What ipywidgets 7.7.0 has: the traits of each of its widgets, and its functions. Colab stays with 7.7.
 OLD = json.loads((ROOT / "tests/explorers/ipywidgets_7_7.json").read_text())
@@ -68,14 +68,14 @@ def test_explorers_ask_ipywidgets_for_nothing_that_came_after_7_7(report):
         assert set(traits) <= set(known), f"{names.split()[0]}: {set(traits) - set(known)} came later"
     kinds = {kind for built in report["cases"].values() for kind in built["kinds"]}
     assert kinds - {"Explorer"} <= set(OLD)
-    for path in (ROOT / "bertlab").glob("*.py"):
+    for path in (ROOT / "bertlab").glob("*/*.py"):
         used = set(re.findall(r"\bipywidgets\.(\w+)", path.read_text(encoding="utf-8")))
         assert used <= {*OLD, *OLD["functions"]}, f"{path.name}: {used - {*OLD, *OLD['functions']}} came later"
 
 
 def test_plots_and_explorers_share_one_palette():
     palette = {plots.BLUE, plots.ORANGE, plots.GREEN, plots.RED, plots.PURPLE, plots.GREY}
-    for path in (ROOT / "bertlab").glob("*.py"):
+    for path in (ROOT / "bertlab").glob("*/*.py"):
         code = re.sub(r"^# %%.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # ids of cells
         found = set(re.findall(r"#[0-9a-fA-F]{6}\b", code))
         assert found == (palette if path.stem == "plots" else set()), path.name
@@ -151,11 +151,20 @@ def test_what_a_user_typed_is_text_and_never_markup():
 
 def test_a_bug_in_a_drawing_is_shown_and_not_swallowed():
     control = ipywidgets.IntText(1)
-    explorer = widgets.explore({"n": control}, lambda n: str(1 // n), "<p>static</p>")
+    explorer = widgets.explore({"n": control}, lambda n: str(1 // n), {"two": {"n": 2}}, "Shares")
     assert explorer.children[-1].value == "1"
     with pytest.raises(ZeroDivisionError):
         control.value = 0
     assert "a bug in this explorer: ZeroDivisionError" in explorer.children[-1].value
+
+
+def test_a_step_of_the_static_form_turns_only_what_it_names_and_is_drawn_as_the_live_form():
+    control, other = ipywidgets.IntText(1), ipywidgets.IntText(7)
+    steps = {"two": {"n": 2}, "zero": {"n": 0}}
+    draw = lambda n, m: f"<p>{m} and {n}</p>" if n else widgets.alert("nothing")  # noqa: E731
+    explorer = widgets.explore({"n": control, "m": other}, draw, steps, "Numbers")
+    assert "7 and 2" in explorer.static_html and 'role="alert"' in explorer.static_html
+    assert explorer.children[-1].value == "<p>7 and 1</p>" and control.value == 1
 
 
 def test_a_typed_number_may_leave_the_slider_behind_and_is_never_pulled_back():
@@ -259,8 +268,8 @@ def test_every_explorer_is_built_and_answers_nonsense_under_an_older_ipywidgets(
     python = os.environ.get("BERTLAB_LAB_PYTHON")
     if not python:
         pytest.skip("needs BERTLAB_LAB_PYTHON: the Python of an environment with ipywidgets 7.7")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
-    script = "import json, explorers; print(json.dumps(explorers.report_all()))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests/explorers"]))}
+    script = "import json, explorer_cases; print(json.dumps(explorer_cases.report_all()))"
     command = [python, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
-from bertlab.model.convert import save_as_modernbert
-from bertlab.data.corpus import train_tokenizer
+from bertlab.model.huggingface import save_model
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
 from bertlab.finetuning.task_models import (
@@ -46,7 +46,7 @@ def pretrained(tmp_path_factory):
     "The same masked language model, as a bertlab directory and as `bertlab demo` writes it."
     model, folder = shaken(BertLabForMaskedLM(TINY)), tmp_path_factory.mktemp("pretrained")
     model.save_pretrained(folder / "ours")
-    save_as_modernbert(model, folder / "theirs", TOKENIZER)
+    save_model(model, TOKENIZER, folder / "theirs")
     return model, folder
 
 
@@ -298,8 +298,7 @@ def test_pipelines_load_what_was_saved_where_bertlab_is_not(tmp_path):
         torch.testing.assert_close(torch.tensor(found["answers"]), ours, atol=1e-4, rtol=1e-3)
 
 
-def test_what_no_other_library_has_is_refused(tmp_path):
+def test_what_no_other_library_has_is_written_in_our_class(tmp_path):
     config = BertLabConfig(**{**TINY.to_diff_dict(), "norm": "dynamic_tanh", "classifier_pooling": "mean"})
-    with pytest.raises(ValueError, match="norm='dynamic_tanh'"):
-        save_for_pipeline(BertLabForSequenceClassification(config), tmp_path / "none", TOKENIZER)
-    assert not (tmp_path / "none").exists()
+    place = save_for_pipeline(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
+    assert type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__ == "DynamicTanhNorm"

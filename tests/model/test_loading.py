@@ -11,7 +11,7 @@ from torch import nn
 
 from bertlab.train.history import RunCheckpoint
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
-from bertlab.model.convert import to_huggingface
+from bertlab.model.huggingface import to_huggingface
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 from bertlab.model.loading import LoadReport, load_weights, map_keys, read_weights, rename_key

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from bertlab.train.history import History, RunCheckpoint
 from bertlab.train.guards import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossParts
-from bertlab.train.steps import TokenWeightedModule
+from bertlab.train.steps import TrainingModule
 from bertlab.train.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
 
 
-class Line(TokenWeightedModule):
+class Line(TrainingModule):
     "A linear model whose loss is that of a sum and a count; a batch brings its own factor."
 
     def __init__(self, make_optimizer=None, width=4):
@@ -29,10 +29,10 @@ class Line(TokenWeightedModule):
         self.layer = torch.nn.Linear(width, 1)
         self.make_optimizer = make_optimizer or (lambda weights: torch.optim.SGD(weights, lr=0.05))
 
-    def training_step(self, batch, batch_idx):
+    def label_loss(self, batch):
         loss_BL = (self.layer(batch["x"])[..., 0] - 1).square() * batch["factor"][:, None]
         zero = torch.zeros(())
-        return self.backward_loss(LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero))
+        return LossParts(loss_BL.sum(), torch.tensor(loss_BL.numel()), zero, zero)
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", (self.layer(batch["x"]) - 1).square().mean(), sync_dist=True)

@@ -1,0 +1,852 @@
+"BERT, RoBERTa and ModernBERT in and out: settings, names, weights, and the directory that loads without bertlab."
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    ElectraConfig,
+    ElectraForMaskedLM,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
+
+from bertlab.model.config import BertLabConfig, bert_base, bert_tiny, modernbert_base, modernbert_tiny, roberta_base
+from bertlab.model.huggingface import (
+    HEADS,
+    BertLabModelWithPooler,
+    bertlab_config,
+    describe_saving,
+    find_kind,
+    from_huggingface,
+    huggingface_config,
+    match_tokens,
+    save_model,
+    their_class,
+    to_huggingface,
+    unread_settings,
+)
+from bertlab.model.encoder import BertLabModel
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.loading import key_table, load_weights, their_names
+from bertlab.model.task_heads import BertLabForQuestionAnswering
+
+torch.set_num_threads(1)
+TOLERANCE = dict(rtol=0, atol=1e-5)
+B, L, V = 4, 24, 50
+SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_attention_heads=2)
+SPECIAL = dict(pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3)
+OTHERS = {  # what makes each kind differ from its defaults
+    "bert": dict(num_hidden_layers=3, max_position_embeddings=L),
+    "roberta": dict(num_hidden_layers=3, max_position_embeddings=L + 2),
+    "modernbert": dict(num_hidden_layers=7, local_attention=6, **SPECIAL),
+}
+MODEL_KINDS = list(OTHERS)
+
+
+@pytest.fixture(autouse=True)
+def same_start_for_every_test():
+    torch.manual_seed(0)
+
+
+def lively(model):
+    "Move every weight away from its start, norms and biases too, so that nothing hides."
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn(p.shape))
+    return model.eval()
+
+
+def ours(**overrides) -> BertLabForMaskedLM:
+    return lively(BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "local_attention": 6, **overrides})))
+
+
+def theirs(kind="modernbert", head="ForMaskedLM", **overrides):
+    labels = dict(num_labels=3) if head.endswith("Classification") else {}
+    config = their_class(kind, "Config")(**{**SHAPE, **OTHERS[kind], **labels, **overrides})
+    return lively(their_class(kind, head)(config))
+
+
+def padded_rows(pad=0):
+    "Ids and a 0/1 mask: no padding, right, left, one token."
+    ids = torch.randint(5, V, (B, L), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(B, L, dtype=torch.long)
+    mask[1, 15:], mask[2, :9], mask[3, 1:] = 0, 0, 0
+    return ids.masked_fill(mask == 0, pad), mask
+
+
+def batches(kind, pad=None):
+    "The same rows for their model and for ours; BERT must be told where a left-padded text begins."
+    ids, mask = padded_rows({"roberta": 1}.get(kind, 0) if pad is None else pad)
+    batch = dict(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    if kind != "bert":
+        return batch, batch
+    batch["token_type_ids"] = torch.randint(0, 2, (B, L), generator=torch.Generator().manual_seed(2))
+    return {**batch, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, batch
+
+
+def assert_same_outputs(want, got, mask, skip_pooled=()):
+    assert set(want) == set(got)
+    for name in want:
+        pairs = zip(want[name], got[name], strict=True) if name == "hidden_states" else [(want[name], got[name])]
+        for a, b in pairs:
+            if a.shape[:2] == mask.shape:
+                a, b = a[mask.bool()], b[mask.bool()]
+            else:  # one vector a row
+                rows = [i for i in range(len(a)) if i not in skip_pooled]
+                a, b = a[rows], b[rows]
+            torch.testing.assert_close(b, a, **TOLERANCE)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"] + [f"w{i}" for i in range(V - 5)]
+    backend = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = dict(pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]")
+    names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # as BERT's
+    return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)
+
+
+def there_and_back(config: BertLabConfig, kind: str, head: str = "ForMaskedLM") -> BertLabConfig:
+    return bertlab_config(huggingface_config(config, kind, head))
+
+
+# ---- settings: what transformers ships ----------------------------------------------------------------------
+
+
+def test_the_published_shapes_are_our_presets():
+    bert = bertlab_config(transformers.BertConfig())
+    assert bert.to_diff_dict() == {**bert_base().to_diff_dict(), "pad_token_id": 0}
+    ours = bertlab_config(transformers.RobertaConfig(max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5))
+    special = dict(pad_token_id=1, cls_token_id=0, sep_token_id=2)
+    assert ours.to_diff_dict() == roberta_base(**special).to_diff_dict()
+    special = dict(pad_token_id=50283, cls_token_id=50281, sep_token_id=50282, classifier_pooling="cls")
+    assert bertlab_config(transformers.ModernBertConfig()).to_diff_dict() == modernbert_base(**special).to_diff_dict()
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        transformers.BertConfig(hidden_act="relu", layer_norm_eps=1e-6, hidden_dropout_prob=0.2, classifier_dropout=0.4),
+        transformers.BertConfig(type_vocab_size=5, attention_probs_dropout_prob=0.0, tie_word_embeddings=False, bos_token_id=7),
+        transformers.BertConfig(num_labels=5, problem_type="regression", pad_token_id=None, max_position_embeddings=77),
+        transformers.BertConfig(id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}, hidden_act="relu2"),
+        transformers.RobertaConfig(pad_token_id=4, hidden_act="silu", eos_token_id=9),
+        transformers.RobertaConfig(pad_token_id=0, max_position_embeddings=33, hidden_act="quick_gelu"),
+        transformers.ModernBertConfig(norm_bias=True, attention_bias=True, mlp_bias=True, classifier_bias=True),
+        transformers.ModernBertConfig(decoder_bias=False, classifier_activation="relu", classifier_dropout=0.2),
+        transformers.ModernBertConfig(classifier_pooling="mean", hidden_activation="relu2", classifier_activation="gelu"),
+        transformers.ModernBertConfig(global_attn_every_n_layers=1, local_attention=7, initializer_cutoff_factor=3.0),
+    ],
+    ids=lambda c: str({k: v for k, v in c.to_diff_dict().items() if k in c.__annotations__})[:60],
+)
+@pytest.mark.parametrize("head", HEADS)
+def test_their_settings_survive_the_trip(theirs, head):
+    back = huggingface_config(bertlab_config(theirs), theirs.model_type, head)
+    want = theirs.to_diff_dict()
+    want.pop("global_attn_every_n_layers", None)  # said again in layer_types
+    assert back.to_diff_dict() == want
+
+
+@pytest.mark.parametrize(
+    "theirs, name",
+    [
+        (transformers.BertConfig(is_decoder=True), "is_decoder=True"),
+        (transformers.BertConfig(add_cross_attention=True), "add_cross_attention=True"),
+        (transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type='relative_key'"),
+        (transformers.BertConfig(hidden_act="gelu_new"), "hidden_act='gelu_new'"),
+        (transformers.RobertaConfig(is_decoder=True), "is_decoder=True"),
+        (transformers.RobertaConfig(pad_token_id=None), "pad_token_id=None"),
+        (transformers.RobertaConfig(position_embedding_type="relative_key_query"), "position_embedding_type"),
+        (transformers.ModernBertConfig(classifier_activation="gelu_new"), "classifier_activation='gelu_new'"),
+        (transformers.ModernBertConfig(layer_types=["sliding_attention"] * 22), "layer_types"),
+        (transformers.ModernBertConfig(layer_types=["full_attention"] * 3 + ["sliding_attention"] * 19), "layer_types"),
+        (transformers.ModernBertConfig(bos_token_id=3), "bos_token_id=3"),
+        (transformers.ModernBertConfig(sparse_prediction=True), "sparse_prediction=True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_we_have_no_words_for_is_refused_by_name(theirs, name):
+    with pytest.raises(ValueError, match=name):
+        bertlab_config(theirs)
+
+
+def test_scaled_rotary_positions_are_refused():
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 160000.0}
+    near = {"rope_type": "default", "rope_theta": 10000.0}
+    theirs = transformers.ModernBertConfig(rope_parameters={"full_attention": rope, "sliding_attention": near})
+    with pytest.raises(ValueError, match="rope_parameters"):
+        bertlab_config(theirs)
+
+
+def test_an_unsupported_kind_lists_the_supported_ones():
+    for other in (transformers.ElectraConfig(), transformers.XLMRobertaConfig(), modernbert_tiny()):
+        with pytest.raises(ValueError, match=f"{other.model_type}.*supported are bert, roberta, modernbert"):
+            find_kind(other)
+
+
+def test_settings_of_decoders_alone_do_not_stop_an_encoder():
+    assert bertlab_config(transformers.BertConfig(use_cache=False)).to_diff_dict() == bertlab_config(transformers.BertConfig()).to_diff_dict()
+
+
+# ---- settings: what bertlab ships ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize(
+    "config, kind",
+    [
+        (bert_tiny(), "bert"),
+        (bert_tiny(embedding_dropout=0.3, mlp_dropout=0.2, initialization="kaiming", norm_groups=4), "bert"),
+        (bert_tiny(mask_token_id=103, cls_token_id=101, sep_token_id=102, pad_token_id=0), "bert"),
+        (bert_tiny(local_attention=6, rope_share=0.5, num_key_value_heads=2, classifier_dropout=0.3), "bert"),
+        (bert_tiny(head_activation="gelu", num_labels=7), "bert"),
+        (roberta_base(pad_token_id=1, tie_word_embeddings=False), "roberta"),
+        (roberta_base(position_offset=1, pad_token_id=0, mask_token_id=5), "roberta"),
+        (modernbert_tiny(), "modernbert"),
+        (modernbert_tiny(global_attention_every_n_layers=9, num_key_value_heads=3), "modernbert"),
+        (modernbert_tiny(head_activation="silu", norm_bias=True, hidden_dropout=0.2), "modernbert"),
+        (modernbert_tiny(num_hidden_layers=1, problem_type="regression"), "modernbert"),
+    ],
+)
+def test_our_settings_survive_the_trip_and_a_file(config, kind, head, tmp_path):
+    assert there_and_back(config, kind, head).to_diff_dict() == config.to_diff_dict()
+    huggingface_config(config, kind, head).save_pretrained(tmp_path)
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is their_class(kind, "Config")
+    read = bertlab_config(again).to_diff_dict()
+    assert {**read, "transformers_version": 0} == {**config.to_diff_dict(), "transformers_version": 0}
+
+
+@pytest.mark.parametrize(
+    "config, kind, name",
+    [
+        (bert_tiny(norm="rms"), "bert", "norm='rms'"),
+        (bert_tiny(norm="deep"), "bert", "norm='deep'"),
+        (bert_tiny(norm_position="pre_and_post"), "bert", "norm_position"),
+        (bert_tiny(mlp="glu"), "bert", "mlp='glu'"),
+        (bert_tiny(mlp_bias=False), "bert", "mlp_bias=False"),
+        (bert_tiny(decoder_bias=False), "bert", "decoder_bias"),
+        (bert_tiny(head_activation="relu"), "bert", "head_activation='relu'"),
+        (bert_tiny(embedding_norm=False), "bert", "embedding_norm"),
+        (bert_tiny(attention_positions="alibi"), "bert", "attention_positions"),
+        (bert_tiny(num_key_value_heads=1), "bert", "num_key_value_heads=1"),
+        (bert_tiny(global_attention_every_n_layers=2), "bert", "global_attention_every_n_layers=2"),
+        (roberta_base(), "roberta", "pad_token_id=None"),
+        (roberta_base(pad_token_id=5), "roberta", "pad_token_id=5.*can only be 1"),
+        (roberta_base(pad_token_id=1, hidden_activation="relu"), "roberta", "head_activation=None"),
+        (bert_tiny(), "modernbert", "attention_positions='none'"),
+        (modernbert_tiny(qk_norm=True), "modernbert", "qk_norm=True"),
+        (modernbert_tiny(output_gate="head"), "modernbert", "output_gate='head'"),
+        (modernbert_tiny(rope_share=0.5), "modernbert", "rope_share=0.5"),
+        (modernbert_tiny(type_vocab_size=2), "modernbert", "type_vocab_size=2"),
+        (modernbert_tiny(embedding_positions="sinusoidal"), "modernbert", "embedding_positions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_they_have_no_words_for_is_refused_by_name(config, kind, name):
+    with pytest.raises(ValueError, match=name):
+        huggingface_config(config, kind, "ForMaskedLM")
+
+
+def test_a_setting_is_refused_only_where_the_head_reads_it():
+    mean = bert_tiny(classifier_pooling="mean")
+    assert there_and_back(mean, "bert", "ForTokenClassification").classifier_pooling == "mean"
+    with pytest.raises(ValueError, match="classifier_pooling='mean'"):
+        huggingface_config(mean, "bert", "ForSequenceClassification")
+    with pytest.raises(ValueError, match="classifier_head='prediction'"):
+        huggingface_config(bert_tiny(classifier_head="prediction"), "bert", "ForTokenClassification")
+    assert "decoder_bias" in unread_settings(mean, "Model") - unread_settings(mean, "ForMaskedLM")
+
+
+def test_settings_that_are_said_in_their_words_are_not_said_twice():
+    assert not hasattr(huggingface_config(bert_tiny(pad_token_id=0), "bert", "ForMaskedLM"), "bertlab")
+    carried = huggingface_config(bert_tiny(mlp_dropout=0.2), "bert", "ForMaskedLM")
+    assert carried.bertlab == {"mlp_dropout": 0.2}
+
+
+# ---- names ----------------------------------------------------------------------------------------
+
+
+def test_the_number_of_a_block_is_kept_and_an_unknown_weight_is_refused():
+    table = key_table("bert", "ForMaskedLM")
+    assert their_names("encoder.blocks.11.mlp.expand.bias", table) == ["bert.encoder.layer.11.intermediate.dense.bias"]
+    start = "bert.encoder.layer.3.attention.self"
+    assert their_names("encoder.blocks.3.attention.qkv.weight", table) == [
+        f"{start}.{part}.weight" for part in ("query", "key", "value")
+    ]
+    for unknown in ("encoder.blocks.0.attention.q_norm.weight", "head", "blocks.0.mlp.expand.weight"):
+        with pytest.raises(ValueError, match=unknown):
+            their_names(unknown, table)
+
+
+# ---- parity and round trip ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_every_head_computes_the_same_and_comes_back_whole(kind, head, tied):
+    original = theirs(kind, head, tie_word_embeddings=tied)
+    copy = from_huggingface(original)
+    batch, own = batches(kind)
+    mask = batch["attention_mask"]
+    # transformers takes place 0 of a row for its first token, also where that is padding (row 2).
+    pooled_at_padding = {"skip_pooled": (2,)}
+    with torch.no_grad():
+        want = original(**batch)
+        assert_same_outputs(want, copy(**own), mask, **pooled_at_padding)
+        back = to_huggingface(copy)
+        assert_same_outputs(want, back(**batch), mask)
+        single = {k: v[:1] if torch.is_tensor(v) else v for k, v in own.items()}
+        assert_same_outputs(original(**single), copy(**single), mask[:1])
+    assert type(back) is type(original)
+    assert back.config.to_diff_dict() == original.config.to_diff_dict()
+    state = back.state_dict()
+    assert state.keys() == original.state_dict().keys()
+    for name, weight in original.state_dict().items():
+        if not tied and name in ("cls.predictions.bias", "lm_head.bias"):
+            continue  # untied: a copy beside the bias, which no forward pass reads
+        assert torch.equal(state[name], weight), name
+    again = from_huggingface(back)
+    assert again.config.to_diff_dict() == copy.config.to_diff_dict()
+    assert all(torch.equal(again.state_dict()[k], w) for k, w in copy.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_pooled_vector_is_of_the_first_real_token(kind):
+    original = theirs(kind, "ForSequenceClassification")
+    copy, (_, own) = from_huggingface(original), batches(kind)
+    alone = {k: v[2:3, 9:] for k, v in own.items() if torch.is_tensor(v)}
+    torch.testing.assert_close(copy(**own).logits[2:3], original(**alone).logits, **TOLERANCE)
+
+
+def test_bert_without_given_positions_counts_from_the_start_of_the_row():
+    original = theirs("bert")
+    copy, (_, own) = from_huggingface(original), batches("bert")
+    real, places = own["attention_mask"].bool(), torch.arange(L).expand(B, L)
+    want = original(**own).logits[real]
+    torch.testing.assert_close(copy(**own, position_ids=places).logits[real], want, **TOLERANCE)
+    assert (copy(**own).logits[real] - want).abs().max() > 1e-2  # contract: texts begin at 0
+
+
+def test_positions_of_roberta_that_are_off_are_noticed():
+    original = theirs("roberta")
+    copy, (batch, own) = from_huggingface(original), batches("roberta")
+    copy.config.position_offset -= 2
+    difference = (copy(**own).logits - original(**batch).logits)[0]
+    assert difference.abs().max() > 1e-2
+
+
+def test_a_swap_of_segments_is_noticed():
+    original = theirs("bert")
+    copy, (batch, own) = from_huggingface(original), batches("bert")
+    own["token_type_ids"] = 1 - own["token_type_ids"]
+    assert (copy(**own).logits - original(**batch).logits)[0].abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        dict(local_attention=2),  # one neighbour on each side
+        dict(local_attention=7),  # an odd window is rounded down
+        dict(local_attention=128),  # wider than the row
+        dict(global_attn_every_n_layers=1),
+        dict(num_hidden_layers=1),
+        dict(num_hidden_layers=2, global_attn_every_n_layers=5),
+        dict(hidden_activation="silu", classifier_activation="silu"),
+        dict(global_rope_theta=500.0, local_rope_theta=50.0),
+        dict(norm_bias=True, attention_bias=True),
+        dict(mlp_bias=True, classifier_bias=True, classifier_activation="relu"),
+        dict(decoder_bias=False),
+        dict(classifier_pooling="mean"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+def test_modernbert_with_other_settings_computes_the_same(overrides, head):
+    original = theirs("modernbert", head, **overrides)
+    copy, (batch, own) = from_huggingface(original), batches("modernbert")
+    with torch.no_grad():
+        want, mask = original(**batch), batch["attention_mask"]
+        by_first = overrides.get("classifier_pooling") != "mean"
+        assert_same_outputs(want, copy(**own), mask, skip_pooled=(2,) if by_first else ())
+        assert torch.equal(to_huggingface(copy)(**batch).logits[0], want.logits[0])
+
+
+def test_bert_with_other_settings_computes_the_same():
+    for changes in (dict(hidden_act="relu"), dict(layer_norm_eps=1e-2), dict(type_vocab_size=4)):
+        original = theirs("bert", **changes)
+        batch, own = batches("bert")
+        assert_same_outputs(original(**batch), from_huggingface(original)(**own), batch["attention_mask"])
+    original = theirs("roberta", hidden_act="silu", pad_token_id=4, max_position_embeddings=L + 5)
+    batch, own = batches("roberta", pad=4)
+    assert_same_outputs(original(**batch), from_huggingface(original)(**own), batch["attention_mask"])
+
+
+def test_windows_matter_in_the_comparison():
+    original, (ids, mask) = theirs(), padded_rows()
+    wide = from_huggingface(original)
+    wide.config.local_attention = 128
+    difference = (wide(ids, mask).logits - original(input_ids=ids, attention_mask=mask).logits)[0]
+    assert difference.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_gradients_equal_those_of_transformers(kind):
+    original = theirs(kind)
+    copy, (batch, own) = from_huggingface(original), batches(kind)
+    labels = torch.where(batch["attention_mask"] > 0, batch["input_ids"].roll(1), -100)
+    original(**batch, labels=labels).loss.backward()
+    copy(**own, labels=labels).loss.backward()
+    gradients = {name: p.grad for name, p in copy.named_parameters()}
+    known = {name: p.grad for name, p in original.named_parameters()}
+    if kind != "modernbert":  # a tied bias has its gradient under its second name
+        stem = {"bert": "cls.predictions", "roberta": "lm_head"}[kind]
+        known[f"{stem}.decoder.bias"] = known.pop(f"{stem}.bias")
+    pad = original.config.pad_token_id
+    table = key_table(kind, "ForMaskedLM")
+    for name in gradients:
+        want = torch.cat([known[their] for their in their_names(name, table)])
+        if name.endswith(("tokens.weight", "positions.weight")):  # theirs freeze the padding's row
+            want, gradients[name] = (torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name]))
+        torch.testing.assert_close(gradients[name], want, **TOLERANCE)
+
+
+def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_tokenizers():
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    names = dict(zip(["[UNK]", *special.values()], range(5)))  # padding is 1 only by chance in RoBERTa's own
+    words = models.WordLevel(names | {"[PAD]": 4, "[MASK]": 1}, unk_token="[UNK]")
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), model_input_names=inputs, **special)
+    for kind, padding in (("bert", 4), ("roberta", 1), ("modernbert", 4)):
+        config = theirs(kind).config
+        fitted = match_tokens(config, tokenizer)
+        assert (config.pad_token_id, config.cls_token_id, config.bos_token_id) == (padding, 2, 2)
+        assert ("token_type_ids" in fitted.model_input_names) == (kind != "modernbert")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_packed_documents_of_a_converted_model_equal_documents_alone(kind):
+    original, (ids, _) = theirs(kind), padded_rows(1)
+    copy, ids = from_huggingface(original), ids[:1].clamp(min=5)
+    documents = torch.tensor([[1] * 7 + [2] * 1 + [3] * 14 + [0] * 2])
+    packed = copy(ids, documents).logits
+    for begin, end in ((0, 7), (7, 8), (8, 22)):
+        alone = original(input_ids=ids[:, begin:end]).logits
+        torch.testing.assert_close(packed[:, begin:end], alone, **TOLERANCE)
+    leaking = copy(ids, documents.clamp(max=1)).logits  # without document numbers
+    assert (leaking - packed)[:, :22].abs().max() > 1e-2
+
+
+def test_packed_rows_equal_transformers_with_explicit_masks():
+    copy = ours()
+    original, ids = to_huggingface(copy), padded_rows()[0]
+    documents = torch.tensor([[1] * 7 + [2] * 16 + [3] * 1] * B)
+    positions = torch.tensor([[*range(7), *range(16), 0]] * B)
+    same = (documents[:, None, :, None] == documents[:, None, None, :])
+    near = (torch.arange(L)[:, None] - torch.arange(L)).abs() <= 3
+    masks = {"full_attention": same, "sliding_attention": same & near}
+    want = original(input_ids=ids, attention_mask=masks, position_ids=positions).logits
+    torch.testing.assert_close(copy(ids, documents).logits, want, **TOLERANCE)
+
+
+# ---- weights that must not get lost ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_loses_no_weight_and_no_setting(tied):
+    model = ours(tie_word_embeddings=tied, norm_eps=1e-4, mask_token_id=4, cls_token_id=2)
+    again = from_huggingface(to_huggingface(model))
+    assert again.config.to_diff_dict() == model.config.to_diff_dict()
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], weight), name
+
+
+def test_a_copy_shares_no_memory_with_its_original():
+    model = ours()
+    copy = to_huggingface(model)
+    before = copy.model.layers[0].attn.Wqkv.weight.clone()
+    with torch.no_grad():
+        model.encoder.blocks[0].attention.qkv.weight.zero_()
+    assert torch.equal(copy.model.layers[0].attn.Wqkv.weight, before)
+
+
+def test_type_of_numbers_is_kept():
+    copy = to_huggingface(ours().to(torch.bfloat16))
+    assert copy.dtype == torch.bfloat16 and copy.decoder.weight.dtype == torch.bfloat16
+    assert from_huggingface(copy).dtype == torch.bfloat16
+
+
+def test_a_tied_decoder_stays_tied_and_an_untied_one_its_own():
+    for tied in (True, False):
+        back = to_huggingface(from_huggingface(theirs("bert", tie_word_embeddings=tied)))
+        same = back.cls.predictions.decoder.weight is back.bert.embeddings.word_embeddings.weight
+        assert same == tied
+
+
+def test_a_decoder_that_claims_to_be_tied_and_is_not_is_refused():
+    original = theirs("bert", tie_word_embeddings=False)
+    original.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match="decoder.weight is not the embedding.*tie_word_embeddings=False"):
+        from_huggingface(original)
+
+
+def test_a_weight_missing_or_left_over_is_named():
+    original = theirs("bert")
+    original.register_parameter("adapter", torch.nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"1 unexpected \(adapter\)"):
+        from_huggingface(original)
+    original = theirs("bert")
+    del original.bert.encoder.layer[1].attention.self.key.bias
+    with pytest.raises(ValueError, match=r"1 missing \(encoder.blocks.1.attention.qkv.bias\)"):
+        from_huggingface(original)
+
+
+def test_a_pooler_is_kept_where_there_is_one():
+    config = theirs("bert").config
+    for pooler in (True, False):
+        original = lively(BertModel(config, add_pooling_layer=pooler))
+        copy = from_huggingface(original)
+        assert type(copy) is (BertLabModelWithPooler if pooler else BertLabModel)
+        assert to_huggingface(copy).state_dict().keys() == original.state_dict().keys()
+    assert to_huggingface(BertLabModel(bert_tiny(**SHAPE))).pooler is None
+
+
+def test_a_pooled_model_can_be_saved_and_packed(tmp_path):
+    model = lively(BertLabModelWithPooler(bert_tiny(**SHAPE)))
+    model.save_pretrained(tmp_path)
+    ids, mask = padded_rows()
+    again = BertLabModelWithPooler.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(ids, mask).pooler_output, model(ids, mask).pooler_output)
+    assert torch.equal(model(ids, mask, return_dict=False)[1], model(ids, mask).pooler_output)
+
+
+# ---- what is asked for ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_a_directory_is_read_by_its_name(kind, head, tmp_path):
+    original = theirs(kind, head)
+    original.save_pretrained(tmp_path)
+    for name in (tmp_path, str(tmp_path)):
+        state, want = from_huggingface(name).state_dict(), from_huggingface(original).state_dict()
+        assert state.keys() == want.keys()
+        assert all(torch.equal(state[key], weight) for key, weight in want.items())
+
+
+def test_only_the_shape_is_taken_without_weights(tmp_path):
+    original = theirs("roberta", "ForTokenClassification")
+    original.save_pretrained(tmp_path)
+    for source in (original, tmp_path):
+        fresh = from_huggingface(source, load_weights=False)
+        full = from_huggingface(source)
+        assert fresh.config.vocab_size == V and fresh.num_labels == 3 and type(fresh) is type(full)
+        start = fresh.encoder.blocks[0].mlp.expand
+        assert start.bias.abs().max() == 0 and full.encoder.blocks[0].mlp.expand.bias.abs().max() > 0
+        assert not torch.equal(start.weight, full.encoder.blocks[0].mlp.expand.weight)
+
+
+def test_models_without_a_counterpart_are_refused(tmp_path):
+    small = dict(num_hidden_layers=1, embedding_size=16)
+    electra = ElectraForMaskedLM(ElectraConfig(**SHAPE, **small))
+    electra.save_pretrained(tmp_path / "electra")
+    for source in (electra, tmp_path / "electra"):
+        with pytest.raises(ValueError, match="'electra'.*supported are bert, roberta, modernbert"):
+            from_huggingface(source)
+    pretraining = BertForPreTraining(theirs("bert").config)
+    pretraining.save_pretrained(tmp_path / "bert")
+    for source in (pretraining, tmp_path / "bert"):
+        with pytest.raises(ValueError, match="BertForPreTraining has no counterpart.*ForMaskedLM"):
+            from_huggingface(source)
+    with pytest.raises(ValueError, match="BertLabForEnhancedMaskedLM has no counterpart"):
+        to_huggingface(BertLabForEnhancedMaskedLM(modernbert_tiny(**SHAPE)))
+    with pytest.raises(ValueError, match="kind 'bort' is unknown; choose one of bert"):
+        to_huggingface(ours(), "bort")
+    with pytest.raises(ValueError, match="num_labels=3"):
+        to_huggingface(BertLabForQuestionAnswering(bert_tiny(**SHAPE, num_labels=3)))
+
+
+def test_our_shape_chooses_the_kind():
+    assert type(to_huggingface(BertLabForMaskedLM(bert_tiny(**SHAPE)))) is BertForMaskedLM
+    assert type(to_huggingface(ours())) is ModernBertForMaskedLM
+    with pytest.raises(ValueError, match="qk_norm=True has no place in a modernbert model"):
+        to_huggingface(ours(qk_norm=True))
+
+
+def test_a_model_of_masked_diffusion_has_the_same_weights():
+    model = lively(BertLabForMaskedDiffusion(modernbert_tiny(**SHAPE)))
+    ids, mask = padded_rows()
+    want = model(ids, mask).logits[mask.bool()]
+    torch.testing.assert_close(to_huggingface(model)(ids, mask).logits[mask.bool()], want, **TOLERANCE)
+
+
+# ---- the directory ---------------------------------------------------------------------------
+
+READER = """
+import json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "bertlab": raise ImportError("bertlab is not installed here")
+sys.meta_path.insert(0, Refuse())
+try: import bertlab
+except ImportError: pass
+else: raise SystemExit("bertlab is there")
+import torch
+from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForMaskedLM.from_pretrained(sys.argv[1])
+batch = tokenizer(["w1 w2 [MASK] w4", "w7 [MASK]"], padding=True, return_tensors="pt")
+with torch.no_grad(): logits = model(**batch).logits
+best = pipeline("fill-mask", sys.argv[1])("w1 w2 [MASK] w4", top_k=3)
+print(json.dumps(dict(
+    kind=type(model).__name__, keys=sorted(batch), logits=logits.tolist(),
+    best=[(b["token_str"], b["score"]) for b in best],
+)))
+"""
+
+
+def read_elsewhere(directory) -> dict:
+    "What plain transformers finds in a directory, in a process that cannot import bertlab."
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", READER, str(directory)],
+        capture_output=True, text=True, cwd=directory, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    model, directory = ours(), tmp_path_factory.mktemp("saved") / "new" / "model"
+    assert save_model(model, tokenizer(), directory) == directory
+    return model, directory
+
+
+def test_directory_loads_without_bertlab_and_gives_the_same_logits(saved):
+    model, directory = saved
+    found = read_elsewhere(directory)
+    assert found["kind"] == "ModernBertForMaskedLM"
+    assert found["keys"] == ["attention_mask", "input_ids"]
+    batch = tokenizer()(["w1 w2 [MASK] w4", "w7 [MASK]"], padding=True, return_tensors="pt")
+    assert "token_type_ids" in batch  # our model takes them, ModernBERT has none
+    real = batch["attention_mask"].bool()
+    logits = model(**batch).logits
+    torch.testing.assert_close(torch.tensor(found["logits"])[real], logits[real], **TOLERANCE)
+    top = logits[0, 3].softmax(-1).topk(3)
+    names = [tokenizer().decode([i]) for i in top.indices]
+    assert [word for word, _ in found["best"]] == names
+    scores = torch.tensor([score for _, score in found["best"]])
+    torch.testing.assert_close(scores, top.values, **TOLERANCE)
+
+
+def test_directory_names_the_special_ids_of_its_tokenizer(saved):
+    settings = json.loads((saved[1] / "config.json").read_text())
+    ids = dict(pad_token_id=0, cls_token_id=2, bos_token_id=2, sep_token_id=3, eos_token_id=3)
+    assert settings["model_type"] == "modernbert"
+    assert {name: settings[name] for name in [*ids, "mask_token_id"]} == {**ids, "mask_token_id": 4}
+
+
+def test_saving_leaves_the_owner_everything_as_it_was(saved, tmp_path):
+    model, own = ours().train(), tokenizer()
+    before = list(own.model_input_names)
+    (tmp_path / "notes.txt").write_text("mine")
+    save_model(model, own, tmp_path)
+    assert own.model_input_names == before and model.training
+    assert model.config.mask_token_id is None
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in saved[1].iterdir()} | {"notes.txt"}
+
+
+def test_saving_that_fails_keeps_the_files_that_were_there(saved, tmp_path, monkeypatch):
+    save_model(ours(), tokenizer(), tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    monkeypatch.setattr(ModernBertForMaskedLM, "save_pretrained", half_a_save)
+    with pytest.raises(OSError, match="disk"):
+        save_model(ours(), tokenizer(), tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def half_a_save(self, directory):
+    with open(os.path.join(directory, "model.safetensors"), "wb") as f:
+        f.write(b"half")
+    raise OSError("no space left on the disk")
+
+
+def test_weights_appear_last(tmp_path, monkeypatch):
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(os.path.basename(b)), replace(a, b)))
+    save_model(ours(), tokenizer(), tmp_path)
+    assert order[-1] == "model.safetensors" and {"config.json", "tokenizer.json"} <= set(order)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="50 entries.*vocab_size is 40"):
+        save_model(ours(vocab_size=40), tokenizer(), tmp_path / "a")
+    maskless = tokenizer()
+    maskless.mask_token = None
+    with pytest.raises(ValueError, match="mask token"):
+        save_model(ours(), maskless, tmp_path / "a")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        save_model(ours(), tokenizer(), tmp_path / "file")
+    assert not (tmp_path / "a").exists()
+
+
+# ---- models that no family can say ----------------------------------------------------------------
+
+OWN = {  # shapes without a place elsewhere, and the setting that says so
+    "rms": (dict(norm="rms"), "norm='rms'"),
+    "alibi": (dict(attention_positions="alibi"), "attention_positions='alibi'"),
+    "shared keys": (dict(num_key_value_heads=1), "num_key_value_heads=1"),
+}
+OWN_HEADS = [*HEADS.values(), BertLabForEnhancedMaskedLM]
+
+
+@pytest.mark.parametrize(
+    "shape, head",
+    [*((name, HEADS["ForMaskedLM"]) for name in OWN), *(("rms", head) for head in OWN_HEADS)],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_model_without_a_family_is_written_in_our_class_with_any_head(shape, head, tmp_path):
+    settings, word = OWN[shape]
+    model = lively(head(modernbert_tiny(**SHAPE, **settings)))
+    place = save_model(model, tokenizer(), tmp_path / "model")
+    settings = json.loads((place / "config.json").read_text())
+    assert (settings["model_type"], settings["architectures"]) == ("bertlab", [head.__name__])
+    assert (settings["mask_token_id"], model.config.mask_token_id) == (4, None)
+    again = head.from_pretrained(place).eval()
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    line = describe_saving(model)
+    assert head.__name__ in line and (word in line or "has no counterpart" in line)
+
+
+def test_what_is_written_and_why_is_said_once_for_a_model_of_our_class(tmp_path, caplog):
+    model = lively(BertLabForMaskedLM(modernbert_tiny(**SHAPE, norm="rms", norm_eps=0.0123)))
+    for place in ("a", "b"):
+        save_model(model, None, tmp_path / place)
+    said = [record.message for record in caplog.records if "BertLabForMaskedLM" in record.message]
+    assert len(said) <= 1 and "plain transformers" in describe_saving(ours())
+    save_model(ours(), None, tmp_path / "c")
+    assert not [record for record in caplog.records if "ModernBert" in record.message]
+
+
+def test_a_kind_that_is_asked_for_and_cannot_be_is_refused_before_anything_is_written(tmp_path):
+    model = BertLabForMaskedLM(modernbert_tiny(**SHAPE, norm="rms"))
+    with pytest.raises(ValueError, match="norm='rms' has no place in a modernbert model"):
+        save_model(model, tokenizer(), tmp_path / "a", kind="modernbert")
+    assert not (tmp_path / "a").exists()
+
+
+def test_saving_leaves_random_numbers_as_they_were(tmp_path):
+    for settings in ({}, dict(norm="rms")):
+        model = ours(**settings)
+        torch.manual_seed(7)
+        want = torch.rand(3)
+        torch.manual_seed(7)
+        save_model(model, None, tmp_path / str(len(settings)))
+        assert torch.equal(torch.rand(3), want)
+
+
+def test_a_classifier_needs_no_mask_token(tmp_path):
+    maskless = tokenizer()
+    maskless.mask_token = None
+    model = HEADS["ForSequenceClassification"](modernbert_tiny(**SHAPE))
+    assert (save_model(model, maskless, tmp_path / "a") / "model.safetensors").exists()
+
+
+# ---- directories of strangers ---------------------------------------------------------------------
+
+
+class Trap:
+    "Runs code when it is unpickled."
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)
+
+
+def rewrite_config(place, **changes):
+    settings = json.loads((place / "config.json").read_text())
+    settings = {name: value for name, value in {**settings, **changes}.items() if value != "gone"}
+    (place / "config.json").write_text(json.dumps(settings))
+
+
+def cut(place, file, share):
+    path = place / file
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
+def put_pickle(place):
+    (place / "model.safetensors").unlink()
+    torch.save({"bert.x": torch.ones(1), "trap": Trap(str(place / "was run"))}, place / "pytorch_model.bin")
+
+
+def put_index(place, file):
+    (place / "model.safetensors").rename(place.parent / "outside.safetensors")
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+
+
+def put_code(place):
+    (place / "strange.py").write_text(f"import os; os.mkdir({str(place / 'was run')!r})")
+    rewrite_config(place, model_type="strange", auto_map={"AutoConfig": "strange.C", "AutoModel": "strange.M"})
+
+
+STRANGE = {  # what is wrong with a directory: what makes it so
+    "half a config": lambda place: cut(place, "config.json", 0.5),
+    "an empty config": lambda place: cut(place, "config.json", 0),
+    "a config that is a list": lambda place: (place / "config.json").write_text("[]"),
+    "a config without a kind": lambda place: rewrite_config(place, model_type="gone", architectures="gone"),
+    "a kind nobody knows": lambda place: rewrite_config(place, model_type="strange"),
+    "code beside the model": put_code,
+    "a shape that cannot be": lambda place: rewrite_config(place, num_attention_heads=3),
+    "a shape of another model": lambda place: rewrite_config(place, hidden_size=32),
+    "a number that is a word": lambda place: rewrite_config(place, vocab_size="many"),
+    "half of the weights": lambda place: cut(place, "model.safetensors", 0.5),
+    "no byte of the weights": lambda place: cut(place, "model.safetensors", 0),
+    "weights that are text": lambda place: (place / "model.safetensors").write_text("weights, honest"),
+    "no weights": lambda place: (place / "model.safetensors").unlink(),
+    "a pickle that runs code": put_pickle,
+    "an index that leads elsewhere": lambda place: put_index(place, "../outside.safetensors"),
+    "an index of what is not there": lambda place: put_index(place, "nowhere.safetensors"),
+    "an index that is no index": lambda place: (
+        (place / "model.safetensors").unlink(), (place / "model.safetensors.index.json").write_text("{")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", [from_huggingface, lambda place: load_weights(from_shape(), place)],
+                         ids=["a model", "weights alone"])  # fmt: skip
+@pytest.mark.parametrize("wrong", STRANGE)
+def test_a_bent_directory_runs_nothing_and_is_answered_with_one_sentence(wrong, reader, tmp_path):
+    place = tmp_path / "model"
+    theirs("bert").save_pretrained(place)
+    STRANGE[wrong](place)
+    about_config = any(word in wrong for word in ("config", "kind", "code", "shape", "number"))
+    if about_config and reader is not from_huggingface:
+        return  # weights alone are read without the configuration
+    with pytest.raises(ValueError) as caught:
+        reader(place)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert not (place / "was run").exists()
+
+
+def from_shape():
+    return BertLabForMaskedLM(bertlab_config(theirs("bert").config))
