@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 import bertlab
-from ..train.history import History, RunCheckpoint, RunInterrupted, RunProgress, RunRecord
+from ..train.checkpoints import RunCheckpoint, RunInterrupted
+from ..train.history import History, RunProgress, RunRecord
 from ..train.history import duration
 from ..model.config import modernbert_tiny
 from ..model.huggingface import save_model

@@ -236,7 +236,7 @@ def run_fill_mask_command(arguments: argparse.Namespace) -> int:  # the exit sta
 # %% ../../nbs/cli/06_main.ipynb #c1f8d1ef
 def run_distill_command(arguments: argparse.Namespace) -> int:  # the exit status
     "Train in stages, as a file says."
-    from bertlab.train.history import RunInterrupted  # torch: seconds
+    from bertlab.train.checkpoints import RunInterrupted  # torch: seconds
     from bertlab.train.stages import load_stages, train_stages
 
     quieten()

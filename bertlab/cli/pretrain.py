@@ -22,7 +22,7 @@ import lightning as L
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities import rank_zero_only
 
-from ..train.history import RunInterrupted
+from ..train.checkpoints import RunInterrupted
 from ..train.model_directories import same_random_states
 from ..model.config import modernbert_tiny
 from ..data.module import PretrainingDataModule

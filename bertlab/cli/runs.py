@@ -21,7 +21,7 @@ from ..train.model_directories import ModelDirectories, ModelShelf
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import training_texts
 from ..model.generate import encode_masked, fill_each_mask
-from ..train.guards import NonFiniteGuard, SpikeGuard
+from ..train.stopping import NonFiniteGuard, SpikeGuard
 from ..model.heads import BertLabTokenPredictor
 from ..train.histograms import WeightHistograms
 from ..train.stopping import LossBound, TimeLimit, TokenLimit

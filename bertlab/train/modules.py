@@ -64,10 +64,10 @@ def check_objective(objective: str) -> None:
 def check_batch(
     batch: dict[str, Tensor],
     model: BertLabTokenPredictor,
+    objective: str,  # of the module
     plain_mean: bool = False,  # whether the module leaves diffusion's weights out
 ) -> None:
     "Raise `ValueError` where a batch was made for another objective, or nobody would read a key."
-    objective = next(name for name, kind in OBJECTIVE_MODELS.items() if kind is type(model))
     made_for = next((name for name, key in OWN_KEYS.items() if key in batch), "mlm")
     if made_for != objective and not (plain_mean and made_for == "mlm"):
         raise ValueError(f"the batch is made for objective={made_for!r} and the module has "
@@ -312,6 +312,7 @@ class PretrainingModule(TrainingModule):
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
+        self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
         self.loss_rule = LossRule(**(loss_kwargs or {}))
         self.reports_z_loss = self.loss_rule.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
@@ -340,7 +341,7 @@ class PretrainingModule(TrainingModule):
         "What the model is given of a batch. Raises `ValueError` for one of another objective."
         h = self.hparams
         if not self._checked:  # the collator makes all batches alike
-            check_batch(batch, self.model, h.plain_mean)
+            check_batch(batch, self.model, h.objective, h.plain_mean)
             self._checked = True
         left_out = {*BOOKKEEPING, "loss_weights" if h.plain_mean else None}
         return {name: value for name, value in batch.items() if name not in left_out}
@@ -389,6 +390,8 @@ class PretrainingModule(TrainingModule):
         self.model, self._configured = model, True
 
     def configure_optimizers(self) -> dict[str, Any]:
+        # Lightning takes out what cannot be pickled, such as a function made in a notebook.
+        self.hparams.update(self._own)
         return pretraining_optimizer(self.model, self.hparams, self.total_steps())
 
     def total_steps(self) -> int | float:

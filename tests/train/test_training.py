@@ -14,7 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.history import History, RunCheckpoint, RunInterrupted
+from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.history import History
 from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -57,7 +58,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     options = {"precision": "32-true", "accelerator": "cpu", **options}
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
     try:
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
     except RunInterrupted:
         pass
     return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
@@ -123,7 +124,7 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
     train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path)
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
@@ -232,3 +233,16 @@ def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path
     data.setup()
     documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
     assert 0 < documents <= 60
+
+
+def test_a_trainer_that_never_validates_in_fit_validates_when_it_is_asked():
+    data, history = Texts(), History()
+    seed_everything(0)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+    trainer = make_trainer(2, "32-true", "cpu", callbacks=[history])
+    (before,) = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    assert history.record.validation == [], "fit left validation out"
+    (after,) = trainer.validate(module, data, verbose=False)
+    (tested,) = trainer.validate(module, data, verbose=False)
+    assert after["val_loss"] != before["val_loss"] and tested == after
