@@ -42,10 +42,11 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.devices import find_devices, measured_peak_flops, wait_function
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.data.loaders import pack_texts
+from bertlab.data.module import pack_texts
 from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
-from bertlab.optim.optimizers import get_optimizer, parameter_groups
+from bertlab.optim.groups import parameter_groups
+from bertlab.optim.optimizers import get_optimizer
 from bertlab.explorers.profiling import host_reads
 
 LENGTH, MASKED = 512, 0.15

@@ -309,7 +309,7 @@ def _rereadable(
         spool.seek(0)
         yield (text for _ in sizes for text in pickle.load(spool)) if once else texts, digest
 
-# %% ../../nbs/data/12_cache.ipynb #30c6c67e
+# %% ../../nbs/data/12_cache.ipynb #3d3002a2
 def tokenize_documents(
     texts: Iterable[str],  # one document each; an iterator is read once
     tokenizer: Any,  # a transformers tokenizer with a backend_tokenizer
@@ -327,22 +327,26 @@ def tokenize_documents(
     """
     if isinstance(texts, str):
         raise ValueError("texts must be several texts, and this is one string: put it in a list")
-    num_proc = _settle_processes(num_proc)
-    if cache_dir is not None:
-        directory = check_cache_directory(cache_dir)
-        return _cached(texts, tokenizer, directory, content_key, num_proc, progress)
-    parts = list(_encoded(texts, tokenizer, num_proc, progress))
-    empty = (np.empty(0, np.int32), np.empty(0, np.int64))
-    tokens, lengths = (np.concatenate(kind) for kind in zip(*parts)) if parts else empty
-    return TokenizedDocuments(tokens, np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-
-# %% ../../nbs/data/12_cache.ipynb #af354a4f
-def _settle_processes(num_proc: int | None) -> int:
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc must be 1 or more (None: one for each core), got {num_proc}")
     # Not every system says which cores a process may use.
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    return num_proc or len(cores(0))
+    how = tokenizer, num_proc or len(cores(0)), progress
+    if cache_dir is None:
+        parts = list(_encoded(texts, *how))
+        empty = (np.empty(0, np.int32), np.empty(0, np.int64))
+        tokens, lengths = (np.concatenate(kind) for kind in zip(*parts)) if parts else empty
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return TokenizedDocuments(tokens, offsets)
+    directory = check_cache_directory(cache_dir)
+    if content_key is not None:
+        digest = TextDigest()
+        digest.add(content_key)
+        return _find_or_build(directory, digest, texts, *how)
+    with _named_failure(directory), _rereadable(texts, directory) as (texts, digest):
+        # Three characters a token is on the safe side of what subword tokenizers do to prose.
+        num_bytes = 4 * digest.num_chars // 3 + 8 * digest.num_documents
+        return _find_or_build(directory, digest, texts, *how, digest.num_documents, num_bytes)
 
 
 def _encoded(
@@ -359,35 +363,20 @@ def _encoded(
             yield ids, lengths
             bar.update(len(lengths))
 
-# %% ../../nbs/data/12_cache.ipynb #da8aa5bc
-def _cached(
-    texts: Iterable[str], tokenizer: Any, directory: Path, content_key: str | None, *how: Any
-) -> StoredDocuments:
-    "Open the file of these texts and this tokenizer, or write it first."
-    if content_key is not None:
-        digest = TextDigest()
-        digest.add(content_key)
-        return _find_or_build(texts, tokenizer, directory, digest.hash.hexdigest(), *how)
-    with _named_failure(directory), _rereadable(texts, directory) as (texts, digest):
-        # Three characters a token is on the safe side of what subword tokenizers do to prose.
-        num_bytes = 4 * digest.num_chars // 3 + 8 * digest.num_documents
-        key, num_documents = digest.hash.hexdigest(), digest.num_documents
-        return _find_or_build(texts, tokenizer, directory, key, *how, num_documents, num_bytes)
-
-# %% ../../nbs/data/12_cache.ipynb #0c1fc82a
+# %% ../../nbs/data/12_cache.ipynb #412e41fd
 def _find_or_build(
-    texts: Iterable[str], tokenizer: Any, directory: Path, content: str, num_proc: int,
+    directory: Path, digest: TextDigest, texts: Iterable[str], tokenizer: Any, num_proc: int,
     progress: bool | None, num_documents: int | None = None, num_bytes: int = 0,
 ) -> StoredDocuments:  # fmt: skip
     "Two that build at once write two files under two names; the last one renamed stays."
-    key = f"{content}-{hash_tokenizer(tokenizer)}"
+    key = f"{digest.hash.hexdigest()}-{hash_tokenizer(tokenizer)}"
     path = directory / f"{key}.tokens"
     try:
         return open_tokens(path, key)
     except FileNotFoundError:
         pass
     except StaleCache as error:
-        warnings.warn(f"{error}; it is built anew", stacklevel=4)
+        warnings.warn(f"{error}; it is built anew", stacklevel=3)
     check_cache_directory(directory, num_bytes)
     for old in directory.glob(f".{path.name}.*.tmp"):  # left by a process that was killed
         if time.time() - old.stat().st_mtime > 3600:

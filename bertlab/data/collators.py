@@ -70,7 +70,8 @@ class MaskedLanguageModelingCollator(Collator):
         self.rule = MaskingRule(mlm_probability, mask_replace_prob, random_replace_prob, selection,
                                 min_labels_per_document, max_predictions, seed, unit,
                                 span_stop_prob, max_span_length)
-        self.continues_V = _read_continuations(unit, continues_word, self.read.tokenizer, vocab_size)
+        self.continues_V = _read_continuations(unit, continues_word, self.read.tokenizer,
+                                               vocab_size)
         self.epoch = 0  # of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:

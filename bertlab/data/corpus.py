@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 from .documents import INSTALLED, Document, deduplicate, divide, installed_documents
 from .documents import module_documents, overlap, python_files
@@ -179,6 +178,7 @@ def load_corpus(
     streaming: bool = False,  # read a hub dataset without storing it; needs max_documents
     file_format: str | None = None,  # of files: "text", "csv", ...; None: their suffix decides
     on_error: str = "raise",  # or "skip": leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; False: text_column is a number
 ) -> Corpus:
     "Text to train on. Raises `ValueError`, in one line, for a source that cannot make a corpus."
     if lines not in ("auto", "documents", "paragraphs"):
@@ -193,7 +193,7 @@ def load_corpus(
     name, notes = ", ".join(map(os.fspath, several)), Counter()
     if streaming and max_documents is None:
         raise ValueError(f"streaming needs max_documents, for {name} may have no end")
-    options = split, config_name, streaming, file_format, on_error
+    options = split, config_name, streaming, file_format, on_error, header
     documents = find_documents(several, text_column, lines, notes, *options)
     sizes = validation_fraction, 1 if min_chars is None else min_chars, max_documents
     return make_corpus(name, documents, *sizes, notes=notes)

@@ -15,7 +15,7 @@ import numpy as np
 
 from .masking import CHOOSE, GOLDEN, TIME, check_counts, draw_uniforms, drop_excess
 from .masking import find_ordinary, key_rows, mix_bits, place_labels, rank_in_documents
-from .rows import Vocabulary
+from .rows import IGNORED, Vocabulary
 
 # %% ../../nbs/data/08_diffusion.ipynb #ca821f01
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def noise_tokens(
     hidden_BL, dropped_B = drop_excess(hidden_BL, asked_BL, keys_B, limit, columns_BL)
     return {
         "input_ids": np.where(hidden_BL, vocabulary.mask_token_id, ids_BL),
-        "labels": np.where(hidden_BL, ids_BL, -100),
+        "labels": np.where(hidden_BL, ids_BL, IGNORED),
         "label_positions": place_labels(hidden_BL, limit),
         "num_dropped_labels": dropped_B,
         "loss_weights": np.where(hidden_BL, weigh_times(times_BL), 0).astype(np.float32),

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .rows import Vocabulary
+from .rows import IGNORED, Vocabulary
 
 # %% ../../nbs/data/07_masking.ipynb #5fa223c0
 def find_ordinary(
@@ -391,7 +391,7 @@ def mask_tokens(
     chosen_BL, dropped_B = drop_excess(chosen_BL, promised_BL, keys_B, limit, words_BL)
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),
-        "labels": np.where(chosen_BL, ids_BL, -100),
+        "labels": np.where(chosen_BL, ids_BL, IGNORED),
         "label_positions": place_labels(chosen_BL, limit),
         "num_dropped_labels": dropped_B,
     }

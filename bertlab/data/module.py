@@ -440,7 +440,9 @@ class PretrainingDataModule(L.LightningDataModule):
             options["validation_fraction"] = 0
             pairs = pair_splits(val_names or names, _as_list(val_split))
         # Nothing is read yet. Without sets to validate on, a share of each source is held out.
-        make = lambda name, split: Source(name, **options, **({"split": split} if split else {}))  # noqa: E731
+        def make(name: Any, split: str | None) -> Source:
+            return Source(name, **options, **({"split": split} if split else {}))
+
         self.sources = [make(name, train_split) for name in names or [None]]
         self.val_sources = [make(name, split) for name, split in pairs]
         self.source_names = list(map(str, self.sources))

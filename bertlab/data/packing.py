@@ -90,8 +90,8 @@ def check_overflow(
         raise ValueError(f"overlap must be 0 or more and below {room}, the ordinary tokens of a "
                          f"row, got {overlap}")
     if overlap and overflow != "split":
-        raise ValueError(f"overlap is {overlap}, but overflow={overflow!r} leaves one window of a "
-                         "document: set overflow='split'")
+        raise ValueError(f"overlap is {overlap}, but with overflow={overflow!r} a document has one "
+                         "window only: set overflow='split'")
 
 # %% ../../nbs/data/11_packing.ipynb #ede36ab2
 def split_long(
@@ -396,7 +396,7 @@ class PackedDataset(PackingReport):
         return self.build(keys)
 
     def build(self, keys: Sequence[int | tuple[int, int]]) -> Sequence[dict]:  # a RowBlock
-        "Build many rows at once, each with its address. Raises `IndexError` for a row that is none."
+        "Build many rows at once, each with its address. Raises `IndexError` for no row."
         if not len(keys):
             return []
         pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]

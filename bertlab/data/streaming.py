@@ -247,14 +247,14 @@ class RowPacker:
         self.pending.extend(cut_document(ids, self.room, self.overflow, self.overlap))
         repeated = sum(window.left + window.right for window in self.pending)
         cut = 0 if self.overflow == "split" else max(0, len(ids) - self.room)
-        found = (1, len(ids) == 0, len(ids) > self.room, len(self.pending), len(ids) - cut, repeated,
-                 cut)  # fmt: skip
+        long, num_windows = len(ids) > self.room, len(self.pending)
+        found = (1, len(ids) == 0, long, num_windows, len(ids) - cut, repeated, cut)
         for name, number in zip(self.counted, found):
             self.counts[name] += int(number)
         return True
 
     def pack_next(self) -> list[StreamWindow]:  # the windows of a row; none after the last
-        "Fill the buffer, then a row. When the source has ended, plan what is left and give it away."
+        "Fill the buffer, then a row. When the source has ended, plan what is left."
         buffer = self.buffer
         while len(buffer) < self.buffer_size and (self.pending or self.read_next()):
             if self.pending:
@@ -329,7 +329,8 @@ class PackedStream(PackingReport, IterableDataset):
         check_overflow(capacity - sum(self.around), overflow, overlap)
         _check_stream(source, rank, world_size, buffer_size=(buffer_size, 1), seed=(seed, 0),
                       shuffle_buffer=(shuffle_buffer, 0), block_size=(block_size, 1))
-        self.source, self.capacity, self.overflow, self.overlap = source, capacity, overflow, overlap
+        self.source, self.capacity = source, capacity
+        self.overflow, self.overlap = overflow, overlap
         self.buffer_size, self.shuffle_buffer, self.seed = buffer_size, shuffle_buffer, seed
         self.rank, self.world_size, self.block_size = rank, world_size, block_size
         self.epoch, self.snapshot_every = 0, 0  # rounds between a worker's snapshots; 0: none
@@ -421,7 +422,8 @@ def _check_stream(source: Any, rank: int, world_size: int, **counts: tuple[int, 
     if isinstance(source, Iterator) or not (callable(source) or hasattr(source, "__iter__")):
         raise ValueError(f"source is {type(source).__name__}, which cannot be read again: pass a "
                          "list, a dataset, or a function of the epoch that returns an iterator")
-    for name, (value, least) in {**counts, "world_size": (world_size, 1), "rank": (rank, 0)}.items():
+    counts |= {"world_size": (world_size, 1), "rank": (rank, 0)}
+    for name, (value, least) in counts.items():
         if value < least:
             raise ValueError(f"{name} must be {least} or more, got {value}")
     if rank >= world_size:

@@ -27,6 +27,7 @@ from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
 from ..model.activation_checkpointing import read_checkpointing
 from ..model.config import BertLabConfig
+from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
@@ -229,11 +230,12 @@ class FinetuningModule(TrainingModule):
         return self.model.config
 
     def describe(self) -> str:
-        "Say which weights are fresh, and which do not move."
+        "Say which weights are fresh, which do not move, and as what the model will be written."
         source = self.hparams.pretrained_model_name_or_path or "random weights"
         said = [f"{self.hparams.task} from {source}: {len(self.fresh)} fresh tensors"]
         said[0] += f" ({', '.join(self.fresh[:4])}{', ...' * (len(self.fresh) > 4)})"
-        return "; ".join(said + [f"{len(self.frozen)} frozen"] * bool(self.frozen))
+        said += [f"{len(self.frozen)} frozen"] * bool(self.frozen)
+        return "; ".join([*said, describe_saving(self.model)])
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 

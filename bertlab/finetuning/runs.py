@@ -108,7 +108,7 @@ class ScoreLines(Callback):
         self.since = time.monotonic()
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        if not trainer.training or trainer.sanity_checking or not trainer.is_global_zero:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or not trainer.is_global_zero:
             return
         scores = [f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()
                   if name.startswith("val_")]

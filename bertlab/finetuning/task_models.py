@@ -46,7 +46,7 @@ class TaskLabels:
 
     num_labels: int  # outputs of the head, C
     names: tuple[str, ...] = ()  # by id; none: they have no names
-    problem_type: str | None = None  # one of PROBLEM_TYPES; None: not a classification
+    problem_type: str | None = None  # a value of PROBLEM_OF; None: not a classification
 
     def settings(self) -> dict[str, Any]:
         "What a configuration says of it."
@@ -323,8 +323,10 @@ def save_for_pipeline(
     model: nn.Module,  # with a head for a task
     directory: str | os.PathLike,  # made if it is missing; other files in it stay
     tokenizer: Any,
-    kind: str | None = None,  # bert, roberta or modernbert; None: the one with such positions
+    kind: str | None = None,  # bert, roberta or modernbert; None: what fits, else our own class
 ) -> Path:  # the directory
     "Write a directory for `transformers.pipeline`, file by whole file, the weights last."
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = model.config.max_position_embeddings  # not what it was made for
     with without_reports():
         return save_model(model, tokenizer, directory, kind)

@@ -8,6 +8,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "budgets",
     "groups",
     "muon",
-    "quantized",
     "optimizers",
 ))

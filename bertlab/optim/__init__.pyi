@@ -4,5 +4,4 @@ from . import schedulers as schedulers
 from . import budgets as budgets
 from . import groups as groups
 from . import muon as muon
-from . import quantized as quantized
 from . import optimizers as optimizers

@@ -111,9 +111,8 @@ class TimeBudgetLR(LRScheduler):
         resume_at(self, state_dict["last_epoch"], self.triangle(state_dict["elapsed"]))
 
 # %% ../../nbs/optim/02_budgets.ipynb #0998d06c
-def _check_sizes(growth: "BatchGrowth", *names: str) -> None:
-    for name in names:
-        size = getattr(growth, name)
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} must be a whole number from 1 on, got {size!r}")
 
@@ -128,7 +127,7 @@ class BatchGrowth:
     world_size: int = 1  # processes
 
     def __post_init__(self):
-        _check_sizes(self, "min_size", "max_size", "world_size")
+        _check_sizes(min_size=self.min_size, max_size=self.max_size, world_size=self.world_size)
         if self.min_size > self.max_size:
             raise ValueError(
                 f"min_size={self.min_size} is more than max_size={self.max_size}: a batch grows"
@@ -155,7 +154,7 @@ class BatchWarmup(BatchGrowth):
 
     def __post_init__(self):
         super().__post_init__()
-        _check_sizes(self, "tokens_per_micro_batch")
+        _check_sizes(tokens_per_micro_batch=self.tokens_per_micro_batch)
 
     @cached_property
     def starts(self) -> tuple[list[int], list[int]]:

@@ -12,7 +12,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "checkpoints",
     "model_directories",
     "stopping",
-    "guards",
     "monitors",
     "histograms",
     "previews",

@@ -18,7 +18,8 @@ from .model_directories import same_random_states
 from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
-from ..model.losses import IGNORED, LossParts, gather_positions
+from ..data.rows import IGNORED
+from ..model.losses import LossParts, gather_positions
 from .modules import OBJECTIVE_MODELS, PretrainingModule
 from .modules import adopt_weights, compile_layers, load_encoder
 from .steps import labels_of
@@ -162,6 +163,7 @@ class DistillationModule(PretrainingModule):
             reference.to(weight.device, weight.dtype)
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         self.place_reference()
 
     def begin_scoring(self, stage: str) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STRATEGIES', 'neighbours', 'split_batch', 'count_processes', 'batch_options', 'repeated_blocks', 'shard_model',
-           'gather_weights', 'held_bytes', 'OneMesh', 'FullyShardedStrategy', 'get_strategy']
+           'gather_weights', 'held_bytes', 'FullyShardedStrategy', 'get_strategy']
 
 # %% ../../nbs/train/04_parallel.ipynb #c996403a
 import inspect
@@ -150,9 +150,12 @@ def held_bytes(
     gradients = [p.grad for p in parameters if p.grad is not None]
     return {"weights": count(parameters), "gradients": count(gradients), "moments": count(moments)}
 
-# %% ../../nbs/train/04_parallel.ipynb #501e443e
-class OneMesh(ModelParallelStrategy):
-    "Lightning's FSDP2 with all processes in one mesh, and checkpoints that are one file."
+# %% ../../nbs/train/04_parallel.ipynb #dffce494
+class FullyShardedStrategy(ModelParallelStrategy):
+    """FSDP2 for any LightningModule whose weights are in models that it calls.
+
+    All processes are in one mesh, and a checkpoint is one file.
+    """
 
     def __init__(
         self,
@@ -168,14 +171,6 @@ class OneMesh(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
-
-    def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning 2.6 does not hand on what `fit` was told, and torch then refuses our callbacks.
-        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
-
-# %% ../../nbs/train/04_parallel.ipynb #f7f81c9a
-class FullyShardedStrategy(OneMesh):
-    "FSDP2 for any LightningModule whose weights are in models that it calls."
 
     def setup(self, trainer: L.Trainer) -> None:
         "Shard each model of the module once it is built, then go on as Lightning does."
@@ -193,6 +188,10 @@ class FullyShardedStrategy(OneMesh):
         for module in self.lightning_module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning 2.6 does not hand on what `fit` was told, and torch then refuses our callbacks.
+        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
 
 # %% ../../nbs/train/04_parallel.ipynb #d68a8c65
 STRATEGIES = {

@@ -15,7 +15,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ..model.losses import IGNORED, LossParts, gather_positions
+from ..data.rows import IGNORED
+from ..model.losses import LossParts, gather_positions
 from ..model.metrics import perplexity
 from ..optim.optimizers import backward_options, forward_context
 

@@ -21,7 +21,8 @@ from jupyter_client import KernelManager
 from jupyter_client.session import Session
 
 import bertlab.explorers.training_monitor as training_monitor
-from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
 from bertlab.cli.main import main
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM

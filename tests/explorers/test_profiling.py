@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from bertlab.train.history import History
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.train.stopping import TokenTally
 from bertlab.train.modules import PretrainingModule
 from bertlab.explorers.profiling import HostReadCounter, LayerPoint, Roofline, host_reads, kind_of_work
 from bertlab.explorers.profiling import measure_roofline, profile_step, record_operations, seconds_by_kind
@@ -170,7 +169,7 @@ def material():
 @pytest.mark.parametrize("objective", ["mlm", "enhanced_mlm", "diffusion"])
 def test_a_training_step_with_all_that_watches_it_reads_nothing_back(material, objective, monkeypatch):
     monkeypatch.setattr("bertlab.model.heads.shapes_are_free", lambda values: False)  # as on a device
-    watchers = [NonFiniteGuard(), SpikeGuard(), TokenTally(), History(fetch_every=100), ReadsInside()]
+    watchers = [NonFiniteGuard(), SpikeGuard(), TokenLimit("1B"), History(fetch_every=100), ReadsInside()]
     small_run(material, watchers, objective=objective, precision="bf16-mixed", accelerator="cpu")
     assert watchers[-1].reads == [{}] * 6
 

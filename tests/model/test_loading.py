@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from test_training import CONFIG, Texts, train
 from torch import nn
 
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
 from bertlab.model.huggingface import to_huggingface
 from bertlab.model.encoder import BertLabModel

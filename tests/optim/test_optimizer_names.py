@@ -207,6 +207,27 @@ def test_the_table_says_for_each_of_the_fifteen_where_it_runs_and_why():
     lines = optimizer_table().splitlines()[1:]
     assert [line.split()[0] for line in lines] == sorted(OPTIMIZERS)
     assert len(lines) == 15
-    for facts in OPTIMIZERS.values():
-        assert facts.tpu.split(": ")[0] in ("yes", "slow") and facts.fsdp.split(": ")[0] in ("yes", "no")
-        assert len(facts.tpu.split(": ")[1]) > 10 and len(facts.fsdp.split(": ")[1]) > 10
+    for line, facts in zip(lines, OPTIMIZERS.values()):
+        assert facts.tpu_note in line and facts.fsdp_note in line
+
+
+class Mine(torch.optim.SGD):
+    "An optimizer of a user."
+
+
+def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tmp_path):
+    (tmp_path / "my_optimizers.py").write_text(
+        "import torch\nclass Slow(torch.optim.SGD):\n    def __init__(self, params, lr=0.1, slowness=2):\n"
+        "        super().__init__(params, lr / slowness)\n")
+    monkeypatch.chdir(tmp_path)
+    weight = [nn.Parameter(torch.zeros(2))]
+    assert type(get_optimizer(Mine, weight, {"lr": 0.3})) is Mine
+    assert get_optimizer(lambda groups, lr: Mine(groups, lr), weight, {"lr": 0.3}).param_groups[0]["lr"] == 0.3
+    named = get_optimizer("my_optimizers.Slow", weight, {"lr": 1.0, "slowness": 4})
+    assert named.param_groups[0]["lr"] == 0.25
+    with pytest.raises(ValueError, match="'slow'.*slowness"):
+        get_optimizer("my_optimizers.Slow", weight, {"slow": 4})
+    with pytest.raises(ValueError, match="Fast"):
+        get_optimizer("my_optimizers.Fast", weight)
+    with pytest.raises(ValueError, match="quantized=True"):
+        get_optimizer(Mine, weight, {"lr": 0.1}, quantized=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
-from bertlab.optim.quantized import EIGHT_BIT, state_bytes
+from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer, state_bytes
 from bertlab.optim.schedulers import get_scheduler
 
+EIGHT_BIT = [name for name, facts in OPTIMIZERS.items() if facts.eight_bit]
 OPTIONS = {"adagrad": {"lr": 0.02}, "adam": {"lr": 0.01}, "adamw": {"lr": 0.01}, "lion": {"lr": 0.003},
            "rmsprop": {"lr": 0.002}, "sgd": {"lr": 3.0, "momentum": 0.9}}  # fmt: skip
 

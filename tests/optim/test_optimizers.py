@@ -1,17 +1,14 @@
 "Optimizers: steps by hand, kernels, and which parameter decays."
 
 import copy
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer, parameter_groups, parameter_table
+from bertlab.optim.groups import parameter_groups, parameter_table
+from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
 from bertlab.optim.schedulers import get_scheduler
-
-NOTEBOOK = Path(__file__).parents[2] / "nbs/optim/06_optimizers.ipynb"
 
 
 def with_gradient(values: list[float], gradient: list[float]) -> nn.Parameter:
@@ -327,14 +324,3 @@ def test_the_table_tells_the_truth_about_groups_made_by_hand():
     optimizer = torch.optim.SGD([{"params": [model.weight], "weight_decay": 0.25}])
     lines = parameter_table(model, optimizer.param_groups).splitlines()
     assert lines[1].startswith("0 (0.25)") and lines[2].startswith("left out")
-
-
-def test_the_folded_solution_passes_its_check():
-    cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
-    exercise = next(text for text in cells if "def check_rmsprop" in text)
-    folded = next(text for text in cells if "<summary>Solution</summary>" in text)
-    names = {"torch": torch, "nn": nn}
-    exec(exercise, names)
-    assert names["check_rmsprop"]() == "not attempted"
-    exec(folded.split("```python")[1].split("```")[0], names)
-    assert names["check_rmsprop"]() == "right"

@@ -2,9 +2,7 @@
 
 import io
 import itertools
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +15,11 @@ from bertlab.optim.schedulers import (
     KINDS,
     OTHER_UNITS,
     InverseSqrtScheduler,
-    Phases,
     Schedule,
     ScheduledLR,
     get_scheduler,
     get_single_scheduler,
 )
-
-NOTEBOOK = Path(__file__).parents[2] / "nbs/optim/01_schedulers.ipynb"
 
 
 def an_optimizer(*rates: float) -> torch.optim.Optimizer:
@@ -123,10 +118,11 @@ def schedules(draw) -> tuple[Schedule, int, int, int]:
     training_kind, cooldown_kind = (draw(st.sampled_from(KINDS[p])) for p in ("training", "cooldown"))
     lengths = warmup, training, cooldown = [draw(st.integers(0, 60)) for _ in range(3)]
     factor = st.floats(0, 1)
-    positive = st.floats(1e-3, 1)
-    start = draw(positive if warmup_kind == "exponential" else factor)
-    level = 1.0 if training_kind == "constant" else draw(positive)
-    floor = draw(st.floats(1e-3, level) if cooldown_kind == "exponential" else st.floats(0, level))
+    positive, far = st.floats(1e-3, 1), st.floats(1e-3, 0.9)  # an exponential near 1 is refused
+    start = draw(far if warmup_kind == "exponential" else factor)
+    level = 1.0 if training_kind == "constant" else draw(far if training_kind == "exponential" else positive)
+    lowest = st.floats(1e-3, min(level, 0.9))
+    floor = draw(lowest if cooldown_kind == "exponential" else st.floats(0, level))
     if cooldown_kind == "constant":
         floor = level if training else 1.0
     known = draw(st.booleans()) and sum(lengths) > 0
@@ -506,27 +502,58 @@ def test_a_compiled_update_is_compiled_once_while_a_tensor_rate_changes():
 
 
 def test_every_word_of_the_reference_call_is_known():
-    asked = Phases(
+    asked = Schedule(
         warmup_kind="cosine", warmup_steps=1, warmup_decay=0.1, training_kind="exponential", training_steps=2,
         training_decay=0.5, cooldown_kind="inverse-sqrt", cooldown_steps=3, cooldown_decay=0.2,
     )  # fmt: skip
     np.testing.assert_allclose(
-        get_scheduler(an_optimizer(), **vars(asked)).schedule.curve(7),
+        asked.curve(7),
         by_other_means(asked, 1, 2, 3, 7),
     )
+
+
+@pytest.mark.parametrize("phase", ["warmup", "training", "cooldown"])
+def test_a_factor_of_each_update_is_refused_as_the_end_of_an_exponential(phase):
+    "The reference API means gamma; 0.999 as an end factor would be flat in silence."
+    asked = {f"{phase}_kind": "exponential", f"{phase}_steps": 1000, f"{phase}_decay": 0.999, "total_steps": 1000}
+    with pytest.raises(ValueError, match=f"{phase}_decay=0.999 is the factor at the phase's end.*{phase}_decay=0.368"):
+        Schedule(**asked)
+    assert Schedule(**{**asked, f"{phase}_decay": 0.368}).lengths
+
+
+def halves(step, every=1):
+    return 0.5 ** (step // every)
+
+
+class Ramp:
+    def __init__(self, total_steps):
+        self.total_steps = total_steps
+
+    def __call__(self, step):
+        return 1 - step / self.total_steps
+
+
+def test_a_users_own_schedule_is_a_function_a_class_an_object_or_its_name(monkeypatch, tmp_path):
+    (tmp_path / "my_rates.py").write_text("def flat(step):\n    return 0.25\n")
+    monkeypatch.chdir(tmp_path)
+    makes = {
+        "function": (dict(schedule=halves, every=2), [1, 1, 0.5, 0.5]),
+        "class": (dict(schedule=Ramp, total_steps=4), [1, 0.75, 0.5, 0.25]),
+        "object": (dict(schedule=Ramp(2)), [1, 0.5, 0, -0.5]),
+        "name": (dict(schedule="my_rates.flat"), [0.25] * 4),
+        "torch": (dict(schedule="torch.optim.lr_scheduler.StepLR", step_size=2, gamma=0.1), [1, 1, 0.1, 0.1]),
+    }
+    for options, rates in makes.values():
+        np.testing.assert_allclose(follow(get_scheduler(an_optimizer(), **options), 4), rates)
+    budget = get_scheduler(an_optimizer(), schedule="time_budget", budget="1h")
+    assert budget.triangle.seconds == 3600
+    for wrong, words in (("cosin", "time_budget"), ("my_rates.steep", "steep"), (3, "neither a name nor a class")):
+        with pytest.raises(ValueError, match=words):
+            get_scheduler(an_optimizer(), schedule=wrong)
+    with pytest.raises(ValueError, match="budget"):
+        get_scheduler(an_optimizer(), schedule="time_budget", hours=2)
 
 
 def test_an_inverse_sqrt_cooldown_needs_a_step():
     with pytest.raises(ValueError, match="cooldown_steps"):
         InverseSqrtScheduler(an_optimizer(), 0)
-
-
-def test_the_folded_solution_passes_its_check():
-    cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]]
-    exercise = next(text for text in cells if "def check_budget_triangle" in text)
-    folded = next(text for text in cells if "<summary>Solution</summary>" in text)
-    names = {}
-    exec(exercise, names)
-    assert names["check_budget_triangle"]() == "not attempted"
-    exec(folded.split("```python")[1].split("```")[0], names)
-    assert names["check_budget_triangle"]() == "right"

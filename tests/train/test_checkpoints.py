@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import signal
 import zipfile
 from pathlib import Path
@@ -15,15 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForMaskedLM
 
-from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.history import History
 from bertlab.train.model_directories import (
     MODEL_MARKER,
-    FilledShelf,
     ModelDirectories,
+    ModelShelf,
     read_marker,
     rebuild,
     remove_model,
-    same_random_states,
     whole_weights,
     write_model,
     written_directory,
@@ -38,11 +38,19 @@ from bertlab.model.heads import (
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.checkpoints import (
     CheckpointSeries,
+    RunCheckpoint,
     check_resume,
     find_checkpoint,
+    random_states,
     read_checkpoint,
     run_fingerprint,
+    same_random_states,
+    set_random_states,
 )
+from bertlab.train.histograms import WeightHistograms
+from bertlab.train.monitors import MemoryMonitor, Throughput, get_progress
+from bertlab.train.previews import FillMaskPreview
+from bertlab.train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
 
 WORDS = [f"w{i}" for i in range(80)]
@@ -96,7 +104,7 @@ def killed_at_rename(place, nth):
 
 @pytest.mark.parametrize("existed, nth", [(False, 1), (True, 1), (True, 2)])
 def test_a_kill_before_a_rename_leaves_the_old_directory(tmp_path, existed, nth):
-    place, shelf = tmp_path / "step-00000004", FilledShelf(tmp_path, 1, 0, "min")
+    place, shelf = tmp_path / "step-00000004", ModelShelf(tmp_path, 1, 0, "min")
     if existed:
         shelf.put(4, None, lambda directory: (directory / "old").write_text("old"))
     assert killed_at_rename(place, nth) == signal.SIGKILL
@@ -128,7 +136,7 @@ def fill(shelf, values):
     ],
 )
 def test_the_last_and_the_best_are_kept(tmp_path, keep_last, keep_best, mode, values, kept):
-    shelf = FilledShelf(tmp_path, keep_last, keep_best, mode)
+    shelf = ModelShelf(tmp_path, keep_last, keep_best, mode)
     assert fill(shelf, values) == kept
     if keep_best:
         best = {"min": min, "max": max}[mode](v for v in values if v and abs(v) < float("inf"))
@@ -139,7 +147,7 @@ def test_nothing_is_deleted_that_was_not_written_here(tmp_path):
     (tmp_path / "step-00000000").mkdir()  # another's, by chance of such a name
     (tmp_path / "step-00000000" / "thesis.tex").write_text("years of work")
     (tmp_path / "notes.txt").write_text("mine")
-    shelf = FilledShelf(tmp_path, 1, 0, "min")
+    shelf = ModelShelf(tmp_path, 1, 0, "min")
     fill(shelf, [1])
     (tmp_path / "step-00000001" / "README.md").write_text("mine too")
     fill(shelf, [1])  # written again, as after a resume
@@ -157,7 +165,7 @@ def test_a_drive_without_links_still_keeps_the_best(tmp_path, monkeypatch):
         raise OSError("no links on this drive")
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
-    shelf = FilledShelf(tmp_path, 1, 1, "min")
+    shelf = ModelShelf(tmp_path, 1, 1, "min")
     assert fill(shelf, [1, 2, 3]) == [1, 3] and [p.name for p in shelf.best()] == ["step-00000001"]
 
 
@@ -369,12 +377,78 @@ def test_what_a_killed_write_left_is_removed_by_the_next_run(tmp_path):
 
 
 def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):
-    state = torch.load(folder / "step-00000006.ckpt", weights_only=False)
+    state = torch.load(folder / "step-00000006.ckpt")
     torch.save({**state, "callback": Path("x")}, folder / "step-00000012.ckpt")
     with pytest.raises(ValueError, match="holds pathlib.* which safe loading refuses"):
         read_checkpoint(folder / "step-00000012.ckpt")
     assert find_checkpoint(folder).name == "step-00000010.ckpt"
     assert find_checkpoint(folder, weights_only=False).name == "step-00000012.ckpt"
+
+
+def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_takes(tmp_path):
+    tokenizer, history = word_tokenizer(WORDS), History()
+    watching = [history, *get_progress("plain", history), NonFiniteGuard(), SpikeGuard(), TimeLimit("1h"),
+                TokenLimit("1B"), LossBound(below=0.1), Throughput(2), MemoryMonitor(2),
+                WeightHistograms(["*.weight"], 2), FillMaskPreview(["w1 [MASK] w2"], tokenizer, 2),
+                ModelDirectories(tmp_path / "models", tokenizer, 4),
+                CheckpointSeries(tmp_path / "checkpoints", every_steps=4)]  # fmt: skip
+    trainer = make_trainer(4, "32-true", "cpu", callbacks=watching, val_check_steps=2)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+    trainer.fit(module, Texts())
+    path = tmp_path / "checkpoints" / "step-00000004.ckpt"
+    state = torch.load(path, weights_only=True)  # plain torch, nothing allowed besides
+    assert len(state["callbacks"]) >= 9
+    again = PretrainingModule.load_from_checkpoint(path, weights_only=True)
+    again.configure_model()
+    assert again.hparams["scheduler_warmup_steps"] == 1
+
+
+def test_generators_go_on_as_they_were_through_a_file(tmp_path):
+    draw = lambda: (random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item())  # noqa: E731
+    draw()  # NumPy keeps the second of two normal numbers
+    torch.save(random_states(), tmp_path / "states.pt")
+    want = draw()
+    set_random_states(torch.load(tmp_path / "states.pt", weights_only=True))
+    assert draw() == want
+
+
+class Trap:
+    "What a hostile file holds: a call that whoever loads it makes."
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("way", ["read_checkpoint", "find_checkpoint", "fit", "validate"])
+def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(folder, tmp_path_factory, way):
+    sprung = tmp_path_factory.mktemp("trap") / "sprung"
+    path = folder / "step-00000012.ckpt"
+    torch.save({**torch.load(folder / "step-00000010.ckpt"), "trap": Trap(sprung)}, path)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+    trainer = make_trainer(14, "32-true", accelerator="cpu", val_check_steps=1)
+    if way == "find_checkpoint":
+        assert find_checkpoint(folder) == folder / "step-00000010.ckpt"
+    else:
+        ways = {"read_checkpoint": lambda: read_checkpoint(path),
+                "fit": lambda: trainer.fit(module, Texts(), ckpt_path=path),
+                "validate": lambda: trainer.validate(module, Texts(), ckpt_path=path, verbose=False)}
+        with pytest.raises(ValueError, match="step-00000012.ckpt holds .*mkdir, which safe loading") as caught:
+            ways[way]()
+        assert "\n" not in str(caught.value)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("how", ["half", "flipped", "empty"])
+def test_a_damaged_checkpoint_given_to_fit_is_one_sentence(folder, how):
+    path = folder / "step-00000010.ckpt"
+    damage(path, how)
+    trainer = make_trainer(14, "32-true", accelerator="cpu")
+    with pytest.raises(ValueError, match="step-00000010.ckpt is damaged") as caught:
+        trainer.fit(PretrainingModule(CONFIG, scheduler_warmup_steps=1), Texts(), ckpt_path=path)
+    assert "\n" not in str(caught.value)
 
 
 # ---- is it the same run? --------------------------------------------------------------------------
@@ -432,6 +506,32 @@ def test_another_run_is_refused_in_one_line_before_anything_is_built(begun, data
     assert "\n" not in str(caught.value) and str(path) in str(caught.value) and other.model is None
 
 
+def test_a_changed_length_is_announced_with_the_rate_and_so_is_the_jump(tmp_path, begun, capsys):
+    _, make_data, make_module = begun
+    cooling = {"learning_rate": 1e-3, "scheduler_cooldown_steps": 6}
+
+    def fit(steps, path=None):
+        trainer = make_trainer(steps, "32-true", accelerator="cpu",
+                               callbacks=[CheckpointSeries(tmp_path, every_steps=8)])  # fmt: skip
+        trainer.fit(make_module(**cooling), make_data(), ckpt_path=path)
+
+    fit(8)
+    path = find_checkpoint(tmp_path)
+    assert check_resume(path, make_module(**cooling), make_data(), 8 + 12) == 8
+    (said,) = capsys.readouterr().out.strip().splitlines()
+    assert "max_steps was 8" in said and "is 20 now" in said and "step 8" in said
+    fit(20, path)
+    assert "the learning rate goes from 0 to 0.001 at step 8" in capsys.readouterr().out
+    for old in tmp_path.iterdir():
+        old.unlink()
+    fit(12)  # with a checkpoint at step 8; as long as planned, there is nothing to announce
+    capsys.readouterr()
+    path = tmp_path / "step-00000008.ckpt"
+    assert check_resume(path, make_module(**cooling), make_data(), 12) == 8
+    fit(12, path)
+    assert "learning rate" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("max_steps", [1, 3, 4])
 def test_steps_that_are_already_passed_are_refused(begun, max_steps):
     path, make_data, make_module = begun
@@ -460,7 +560,7 @@ def test_lightning_refuses_another_run_even_where_nobody_asked(begun):
     trainer = make_trainer(8, "32-true", accelerator="cpu",
                            callbacks=[CheckpointSeries(path.parent, every_steps=4)])  # fmt: skip
     with pytest.raises(ValueError, match="cannot resume .*seed is 0 there and 1 here"):
-        trainer.fit(make_module(), make_data(seed=1), ckpt_path=path, weights_only=False)
+        trainer.fit(make_module(), make_data(seed=1), ckpt_path=path)
 
 
 def test_a_checkpoint_without_a_fingerprint_is_only_asked_for_its_step(begun, tmp_path):
@@ -514,7 +614,7 @@ def test_an_ordinary_model_is_copied_and_not_shared():
 
 
 def test_a_removed_model_takes_only_its_own_files_along(tmp_path):
-    shelf = FilledShelf(tmp_path, 1, 0, "min")
+    shelf = ModelShelf(tmp_path, 1, 0, "min")
     place = shelf.put(1, None, lambda directory: (directory / "w").write_text("w"))
     (place / "figure.png").write_text("mine")
     remove_model(place)

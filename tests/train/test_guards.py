@@ -1,5 +1,6 @@
 "Guards: what refuses a step, and what a run looks like that had bad batches in it."
 
+import csv
 import os
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.train.history import History, RunCheckpoint
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard, spike_limits
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossParts
 from bertlab.train.steps import TrainingModule
 from bertlab.train.trainer import make_trainer
@@ -72,7 +74,7 @@ def fit(steps, loader, callbacks=(), make_optimizer=None, ckpt_path=None, val=No
     "Train the line; return module, history and trainer."
     module, history = Line(make_optimizer), History()
     trainer = make_trainer(steps, "32-true", "cpu", callbacks=[history, *callbacks], **options)
-    trainer.fit(module, loader, val, ckpt_path=ckpt_path, weights_only=False)
+    trainer.fit(module, loader, val, ckpt_path=ckpt_path)
     return module, history.record, trainer
 
 
@@ -124,7 +126,7 @@ def test_too_many_in_a_row_stop_the_run_and_say_what_to_try(tmp_path, capsys):
     assert trainer.global_step == 15 and guard.num_skipped == 8 and same_weights(before, module)
     assert guard.reason.startswith("8 steps in a row") and "learning_rate" in guard.reason
     assert capsys.readouterr().out.count("stopping after step 15") == 1
-    assert torch.load(path, weights_only=False)["global_step"] == 15
+    assert torch.load(path, weights_only=True)["global_step"] == 15
     # Resumed on sound data it goes on; what was counted stays counted.
     again = NonFiniteGuard(max_in_a_row=5)
     _, _, trainer = fit(22, Numbered(range(100)), [again], ckpt_path=path)
@@ -145,13 +147,13 @@ def test_bad_steps_that_are_not_in_a_row_do_not_stop_the_run():
     assert trainer.global_step == 60 and guard.num_skipped == 45 and guard.reason is None
 
 
-def test_the_limits_are_mean_and_deviation_of_what_is_known():
-    values = torch.tensor([[1.0, 2.0, 3.0, 6.0, 0.0, 0.0], [5.0, 5.0, 5.0, 9.0, 0.0, 0.0]])
-    limits = spike_limits(values, torch.tensor(4), min_steps=3, sigmas=2.0)
-    expected = [np.mean(v) + 2 * np.std(v, ddof=1) for v in ([1, 2, 3, 6], [5, 5, 5, 9])]
-    np.testing.assert_allclose(limits, expected, rtol=1e-6)
-    assert spike_limits(values, torch.tensor(2), 3, 2.0).tolist() == [INF, INF]
-    assert spike_limits(values, torch.tensor(3), 3, 2.0).isfinite().all()
+def test_the_limits_are_mean_and_deviation_of_the_logarithms_and_never_below_a_factor():
+    values = torch.tensor([[1.0, 2.0, 3.0, 6.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0, 0.0, 0.0]])
+    limits = spike_limits(values, torch.tensor(4), min_steps=3, sigmas=2.0, factors=(1.2, 4.0))
+    logs = np.log([1, 2, 3, 6])
+    np.testing.assert_allclose(limits, [np.exp(np.mean(logs) + 2 * np.std(logs, ddof=1)), 20], rtol=1e-5)
+    assert spike_limits(values, torch.tensor(2), 3, 2.0, (1.2, 4.0)).tolist() == [INF, INF]
+    assert spike_limits(values, torch.tensor(3), 3, 2.0, (1.2, 4.0)).isfinite().all()
 
 
 def judged(guard, losses, norms=None):
@@ -170,9 +172,8 @@ def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
     for now in np.float32(list(zip(losses, norms))):
         limits = np.array([INF, INF])
         if len(known) >= min_steps:
-            last = np.array(known[-window:], dtype=np.float64)
-            spread = np.maximum(last.std(0, ddof=1), 1e-6 * abs(last.mean(0)))
-            limits = last.mean(0) + sigmas * spread
+            last = np.log(np.maximum(np.array(known[-window:], dtype=np.float64), 1e-12))
+            limits = np.exp(last.mean(0) + np.maximum(sigmas * last.std(0, ddof=1), np.log([1.2, 4])))
         expected.append(not (now < limits).all())
         if np.isfinite(now).all():
             known.append(np.minimum(now, limits))
@@ -183,7 +184,7 @@ def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
 def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_a_dip_is_not():
     rng = np.random.default_rng(0)
     calm = lambda: 3 + 0.1 * rng.standard_normal(70)  # noqa: E731
-    for losses, norms, expected in (([4.0], [3.0], True), ([3.0], [4.0], True),
+    for losses, norms, expected in (([4.0], [3.0], True), ([3.0], [13.0], True), ([3.0], [11.0], False),
                                     ([3.3], [3.3], False), ([0.1], [0.1], False)):  # fmt: skip
         guard = SpikeGuard()
         verdicts = judged(guard, [*calm(), *losses], [*calm(), *norms])
@@ -195,6 +196,59 @@ def test_nothing_is_refused_before_min_steps_are_known():
     losses = 3 + 0.01 * rng.standard_normal(64)
     losses[30] = 50.0
     assert not any(judged(SpikeGuard(), losses))
+
+
+@pytest.fixture(scope="module")
+def calm_runs():
+    "Losses and gradient norms of real runs like the demo, smaller and larger, in which nothing went wrong."
+    with np.load(Path(__file__).parent / "calm_runs.npz") as runs:
+        return {name: runs[name].astype(np.float32) for name in runs.files}
+
+
+def test_no_healthy_step_of_ten_thousand_recorded_ones_is_refused(calm_runs):
+    assert sum(losses.size for losses, _ in calm_runs.values()) > 10_000
+    for losses, norms in calm_runs.values():
+        assert not any(judged(SpikeGuard(), losses, norms))
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3, 0.5])
+def test_no_healthy_step_is_refused_where_norms_have_a_long_tail(spread):
+    rng, t = np.random.default_rng(0), np.arange(10_000)
+    losses = 3 + 5 * np.exp(-t / 1500) + 0.05 * rng.standard_normal(len(t))
+    norms = np.exp(spread * rng.standard_normal(len(t))) * (0.3 + np.exp(-t / 500))
+    assert not any(judged(SpikeGuard(), losses, norms))
+
+
+@pytest.mark.parametrize("what", ["loss", "norm"])
+def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, what):
+    for losses, norms in calm_runs.values():
+        losses, norms = losses.copy(), norms.copy()
+        spikes = list(range(190, len(losses), 97))  # the first fall of the loss is out of the window
+        if what == "loss":
+            losses[spikes] *= 3.0
+        else:
+            norms[spikes] *= 10.0
+        refused = [i for i, bad in enumerate(judged(SpikeGuard(), losses, norms)) if bad]
+        assert refused == spikes
+
+
+def test_a_skipped_step_is_named_on_the_console_and_counted_in_the_log(tmp_path, capsys):
+    from bertlab.train.monitors import get_logger
+
+    slow = lambda w: torch.optim.SGD(w, lr=0.01)  # noqa: E731
+    bad, guards = {30: NAN, 80: 1e4, 83: 1e4}, [SpikeGuard(), NonFiniteGuard(50)]
+    fit(99, Numbered(range(100), bad), guards, slow, logger=get_logger("csv", tmp_path))
+    said = [line for line in capsys.readouterr().out.splitlines() if "skipped by" in line]
+    assert [line.split(":")[0] for line in said] == [
+        "step 31 skipped by SpikeGuard", "step 31 skipped by NonFiniteGuard",
+        "step 81 skipped by SpikeGuard", "step 84 skipped by SpikeGuard"]  # fmt: skip
+    assert "loss nan" in said[0] and "gradient norm" in said[2] and "limit" in said[2]
+    (path,) = tmp_path.rglob("metrics.csv")
+    with open(path) as file:
+        last = [row for row in csv.DictReader(file) if row["step"]][-1]
+    # Lightning writes every fiftieth step: the bad ones are not among them, their count is.
+    assert float(last["skipped_spikes"]) == 3 - 2 * (int(last["step"]) < 80), last
+    assert float(last["skipped_nonfinite"]) == 1
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -276,6 +330,8 @@ def test_a_verdict_is_a_tensor_of_the_same_shape_whatever_the_data():
     (lambda: SpikeGuard(window=10, min_steps=11), "window=10"),
     (lambda: SpikeGuard(min_steps=1), "min_steps=1"),
     (lambda: SpikeGuard(sigmas=0), "sigmas"),
+    (lambda: SpikeGuard(loss_factor=1.0), "loss_factor must be more than 1, got 1.0"),
+    (lambda: SpikeGuard(norm_factor=0.5), "norm_factor must be more than 1, got 0.5"),
 ])  # fmt: skip
 def test_a_guard_that_cannot_work_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
@@ -286,7 +342,7 @@ TWO_PROCESSES = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 from test_guards import NAN, Numbered, fit
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
 guards = [NonFiniteGuard(4), SpikeGuard()]

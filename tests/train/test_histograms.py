@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from test_training import CONFIG, Texts, equal, train
 
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.histograms import HistogramRecords, WeightHistograms, histogram_grid, parameters_like
 from bertlab.train.histograms import read_histograms, send_to_tensorboard, summarize_tensor
 from bertlab.train.modules import PretrainingModule

@@ -11,9 +11,10 @@ import torch
 from test_guards import NAN, Line, Numbered, fit, same_weights
 
 from bertlab.optim.budgets import BatchWarmup
-from bertlab.train.history import History, RunCheckpoint
-from bertlab.train.guards import NonFiniteGuard
-from bertlab.train.stopping import GrowingBatch, LossBound, LossInterval, RunningLoss, TimeLimit, TokenLimit
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
+from bertlab.train.stopping import GrowingBatch, LossBound, LossInterval, NonFiniteGuard, RunningLoss
+from bertlab.train.stopping import TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
 
 
@@ -52,7 +53,7 @@ def test_time_is_over_after_the_step_under_way(tmp_path, capsys):
     assert trainer.global_step == 4, "12 batches are 84 seconds, 13 are 91: step 4 is under way"
     assert limit.reason == "90 seconds of all sessions are over (limit='1m30s')"
     assert f"stopping after step 4: {limit.reason}" in capsys.readouterr().out
-    assert torch.load(path, weights_only=False)["global_step"] == 4
+    assert torch.load(path, weights_only=True)["global_step"] == 4
 
 
 @pytest.mark.parametrize(("per_session", "steps"), [(False, [3, 3, 10]), (True, [3, 6, 16])])
@@ -72,7 +73,7 @@ def test_two_time_limits_stand_side_by_side(tmp_path):
     limits = [TimeLimit("1d"), TimeLimit("2h30m", per_session=True)]
     path = tmp_path / "last.ckpt"
     fit(3, Numbered(range(9)), [*limits, RunCheckpoint(path)])
-    keys = [k for k in torch.load(path, weights_only=False)["callbacks"] if "TimeLimit" in k]
+    keys = [k for k in torch.load(path, weights_only=True)["callbacks"] if "TimeLimit" in k]
     assert len(keys) == 2 and [limit.seconds for limit in limits] == [86_400, 9_000]
 
 
@@ -125,7 +126,7 @@ def test_a_stop_goes_on_bit_identically_even_where_it_validated_out_of_turn(tmp_
     for tokens in (7 * 20, 8 * 20):  # between two validations, and at one
         fit(30, Numbered(range(60)), [TokenLimit(tokens), RunCheckpoint(path)], adam, val=val,
             val_check_steps=4, accumulate_grad_batches=2)  # fmt: skip
-        assert torch.load(path, weights_only=False)["global_step"] == tokens // 20
+        assert torch.load(path, weights_only=True)["global_step"] == tokens // 20
         resumed, again, _ = fit(30, Numbered(range(60)), (), adam, path, val, val_check_steps=4,
                                 accumulate_grad_batches=2)  # fmt: skip
         assert same_weights(whole, resumed)
@@ -306,7 +307,7 @@ sys.path.insert(0, sys.argv[1])
 from test_guards import Numbered, fit
 from test_limits import Watch, Wind, slow
 from bertlab.optim.budgets import BatchWarmup
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.stopping import GrowingBatch, LossBound, TimeLimit, TokenLimit
 rank = int(os.environ.get("LOCAL_RANK", "0"))
 watch, steps, path = Watch(), [], sys.argv[2] + "/last.ckpt"
@@ -332,7 +333,7 @@ def test_two_processes_stop_at_the_same_step(tmp_path):
         [sys.executable, tmp_path / "job.py", str(Path(__file__).parent), str(tmp_path)],
         check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert one[:2] == two[:2] and torch.equal(one[2], two[2])
     # Rank 1's clock is the fast one; a step has 20 tokens of both; 205 and 415 are not whole steps.
     assert one[0][:3] == [5, 11, 21] and one[0][3] < 50 and one[0][4] == 12 and one[1] == 420

@@ -1,11 +1,15 @@
 "`PretrainingModule`: objectives, continued encoders, z-loss, optimizers with wishes of their own, and what is refused."
 
 import math
+import shutil
+from contextlib import nullcontext
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_training import CONFIG, word_tokenizer
 
 from bertlab.model import encoder
@@ -349,3 +353,155 @@ def test_activation_checkpointing_changes_no_loss(setting):
     _, plain = fit(module_of(model_config_kwargs=dropout), data_of(), 3)
     _, less = fit(module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3)
     np.testing.assert_array_equal(plain.column("loss"), less.column("loss"))
+
+
+# --- what follows from the run, and what is refused before it ----------------------------------------
+
+
+def test_rate_and_warmup_follow_from_where_the_weights_come_from_and_from_the_runs_length(tmp_path):
+    usual = {"learning_rate": None, "scheduler_warmup_steps": None}
+    fresh = module_of(**usual)
+    fresh.configure_model()
+    fresh.model.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    continued = PretrainingModule(pretrained_model_name_or_path=str(tmp_path))
+    assert fresh.hparams.learning_rate == 10 * continued.hparams.learning_rate
+    _, record = fit(module_of(scheduler_warmup_steps=None), data_of(), 50)
+    rates = record.column("learning_rate")
+    assert (rates == rates.max()).argmax() == 2, "the third of 50 updates has the peak: 6 %"
+    assert rates[-1] == rates.max()
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"model_config_kwargs": 1e-4}, ["model_config_kwargs", "0.0001", "learning_rate=0.0001"]),
+    ({"learning_rate": "fast"}, ["learning_rate", "fast"]),
+    ({"optimizer_class": "sophiah", "gradient_checkpointing": True}, ["sophiah", "gradient_checkpointing=False"]),
+    ({"optimizer_class": "adamv"}, ["optimizer_class", "adamv", "adamw"]),
+    ({"schedule": "wsd"}, ["schedule", "wsd", "time_budget"]),
+    ({"plain_mean": True}, ["plain_mean", "diffusion", "mlm"]),
+    ({"budget_tokens": "10 pages"}, ["budget_tokens", "10 pages"]),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_is_one_sentence_when_the_module_is_made(options, words):
+    with pytest.raises(ValueError) as caught:
+        module_of(**options)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ours, theirs", [("diffusion", "mlm"), ("mlm", "diffusion"), ("enhanced_mlm", "mlm"),
+                                          ("mlm", "enhanced_mlm"), ("diffusion", "enhanced_mlm")])  # fmt: skip
+def test_module_and_data_of_two_objectives_are_refused_at_fit_with_a_data_module_and_without(ours, theirs):
+    data = data_of(theirs)
+    with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
+        fit(module_of(ours), data)
+    data.setup("fit")
+    trainer = make_trainer(2, "32-true", "cpu")
+    with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
+        trainer.fit(module_of(ours), data.train_dataloader())
+
+
+def test_a_key_of_the_batch_that_no_model_takes_is_named():
+    data, module = data_of(), module_of()
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    module.configure_model()
+    with pytest.raises(ValueError, match="sentiment.*BertLabForMaskedLM"):
+        module.label_loss({**batch, "sentiment": torch.zeros(8)})
+    assert module.label_loss(batch).num_labels > 0  # bookkeeping of the collator is no such key
+
+
+def test_diffusion_can_be_followed_as_a_plain_mean_over_its_labels():
+    batch = None
+    sums = {}
+    for plain in (False, True):
+        module, data = module_of("diffusion", plain_mean=plain), data_of("diffusion")
+        data.setup("fit")
+        batch = next(iter(data.train_dataloader()))
+        torch.manual_seed(0)
+        module.configure_model()
+        sums[plain] = module.label_loss(batch)
+    assert sums[True].num_labels == (batch["labels"] != -100).sum() < sums[False].num_labels
+    weights = batch["loss_weights"][batch["labels"] != -100]
+    assert weights.min() < weights.max() and sums[True].loss_sum != sums[False].loss_sum
+
+
+# --- one's own parts ------------------------------------------------------------------------------------
+
+
+def test_own_optimizer_schedule_and_overrides_reach_the_run():
+    def half(step):
+        return 0.5
+
+    module = module_of(optimizer_class=torch.optim.NAdam, schedule=half, learning_rate=0.01,
+                       parameter_overrides={"*embed*": {"lr": 0.001}})  # fmt: skip
+    trainer, record = fit(module, data_of(), 2)
+    assert type(trainer.optimizers[0]) is torch.optim.NAdam
+    rates = {round(group["initial_lr"], 6) for group in trainer.optimizers[0].param_groups}
+    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.0005)
+    timed = module_of(schedule="time_budget", scheduler_kwargs={"budget": "1h"})
+    trainer, _ = fit(timed, data_of(), 2)
+    assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
+
+
+def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():
+    module = module_of(budget_tokens=5 * 8 * 32 + 3, scheduler_kwargs={"decay_pct": 0.6}, scheduler_warmup_steps=0)
+    trainer, record = fit(module, data_of(), 100)
+    assert trainer.global_step == 5
+    np.testing.assert_allclose(record.column("learning_rate") / 3e-3, [1, 1, 1, 2 / 3, 1 / 3])
+    with pytest.raises(ValueError, match="budget_tokens=3"):
+        fit(module_of(budget_tokens=3), data_of(), 10)
+
+
+# --- what is kept ---------------------------------------------------------------------------------------
+
+
+def test_the_test_split_is_scored_with_the_averaged_weights_that_validation_uses():
+    module, data = module_of(optimizer_class="splus", learning_rate=0.1), data_of()
+    trainer, record = fit(module, data, 4)
+    (tested,) = trainer.test(module, data.val_dataloader(), verbose=False)
+    assert tested["test_loss"] == pytest.approx(record.validation[-1]["val_loss"], rel=1e-6)
+    module.evaluation_weights = nullcontext
+    (raw,) = trainer.test(module, data.val_dataloader(), verbose=False)
+    assert abs(raw["test_loss"] - tested["test_loss"]) > 1e-4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", torch.optim.NAdam])
+def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_with(tmp_path, optimizer):
+    first = module_of()
+    first.configure_model()
+    first.model.save_pretrained(tmp_path / "start")
+    TOKENIZER.save_pretrained(tmp_path / "start")
+    module = PretrainingModule(pretrained_model_name_or_path=tmp_path / "start", optimizer_class=optimizer,
+                               pretrained_tokenizer_name_or_path=TOKENIZER)  # fmt: skip
+    trainer, _ = fit(module, data_of(), 2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    shutil.rmtree(tmp_path / "start")
+    torch.load(tmp_path / "run.ckpt", weights_only=True)
+    loaded = PretrainingModule.load_from_checkpoint(tmp_path / "run.ckpt")
+    ours, theirs = module.state_dict(), loaded.state_dict()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert loaded.hparams.learning_rate == module.hparams.learning_rate
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpoint(tmp_path, wanted):
+    def train(keep, **options):
+        torch.manual_seed(1)
+        module, history = module_of(save_directories=wanted, **options), History()
+        keeper = [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")] * keep
+        trainer = L.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False,
+                            enable_checkpointing=bool(keep), callbacks=[history, *keeper], limit_val_batches=0)  # fmt: skip
+        trainer.fit(module, data_of())
+        return module, history.record.column("loss")
+
+    dropout = {"model_config_kwargs": {**SHAPE, "mlp_dropout": 0.3}}
+    module, losses = train(1, **dropout)
+    kept = sorted(path.name for path in tmp_path.glob("*.ckpt"))
+    assert len(kept) == 2
+    directories = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert directories == ([name.removesuffix(".ckpt") for name in kept] if wanted else [])
+    if wanted:
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / directories[-1]).eval()
+        batch = TOKENIZER(TEXTS[0], return_tensors="pt")
+        keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        torch.testing.assert_close(theirs(**keys).logits, module.model.eval()(**keys).logits, atol=1e-5, rtol=1e-4)
+        np.testing.assert_array_equal(losses, train(0, **dropout)[1])  # no generator was moved

@@ -4,6 +4,7 @@ import csv
 import time
 from mmap import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.loggers import CSVLogger
 from test_training import CONFIG, Texts, equal, train
 
-from bertlab.train.history import History, RunCheckpoint, RunProgress
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History, RunProgress
 from bertlab.model.config import BertLabConfig
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.monitors import IntervalCounter, MemoryMonitor, PlainProgress, StepFlops, Throughput
+from bertlab.train.monitors import MemoryMonitor, StepFlops, Throughput
 from bertlab.train.monitors import count_lengths, find_peak, get_logger, get_progress
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -79,8 +81,8 @@ class Kept(Throughput):
         super().__init__(*args, **options)
         self.intervals = []
 
-    def take(self, trainer, flops):
-        self.intervals.append(super().take(trainer, flops))
+    def take(self, trainer):
+        self.intervals.append(super().take(trainer))
         return self.intervals[-1]
 
 
@@ -247,13 +249,58 @@ def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_lin
 
 def test_progress_has_a_name_and_says_what_it_needs():
     history = History()
-    kinds = {"auto": RunProgress, "plain": PlainProgress, "tqdm": TQDMProgressBar, "rich": RichProgressBar}
+    kinds = {"auto": RunProgress, "plain": RunProgress, "tqdm": TQDMProgressBar, "rich": RichProgressBar}
     assert {name: type(get_progress(name, history)[0]) for name in kinds} == kinds
     assert get_progress("none") == []
     with pytest.raises(ValueError, match="reads a History"):
         get_progress("plain")
     with pytest.raises(ValueError, match="'fancy' is unknown; choose one of auto, tqdm"):
         get_progress("fancy")
+
+
+def test_loggers_asked_for_together_share_one_directory_and_each_session_has_its_own(tmp_path):
+    pytest.importorskip("tensorboard")
+    for session in range(2):
+        loggers = get_logger(["csv", "tensorboard"], tmp_path, "")
+        train(Texts(), 3, [Throughput(every_steps=1)], logger=loggers)
+        place = tmp_path / f"version_{session}"
+        assert {Path(logger.log_dir) for logger in loggers} == {place}
+        assert (place / "metrics.csv").exists() and list(place.glob("events.*"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version_0", "version_1"]
+
+
+class SlowValidation(Callback):
+    def on_validation_batch_start(self, *arguments, **options):
+        time.sleep(0.05)
+
+
+def test_validations_are_part_of_the_time_left_and_show_how_far_they_are(capsys):
+    left, history = {}, History()
+
+    class Estimates(RunProgress):
+        def on_train_batch_end(self, trainer, *arguments):
+            super().on_train_batch_end(trainer, *arguments)
+            left[trainer.global_step] = time.perf_counter(), self.seconds_left(trainer)
+
+    seed_everything(0)
+    progress = Estimates(history, every_seconds=0.02, plain=True)
+    trainer = make_trainer(20, "32-true", "cpu", val_check_steps=5,
+                           callbacks=[history, progress, SlowValidation()])  # fmt: skip
+    trainer.fit(tiny(), Texts(batch_size=2))
+    end, said = time.perf_counter(), capsys.readouterr().out
+    batches = trainer.num_val_batches[0]
+    at, estimate = left[7]  # one validation is measured; two more lie before the last step, and one at it
+    validations = 3 * batches * 0.05
+    assert estimate > validations and estimate == pytest.approx(end - at, rel=0.5)
+    assert f"validating, batch 2 of {batches}" in said
+
+
+def test_validating_alone_shows_how_far_it_is(capsys):
+    history = History()
+    trainer = make_trainer(1, "32-true", "cpu", val_check_steps=1,
+                           callbacks=[history, RunProgress(history, 0.01, plain=True), SlowValidation()])
+    trainer.validate(tiny(), Texts(batch_size=2), verbose=False)
+    assert "validating, batch 1 of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["tqdm", "rich"])
@@ -273,14 +320,14 @@ def test_plain_progress_prints_lines_also_where_a_bar_could_move(monkeypatch, ca
     assert "step 3/3: loss" in capsys.readouterr().out
 
 
-def test_an_interval_counter_counts_batches_without_labels_too():
-    counter = IntervalCounter()
-    trainer = make_trainer(1, accelerator="cpu")
+def test_throughput_counts_batches_without_labels_too():
+    counter, trainer = Throughput(), make_trainer(1, accelerator="cpu")
+    config = BertLabConfig(**CONFIG)
+    counter.on_fit_start(trainer, SimpleNamespace(num_flops_per_token=config.flops_per_token))
     counter.on_train_start(trainer, None)
     counter.on_train_batch_start(trainer, None, None, 0)
     counter.on_train_batch_end(trainer, None, None, {"attention_mask": torch.tensor([[1, 1, 2, 0]])}, 0)
-    config = BertLabConfig(**CONFIG)
-    taken = counter.take(trainer, StepFlops(config.flops_per_token))
+    taken = counter.take(trainer)
     assert (taken.tokens, taken.positions) == (3, 4)
     cost = 2 * config.flops_per_token(2, 0) + config.flops_per_token(1, 0)
     assert taken.flops == pytest.approx(cost, rel=1e-6)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import BertConfig, BertForMaskedLM
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.parallel import (batch_options, count_processes, gather_weights, get_strategy,

@@ -16,11 +16,12 @@ from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.utils.data import DataLoader
 
-from bertlab.train.history import History, RunCheckpoint, TerminalBar, random_states
+from bertlab.train.checkpoints import RunCheckpoint, random_states
+from bertlab.train.history import History, TerminalBar
 from bertlab.model.generate import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_layers
 from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek
-from bertlab.train.previews import check_rehearsable, rehearsal, undisturbed
+from bertlab.train.previews import rehearsal, undisturbed
 from bertlab.train.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -253,7 +254,7 @@ def test_compile_ahead_refuses_a_module_that_it_cannot_run():
 def test_compiling_ahead_is_refused_where_it_would_do_nothing():
     on_tpu = SimpleNamespace(label_loss=None, device=torch.device("xla"))
     with pytest.raises(ValueError, match="nothing on a TPU; set compile_ahead=False"):
-        check_rehearsable(on_tpu)
+        compile_ahead(on_tpu, {})
 
 
 def two(folder):
@@ -264,8 +265,8 @@ def two(folder):
     class Kept(Throughput):
         intervals = ()
 
-        def take(self, trainer, flops):
-            self.intervals = (*self.intervals, super().take(trainer, flops))
+        def take(self, trainer):
+            self.intervals = (*self.intervals, super().take(trainer))
             return self.intervals[-1]
 
     results = {}

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from test_training import word_tokenizer
 
-from bertlab.train.history import History, RunInterrupted, RunRecord
+from bertlab.train.checkpoints import RunInterrupted
+from bertlab.train.history import History, RunRecord
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
-from bertlab.train.stopping import TokenLimit
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import (
     RunReport, cost_facts, data_facts, environment, final_metrics, markdown_table, part_counts,
-    spread, why_stopped,
+    report_sections, why_stopped,
 )  # fmt: skip
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -139,7 +139,12 @@ def test_a_table_escapes_bars_and_aligns_numbers():
     assert r"x\|y" in lines[2] and "0.0001234" in lines[2] and "1.500e+09" in lines[2]
 
 
-def test_a_long_history_is_thinned_evenly_and_keeps_both_ends():
-    assert spread(list(range(5))) == [0, 1, 2, 3, 4] and spread([]) == []
-    thin = spread(list(range(1000)), 11)
-    assert thin[0] == 0 and thin[-1] == 999 and len(thin) == 11 and np.ptp(np.diff(thin)) <= 1
+def test_a_long_history_of_validations_is_thinned_evenly_and_keeps_both_ends(tmp_path):
+    trainer, module, _ = run(tmp_path)
+    record = RunRecord()
+    for number, kept in ((5, 5), (1000, 20)):
+        record.validation = [{"step": i, "val_loss": 1.0} for i in range(number)]
+        table = report_sections(trainer, module, {}, record, "")["Validation"].splitlines()[2:]
+        steps = [int(line.split("|")[1].replace(",", "")) for line in table]
+        assert len(steps) == kept and steps[0] == 0 and steps[-1] == number - 1
+        assert np.ptp(np.diff(steps)) <= 1

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
-from bertlab.train.history import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -61,7 +61,7 @@ def run(folder, log, options, die_at=None, checkpoint=True, trainer_options=None
     module = PretrainingModule({**CONFIG, "num_hidden_layers": 1}, learning_rate=1e-3,
                               scheduler_warmup_steps=3)  # fmt: skip
     resumed = str(path) if checkpoint and path.exists() else None
-    trainer.fit(module, data, ckpt_path=resumed, weights_only=False)
+    trainer.fit(module, data, ckpt_path=resumed)
 
 
 def read_log(path):

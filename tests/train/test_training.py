@@ -14,9 +14,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.history import History, RunCheckpoint, RunInterrupted
-from bertlab.data.collators import MaskedLanguageModelingCollator
-from bertlab.data.module import EpochBatches, PackedLoaders, filled_batches, pack_texts
+from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
+from bertlab.train.history import History
+from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -35,21 +35,18 @@ def word_tokenizer(words):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-class Texts(PackedLoaders):
+class Texts(PretrainingDataModule):
     "Packed rows of made-up sentences, without a corpus."
 
     def __init__(self, batch_size=4, num_workers=0, num_texts=300, **collator_options):
-        super().__init__()
         rng = np.random.default_rng(0)
         words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 6))) for _ in range(150)]
         texts = [" ".join(rng.choice(words, rng.integers(2, 30))) for _ in range(num_texts)]
-        tokenizer = word_tokenizer(words)
-        self.train_batch_size = self.val_batch_size = batch_size
-        self.num_workers = num_workers
-        self.collator = MaskedLanguageModelingCollator.from_tokenizer(
-            tokenizer, max_sequence_length=32, **collator_options)  # fmt: skip
-        self.train_dataset = pack_texts(texts, tokenizer, 32)
-        self.val_dataset = pack_texts(texts[:41], tokenizer, 32, shuffle=False)
+        super().__init__(
+            None, word_tokenizer(words), max_sequence_length=32, num_workers=num_workers, num_shards=1,
+            train_batch_size=batch_size, val_batch_size=batch_size, collator_kwargs=collator_options)  # fmt: skip
+        self.set_datasets(texts, texts[:41])
+        self.setup()
 
 
 def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **options):
@@ -61,7 +58,7 @@ def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **opti
     options = {"precision": "32-true", "accelerator": "cpu", **options}
     trainer = make_trainer(steps, callbacks=[history, *callbacks], **options)
     try:
-        trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=False)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
     except RunInterrupted:
         pass
     return {k: v.clone() for k, v in module.model.state_dict().items()}, history.record
@@ -127,7 +124,7 @@ def test_a_periodic_checkpoint_resumes_as_exactly_as_a_stop(tmp_path):
     path = tmp_path / "last.ckpt"
     weights, record = train(Texts(), 12, val_check_steps=4)
     train(Texts(), 8, [RunCheckpoint(path, every_steps=4)], val_check_steps=4)
-    state = torch.load(path, weights_only=False)
+    state = torch.load(path)
     assert state["global_step"] == 8
     resumed, again = train(Texts(), 12, [RunCheckpoint(path)], path, val_check_steps=4)
     assert again.validation == record.validation
@@ -236,3 +233,16 @@ def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path
     data.setup()
     documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
     assert 0 < documents <= 60
+
+
+def test_a_trainer_that_never_validates_in_fit_validates_when_it_is_asked():
+    data, history = Texts(), History()
+    seed_everything(0)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=1)
+    trainer = make_trainer(2, "32-true", "cpu", callbacks=[history])
+    (before,) = trainer.validate(module, data, verbose=False)
+    trainer.fit(module, data)
+    assert history.record.validation == [], "fit left validation out"
+    (after,) = trainer.validate(module, data, verbose=False)
+    (tested,) = trainer.validate(module, data, verbose=False)
+    assert after["val_loss"] != before["val_loss"] and tested == after

@@ -11,7 +11,7 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from bertlab.train.history import WholeFileCheckpointIO
+from bertlab.train.checkpoints import WholeFileCheckpointIO
 from bertlab.model.heads import keep_half, shift_right
 from bertlab.train.trainer import make_trainer
 from bertlab.train.xla import CompileRecorder, note_shape, refuse_gradients, split_rows, take_back, xla_counts, xla_settings

@@ -19,9 +19,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from bertlab.train.history import History, RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
-from bertlab.train.guards import NonFiniteGuard, SpikeGuard
+from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
 from bertlab.model.heads import keep_half
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything

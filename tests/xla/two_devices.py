@@ -6,7 +6,7 @@ import torch_xla
 from lightning.pytorch.callbacks import Callback
 from test_xla_training import train
 
-from bertlab.train.guards import NonFiniteGuard
+from bertlab.train.stopping import NonFiniteGuard
 
 
 class Sharding(Callback):
