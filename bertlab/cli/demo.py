@@ -317,7 +317,7 @@ def run_prepared(
     "Train, validate, and write model, metrics, history and picture."
     from bertlab.model.huggingface import save_model
     from bertlab.model.generate import fill_mask
-    from bertlab.train.history import RunInterrupted
+    from bertlab.train.checkpoints import RunInterrupted
 
     started = started or time.perf_counter()
     data, module, directory = run.data, run.module, run.output
