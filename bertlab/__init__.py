@@ -55,7 +55,7 @@ _FACE = {
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
     "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
-    "train.model_directories": "ModelDirectories write_model",
+    "train.model_directories": "ModelDirectories",
     "train.stopping": "GrowingBatch LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
     "train.monitors": "MemoryMonitor Throughput",
     "train.histograms": "WeightHistograms read_histograms",

@@ -95,7 +95,6 @@ from .train.checkpoints import RandomStates as RandomStates
 from .train.checkpoints import RunCheckpoint as RunCheckpoint
 from .train.checkpoints import find_checkpoint as find_checkpoint
 from .train.model_directories import ModelDirectories as ModelDirectories
-from .train.model_directories import write_model as write_model
 from .train.stopping import GrowingBatch as GrowingBatch
 from .train.stopping import LossBound as LossBound
 from .train.stopping import NonFiniteGuard as NonFiniteGuard

@@ -117,8 +117,8 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
-        if Path(path).exists():  # else it is on another file system, which only Lightning reads
-            read_checkpoint(path, safe)
+        if Path(path).is_file():  # else it is on another file system, which only Lightning reads
+            read_torch_file(path, safe)
         return super().load_checkpoint(path, map_location, safe)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #3e4ca320
@@ -194,7 +194,7 @@ class RunCheckpoint(Checkpoint):
             rate = float(trainer.optimizers[0].param_groups[0]["lr"])
             if abs(rate - self._rate) > 1e-3 * max(rate, self._rate):
                 say(f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
-                    f"{trainer.global_step}: the schedule is another one than that of the checkpoint")
+                    f"{trainer.global_step}: the schedule is not that of the checkpoint")
         self._rate, self._saved = None, trainer.global_step
         self.signals.listen()
 
@@ -386,7 +386,7 @@ def check_resume(
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
-    Raises `ValueError` in one line, and announces a changed length. Sets the data up, as `fit` would.
+    Raises `ValueError` in one line, and announces a changed length. Sets the data up like `fit`.
     """
     check_writable(Path(checkpoint).parent)
     state = read_checkpoint(checkpoint, weights_only)

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import lightning as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
@@ -276,12 +275,11 @@ def get_logger(
 ) -> Logger | list[Logger]:  # for `make_trainer(logger=...)`; a list where a list was given
     "Build loggers by name. Raises `ImportError` that names the package where one is missing."
     if not isinstance(names, str):
+        version = {}
         if {"csv", "tensorboard"} <= set(names) and "version" not in options:
             # Each would take the next free directory, and the second not that of the first.
             version = {"version": _next_version(Path(directory) / name)}
-            warnings.filterwarnings("ignore", "Experiment logs directory .* exists and is not empty")
-        else:
-            version = {}
+            warnings.filterwarnings("ignore", "Experiment logs directory .* is not empty")
         return [get_logger(one, directory, name, **(version if one != "wandb" else {}), **options)
                 for one in names]
     if names not in _LOGGERS:
@@ -307,6 +305,6 @@ def get_progress(
         raise ImportError("progress 'rich' needs the package rich: pip install rich")
     if name in ("auto", "plain") and history is None:
         raise ValueError(f"progress {name!r} reads a History: get_progress({name!r}, history)")
-    makers = {"auto": lambda: RunProgress(history), "plain": lambda: RunProgress(history, plain=True),
-              "tqdm": TQDMProgressBar, "rich": RichProgressBar}  # fmt: skip
-    return [makers[name]()] if name in makers else []
+    if name in ("auto", "plain"):
+        return [RunProgress(history, plain=name == "plain")]
+    return {"tqdm": [TQDMProgressBar()], "rich": [RichProgressBar()]}.get(name, [])

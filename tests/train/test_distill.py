@@ -16,7 +16,8 @@ from test_training import word_tokenizer
 from torch.nn import functional as F
 
 from bertlab.train.history import History
-from bertlab.train.model_directories import whole_weights, write_model, written_directory
+from bertlab.model.huggingface import save_model
+from bertlab.train.model_directories import whole_weights, written_directory
 from bertlab.train.distill import DistillationModule, check_same_words, hash_weights, kl_divergence, load_reference
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.checkpoints import CheckpointSeries
@@ -31,7 +32,7 @@ def save(module, place):
     "What a stage leaves behind."
     module.configure_model()
     with written_directory(place) as inside:
-        write_model(module.model.eval(), inside, TOKENIZER)
+        save_model(module.model.eval(), TOKENIZER, inside)
     return str(place)
 
 
@@ -450,10 +451,10 @@ def dying_run(text, output, how, at):
         real = here.make_trainer
         here.make_trainer = lambda steps, callbacks, **options: real(steps, callbacks=[*callbacks, Death(at)], **options)
     elif how == "model":
-        def half(model, directory, tokenizer):
+        def half(model, tokenizer, directory):
             model.config.save_pretrained(directory)
             kill()
-        here.write_model = half
+        here.save_model = half
     elif how == "whole":
         here.whole_weights = lambda model: kill()
     train_stages(stages_of(text), output, resume=(output / "run.yaml").exists(), progress=False)
