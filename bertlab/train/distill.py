@@ -19,7 +19,8 @@ from .model_directories import same_random_states
 from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
-from ..model.losses import IGNORED, LossParts, gather_positions
+from ..data.rows import IGNORED
+from ..model.losses import LossParts, gather_positions
 from .modules import BATCH_KEYS, OBJECTIVE_MODELS, LanguageModeling, PretrainingModule
 from .modules import adopt_weights, compile_layers, load_encoder
 from .steps import labels_of

@@ -27,8 +27,7 @@ from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.loading import load_weights
-from ..model.losses import LossParts, LossRule
-from ..model.metrics import token_bytes
+from ..model.losses import LossParts, LossRule, token_bytes
 from ..optim.optimizers import backward_options, get_optimizer, parameter_groups
 from ..optim.schedulers import OTHER_UNITS, get_scheduler
 from .steps import LabelScoringModule

@@ -30,7 +30,7 @@ from ..core.devices import describe_device, peak_memory_bytes
 from ..core.files import written_whole
 from .guards import CountingGuard
 from .stopping import RunLimit
-from ..model.losses import IGNORED
+from ..data.rows import IGNORED
 from .monitors import Throughput
 from ..data.packing import PackedDataset
 from ..core.plots import GREY, ORANGE, new_axes, plot_loss

@@ -16,8 +16,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from ..model.losses import IGNORED, LossParts, gather_positions
-from ..model.metrics import perplexity
+from ..data.rows import IGNORED
+from ..model.losses import LossParts, gather_positions, perplexity
 
 # %% ../../nbs/train/01_steps.ipynb #a12df278
 LOSS_SCALE = 2.0**-10
