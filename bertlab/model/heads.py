@@ -20,7 +20,8 @@ from transformers.utils import can_return_tuple
 from .attention import KERNELS, restart_positions
 from .config import BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, Block, LayerContext
-from .encoder import SelfAttention, add_to_stream, layer_context, make_norm, split_heads
+from .encoder import SelfAttention, add_to_stream, layer_context, make_norm
+from .encoder import split_heads
 from .layers import ACTIVATIONS, init_matrix_
 from .losses import LossParts, LossRule, gather_positions, labelled_alone
 from .losses import score_in_chunks, score_logits, shapes_are_free
