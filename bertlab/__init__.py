@@ -34,8 +34,7 @@ _FACE = {
         roberta_base""",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
-    "model.metrics": "bits_per_byte perplexity unigram_entropy",
-    "model.losses": "LossParts LossRule masked_lm_loss",
+    "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",

@@ -53,12 +53,12 @@ from .model.config import roberta_base as roberta_base
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
-from .model.metrics import bits_per_byte as bits_per_byte
-from .model.metrics import perplexity as perplexity
-from .model.metrics import unigram_entropy as unigram_entropy
 from .model.losses import LossParts as LossParts
 from .model.losses import LossRule as LossRule
+from .model.losses import bits_per_byte as bits_per_byte
 from .model.losses import masked_lm_loss as masked_lm_loss
+from .model.losses import perplexity as perplexity
+from .model.losses import unigram_entropy as unigram_entropy
 from .model.heads import BertLabForEnhancedMaskedLM as BertLabForEnhancedMaskedLM
 from .model.heads import BertLabForMaskedDiffusion as BertLabForMaskedDiffusion
 from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM

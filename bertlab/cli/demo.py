@@ -32,7 +32,7 @@ from ..data.module import PretrainingDataModule
 from ..core.devices import default_attention, describe_device, peak_memory_bytes
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..model.generate import fill_mask
-from ..model.metrics import unigram_counts, unigram_entropy
+from ..model.losses import unigram_counts, unigram_entropy
 from ..train.modules import PretrainingModule
 from ..core.plots import plot_loss
 from .recipes import Recipe, load_recipe, load_recipe_corpus, save_recipe
