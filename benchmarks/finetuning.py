@@ -27,7 +27,7 @@ from demo import processor
 import bertlab
 from bertlab.finetuning.baselines import bag_of_words_baseline, majority_baseline
 from bertlab.model.convert import from_huggingface
-from bertlab.data.corpus import load_tokenizer
+from bertlab.data.tokenizers import load_tokenizer
 from bertlab.core.devices import describe_device
 from bertlab.core.files import written_whole
 from bertlab.finetuning.module import FinetuningModule

@@ -37,11 +37,12 @@ from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig
 import bertlab
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.model.config import bert_base, modernbert_base
-from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.devices import find_devices, measured_peak_flops, wait_function
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.data.loaders import pack_texts
+from bertlab.data.module import pack_texts
 from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
 from bertlab.optim.optimizers import get_optimizer, parameter_groups

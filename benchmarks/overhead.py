@@ -29,7 +29,8 @@ from lightning.pytorch.callbacks import Callback
 import bertlab
 from bertlab.cli.main import quieten
 from bertlab.model.config import bert_tiny
-from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.core.files import written_whole
 from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer

@@ -26,7 +26,8 @@ import torch
 from demo import processor
 
 import bertlab
-from bertlab.data.corpus import embedded_corpus, train_tokenizer
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.core.devices import cpu_multiplies_bfloat16
 from bertlab.core.files import written_whole

@@ -60,7 +60,8 @@ def shape(kind: str, model: str, **overrides) -> BertLabConfig:
 
 def shared_text(vocabulary: int, max_documents: int | None, folder: Path = KEPT):
     "The embedded corpus and a tokenizer trained on it, once for all children."
-    from bertlab.data.corpus import embedded_corpus, load_tokenizer, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
     corpus = embedded_corpus(max_documents=max_documents)
     path = Path(folder) / f"tokenizer-{vocabulary}-{corpus.sha256[:12]}"

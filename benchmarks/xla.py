@@ -30,7 +30,8 @@ from host_device import stand_in  # noqa: E402
 import bertlab  # noqa: E402
 from bertlab.train.history import History  # noqa: E402
 from bertlab.model.config import modernbert_tiny  # noqa: E402
-from bertlab.data.corpus import embedded_corpus, train_tokenizer  # noqa: E402
+from bertlab.data.corpus import embedded_corpus  # noqa: E402
+from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
 from bertlab.data.module import PretrainingDataModule  # noqa: E402
 from bertlab.core.files import written_whole  # noqa: E402
 from bertlab.train.modules import PretrainingModule  # noqa: E402

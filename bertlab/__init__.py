@@ -13,7 +13,8 @@ _FACE = {
     "core.plots": "new_axes plot_loss",
     # data: from a text on disk to a masked batch
     "data.documents": "Document",
-    "data.corpus": "Corpus embedded_corpus load_corpus load_tokenizer make_corpus train_tokenizer",
+    "data.corpus": "Corpus embedded_corpus load_corpus make_corpus",
+    "data.tokenizers": "load_tokenizer train_tokenizer",
     "data.masking": "MaskingRule",
     "data.diffusion": "DiffusionRule",
     "data.rows": "Collator Vocabulary",

@@ -19,9 +19,9 @@ from .data.documents import Document as Document
 from .data.corpus import Corpus as Corpus
 from .data.corpus import embedded_corpus as embedded_corpus
 from .data.corpus import load_corpus as load_corpus
-from .data.corpus import load_tokenizer as load_tokenizer
 from .data.corpus import make_corpus as make_corpus
-from .data.corpus import train_tokenizer as train_tokenizer
+from .data.tokenizers import load_tokenizer as load_tokenizer
+from .data.tokenizers import train_tokenizer as train_tokenizer
 from .data.masking import MaskingRule as MaskingRule
 from .data.diffusion import DiffusionRule as DiffusionRule
 from .data.rows import Collator as Collator

@@ -25,7 +25,8 @@ from ..train.history import History, RunCheckpoint, RunInterrupted, RunProgress,
 from ..train.history import duration
 from ..model.config import modernbert_tiny
 from ..model.convert import save_as_modernbert
-from ..data.corpus import Corpus, load_tokenizer, train_tokenizer
+from ..data.corpus import Corpus
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule
 from ..core.devices import default_attention, describe_device, peak_memory_bytes
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole

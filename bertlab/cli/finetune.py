@@ -25,7 +25,7 @@ from ..finetuning.baselines import bag_of_words_baseline, majority_baseline
 from ..train.history import History
 from .pretrain import check_place, explain, naming_options
 from ..model.config import TOKEN_IDS
-from ..data.corpus import load_tokenizer, train_tokenizer
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..finetuning.evaluations import Evaluation, evaluate_split
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..finetuning.module import FinetuningModule, finetuning_schedule, make_scores

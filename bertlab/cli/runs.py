@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from ..train.history import History
 from ..train.model_directories import ModelDirectories, ModelShelf
-from ..data.corpus import load_tokenizer, train_tokenizer
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import training_texts
 from ..model.generate import encode_masked, fill_each_mask
 from ..train.guards import NonFiniteGuard, SpikeGuard

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['rows_of', 'read_file', 'directory_files', 'read_directory', 'offline_if_unreachable', 'SourceNotFound',
            'looks_like_hub_name', 'saved_to_disk', 'in_hub_form', 'read_hub', 'is_local', 'expand_sources',
-           'find_documents', 'refuse_hub_options', 'TextStream', 'stream_part']
+           'find_documents', 'refuse_hub_options', 'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
 import glob
@@ -272,39 +272,8 @@ def refuse_hub_options(source: str, split: str, config_name: str | None, streami
         raise ValueError(f"{source} is no hub dataset and has only the split 'train': leave out "
                          f"{', '.join(unread)}")
 
-# %% ../../nbs/data/03_sources.ipynb #80c5cba2
-class _StreamState:
-    "The place of a stream, and how it is saved."
-
-    def reset(self) -> None:
-        "Go to the beginning."
-        self.part, self.number, self.place, self.hub, self.data = 0, 0, Place(), None, None
-
-    def state_dict(self) -> dict:  # plain numbers, fit for JSON
-        "The place after the last text that was given."
-        hub = self.hub if self.data is None else self.data.state_dict()
-        return {"part": self.part, "number": self.number, "place": asdict(self.place), "hub": hub,
-                "num_parts": len(self.parts)}  # fmt: skip
-
-    def load_state_dict(self, state: dict) -> None:
-        "Go on from there. Raises `ValueError` where there were more or fewer files."
-        if state["num_parts"] != len(self.parts):
-            raise ValueError(f"the state is of a stream over {state['num_parts']} files or "
-                             f"datasets, and this one has {len(self.parts)}")
-        self.part, self.number, self.hub = state["part"], state["number"], state["hub"]
-        self.place, self.data = Place(**state["place"]), None
-
-    def __iter__(self) -> Iterator[str]:
-        while self.part < len(self.parts):
-            for text in stream_part(self):
-                self.number += 1
-                if (self.number - 1) % self.num_shards == self.shard:
-                    yield text
-            self.part, self.place, self.hub, self.data = self.part + 1, Place(), None, None
-        self.reset()
-
-# %% ../../nbs/data/03_sources.ipynb #f56cc7d2
-class TextStream(_StreamState):
+# %% ../../nbs/data/03_sources.ipynb #01f40d44
+class TextStream:
     """Texts of files and datasets, one after the other; only the one at hand is in memory.
 
     An iteration goes on where the last one stopped, also after `load_state_dict`; one that came
@@ -323,6 +292,7 @@ class TextStream(_StreamState):
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them in `notes`
         shard: int = 0,  # which share of the texts, of num_shards disjoint ones
         num_shards: int = 1,
+        leave_out: Callable[[int], bool] | None = None,  # by a text's number; None: none
     ):
         if not 0 <= shard < num_shards:
             raise ValueError(f"shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
@@ -330,12 +300,57 @@ class TextStream(_StreamState):
         self.text_column, self.lines, self.file_format = text_column, lines, file_format
         self.split, self.config_name, self.notes = split, config_name, Counter()
         self.on_error = error_policy(on_error, self.notes)
-        self.shard, self.num_shards = shard, num_shards
+        self.shard, self.num_shards, self.leave_out = shard, num_shards, leave_out
         self.parts = _stream_parts(source, split, config_name, file_format, self.notes)
         self.files = [part for part in self.parts if isinstance(part, Path)]
         self.reset()
 
-# %% ../../nbs/data/03_sources.ipynb #14f9928d
+    def reset(self) -> None:
+        "Go to the beginning."
+        self.part, self.number, self.place, self.hub, self.data = 0, 0, Place(), None, None
+
+    def __iter__(self) -> Iterator[str]:
+        while self.part < len(self.parts):
+            for text in self._read_part():
+                self.number += 1
+                number = self.number - 1
+                left_out = self.leave_out and self.leave_out(number)
+                if number % self.num_shards == self.shard and not left_out:
+                    yield text
+            self.part, self.place, self.hub, self.data = self.part + 1, Place(), None, None
+        self.reset()
+
+    def _read_part(self) -> Iterator[str]:
+        "The texts of the file or dataset at hand, from the stream's position on."
+        part, column = self.parts[self.part], self.text_column
+        if isinstance(part, Path):
+            options = column, self.lines, self.notes, self.file_format, self.on_error
+            yield from (text for _, text in rows_of(part, *options, self.place) if text.strip())
+            return
+        data = _load_dataset(part, self.split, self.config_name, True)
+        self.data = data.to_iterable_dataset() if hasattr(data, "select") else data
+        if self.hub:
+            self.data.load_state_dict(self.hub)
+        for row in self.data:
+            for text in read_cell(row, column, f"{part} row {self.number + 1}", self.on_error):
+                if text.strip():
+                    yield text
+
+    def state_dict(self) -> dict:  # plain numbers, fit for JSON
+        "The position after the last text that was given."
+        hub = self.hub if self.data is None else self.data.state_dict()
+        return {"part": self.part, "number": self.number, "place": asdict(self.place), "hub": hub,
+                "num_parts": len(self.parts)}  # fmt: skip
+
+    def load_state_dict(self, state: dict) -> None:
+        "Go on from there. Raises `ValueError` where there were more or fewer files."
+        if state["num_parts"] != len(self.parts):
+            raise ValueError(f"the state is of a stream over {state['num_parts']} files or "
+                             f"datasets, and this one has {len(self.parts)}")
+        self.part, self.number, self.hub = state["part"], state["number"], state["hub"]
+        self.place, self.data = Place(**state["place"]), None
+
+
 def _stream_parts(
     source: str | Sequence[str], split: str, config_name: str | None, file_format: str | None,
     notes: Counter,
@@ -350,22 +365,3 @@ def _stream_parts(
         refuse_hub_options(name, split, config_name, False)
         parts += directory_files(path, notes, file_format) if path.is_dir() else [path]
     return parts
-
-# %% ../../nbs/data/03_sources.ipynb #33570ff8
-def stream_part(
-    stream: TextStream,
-) -> Iterator[str]:
-    "The texts of the file or dataset that a stream is at, from its place on."
-    part, column = stream.parts[stream.part], stream.text_column
-    if isinstance(part, Path):
-        options = column, stream.lines, stream.notes, stream.file_format, stream.on_error
-        yield from (text for _, text in rows_of(part, *options, stream.place) if text.strip())
-        return
-    data = _load_dataset(part, stream.split, stream.config_name, True)
-    stream.data = data.to_iterable_dataset() if hasattr(data, "select") else data
-    if stream.hub:
-        stream.data.load_state_dict(stream.hub)
-    for row in stream.data:
-        for text in read_cell(row, column, f"{part} row {stream.number + 1}", stream.on_error):
-            if text.strip():
-                yield text

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.corpus import load_tokenizer
+from ..data.tokenizers import load_tokenizer
 from .good_rows import TASKS, BadRows, CheckedRows, find_files, keep_good
 from .good_rows import load_hub
 from .labelled import PROBLEM_OF, LabelNames, flatten, guess_problem
 from .labelled import is_unlabelled, number_labels, read_columns
 from .files import LABELLED
-from ..data.loaders import EpochBatches, filled_batches
+from ..data.module import EpochBatches, filled_batches
 from ..data.packing import plan_best_fit
 from ..data.rows import count_positions
 from ..data.supervised import IGNORED, SupervisedCollator, stack_targets

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from ..data.corpus import load_tokenizer
+from ..data.tokenizers import load_tokenizer
 from .good_rows import COLUMNS, TASKS, list_columns, resolve_column, split_cell
 from ..data.plain_models import FAMILIES
 from .labelled import best_answers, choose_answer

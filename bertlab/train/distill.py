@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .model_directories import same_random_states
-from ..data.corpus import load_tokenizer
+from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
 from ..model.losses import IGNORED, LossParts, gather_positions

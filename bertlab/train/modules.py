@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.config import BertLabConfig
 from ..model.convert import from_huggingface
-from ..data.corpus import load_tokenizer
+from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.families import bertlab_config
 from ..model.float8 import convert_to_float8

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
 from .model_directories import rebuild, whole_weights, write_model, written_directory
-from ..data.corpus import load_tokenizer, train_tokenizer
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from .distill import DistillationModule
 from ..core.durations import read_amount

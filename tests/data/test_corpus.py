@@ -17,16 +17,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.corpus import (
-    Corpus,
-    embedded_corpus,
-    load_corpus,
-    load_tokenizer,
-    make_corpus,
-    smallest_vocabulary,
-    train_tokenizer,
-    train_vocabulary,
-)
+from bertlab.data.corpus import Corpus, embedded_corpus, load_corpus, make_corpus
 from bertlab.data.documents import (
     Document,
     deduplicate,
@@ -43,6 +34,13 @@ from bertlab.data.documents import (
     word_runs,
 )
 from bertlab.data.sources import SourceNotFound
+from bertlab.data.tokenizers import (
+    choose_tokenizer,
+    load_tokenizer,
+    smallest_vocabulary,
+    train_tokenizer,
+    train_vocabulary,
+)
 
 
 @pytest.fixture(scope="module")
@@ -772,7 +770,8 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 def test_two_processes_train_the_same_vocabulary():
     code = """
     import hashlib
-    from bertlab.data.corpus import embedded_corpus, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import train_tokenizer
     vocabulary = train_tokenizer(embedded_corpus(max_documents=3000).train_texts, 1500).get_vocab()
     print(hashlib.sha256(repr(sorted(vocabulary.items())).encode()).hexdigest())
     """
@@ -940,3 +939,20 @@ def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(tm
         with pytest.raises(SourceNotFound) as error:
             load_tokenizer(name)
         assert "directory" in only_line(error)
+
+
+def test_a_run_takes_the_named_tokenizer_then_the_models_then_its_own_and_else_trains_one(tmp_path, tokenizer):
+    for name in ("named", "model", "kept"):
+        tokenizer.model_max_length = {"named": 11, "model": 12, "kept": 13}[name]
+        tokenizer.save_pretrained(tmp_path / name)
+    named, model, kept = (tmp_path / name for name in ("named", "model", "kept"))
+    train = lambda: "trained"  # noqa: E731
+    assert choose_tokenizer([None, named, str(named)], model, kept, train).model_max_length == 11
+    assert choose_tokenizer([None], model, kept, train).model_max_length == 12
+    assert choose_tokenizer([], None, kept, train).model_max_length == 13
+    assert choose_tokenizer([], None, tmp_path / "missing", train) == "trained"
+    assert choose_tokenizer([tokenizer, tokenizer]) is tokenizer
+    with pytest.raises(ValueError, match="named.*model|model.*named"):
+        choose_tokenizer([named, model])
+    with pytest.raises(ValueError, match="name one"):
+        choose_tokenizer([None, None])

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bertlab.data.packing import PackedDataset, split_long
-from bertlab.data.shuffled_readers import StreamWindow, cut_document
-from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, fill_row
+from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, StreamWindow, cut_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,7 +168,7 @@ def filled(lengths, capacity):
     for window in windows(*lengths):
         buffer.push(window)
     while buffer:
-        rows.append([int(window.ids[0]) for window in fill_row(buffer)])
+        rows.append([int(window.ids[0]) for window in buffer.fill_row()])
     return rows
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.labelled import best_answers
 from bertlab.data.supervised import (
     PROBLEMS,

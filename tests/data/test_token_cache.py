@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data import cache as token_cache
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.packing import PackedDataset
 from bertlab.data.cache import (
     CacheError,
@@ -284,7 +284,7 @@ def test_what_a_killed_process_left_is_cleared_away_when_it_is_old(tokenizer, tm
 def test_processes_that_build_at_once_both_get_whole_tokens(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     code = f"""
-    from bertlab.data.corpus import load_tokenizer
+    from bertlab.data.tokenizers import load_tokenizer
     from bertlab.data.cache import tokenize_documents
     tokenizer = load_tokenizer({str(tmp_path / "tokenizer")!r})
     texts = [f"Document {{i}} of many, many." for i in range(3000)]

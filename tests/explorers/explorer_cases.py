@@ -113,7 +113,7 @@ import pydoc_data.topics
 import torch
 
 from bertlab.model.config import BertLabConfig
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 
 TEXT = "Return True if all characters in the string are digits and there is at least one character."

@@ -160,7 +160,8 @@ def small_run(material, callbacks, row_length=64, objective="mlm", model=None, *
 
 @pytest.fixture(scope="module")
 def material():
-    from bertlab.data.corpus import embedded_corpus, train_tokenizer
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import train_tokenizer
 
     corpus = embedded_corpus(max_documents=200)
     return corpus, train_tokenizer(corpus.train_texts, 400)

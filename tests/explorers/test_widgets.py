@@ -18,7 +18,7 @@ import bertlab.explorers.fill_mask as fill_mask_box
 import bertlab.explorers.packing as packing_explorers
 import bertlab.core.plots as plots
 import bertlab.explorers.widgets as widgets
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 
 # What ipywidgets 7.7.0 has: the traits of each of its widgets, and its functions. Colab stays with 7.7.
 OLD = json.loads((ROOT / "tests/explorers/ipywidgets_7_7.json").read_text())

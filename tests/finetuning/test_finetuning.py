@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from bertlab.model.config import modernbert_tiny
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.module import FinetuningModule, finetuning_schedule
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.model.task_heads import balance_classes, weighted_loss

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.labelled import LabelNames, best_answers, choose_answer, hold_out_texts
-from bertlab.data.loaders import EpochBatches
+from bertlab.data.module import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")

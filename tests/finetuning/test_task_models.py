@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.convert import save_as_modernbert
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
 from bertlab.finetuning.task_models import (

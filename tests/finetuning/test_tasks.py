@@ -17,7 +17,7 @@ from bertlab.finetuning.baselines import (
     AnswerWords, WordWeights, answer_baseline_scores, bag_of_words_baseline, fit_logistic, label_scores, majority_baseline,
     score_spans, tag_words, word_shape,
 )
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.documents import Document, fingerprint, overlap
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers

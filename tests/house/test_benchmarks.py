@@ -20,7 +20,8 @@ import sides  # noqa: E402
 import suite  # noqa: E402
 
 from bertlab.model.convert import to_huggingface  # noqa: E402
-from bertlab.data.corpus import make_corpus, train_tokenizer  # noqa: E402
+from bertlab.data.corpus import make_corpus  # noqa: E402
+from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
 from bertlab.data.documents import Document  # noqa: E402
 from bertlab.model.families import huggingface_config, their_class  # noqa: E402
 from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 }
 WITHOUT_LIGHTNING = {"core", "model", "optim"}
 # What the command reads before it knows that it must train.
-LIGHT = {"data.readers", "data.documents", "data.sources", "data.corpus"}
+LIGHT = {"data.readers", "data.documents", "data.sources", "data.corpus", "data.tokenizers"}
 NOT_FOR_USERS = {"nbdev", "fastcore", "execnb"}
 
 

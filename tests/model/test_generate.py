@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.model.config import modernbert_tiny
-from bertlab.data.corpus import train_tokenizer
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.generate import draw_reveals, draw_words, fill_each_mask, fill_mask, sample_diffusion
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.rows import Vocabulary
