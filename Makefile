@@ -5,7 +5,7 @@
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-xla bench docs sync check clean
+.PHONY: help demo test test-all test-xla bench docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
@@ -17,7 +17,10 @@ help: ## List what can be made
 demo: .venv/.run ## Train a small BERT on this machine, in minutes
 	@$(BIN)/bertlab demo $(DEMO_ARGS)
 
-test: .venv/.dev ## Run every test, the notebooks among them
+test: .venv/.dev ## Run the tests, the notebooks among them; about ten minutes on two CPU cores
+	@$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser, wheel, site): what a change must pass
 	@sh scripts/chromium.sh
 	@$(BIN)/python -m pytest $(TEST_ARGS)
 

@@ -149,14 +149,31 @@ def write_result(output: str | Path, result: dict, draw: Callable | None = None)
     print(f"written to {output}")
 
 
-def common_parser(description: str, name: str, rounds: int) -> argparse.ArgumentParser:
+class BenchmarkParser(argparse.ArgumentParser):
+    "A parser that keeps a quick run away from the file with the full result."
+
+    def __init__(self, name: str, **options):
+        super().__init__(**options)
+        self.name = name
+
+    def parse_args(self, *words, **options) -> argparse.Namespace:
+        "Choose the file where none was given; exit with a message where a quick run names the full one."
+        read, full = super().parse_args(*words, **options), RESULTS / f"{self.name}.json"
+        if read.output is None:
+            read.output = read.kept / "quick" / full.name if read.quick else full
+        elif read.quick and read.output.resolve() == full.resolve():
+            self.error(f"--quick measures tiny sizes, and {read.output} holds the full result: choose another --output")
+        return read
+
+
+def common_parser(description: str, name: str, rounds: int) -> BenchmarkParser:
     "The flags that all benchmarks of two sides take."
-    parser = argparse.ArgumentParser(description=description)
+    parser = BenchmarkParser(name, description=description)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns (default: {rounds})")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has measured")
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--output", type=Path, help=f"(default: {name}.json in results, for --quick beside --kept)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: one case, in this process
     return parser

@@ -92,6 +92,18 @@ _PLACES = {name: module for module, names in _FACE.items() for name in names.spl
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]
 
 
+def _lazy_parts(chapter: str, names: tuple[str, ...]):
+    "`__getattr__` and `__dir__` of a chapter, whose parts are imported when somebody asks for them."
+    from importlib import import_module
+
+    def __getattr__(name: str):
+        if name in names:
+            return import_module(f"{chapter}.{name}")
+        raise AttributeError(f"module {chapter!r} has no part {name!r}; it has {', '.join(names)}")
+
+    return __getattr__, lambda: sorted(names)
+
+
 def __getattr__(name: str):
     "Import a chapter, or the module that defines a public name, when somebody asks for it (PEP 562)."
     from importlib import import_module

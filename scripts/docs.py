@@ -339,9 +339,15 @@ def check(staged: Path) -> list[str]:
     return problems + check_navigation(pages, staged) + check_documented(pages)
 
 
+def find_quarto() -> str | None:
+    "The program quarto: beside this Python, where `pip install quarto-cli` puts it, or on the PATH."
+    beside = shutil.which("quarto", path=str(Path(sys.executable).parent))
+    return beside or shutil.which("quarto")
+
+
 def render(staged: Path) -> None:
     "Render the staged pages with Quarto, and put the site in _docs."
-    if subprocess.run(["quarto", "render", "--no-execute"], cwd=staged).returncode:
+    if subprocess.run([find_quarto(), "render", "--no-execute"], cwd=staged).returncode:
         sys.exit("quarto could not render the site")
     missing = [name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()]
     if missing:
@@ -358,7 +364,7 @@ def main() -> None:
         sys.exit("The site is not in order:\n" + "\n".join(f"  {problem}" for problem in problems))
     count = len(list(staged.rglob("*.ipynb")))
     print(f"{count} notebooks staged in _proc: front matter, links, sidebar, show_doc and figures are in order")
-    if shutil.which("quarto"):
+    if find_quarto():
         render(staged)
     else:
         print(GET_QUARTO)

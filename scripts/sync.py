@@ -27,19 +27,21 @@ from pathlib import Path
 # What sync reads and writes; --check works on a copy of these.
 SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts"]
 SETUP_MARK = "# setup"
-# The chapters in reading order: folders of nbs/ and of bertlab/, and their titles in the sidebar.
+# The chapters in reading order: folders of nbs/ and of bertlab/, the titles of their sections, and what each teaches.
 CHAPTERS = {
-    "core": "Core",
-    "data": "Data",
-    "model": "Model",
-    "optim": "Optimization",
-    "train": "Training",
-    "finetuning": "Fine-tuning",
-    "explorers": "Explorers",
-    "cli": "Command line",
+    "core": ("Core", "whole files and honest devices"),
+    "data": ("Data", "from a text on disk to a masked batch"),
+    "model": ("Model", "from ids to a loss, one document at a time"),
+    "optim": ("Optimization", "what moves which weight, and when"),
+    "train": ("Training", "a loop that survives being killed"),
+    "finetuning": ("Fine-tuning", "a checkpoint, a task, an honest number"),
+    "explorers": ("Explorers", "see it, move it"),
+    "cli": ("Command line", "the same without Python"),
 }
 # Pages that lead through the whole house: they stand before the chapters.
 GUIDES = ("training_path.ipynb", "extending.ipynb")
+# Between these two lines of nbs/index.ipynb stands the table of all parts.
+PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
 
 @dataclass(frozen=True)
@@ -226,6 +228,50 @@ def readme(root: Path) -> dict[str, bytes]:
     return files
 
 
+def pages_of(chapter: str, names: list[str]) -> list[str]:
+    "The pages of a chapter: its index page, then its parts in the order of their numbers."
+    members = [name for name in names if name.startswith(f"{chapter}/")]
+    return sorted(members, key=lambda name: (not name.endswith("/index.ipynb"), name))
+
+
+def title_of(path: Path) -> str:
+    "The title of a notebook: its heading of the first level."
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "markdown" and (match := re.match(r"# (.+)", source_of(cell))):
+            return match[1].strip()
+    sys.exit(f"{path} has no title: begin its first text cell with `# Title`")
+
+
+def parts_table(root: Path) -> str:
+    "Every chapter with what it teaches and links to its parts, as a table in Markdown."
+    names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
+    lines = ["| chapter | what it teaches | its parts, in reading order |", "|---|---|---|"]
+    for chapter, (_, sentence) in CHAPTERS.items():
+        pages = pages_of(chapter, names)
+        links = {name: f"[{title_of(root / 'nbs' / name)}]({name})" for name in pages}
+        index = f"{chapter}/index.ipynb"
+        head = f"[{chapter}]({index})" if index in links else chapter
+        parts = ", ".join(link for name, link in links.items() if name != index)
+        lines.append(f"| **{head}** | {sentence} | {parts} |")
+    return "\n".join(lines)
+
+
+def sync_parts(root: Path) -> None:
+    "Write the table of parts into nbs/index.ipynb."
+    path = root / "nbs/index.ipynb"
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    pattern = re.compile(f"{re.escape(PARTS_BEGIN)}.*?{re.escape(PARTS_END)}", re.DOTALL)
+    table = f"{PARTS_BEGIN}\n{parts_table(root)}\n{PARTS_END}"
+    found = 0
+    for cell in notebook["cells"]:
+        new, count = pattern.subn(lambda _: table, source_of(cell))
+        if count:
+            cell["source"], found = new.splitlines(keepends=True), found + count
+    if found != 1:
+        sys.exit(f"nbs/index.ipynb must hold {PARTS_BEGIN} and {PARTS_END} once; found {found}")
+    write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
+
+
 def sidebar(root: Path) -> str:
     "The site's sidebar: the walkthroughs, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
@@ -235,10 +281,8 @@ def sidebar(root: Path) -> str:
     lines += ["      - section: Walkthroughs", "        contents:"]
     lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
     lines += ["      - section: Library", "        contents:"]
-    for chapter, title in CHAPTERS.items():
-        members = [name for name in names if name.startswith(f"{chapter}/")]
-        # The chapter's index page comes first, then its parts in the order of their numbers.
-        members.sort(key=lambda name: (not name.endswith("/index.ipynb"), name))
+    for chapter, (title, _) in CHAPTERS.items():
+        members = pages_of(chapter, names)
         if members:
             lines += [f"          - section: {title}", "            contents:"]
             lines += [f"              - {name}" for name in members]
@@ -248,21 +292,39 @@ def sidebar(root: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stub(root: Path) -> str:
-    "`bertlab/__init__.pyi`: the names of `_FACE` as imports that editors and type checkers read."
+def package_files(root: Path) -> dict[str, str]:
+    """The package's files that no notebook makes, but for `bertlab/__init__.py`, from which they follow.
+
+    A chapter's `__init__.py` imports its parts when somebody asks for them, so that `bertlab.data.packing.deal_lengths`
+    works after `import bertlab`; the stubs (`.pyi`) tell editors and type checkers what is there.
+    """
     space: dict = {"__name__": "bertlab"}
     exec((root / "bertlab/__init__.py").read_text(encoding="utf-8"), space)
-    lines = ["# Written by scripts/sync.py from _FACE in __init__.py.", ""]
-    lines += [f"from . import {name} as {name}" for name in space["_CHAPTERS"]]
+    stub = ["# Written by scripts/sync.py from _FACE in __init__.py.", ""]
+    stub += [f"from . import {name} as {name}" for name in space["_CHAPTERS"]]
     for module, names in space["_FACE"].items():
-        lines += [f"from .{module} import {name} as {name}" for name in names.split()]
-    return "\n".join([*lines, "", "__version__: str", ""])
+        stub += [f"from .{module} import {name} as {name}" for name in names.split()]
+    files = {"bertlab/__init__.pyi": "\n".join([*stub, "", "__version__: str", ""])}
+    made = [module for module, _ in sorted(modules_made(root).items(), key=lambda item: item[1].name)]
+    for chapter, (_, sentence) in CHAPTERS.items():
+        parts = [module.partition(".")[2] for module in made if module.startswith(f"{chapter}.")]
+        listed = "".join(f'    "{part}",\n' for part in parts)
+        files[f"bertlab/{chapter}/__init__.py"] = (
+            f'"{sentence[0].upper()}{sentence[1:]}."\n\n# Written by scripts/sync.py from the notebooks\' names.\n'
+            f"from .. import _lazy_parts\n\n__getattr__, __dir__ = _lazy_parts(__name__, (\n{listed}))\n"
+        )
+        imports = "".join(f"from . import {part} as {part}\n" for part in parts)
+        files[f"bertlab/{chapter}/__init__.pyi"] = f"# Written by scripts/sync.py from the notebooks' names.\n\n{imports}"
+    return files
 
 
-def modules_made(root: Path) -> set[str]:
-    "The modules that notebooks export to, as `chapter.name`."
-    texts = [path.read_text(encoding="utf-8") for path in notebooks(root)]
-    return {name for text in texts for name in re.findall(r"#\|\s*default_exp\s+([\w.]+)", text)}
+def modules_made(root: Path) -> dict[str, Path]:
+    "The modules that notebooks export to, as `chapter.name`, and the notebook of each."
+    found = {}
+    for path in notebooks(root):
+        for name in re.findall(r"#\|\s*default_exp\s+([\w.]+)", path.read_text(encoding="utf-8")):
+            found[name] = path
+    return found
 
 
 def export_and_clean(root: Path) -> None:
@@ -283,6 +345,7 @@ def export_and_clean(root: Path) -> None:
 
 def sync(root: Path) -> None:
     address = Address.read(root)
+    sync_parts(root)
     for path in notebooks(root):
         sync_notebook(path, root, address)
     export_and_clean(root)
@@ -294,7 +357,8 @@ def sync(root: Path) -> None:
         write_whole(root / name, content)
     sync_urls(root, address)
     write_whole(root / "nbs/sidebar.yml", sidebar(root))
-    write_whole(root / "bertlab/__init__.pyi", stub(root))
+    for name, text in package_files(root).items():
+        write_whole(root / name, text)
 
 
 def copy_sources(root: Path, destination: Path) -> None:

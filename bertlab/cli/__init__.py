@@ -1,0 +1,13 @@
+"The same without Python."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "recipes",
+    "demo",
+    "runs",
+    "pretrain",
+    "finetune",
+    "main",
+))

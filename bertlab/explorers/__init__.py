@@ -1,0 +1,16 @@
+"See it, move it."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "widgets",
+    "packing",
+    "schedules",
+    "optimizers",
+    "models",
+    "fill_mask",
+    "training_monitor",
+    "profiling",
+    "precision",
+))

@@ -1,0 +1,22 @@
+"From ids to a loss, one document at a time."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "config",
+    "layers",
+    "attention",
+    "encoder",
+    "metrics",
+    "losses",
+    "heads",
+    "task_heads",
+    "families",
+    "convert",
+    "loading",
+    "generate",
+    "growth",
+    "activation_checkpointing",
+    "float8",
+))

@@ -1,0 +1,23 @@
+"A loop that survives being killed."
+
+# Written by scripts/sync.py from the notebooks' names.
+from .. import _lazy_parts
+
+__getattr__, __dir__ = _lazy_parts(__name__, (
+    "steps",
+    "modules",
+    "history",
+    "parallel",
+    "xla",
+    "checkpoints",
+    "model_directories",
+    "stopping",
+    "guards",
+    "monitors",
+    "histograms",
+    "previews",
+    "reports",
+    "trainer",
+    "distill",
+    "stages",
+))

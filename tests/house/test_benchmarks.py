@@ -28,6 +28,8 @@ from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.finetuning.tasks import Task  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text():
@@ -36,6 +38,17 @@ def text():
     texts = [" ".join(words[(n * k) % 11] for k in range(1, 200 if n % 30 == 7 else 5 + n)) for n in range(1, 61)]
     corpus = make_corpus("numbers", [Document(text, f"n:{n}") for n, text in enumerate(texts)])
     return corpus, train_tokenizer(corpus.train_texts, 120)
+
+
+def test_a_quick_run_never_writes_over_the_full_result(tmp_path, capsys):
+    parser = sides.common_parser("what", "delivery", rounds=5)
+    full, kept = sides.RESULTS / "delivery.json", ["--kept", str(tmp_path)]
+    assert parser.parse_args(kept).output == full
+    assert parser.parse_args([*kept, "--quick"]).output == tmp_path / "quick/delivery.json"
+    assert parser.parse_args([*kept, "--quick", "--output", "x.json"]).output == Path("x.json")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--quick", "--output", str(full)])
+    assert "delivery.json holds the full result" in capsys.readouterr().err
 
 
 def test_sides_take_turns_so_that_none_is_always_first():

@@ -520,6 +520,27 @@ def test_declared_dependencies_are_those_that_the_package_imports():
     assert runtime - imported == {"jsonargparse"}, "declared but not imported; that one is for LightningCLI"
 
 
+# What requirements of `docs` and of the package bring along, and what is imported only where it is there.
+BROUGHT_ALONG = {"pandas", "zmq", "jupyter_client", "IPython", "mpl_toolkits"}
+
+
+def test_pages_can_be_staged_with_the_docs_extra_alone():
+    "Staging runs every cell that imports; exported cells import inside functions what is optional."
+    runtime, extras = requirements()
+    allowed = {name.replace("-", "_") for name in runtime | extras["docs"]} | BROUGHT_ALONG | {"bertlab", "yaml", "PIL"}
+    found = []
+    for path in NOTEBOOKS:
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+            if cell["cell_type"] != "code" or sync.is_setup(sync.source_of(cell)) or lint.exported(cell):
+                continue
+            marks = sync.directives(sync.source_of(cell))
+            names = {name.split(".")[0] for node in lint.statements(cell) for name, _ in imports_of(ast.unparse(node))}
+            missing = names - allowed - sys.stdlib_module_names
+            if missing and marks.get("eval") != "false":
+                found.append(f"{id_of(path)}: {sorted(missing)}")
+    assert found == []
+
+
 def test_the_constraints_name_every_direct_requirement_once_for_each_python():
     from packaging.requirements import Requirement
 

@@ -14,6 +14,7 @@ import sync
 import yaml
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
 NOTEBOOKS = [path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT)]
 
 
@@ -227,6 +228,18 @@ def test_what_nbdev_cannot_show_is_shown_as_it_is_written(name, shown):
     assert f"### {name}\n" in page and shown in page and f"*{space[name].__doc__}*" in page
 
 
+def test_quarto_is_found_beside_python_where_pip_puts_it(tmp_path, monkeypatch):
+    beside = tmp_path / "environment/bin/quarto"
+    beside.parent.mkdir(parents=True)
+    beside.write_text("#!/bin/sh\n")
+    beside.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(docs.sys, "executable", str(beside.with_name("python")))
+    assert docs.find_quarto() == str(beside)
+    monkeypatch.setattr(docs.sys, "executable", str(tmp_path / "python"))
+    assert docs.find_quarto() is None
+
+
 QUARTO = """#!{python}
 import pathlib, sys
 assert sys.argv[1] == "render" and pathlib.Path("_quarto.yml").is_file()
@@ -247,6 +260,7 @@ def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch,
     (tmp_path / "_docs").mkdir()
     (tmp_path / "_docs/old.html").write_text("old")
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(docs.sys, "executable", "/nowhere/python")
     monkeypatch.setattr(docs, "ROOT", tmp_path)
     if message:
         with pytest.raises(SystemExit, match=message):

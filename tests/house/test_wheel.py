@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
 PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
 DATA = {path.relative_to(PACKAGE).as_posix() for kind in ("*.pyi", "py.typed") for path in PACKAGE.rglob(kind)}

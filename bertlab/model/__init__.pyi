@@ -1,0 +1,17 @@
+# Written by scripts/sync.py from the notebooks' names.
+
+from . import config as config
+from . import layers as layers
+from . import attention as attention
+from . import encoder as encoder
+from . import metrics as metrics
+from . import losses as losses
+from . import heads as heads
+from . import task_heads as task_heads
+from . import families as families
+from . import convert as convert
+from . import loading as loading
+from . import generate as generate
+from . import growth as growth
+from . import activation_checkpointing as activation_checkpointing
+from . import float8 as float8

@@ -1,0 +1,18 @@
+# Written by scripts/sync.py from the notebooks' names.
+
+from . import steps as steps
+from . import modules as modules
+from . import history as history
+from . import parallel as parallel
+from . import xla as xla
+from . import checkpoints as checkpoints
+from . import model_directories as model_directories
+from . import stopping as stopping
+from . import guards as guards
+from . import monitors as monitors
+from . import histograms as histograms
+from . import previews as previews
+from . import reports as reports
+from . import trainer as trainer
+from . import distill as distill
+from . import stages as stages

@@ -1,0 +1,75 @@
+"What editors and type checkers see of the public face."
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# What a user types on the first day; each comment is a type that the checker must find.
+SCRIPT = """
+import bertlab
+
+corpus = bertlab.embedded_corpus()
+tokenizer = bertlab.train_tokenizer(corpus.train_texts, vocab_size=4096)
+data = bertlab.PretrainingDataModule(corpus, tokenizer, train_batch_size=16)
+config = bertlab.modernbert_tiny(vocab_size=4096)
+module = bertlab.PretrainingModule(config.to_diff_dict(), learning_rate=2e-3)
+trainer = bertlab.make_trainer(max_steps=20)
+trainer.fit(module, data)
+reveal_type(corpus)
+reveal_type(data)
+reveal_type(module)
+reveal_type(trainer)
+reveal_type(bertlab.data.packing.deal_lengths)
+"""
+TYPES = ["Corpus", "PretrainingDataModule", "PretrainingModule", "Trainer", "(counts: list[int])"]
+
+
+def check_types(tmp_path: Path, script: str) -> list[dict]:
+    "What pyright says of a script: its diagnostics."
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    return json.loads(done.stdout)["generalDiagnostics"]
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_every_name_and_signature_of_a_first_script(tmp_path):
+    found = check_types(tmp_path, SCRIPT)
+    assert [entry["message"] for entry in found if entry["severity"] == "error"] == []
+    revealed = [entry["message"] for entry in found if entry["severity"] == "information"]
+    assert all(kind in message for kind, message in zip(TYPES, revealed, strict=True)), revealed
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_a_misspelt_name_and_argument(tmp_path):
+    found = check_types(tmp_path, "import bertlab\nbertlab.PretrainingModul()\nbertlab.make_trainer(max_step=1)\n")
+    errors = [entry["message"] for entry in found if entry["severity"] == "error"]
+    assert any("PretrainingModul" in message for message in errors)
+    assert any("max_step" in message for message in errors)
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_every_public_name(tmp_path):
+    import bertlab
+
+    lines = "\n".join(f"reveal_type(bertlab.{name})" for name in bertlab._PLACES)
+    found = check_types(tmp_path, f"import bertlab\n{lines}\n")
+    assert [entry["message"] for entry in found if entry["severity"] == "error"] == []
+    unknown = [entry["message"] for entry in found if "Unknown" in entry["message"].removesuffix('"')[-9:]]
+    assert unknown == []
+
+
+def test_the_stubs_name_what_is_there():
+    import bertlab
+
+    stub = (ROOT / "bertlab/__init__.pyi").read_text(encoding="utf-8")
+    for name, module in bertlab._PLACES.items():
+        assert f"from .{module} import {name} as {name}\n" in stub
+    assert (ROOT / "bertlab/py.typed").exists()
