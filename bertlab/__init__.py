@@ -50,6 +50,7 @@ _FACE = {
     "optim.muon": "MuonWithAdamW",
     "optim.optimizers": "get_optimizer optimizer_table",
     # train: a loop that survives being killed
+    "train.steps": "TrainingModule",
     "train.modules": "PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",

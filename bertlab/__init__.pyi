@@ -86,6 +86,7 @@ from .optim.groups import parameter_table as parameter_table
 from .optim.muon import MuonWithAdamW as MuonWithAdamW
 from .optim.optimizers import get_optimizer as get_optimizer
 from .optim.optimizers import optimizer_table as optimizer_table
+from .train.steps import TrainingModule as TrainingModule
 from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
