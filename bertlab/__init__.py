@@ -34,8 +34,7 @@ _FACE = {
         roberta_base""",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
-    "model.metrics": "bits_per_byte perplexity unigram_entropy",
-    "model.losses": "LossParts LossRule masked_lm_loss",
+    "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
@@ -51,11 +50,12 @@ _FACE = {
     "optim.muon": "MuonWithAdamW",
     "optim.optimizers": "get_optimizer optimizer_table",
     # train: a loop that survives being killed
+    "train.steps": "TrainingModule",
     "train.modules": "PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
     "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
-    "train.model_directories": "ModelDirectories write_model",
+    "train.model_directories": "ModelDirectories",
     "train.stopping": "GrowingBatch LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
     "train.monitors": "MemoryMonitor Throughput",
     "train.histograms": "WeightHistograms read_histograms",

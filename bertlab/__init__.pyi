@@ -53,12 +53,12 @@ from .model.config import roberta_base as roberta_base
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
-from .model.metrics import bits_per_byte as bits_per_byte
-from .model.metrics import perplexity as perplexity
-from .model.metrics import unigram_entropy as unigram_entropy
 from .model.losses import LossParts as LossParts
 from .model.losses import LossRule as LossRule
+from .model.losses import bits_per_byte as bits_per_byte
 from .model.losses import masked_lm_loss as masked_lm_loss
+from .model.losses import perplexity as perplexity
+from .model.losses import unigram_entropy as unigram_entropy
 from .model.heads import BertLabForEnhancedMaskedLM as BertLabForEnhancedMaskedLM
 from .model.heads import BertLabForMaskedDiffusion as BertLabForMaskedDiffusion
 from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM
@@ -86,6 +86,7 @@ from .optim.groups import parameter_table as parameter_table
 from .optim.muon import MuonWithAdamW as MuonWithAdamW
 from .optim.optimizers import get_optimizer as get_optimizer
 from .optim.optimizers import optimizer_table as optimizer_table
+from .train.steps import TrainingModule as TrainingModule
 from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
@@ -95,7 +96,6 @@ from .train.checkpoints import RandomStates as RandomStates
 from .train.checkpoints import RunCheckpoint as RunCheckpoint
 from .train.checkpoints import find_checkpoint as find_checkpoint
 from .train.model_directories import ModelDirectories as ModelDirectories
-from .train.model_directories import write_model as write_model
 from .train.stopping import GrowingBatch as GrowingBatch
 from .train.stopping import LossBound as LossBound
 from .train.stopping import NonFiniteGuard as NonFiniteGuard

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..data.rows import Vocabulary
+from .heads import BertLabTokenPredictor
+from .losses import gather_positions
 
 # %% ../../nbs/model/12_generate.ipynb #1cb19979
 @contextmanager
@@ -36,7 +38,8 @@ def encode_masked(
     "Tokenize and pad. Raises `ValueError` for a text without a mask, and instead of cutting one."
     if isinstance(texts, str) or not len(texts):
         raise ValueError(f"texts must be a list of one or more strings, got {texts!r}")
-    encoded = tokenizer(list(texts), return_tensors="pt", padding=True)
+    # On the right, because a BERT of transformers counts positions from the start of the row.
+    encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")
     lengths_B = encoded["attention_mask"].sum(1).tolist()
     gaps_B = (encoded["input_ids"] == tokenizer.mask_token_id).sum(1).tolist()
     for i, (length, num_gaps) in enumerate(zip(lengths_B, gaps_B)):
@@ -49,9 +52,15 @@ def encode_masked(
     return encoded
 
 # %% ../../nbs/model/12_generate.ipynb #d91cc6b7
+def _num_positions(config) -> int:
+    "How many tokens a model reads: RoBERTa's table has rows that no token of a text takes."
+    offset = "roberta" in config.model_type or config.model_type == "camembert"
+    return config.max_position_embeddings - (config.pad_token_id + 1 if offset else 0)
+
+
 @torch.no_grad()
 def fill_each_mask(
-    model,  # a masked language model of bertlab
+    model,  # a masked language model, of bertlab or of transformers
     tokenizer,  # the one it was trained with
     texts: Sequence[str],  # each with one or more mask tokens, `tokenizer.mask_token`
     top_k: int = 5,
@@ -60,15 +69,20 @@ def fill_each_mask(
 
     Raises `ValueError` for a text without a mask and for one longer than the model reads.
     """
-    encoded = encode_masked(tokenizer, texts, model.config.max_position_embeddings)
+    encoded = encode_masked(tokenizer, texts, _num_positions(model.config))
     gaps_BL = encoded["input_ids"] == tokenizer.mask_token_id
     counts_B = gaps_BL.sum(1).tolist()
     # The gaps in their order; a row with fewer than M of them goes on with other positions.
     positions_BM = gaps_BL.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts_B)]
     device = next(model.parameters()).device
     inputs = {k: encoded[k].to(device) for k in ("input_ids", "attention_mask")}
+    positions_BM = positions_BM.to(device)
     with evaluating(model):
-        p_BMV = model(**inputs, label_positions=positions_BM.to(device)).logits.float().softmax(-1)
+        if isinstance(model, BertLabTokenPredictor):
+            logits_BMV = model(**inputs, label_positions=positions_BM).logits
+        else:  # models of transformers score every position, whatever else they are told
+            logits_BMV = gather_positions(model(**inputs).logits, positions_BM)
+    p_BMV = logits_BMV.float().softmax(-1)
     if not 1 <= top_k <= p_BMV.shape[-1]:
         raise ValueError(f"top_k must be from 1 to the vocabulary's {p_BMV.shape[-1]}, got {top_k}")
     ids, mass = (t.tolist() for t in p_BMV.topk(top_k)[::-1])
@@ -78,7 +92,7 @@ def fill_each_mask(
 
 # %% ../../nbs/model/12_generate.ipynb #69d7e5bf
 def fill_mask(
-    model,  # a masked language model of bertlab
+    model,  # a masked language model, of bertlab or of transformers
     tokenizer,  # the one it was trained with
     texts: Sequence[str],  # each with exactly one mask token, `tokenizer.mask_token`
     top_k: int = 5,

@@ -26,7 +26,7 @@ from transformers.utils import can_return_tuple
 from ..core.files import written_whole
 from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
-from .heads import BertLabForMaskedLM
+from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
 from .loading import MODEL_KINDS, SECOND_NAMES, find_ending, key_table, their_names
 from .loading import load_weights as copy_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
@@ -288,6 +288,8 @@ def find_head(
     model: PreTrainedModel | str,  # a model of ours, or the name of a class of theirs
 ) -> str:  # a key of HEADS
     "Which head a model has. Raises `ValueError` for a head without a counterpart."
+    if isinstance(model, BertLabForMaskedDiffusion):
+        return "ForMaskedLM"  # the same weights, trained by another loss
     name = model if isinstance(model, str) else type(model).__name__
     for head, ours in HEADS.items():
         if name.endswith(head) if isinstance(model, str) else isinstance(model, ours):

@@ -24,7 +24,8 @@ from .config import BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, make_norm
 from .heads import all_one_document
 from .layers import ACTIVATIONS
-from .losses import IGNORED, gather_positions, masked_lm_loss, mean_loss
+from ..data.rows import IGNORED
+from .losses import gather_positions, masked_lm_loss, mean_loss
 
 # %% ../../nbs/model/08_task_heads.ipynb #b56b7627
 def pool_rows(

@@ -23,7 +23,7 @@ from torch import Tensor
 from .history import Clock, History, RunProgress
 from ..core.devices import describe_device, device_memory_peaks, measured_peak_flops
 from ..core.devices import peak_flops, peak_memory_bytes, resident_memory_bytes
-from ..model.losses import IGNORED
+from ..data.rows import IGNORED
 from .steps import labels_of
 
 # %% ../../nbs/train/10_monitors.ipynb #41dc6546

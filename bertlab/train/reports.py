@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['markdown_table', 'environment', 'part_counts', 'data_facts', 'cost_facts', 'plot_record', 'plot_rate',
-           'final_metrics', 'why_stopped', 'report_sections', 'write_run_report', 'RunReport']
+           'final_metrics', 'why_stopped', 'guard_counts', 'cost_section', 'spread', 'report_sections',
+           'write_run_report', 'WrittenReport', 'RunReport']
 
 # %% ../../nbs/train/13_reports.ipynb #aee3a0fa
 import json
@@ -23,17 +24,17 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 
 import bertlab
+from .history import History, RunInterrupted, RunRecord, duration
+from ..model.config import count_weights
 from ..core.devices import describe_device, peak_memory_bytes
 from ..core.files import written_whole
-from ..core.plots import GREY, ORANGE, new_axes, plot_loss
-from ..data.packing import PackedDataset
-from ..model.config import count_weights
-from ..model.losses import IGNORED
-from .checkpoints import RunInterrupted
-from .history import History, RunRecord, duration
+from .guards import CountingGuard
+from .stopping import RunLimit
+from ..data.rows import IGNORED
 from .monitors import Throughput
+from ..data.packing import PackedDataset
+from ..core.plots import GREY, ORANGE, new_axes, plot_loss
 from .steps import labels_of
-from .stopping import CountingGuard, RunLimit
 
 # %% ../../nbs/train/13_reports.ipynb #05e89ce9
 def markdown_table(
@@ -156,8 +157,14 @@ def why_stopped(trainer: L.Trainer, exception: BaseException | None = None) -> s
     done = 0 <= trainer.max_steps <= trainer.global_step
     return "its last step was reached" if done else "the data or the epochs came to an end"
 
+
+def guard_counts(trainer: L.Trainer) -> list[dict[str, Any]]:  # a row for each guard
+    "How many steps each guard refused."
+    return [{"guard": type(c).__name__, "steps skipped": c.num_skipped}
+            for c in trainer.callbacks if isinstance(c, CountingGuard)]  # fmt: skip
+
 # %% ../../nbs/train/13_reports.ipynb #b1498e03
-def _cost_section(module: L.LightningModule, data: Any, metrics: dict[str, Any]) -> dict[str, Any]:
+def cost_section(module: L.LightningModule, data: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     "What the run cost, as far as it can be known: a stream has no documents to count."
     rows = getattr(data, "train_dataset", None)
     rows, facts = getattr(rows, "first", rows), {}
@@ -175,10 +182,10 @@ def _cost_section(module: L.LightningModule, data: Any, metrics: dict[str, Any])
     return facts
 
 # %% ../../nbs/train/13_reports.ipynb #86668ab2
-def _spread(items: Sequence, count: int = 20) -> list:  # the first and the last among them
+def spread(items: Sequence, count: int = 20) -> list:  # the first and the last among them
     "Take at most so many items, evenly."
-    indices = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
-    return [items[i] for i in indices]
+    places = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
+    return [items[i] for i in places]
 
 
 def report_sections(
@@ -191,17 +198,15 @@ def report_sections(
     "What a report says, in its order."
     pairs = lambda facts: markdown_table([{"what": k, "value": v} for k, v in facts.items()])
     counts = getattr(getattr(module, "model", None), "config", None) and part_counts(module.model)
-    guards = [{"guard": type(c).__name__, "steps skipped": c.num_skipped}
-              for c in trainer.callbacks if isinstance(c, CountingGuard)]  # fmt: skip
     return {
         "Result": pairs(metrics),
         "Curves": "![Training and validation loss](loss.png)\n\n"
                   "![Learning rate and gradient norm](rate.png)",
-        "Validation": markdown_table(_spread(record.validation)),
+        "Validation": markdown_table(spread(record.validation)),
         "Model": markdown_table([{"part": k, "weights": v} for k, v in (counts or {}).items()]),
         "Data": markdown_table(data_facts(trainer.datamodule)),
-        "Cost": pairs(_cost_section(module, trainer.datamodule, metrics)),
-        "Guards": markdown_table(guards),
+        "Cost": pairs(cost_section(module, trainer.datamodule, metrics)),
+        "Guards": markdown_table(guard_counts(trainer)),
         "Environment": pairs({**environment(), "precision of this run": trainer.precision,
                               "processes": trainer.world_size}),
         "Configuration": f"```yaml\n{configuration.strip()}\n```" if configuration else "none",
@@ -234,9 +239,9 @@ def write_run_report(
             temporary.write_text(content + "\n", encoding="utf-8")
     return directory / "report.md"
 
-# %% ../../nbs/train/13_reports.ipynb #3ca7d9ef
-class RunReport(Callback):
-    "Write the report of a run when it ends, whatever ends it."
+# %% ../../nbs/train/13_reports.ipynb #fbbe5c03
+class WrittenReport(Callback):
+    "What writes the report of a run; see `RunReport` for when."
 
     def __init__(
         self,
@@ -245,7 +250,7 @@ class RunReport(Callback):
         configuration: str = "",  # YAML, shown at the end of the report
     ):
         self.directory, self.history, self.configuration = directory, history, configuration
-        self.reason: str | None = None  # why the run ended, once it has
+        self.reason: str | None = None
 
     def write(self, trainer, pl_module, validation: dict[str, float] | None = None) -> None:
         "Write all files; one process does it."
@@ -254,7 +259,11 @@ class RunReport(Callback):
         if trainer.is_global_zero:
             metrics = final_metrics(record, validation)
             write_run_report(self.directory, trainer, pl_module, record, metrics, self.reason,
-                             self.configuration)  # fmt: skip
+                         self.configuration)  # fmt: skip
+
+# %% ../../nbs/train/13_reports.ipynb #74e4c55c
+class RunReport(WrittenReport):
+    "Write the report of a run when it ends, whatever ends it."
 
     def on_fit_end(self, trainer, pl_module) -> None:
         self.reason = why_stopped(trainer)

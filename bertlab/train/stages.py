@@ -232,7 +232,8 @@ def _run_stage(
     callbacks = [history, *watchers(module, place, history),
                  _StageEnd(place / "model", tokenizer, history), series]  # fmt: skip
     steps = stage.num_steps()
-    trainer = make_trainer(steps, callbacks=callbacks, **{"val_check_steps": steps, **stage.trainer})
+    options = {"val_check_steps": steps, **stage.trainer}
+    trainer = make_trainer(steps, callbacks=callbacks, **options)
     checkpoint = find_checkpoint(place / "checkpoints")
     if checkpoint is not None:
         check_resume(checkpoint, module, data, -1)

@@ -175,7 +175,7 @@ class TrainingModule(L.LightningModule):
         loss.backward(*args, **kwargs, **backward_options(self.trainer.optimizers[0]))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        "Divide by the count over all processes, measure, ask the guards, log. Lightning clips next."
+        "Divide by the count over all processes, measure, ask the guards, log; Lightning clips."
         unscale(self.trainer.precision_plugin, optimizer)
         sums = self.trainer.strategy.reduce(self._window, reduce_op="sum")
         self._window, count = None, sums[1].clamp_min(1)
