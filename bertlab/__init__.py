@@ -82,8 +82,7 @@ _FACE = {
     "explorers.training_monitor": "TrainingMonitor",
     "explorers.profiling": "measure_roofline profile_step",
     # cli: the same without Python
-    "cli.recipes": "Recipe load_recipe",
-    "cli.demo": "run_demo",
+    "cli.demo": "Recipe load_recipe run_demo",
 }
 _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}

@@ -138,8 +138,8 @@ from .explorers.fill_mask import ask_checkpoints as ask_checkpoints
 from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.profiling import measure_roofline as measure_roofline
 from .explorers.profiling import profile_step as profile_step
-from .cli.recipes import Recipe as Recipe
-from .cli.recipes import load_recipe as load_recipe
+from .cli.demo import Recipe as Recipe
+from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
 
 __version__: str

@@ -148,6 +148,7 @@ def finetune(
     seed: int = 0,  # of the head's first weights, dropout, and the order of rows
     validations_per_epoch: int = 1,
     callbacks: Sequence[Callback] = (),
+    checkpoint: str | os.PathLike | None = None,  # of a run that was stopped, to go on from
     **trainer_options: Any,  # of `make_trainer`: precision, accumulate_grad_batches, ...
 ) -> FinetunedRun:
     "Train, stop early, go back to the best weights, and say what those are worth."
@@ -161,7 +162,7 @@ def finetune(
     trainer = make_trainer(num_epochs * len(data.train_dataloader()), callbacks=rules, **{
         "max_epochs": num_epochs, "check_val_every_n_epoch": 1, "limit_val_batches": 1.0,
         "val_check_interval": 1.0 / validations_per_epoch, **trainer_options})
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
     step = take_best(module, best)
     metrics = evaluate_run(module, data, trainer_options)
     stopped = trainer.current_epoch < num_epochs and trainer.should_stop

@@ -518,7 +518,7 @@ def test_declared_dependencies_are_those_that_the_package_imports():
     runtime, extras = requirements()
     assert {"dev", "docs", "gpu", "tpu", "optimizers"} <= set(extras)
     assert imported - runtime - ELSEWHERE == set(), "imported but not declared"
-    assert runtime - imported == {"jsonargparse"}, "declared but not imported; that one is for LightningCLI"
+    assert runtime - imported == set(), "declared but not imported"
 
 
 # What requirements of `docs` and of the package bring along, and what is imported only where it is there.
