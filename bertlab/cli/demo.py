@@ -116,7 +116,7 @@ def validation_entropy(
     "Unigram entropy of the validation text, special tokens left out: the line to beat."
     import torch  # here and below: a mistake in a recipe is answered without it
 
-    from bertlab.model.metrics import unigram_counts, unigram_entropy
+    from bertlab.model.losses import unigram_counts, unigram_entropy
 
     tokens = torch.from_numpy(data.val_dataset.documents.tokens.astype("int64"))
     tokenizer = data.tokenizer
@@ -317,7 +317,7 @@ def run_prepared(
     "Train, validate, and write model, metrics, history and picture."
     from bertlab.model.huggingface import save_model
     from bertlab.model.generate import fill_mask
-    from bertlab.train.history import RunInterrupted
+    from bertlab.train.checkpoints import RunInterrupted
 
     started = started or time.perf_counter()
     data, module, directory = run.data, run.module, run.output

@@ -34,7 +34,8 @@ from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
 from ..train.checkpoints import CheckpointSeries, find_checkpoint
-from ..train.history import History, RunInterrupted
+from ..train.history import History
+from ..train.checkpoints import RunInterrupted
 from ..train.monitors import get_progress
 
 # %% ../../nbs/cli/04_finetune.ipynb #1206b6ff

@@ -57,7 +57,7 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
 
 def go_on_with(command: str, work: Callable[[], Any]) -> Any:  # what the work gives
     "Run something that a signal may stop; then say the command that goes on with it."
-    from bertlab.train.history import RunInterrupted  # torch: seconds
+    from bertlab.train.checkpoints import RunInterrupted  # torch: seconds
 
     try:
         return work()

@@ -33,9 +33,11 @@ from ..data.tokenizers import choose_tokenizer, load_tokenizer, train_tokenizer
 from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
-from ..train.guards import NonFiniteGuard, SpikeGuard
-from ..train.history import History, RunInterrupted
-from ..train.model_directories import ModelDirectories, ModelShelf, same_random_states
+from ..train.stopping import NonFiniteGuard, SpikeGuard
+from ..train.history import History
+from ..train.checkpoints import RunInterrupted
+from ..train.model_directories import ModelDirectories, ModelShelf
+from ..train.checkpoints import same_random_states
 from ..train.modules import PretrainingModule, load_encoder, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import batch_options

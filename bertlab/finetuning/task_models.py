@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from ..model.config import BertLabConfig
-from ..model.huggingface import from_huggingface, save_model
-from ..model.huggingface import find_kind, key_table, their_class, their_names
+from ..model.huggingface import find_kind, from_huggingface, save_model, their_class
+from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
 from ..model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
