@@ -116,7 +116,7 @@ def validation_entropy(
     "Unigram entropy of the validation text, special tokens left out: the line to beat."
     import torch  # here and below: a mistake in a recipe is answered without it
 
-    from bertlab.model.metrics import unigram_counts, unigram_entropy
+    from bertlab.model.losses import unigram_counts, unigram_entropy
 
     tokens = torch.from_numpy(data.val_dataset.documents.tokens.astype("int64"))
     tokenizer = data.tokenizer

@@ -23,7 +23,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from .cache import check_cache_directory, tokenize_documents
-from .collators import Collator, get_collator_cls
+from .rows import Collator
+from .collators import get_collator_cls
 from .corpus import Corpus, load_corpus, make_corpus
 from .documents import Document, hash_files
 from .mixing import MixedRows, MixedStream, join_documents, mix_documents

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import bertlab
-from bertlab.data.collators import COLLATORS, Collator, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.data.collators import COLLATORS, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.data.rows import Collator
 from bertlab.data.masking import bound_labels
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
