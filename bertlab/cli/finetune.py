@@ -33,9 +33,8 @@ from ..finetuning.runs import ScoreLines, SeedResults, better_way, find_monitor,
 from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
-from ..train.checkpoints import CheckpointSeries, find_checkpoint
+from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
 from ..train.history import History
-from ..train.checkpoints import RunInterrupted
 from ..train.monitors import get_progress
 
 # %% ../../nbs/cli/04_finetune.ipynb #1206b6ff
@@ -214,7 +213,7 @@ class FinetuningRun:
         watchers = [history, *get_progress(run.progress, history),
                     *[ScoreLines()] * (run.progress != "none"), *copy.deepcopy(self.callbacks),
                     series]
-        checkpoint = find_checkpoint(place / "checkpoints", weights_only=False)
+        checkpoint = find_checkpoint(place / "checkpoints")
         try:
             found = finetune(FinetuningModule(**self.module_options), self.data, place,
                              run.num_epochs, run.patience, self.monitor, seed,
@@ -231,9 +230,8 @@ class FinetuningRun:
         module = FinetuningModule(**self.module_options)
         find_monitor(module, self.data, self.monitor)
         module.configure_model()
-        # Written by this very run, random states and all.
         best = torch.load(self.output / f"seed-{seed}" / "best.ckpt", map_location="cpu",
-                          weights_only=False)
+                          weights_only=True)
         module.load_state_dict(best["state_dict"])
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
         evaluation = evaluate_split(module, self.data, split)

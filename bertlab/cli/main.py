@@ -35,6 +35,8 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, ImportError) as mistake:
+        if getattr(mistake, "name", None):  # an import of ours fails: that is no user's mistake
+            raise
         print(f"bertlab {command}: {' '.join(str(mistake).split())}", file=sys.stderr, flush=True)
         return 2
     except Stopped as stopped:

@@ -557,7 +557,7 @@ _PRETRAIN = dict(
     choices={"model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
              "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
              "run.progress": ("train/monitors.py", "PROGRESS"),
-             "run.loggers": ("train/monitors.py", "LOGGERS")},
+             "run.loggers": ("train/monitors.py", "_LOGGERS")},
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
                                 "and init_args; they come after the run's own"},
 )

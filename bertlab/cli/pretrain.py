@@ -32,16 +32,14 @@ from ..data.module import PretrainingDataModule, training_texts
 from ..data.tokenizers import choose_tokenizer, load_tokenizer, train_tokenizer
 from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
-from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
-from ..train.stopping import NonFiniteGuard, SpikeGuard
+from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
+from ..train.checkpoints import find_checkpoint, same_random_states
 from ..train.history import History
-from ..train.checkpoints import RunInterrupted
 from ..train.model_directories import ModelDirectories, ModelShelf
-from ..train.checkpoints import same_random_states
 from ..train.modules import PretrainingModule, load_encoder, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import batch_options
-from ..train.stopping import LossBound, TimeLimit, TokenLimit
+from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/cli/02_pretrain.ipynb #5c817b8c
@@ -308,10 +306,10 @@ class Run:
     def prepare(self, may_be_finished: bool = False) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
-            self.checkpoint = find_checkpoint(self.output / "checkpoints", weights_only=False)
+            self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             last = -1 if may_be_finished else self.trainer.max_steps
-            check_resume(self.checkpoint, self.module, self.data, last, weights_only=False)
+            check_resume(self.checkpoint, self.module, self.data, last)
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -336,7 +334,7 @@ class Run:
             print(f"before step 1: {said}", flush=True)
         try:
             self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint,
-                             weights_only=False)
+                             weights_only=True)
         except RunInterrupted as stopped:
             raise RunInterrupted(*stopped.args, str(self.output)) from None
         last = (self.history.record.validation or [{}])[-1]

@@ -162,7 +162,7 @@ def finetune(
     trainer = make_trainer(num_epochs * len(data.train_dataloader()), callbacks=rules, **{
         "max_epochs": num_epochs, "check_val_every_n_epoch": 1, "limit_val_batches": 1.0,
         "val_check_interval": 1.0 / validations_per_epoch, **trainer_options})
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     step = take_best(module, best)
     metrics = evaluate_run(module, data, trainer_options)
     stopped = trainer.current_epoch < num_epochs and trainer.should_stop

@@ -56,7 +56,7 @@ def said(capsys, *line: str) -> str:
 
 
 def weights(directory: Path) -> dict:
-    state = torch.load(find_checkpoint(directory / "checkpoints", weights_only=False), weights_only=False)
+    state = torch.load(find_checkpoint(directory / "checkpoints"))
     return state["state_dict"]
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(place, wor
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
     run = tmp_path / "run"
     pretrain([*words, "--trainer.max_steps", "2"])
-    assert find_checkpoint(run / "checkpoints", weights_only=False).name == "step-00000002.ckpt"
+    assert find_checkpoint(run / "checkpoints").name == "step-00000002.ckpt"
     pretrain(["--trainer.max_steps", "4"], resume=str(run))  # its own run.yaml says the rest
     straight, resumed = weights(place / "run"), weights(run)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -347,7 +347,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert f"bertlab pretrain --resume {run}" in rest
-    step = int(find_checkpoint(run / "checkpoints", weights_only=False).stem[5:])
+    step = int(find_checkpoint(run / "checkpoints").stem[5:])
     assert "a signal" in (run / "report.md").read_text()
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2
 
