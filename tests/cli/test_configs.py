@@ -6,7 +6,7 @@ import pytest
 import yaml
 from test_training import word_tokenizer
 
-from bertlab.train.model_directories import write_model
+from bertlab.model.huggingface import describe_saving, save_model
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_large, modernbert_tiny
 from bertlab.data.module import PretrainingDataModule
@@ -25,7 +25,8 @@ def read(path: Path) -> dict:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
-    run = Run(ask_for_run("pretrain", ["--config", str(path), "--run.output", str(tmp_path / "run")]).config)
+    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.accelerator", "cpu"]  # wherever this runs
+    run = Run(ask_for_run("pretrain", words).config)
     data, model = run.config["data"], run.config["model"]
     options = {**run.data_options, "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
     PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs
@@ -92,8 +93,8 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     module = PretrainingModule({**SHAPE, "max_position_embeddings": 512}, None, tokenizer)
     module.configure_model()
     known = tmp_path / "published"
-    known.mkdir()
-    assert write_model(module.model, known, tokenizer).startswith("ModernBert")
+    save_model(module.model, tokenizer, known)
+    assert "ModernBert" in describe_saving(module.model)
     path = next(path for path in CONFIGS if path.stem == "domain-adaptation")
     words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
              "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"),
