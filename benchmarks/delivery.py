@@ -55,8 +55,7 @@ def forever(loader: Iterable) -> Iterable[dict]:
 def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
     "What PretrainingDataModule does, stage by stage."
     from bertlab.data.module import PretrainingDataModule
-    from bertlab.data.loaders import special_ids
-    from bertlab.data.packing import PackedDataset
+    from bertlab.data.packing import PackedDataset, special_ids
     from bertlab.data.cache import tokenize_documents
 
     def pack(documents) -> list:

@@ -42,7 +42,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.devices import find_devices, measured_peak_flops, wait_function
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.data.loaders import pack_texts
+from bertlab.data.module import pack_texts
 from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
 from bertlab.optim.groups import parameter_groups

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bertlab.model.metrics import unigram_counts, unigram_entropy
+from bertlab.model.losses import unigram_counts, unigram_entropy
 from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, save_runs
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "nbs/walkthroughs/02_optimizers.ipynb"

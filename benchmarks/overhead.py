@@ -34,7 +34,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.core.files import written_whole
 from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
-from bertlab.cli.runs import RunChoices, run_trainer
+from bertlab.cli.pretrain import RunChoices, run_trainer
 from bertlab.train.trainer import seed_everything
 
 ROWS, LENGTH, VOCABULARY, WARM_STEPS = 32, 128, 30_522, 5

@@ -25,8 +25,7 @@ from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.files import written_whole
 from bertlab.data.packing import EpochOrder, PackedDataset, TokenizedDocuments, plan_best_fit, split_long
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes
-from bertlab.data.shuffled_readers import StreamWindow
-from bertlab.data.streaming import BestFitBuffer, PackedStream, drain_rows, fill_row
+from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamWindow
 
 BUFFER, SPECIAL = 1000, {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
 COLOURS = {"padding": RED, "next-fit": ORANGE, "ModernBERT, batch 64": GREY,
@@ -85,9 +84,9 @@ def stream_rows(lengths: list[int], capacity: int) -> int:
     for length in lengths:
         buffer.push(StreamWindow(token[:length]))
         if len(buffer) == BUFFER:
-            fill_row(buffer)
+            buffer.fill_row()
             num_rows += 1
-    return num_rows + len(drain_rows(buffer))
+    return num_rows + len(buffer.plan_rest())
 
 
 def log_normal(mean: float, num: int, seed: int = 0) -> np.ndarray:

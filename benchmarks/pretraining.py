@@ -106,7 +106,7 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from bertlab.cli.main import quieten
     from bertlab.data.module import PretrainingDataModule
     from bertlab.train.modules import PretrainingModule
-    from bertlab.cli.runs import RunChoices, run_trainer
+    from bertlab.cli.pretrain import RunChoices, run_trainer
     from bertlab.train.trainer import seed_everything
 
     quieten()

@@ -34,8 +34,7 @@ _FACE = {
         roberta_base""",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
-    "model.metrics": "bits_per_byte perplexity unigram_entropy",
-    "model.losses": "LossParts LossRule masked_lm_loss",
+    "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
@@ -83,8 +82,7 @@ _FACE = {
     "explorers.training_monitor": "TrainingMonitor",
     "explorers.profiling": "measure_roofline profile_step",
     # cli: the same without Python
-    "cli.recipes": "Recipe load_recipe",
-    "cli.demo": "run_demo",
+    "cli.demo": "Recipe load_recipe run_demo",
 }
 _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}

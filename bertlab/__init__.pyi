@@ -53,12 +53,12 @@ from .model.config import roberta_base as roberta_base
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
-from .model.metrics import bits_per_byte as bits_per_byte
-from .model.metrics import perplexity as perplexity
-from .model.metrics import unigram_entropy as unigram_entropy
 from .model.losses import LossParts as LossParts
 from .model.losses import LossRule as LossRule
+from .model.losses import bits_per_byte as bits_per_byte
 from .model.losses import masked_lm_loss as masked_lm_loss
+from .model.losses import perplexity as perplexity
+from .model.losses import unigram_entropy as unigram_entropy
 from .model.heads import BertLabForEnhancedMaskedLM as BertLabForEnhancedMaskedLM
 from .model.heads import BertLabForMaskedDiffusion as BertLabForMaskedDiffusion
 from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM
@@ -138,8 +138,8 @@ from .explorers.fill_mask import ask_checkpoints as ask_checkpoints
 from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.profiling import measure_roofline as measure_roofline
 from .explorers.profiling import profile_step as profile_step
-from .cli.recipes import Recipe as Recipe
-from .cli.recipes import load_recipe as load_recipe
+from .cli.demo import Recipe as Recipe
+from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
 
 __version__: str

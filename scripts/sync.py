@@ -38,6 +38,8 @@ CHAPTERS = {
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
+# Pages that lead through the whole house: they stand before the chapters.
+GUIDES = ("training_path.ipynb", "extending.ipynb")
 # Between these two lines of nbs/index.ipynb stands the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
@@ -274,7 +276,9 @@ def sidebar(root: Path) -> str:
     "The site's sidebar: the walkthroughs, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
-    lines += ["    contents:", "      - index.ipynb", "      - section: Walkthroughs", "        contents:"]
+    lines += ["    contents:", "      - index.ipynb"]
+    lines += [f"      - {name}" for name in GUIDES if name in names]
+    lines += ["      - section: Walkthroughs", "        contents:"]
     lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
     lines += ["      - section: Library", "        contents:"]
     for chapter, (title, _) in CHAPTERS.items():
@@ -283,7 +287,7 @@ def sidebar(root: Path) -> str:
             lines += [f"          - section: {title}", "            contents:"]
             lines += [f"              - {name}" for name in members]
     lines += ["      - section: Reference", "        contents:"]
-    pages = [name for name in names if name != "index.ipynb" and "/" not in name]
+    pages = [name for name in names if name not in ("index.ipynb", *GUIDES) and "/" not in name]
     lines += [f"          - {name}" for name in (*pages, "api.qmd")]  # what is no part: benchmarks
     return "\n".join(lines) + "\n"
 

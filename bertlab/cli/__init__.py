@@ -4,10 +4,9 @@
 from .. import _lazy_parts
 
 __getattr__, __dir__ = _lazy_parts(__name__, (
-    "recipes",
-    "demo",
-    "runs",
+    "options",
     "pretrain",
+    "demo",
     "finetune",
     "main",
 ))

@@ -45,6 +45,13 @@ def check_run_directory(
         raise ValueError("resume and overwrite exclude each other: go on, or start anew?")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output {directory} is a file; name a directory")
+    whole = Path(os.path.abspath(directory))
+    nearest = next(place for place in (whole, *whole.parents) if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"output {directory} cannot be made: {nearest.name} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"output {directory} cannot be written to; choose another directory, or "
+                         "change its permissions")
     held = {p.name for p in directory.iterdir()} if directory.exists() else set()
     visible = sorted(name for name in held if not name.startswith("."))
     if resume and MARKER not in held:
@@ -83,8 +90,6 @@ def prepare_run_directory(
     check_run_directory(directory, resume, overwrite)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if not os.access(directory, os.W_OK):
-        raise PermissionError(f"output {directory} is not writable; choose another directory")
     if overwrite and (directory / MARKER).exists():
         move_aside(directory)
     return directory

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 from .documents import INSTALLED, Document, deduplicate, divide, installed_documents
 from .documents import module_documents, overlap, python_files
@@ -164,15 +163,7 @@ def _top_level(document: Document) -> str | None:
     package = document.group.split(".")[0]
     return None if package in INSTALLED else package
 
-# %% ../../nbs/data/04_corpus.ipynb #354f7a29
-def _refuse_file_options(
-    split: str, config_name: str | None, streaming: bool, file_format: str | None
-) -> None:
-    refuse_hub_options("the embedded corpus", split, config_name, streaming)
-    if file_format is not None:
-        raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
-
-# %% ../../nbs/data/04_corpus.ipynb #7d289060
+# %% ../../nbs/data/04_corpus.ipynb #4560279d
 def load_corpus(
     source: str | os.PathLike | Sequence | None = None,  # paths, hub names; None: the embedded one
     text_column: str = "text",  # of tables and datasets
@@ -187,19 +178,22 @@ def load_corpus(
     streaming: bool = False,  # read a hub dataset without storing it; needs max_documents
     file_format: str | None = None,  # of files: "text", "csv", ...; None: their suffix decides
     on_error: str = "raise",  # or "skip": leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; False: text_column is a number
 ) -> Corpus:
     "Text to train on. Raises `ValueError`, in one line, for a source that cannot make a corpus."
     if lines not in ("auto", "documents", "paragraphs"):
         raise ValueError(f'lines must be "auto", "documents" or "paragraphs", got {lines!r}')
     if source is None:
-        _refuse_file_options(split, config_name, streaming, file_format)
+        refuse_hub_options("the embedded corpus", split, config_name, streaming)
+        if file_format is not None:
+            raise ValueError(f"file_format={file_format!r} is for files of your own: leave it out")
         min_chars = 20 if min_chars is None else min_chars
         return embedded_corpus(level, validation_fraction, min_chars, max_documents)
     several = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     name, notes = ", ".join(map(os.fspath, several)), Counter()
     if streaming and max_documents is None:
         raise ValueError(f"streaming needs max_documents, for {name} may have no end")
-    options = split, config_name, streaming, file_format, on_error
+    options = split, config_name, streaming, file_format, on_error, header
     documents = find_documents(several, text_column, lines, notes, *options)
     sizes = validation_fraction, 1 if min_chars is None else min_chars, max_documents
     return make_corpus(name, documents, *sizes, notes=notes)

@@ -21,7 +21,8 @@ import ipywidgets
 import numpy as np
 
 from ..train.history import History, RunRecord, in_notebook
-from .widgets import Explorer, alert, answer, check_size, keep_points, svg_chart, tiles
+from .widgets import Explorer, alert, answer, check_size
+from .widgets import keep_points, svg_chart, tiles
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #b83f66af
 # What widgets say, and the question with which a page begins to draw them.

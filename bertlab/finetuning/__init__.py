@@ -4,19 +4,14 @@
 from .. import _lazy_parts
 
 __getattr__, __dir__ = _lazy_parts(__name__, (
-    "labelled",
     "files",
-    "good_rows",
     "data",
+    "tasks",
     "task_models",
-    "label_metrics",
     "metrics",
+    "baselines",
     "module",
     "runs",
     "evaluations",
     "predictions",
-    "prediction_files",
-    "teachers",
-    "baselines",
-    "tasks",
 ))

@@ -8,7 +8,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "layers",
     "attention",
     "encoder",
-    "metrics",
     "losses",
     "heads",
     "task_heads",

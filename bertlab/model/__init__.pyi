@@ -4,7 +4,6 @@ from . import config as config
 from . import layers as layers
 from . import attention as attention
 from . import encoder as encoder
-from . import metrics as metrics
 from . import losses as losses
 from . import heads as heads
 from . import task_heads as task_heads

@@ -6,8 +6,7 @@
 __all__ = ['KERNELS', 'document_mask', 'restart_positions', 'Pattern', 'alibi_bias', 'Scoring', 'write_out', 'share_heads',
            'attention_weights', 'silence', 'eager_attention', 'sdpa_attention', 'FlexPattern', 'write_blocks',
            'flex_attention', 'unpad', 'pad_again', 'Stretches', 'write_stretches', 'varlen_attention', 'Setting',
-           'find_capability', 'object_to_nothing', 'object_as_fused', 'object_as_flex', 'object_as_varlen', 'Kernel',
-           'check_kernel', 'attend', 'choose_kernel']
+           'find_capability', 'Kernel', 'check_kernel', 'attend', 'choose_kernel']
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
@@ -261,7 +260,7 @@ def varlen_attention(
                         enable_gqa=k.shape[1] != q.shape[1])
     return y.transpose(0, 1)[None]
 
-# %% ../../nbs/model/03_attention.ipynb #32979337
+# %% ../../nbs/model/03_attention.ipynb #88a32b8e
 class Setting(NamedTuple):
     "Where attention runs and what is asked of it: decides which kernels can."
 
@@ -283,18 +282,8 @@ def find_capability(device: torch.device) -> tuple[int, int]:  # (8, 0) and up: 
         return 8, 0
     return torch.cuda.get_device_capability(device)
 
-# %% ../../nbs/model/03_attention.ipynb #a4b9f9ed
-def object_to_nothing(setting: Setting) -> str:  # empty: no objection
-    "Run anywhere."
-    return ""
 
-
-def object_as_fused(setting: Setting) -> str:  # empty: no objection
-    "Run anywhere, but keep no weights."
-    return "it never stores the weights that output_attentions asks for" if setting.weights else ""
-
-# %% ../../nbs/model/03_attention.ipynb #0c4dcb8e
-def object_as_flex(setting: Setting) -> str:  # empty: no objection
+def _limits_of_flex(setting: Setting) -> str:  # empty: no objection
     "Say why FlexAttention cannot run in a setting."
     s = setting
     if s.dropout:
@@ -303,10 +292,10 @@ def object_as_flex(setting: Setting) -> str:  # empty: no objection
         return f"on {s.device} it has no backward pass (on a CPU, torch.no_grad() is enough)"
     if s.device == "cuda" and s.head_size < 16:
         return f"on CUDA a head must have 16 numbers or more, not {s.head_size}"
-    return object_as_fused(s)
+    return ""
 
 
-def object_as_varlen(setting: Setting) -> str:  # empty: no objection
+def _limits_of_varlen(setting: Setting) -> str:  # empty: no objection
     "Say why variable-length attention cannot run in a setting."
     s = setting
     if s.device != "cuda" or s.capability < (8, 0):
@@ -317,23 +306,30 @@ def object_as_varlen(setting: Setting) -> str:  # empty: no objection
         return f"a head must have a multiple of 8 numbers up to 256, not {s.head_size}"
     if not _FLASH and (s.dropout or s.alibi or not _VARLEN):
         return "without flash-attn it needs a torch that has it, no dropout and no ALiBi"
-    return object_as_fused(s)
+    return ""
 
-# %% ../../nbs/model/03_attention.ipynb #df32b645
+
 class Kernel(NamedTuple):
     "How a kernel reads a pattern, once a forward pass, and how it attends by it, in each layer."
 
     prepare: Callable[[Pattern], Any]
     attend: Callable[..., Tensor]
-    objection: Callable[[Setting], str] = object_to_nothing
+    limits: Callable[[Setting], str] = lambda setting: ""  # why it cannot run; empty: it can
     unpads: bool = False  # does it want one row without padding?
+    keeps_weights: bool = False  # can the attention weights be returned?
+
+    def objection(self, setting: Setting) -> str:  # empty: no objection
+        "Say why the kernel cannot do what a setting asks."
+        forgets = setting.weights and not self.keeps_weights
+        return self.limits(setting) or (
+            "it never stores the weights that output_attentions asks for" if forgets else "")
 
 
 KERNELS: dict[str, Kernel] = {
-    "eager": Kernel(write_out, eager_attention),
-    "sdpa": Kernel(write_out, sdpa_attention, object_as_fused),
-    "flex": Kernel(write_blocks, flex_attention, object_as_flex),
-    "varlen": Kernel(write_stretches, varlen_attention, object_as_varlen, unpads=True),
+    "eager": Kernel(write_out, eager_attention, keeps_weights=True),
+    "sdpa": Kernel(write_out, sdpa_attention),
+    "flex": Kernel(write_blocks, flex_attention, _limits_of_flex),
+    "varlen": Kernel(write_stretches, varlen_attention, _limits_of_varlen, unpads=True),
 }
 
 

@@ -97,6 +97,10 @@ class DynamicTanhNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if bias else None
 
+    def begin_(self, config) -> None:  # a BertLabConfig
+        "Let the slope begin where it is asked to; weight and bias begin as in any norm."
+        nn.init.constant_(self.slope, self.first_slope)
+
     def forward(self, x: Tensor) -> Tensor:  # (..., D)
         return torch.tanh(self.slope * x) * self.weight + (0 if self.bias is None else self.bias)
 

@@ -39,7 +39,7 @@ from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.loading import load_weights
 from ..model.losses import LossParts, LossRule
-from ..model.metrics import token_bytes
+from ..model.losses import token_bytes
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data.rows import IGNORED
 from ..model.losses import LossParts, gather_positions
-from ..model.metrics import perplexity
+from ..model.losses import perplexity
 from ..optim.optimizers import backward_options, forward_context
 
 # %% ../../nbs/train/01_steps.ipynb #bec47676

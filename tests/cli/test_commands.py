@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import torch
 import yaml
 
 from bertlab.cli import pretrain as commands
-from bertlab.cli.main import build_parser, main, take_words
-from bertlab.cli.pretrain import BuiltRun, explain, pretrain, validate
+from bertlab.cli.main import main
+from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import find_checkpoint
-from bertlab.cli.runs import RunChoices, choose_tokenizer, find_model
 
 CONFIG = {
     "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -55,7 +56,7 @@ def said(capsys, *line: str) -> str:
 
 
 def weights(directory: Path) -> dict:
-    state = torch.load(find_checkpoint(directory / "checkpoints", weights_only=False), weights_only=False)
+    state = torch.load(find_checkpoint(directory / "checkpoints"))
     return state["state_dict"]
 
 
@@ -80,43 +81,67 @@ def test_the_saved_configuration_gives_the_same_run_again(place, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_files_are_laid_over_each_other_and_flags_win(place, tmp_path):
-    (tmp_path / "over.yaml").write_text("model: {learning_rate: 0.5, weight_decay: 0.25}\n")
-
-    class Parsed(commands.CheckedRun):
-        def instantiate_classes(self):
-            "Only read."
-
-    run = Parsed(["--config", str(place / "tiny.yaml"), "--config", str(tmp_path / "over.yaml"),
-                  "--model.weight_decay", "0.125", "--run.output", str(tmp_path / "r")])
-    model = run.config.model
-    assert (model.learning_rate, model.weight_decay, model.scheduler_warmup_steps) == (0.5, 0.125, 1)
-    assert run.config.data.max_sequence_length == 32
+def configured(words) -> Run:
+    "A run that is checked; nothing is built."
+    return Run(ask_for_run("pretrain", words).config)
 
 
 def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_opinion(words, capsys):
-    class Parsed(commands.CheckedRun):
-        def instantiate_classes(self):
-            "Only read."
-
     tokens = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"]
-    run = Parsed([*words, *tokens])
+    config = configured([*words, *tokens]).config
     # 512 / 32 = 16 rows, 4 at once.
-    assert (run.config.data.train_batch_size, run.config.trainer.accumulate_grad_batches) == (4, 4)
-    assert run.config.data.val_batch_size == 4
+    assert (config["data"]["train_batch_size"], config["trainer"]["accumulate_grad_batches"]) == (4, 4)
+    assert config["data"]["val_batch_size"] == 4
     assert "train_batch_size=5" in said(capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5")
 
 
 def test_null_switches_clipping_off_and_leaves_other_choices_to_the_trainer(words):
-    run = BuiltRun([*words, "--trainer.gradient_clip_val", "null", "--trainer.precision", "null"])
-    assert run.trainer.gradient_clip_val is None and BuiltRun(words).trainer.gradient_clip_val == 1.0
-    assert run.trainer.num_sanity_val_steps == 0 and run.trainer.loggers == []
+    def built(*more):
+        run = configured([*words, *more])
+        run.build()
+        return run.trainer
+
+    trainer = built("--trainer.gradient_clip_val", "null", "--trainer.precision", "null")
+    assert trainer.gradient_clip_val is None and built().gradient_clip_val == 1.0
+    assert trainer.num_sanity_val_steps == 0 and trainer.loggers == []
+
+
+def test_classes_of_the_users_own_file_are_named_with_a_point(words, tmp_path, monkeypatch):
+    (tmp_path / "my_parts.py").write_text(
+        "import torch\nfrom lightning import Callback\nfrom bertlab import MaskedLanguageModelingCollator\n"
+        "class Counter(Callback):\n    steps = 0\n    def __init__(self, by=1): self.by = by\n"
+        "    def on_train_batch_end(self, *_): type(self).steps += self.by\n"
+        "class Slow(torch.optim.SGD):\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    pretrain([*words, "--trainer.callbacks", "[my_parts.Counter, {class_path: my_parts.Counter, init_args: {by: 10}}]",
+              "--model.optimizer_class", "my_parts.Slow"])  # fmt: skip
+    import my_parts
+
+    assert my_parts.Counter.steps == 44
+    with pytest.raises(ValueError, match="Count"):
+        pretrain([*words, "--trainer.callbacks", "my_parts.Count", "--run.output", str(tmp_path / "other")])
+
+
+def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "PretrainingDataModule", lambda **_: pytest.fail("too late"))
+    assert "float8" in said(capsys, "pretrain", *words, "--model.float8", "tensorwise")
+    assert "gpu" in said(capsys, "pretrain", *words, "--trainer.accelerator", "gpu") or torch.cuda.is_available()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_continued_is_validated_before_the_first_step(place, words, tmp_path, capsys):
+    model = find_model(place / "run")
+    pretrain([*words, "--model.pretrained_model_name_or_path", str(model), "--model.model_config_kwargs", "null"])
+    assert "before step 1: val_loss" in capsys.readouterr().out
+    report = (tmp_path / "run" / "report.md").read_text()
+    first = json.loads((model / "bertlab-model.json").read_text())["value"]
+    assert f"{first:.4g}"[:4] in report
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
     run = tmp_path / "run"
     pretrain([*words, "--trainer.max_steps", "2"])
-    assert find_checkpoint(run / "checkpoints", weights_only=False).name == "step-00000002.ckpt"
+    assert find_checkpoint(run / "checkpoints").name == "step-00000002.ckpt"
     pretrain(["--trainer.max_steps", "4"], resume=str(run))  # its own run.yaml says the rest
     straight, resumed = weights(place / "run"), weights(run)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
@@ -142,8 +167,7 @@ def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, c
 ])  # fmt: skip
 def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, tmp_path, options, part):
     if "OTHER" in options:
-        run = RunChoices(vocab_size=50)
-        choose_tokenizer({}, {"train_dataset_name_or_path": str(place / "text.txt")}, run).save_pretrained(tmp_path)
+        train_tokenizer((place / "text.txt").read_text().splitlines(), 50).save_pretrained(tmp_path)
         options = [str(tmp_path) if word == "OTHER" else word for word in options]
     before = {path: path.stat().st_mtime_ns for path in (place / "run").rglob("*")}
     message = said(capsys, "pretrain", "--resume", str(place / "run"), *options)
@@ -154,9 +178,9 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, t
 @pytest.mark.parametrize("options, part", [
     (["--data.train_batchsize", "3"], "did you mean 'data.train_batch_size'"),
     (["--modle.learning_rate", "3"], "did you mean 'model.learning_rate'"),
-    (["--model.learning_rate", "fast"], "Expected a float"),
+    (["--model.learning_rate", "fast"], "must be float"),
     (["--config", "missing.yaml"], "missing.yaml"),
-    (["--config", "YAML:data: [1"], "parsing"),
+    (["--config", "YAML:data: [1"], "wrong.yaml is not YAML"),
     (["--config", "YAML:data: {train_batchsize: 3}"], "did you mean 'data.train_batch_size'"),
     (["--config", "YAML:trainer: {max_step: 3}"], "did you mean 'trainer.max_steps'"),
     (["--config", "YAML:model: {model_config_kwargs: {hiden_size: 3}}"], "did you mean 'hidden_size'"),
@@ -175,7 +199,7 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, t
     (["--data.data_kwargs.linse", "documents"], "linse"),
     (["--data.collator_kwargs.mlm_probabilty", "0.2"], "mlm_probabilty"),
     (["--data.train_batch_size", "9999"], "9999"),
-    (["--data.pretrained_tokenizer_name_or_path", "a", "--model.pretrained_tokenizer_name_or_path", "b"], "name it once"),
+    (["--data.pretrained_tokenizer_name_or_path", "a", "--model.pretrained_tokenizer_name_or_path", "b"], "name one"),
     (["--resume"], "nothing to resume"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, options, part):
@@ -249,6 +273,41 @@ def test_fill_mask_refuses_in_one_line(place, capsys, tmp_path, monkeypatch):
     assert "no text" in said(capsys, "fill-mask", run)
 
 
+def test_validate_takes_a_bare_model_directory_precision_and_limits(place, tmp_path, capsys):
+    shutil.copytree(find_model(place / "run"), tmp_path / "model")
+    words = [str(tmp_path / "model"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
+             "--data.max_sequence_length", "32", "--data.val_batch_size", "1"]  # fmt: skip
+    [whole] = validate(words)
+    assert whole["loss"] > 0 and whole["model"] == str(tmp_path / "model")
+    [part] = validate([*words, "--trainer.limit_val_batches", "1", "--trainer.precision", "bf16-mixed"])
+    assert part["loss"] != whole["loss"]
+    assert "no such directory" in said(capsys, "validate", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="precision"):
+        validate([*words, "--trainer.precision", "half"])
+
+
+STAGES = """stages:
+- steps: 3
+  module: {model_config_kwargs: {hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 1,
+                                 vocab_size: 60}, scheduler_warmup_steps: 1}
+  data: {train_dataset_name_or_path: TEXT, max_sequence_length: 32, train_batch_size: 4}
+- steps: 2
+  reference: previous
+  module: {scheduler_warmup_steps: 1}
+  data: {train_dataset_name_or_path: TEXT, max_sequence_length: 32, train_batch_size: 4}
+"""
+
+
+def test_distill_has_what_a_run_has_and_overwrites(place, tmp_path, capsys):
+    (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
+    words = ["distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"), "--run.progress", "plain",
+             "--run.preview_sentences", '["the [MASK] sat"]', "--run.loss_above", "1e9"]  # fmt: skip
+    assert main(words) == 0
+    assert "stage 2:" in capsys.readouterr().out and list((tmp_path / "run").rglob("previews.jsonl"))
+    assert "--overwrite" in said(capsys, *words)
+    assert main([*words, "--overwrite"]) == 0 and (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
+
+
 def test_distill_refuses_a_wrong_file_in_one_line_and_devices_names_the_precision(capsys, tmp_path):
     (tmp_path / "s.yaml").write_text("stages: [{tokns: 3}]\n")
     assert "tokns" in said(capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"))
@@ -257,33 +316,11 @@ def test_distill_refuses_a_wrong_file_in_one_line_and_devices_names_the_precisio
     assert "device  " in (shown := capsys.readouterr().out) and "32-true" in shown or "16" in shown
 
 
-def test_own_words_are_taken_out_wherever_they_stand():
-    assert take_words(["--trainer.max_steps", "-1", "--resume"]) == (["--trainer.max_steps", "-1"], True, False)
-    assert take_words(["--resume=x", "--run.output", "y", "--overwrite"]) == (["--run.output", "y"], "x", True)
-    assert take_words(["--resumed"]) == (["--resumed"], False, False)
-
-
-def test_the_nearest_name_is_named_and_a_long_complaint_is_cut():
-    known = ["data.seed", "model.learning_rate"]
-    assert explain("unrecognized arguments: --learning_rate 3", known).endswith("'model.learning_rate'?")
-    assert explain("unrecognized arguments: --zzz 3", known) == "'zzz' is no parameter"
-    assert len(explain("x " * 1000, known)) < 500
-
-
-def test_help_of_the_program_names_every_command_without_importing_torch():
-    code = ("import sys; from bertlab.cli.main import build_parser; t = build_parser().format_help(); "
-            "assert 'torch' not in sys.modules and 'lightning' not in sys.modules; print(t)")
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for name in ("demo", "pretrain", "validate", "fill-mask", "distill", "devices"):
-        assert name in shown
-    assert build_parser().parse_args(["fill-mask", "d", "t"]).top_k == 5
-
-
 def test_everything_that_watches_can_be_switched_on(words, tmp_path):
     pretrain([*words, "--run.loggers", "[csv]", "--run.preview_sentences", '["the [MASK] sat"]', "--run.token_limit", "1B",
               "--run.histograms", '["*.embeddings.*weight"]', "--run.time_limit", "1h", "--run.loss_above", "1e9",
               "--run.measure_every_steps", "1", "--run.peak_flops", "1e12", "--run.compile_ahead", "true",
-              "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"])
+              "--trainer.callbacks+=LearningRateMonitor"])
     run = tmp_path / "run"
     assert list((run / "logs").rglob("metrics.csv")) and (run / "histograms.npz").exists()
     assert json.loads((run / "previews.jsonl").read_text().splitlines()[0])["texts"] == ["the [MASK] sat"]
@@ -310,7 +347,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     rest, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert f"bertlab pretrain --resume {run}" in rest
-    step = int(find_checkpoint(run / "checkpoints", weights_only=False).stem[5:])
+    step = int(find_checkpoint(run / "checkpoints").stem[5:])
     assert "a signal" in (run / "report.md").read_text()
     assert pretrain(["--trainer.max_steps", str(step + 2)], resume=str(run))["steps"] == step + 2
 

@@ -6,12 +6,11 @@ import pytest
 import yaml
 from test_training import word_tokenizer
 
-from bertlab.model.huggingface import save_model
-from bertlab.cli.pretrain import CheckedRun, pretrain
+from bertlab.model.huggingface import describe_saving, save_model
+from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_large, modernbert_tiny
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
-from bertlab.cli.runs import find_model
 from bertlab.train.stages import load_stages
 
 EVERY = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -20,27 +19,21 @@ SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_atte
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 
 
-class Parsed(CheckedRun):
-    "A command line that is read and checked; nothing is built."
-
-    def instantiate_classes(self):
-        "Not here."
-
-
 def read(path: Path) -> dict:
     return yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
-    run = Parsed(["--config", str(path), "--run.output", str(tmp_path / "run")])
-    data = run.config.data
-    options = {**vars(data), "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
+    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.accelerator", "cpu"]  # wherever this runs
+    run = Run(ask_for_run("pretrain", words).config)
+    data, model = run.config["data"], run.config["model"]
+    options = {**run.data_options, "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
     PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs
-        options["pretrained_tokenizer_name_or_path"], max_sequence_length=data.max_sequence_length,
-        **data.collator_kwargs)
-    positions = (run.config.model.model_config_kwargs or {}).get("max_position_embeddings", 8192)
-    assert data.max_sequence_length <= positions
+        options["pretrained_tokenizer_name_or_path"], max_sequence_length=data["max_sequence_length"],
+        **data["collator_kwargs"])
+    positions = (model["model_config_kwargs"] or {}).get("max_position_embeddings", 8192)
+    assert data["max_sequence_length"] <= positions
     assert not (tmp_path / "run").exists()
 
 
@@ -100,8 +93,8 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     module = PretrainingModule({**SHAPE, "max_position_embeddings": 512}, None, tokenizer)
     module.configure_model()
     known = tmp_path / "published"
-    known.mkdir()
-    save_model(module.model, tokenizer, known, "modernbert")
+    save_model(module.model, tokenizer, known)
+    assert "ModernBert" in describe_saving(module.model)
     path = next(path for path in CONFIGS if path.stem == "domain-adaptation")
     words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
              "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"),

@@ -125,7 +125,7 @@ def run_until(directory, step, then):
 
 def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(finished, tmp_path):
     directory = tmp_path / "run"
-    started = lambda d: (d / "tokenizer.json").exists()
+    started = lambda d: (d / "tokenizer" / "tokenizer.json").exists()
     status, printed, errors = run_until(directory, started, signal.SIGINT)
     # Before the first step there is nothing to save, after it a checkpoint; both resume.
     assert status == 130 and "Traceback" not in errors
@@ -136,7 +136,7 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(finished, tmp_path):
 
 def test_ctrl_c_during_training_says_how_to_go_on(finished, tmp_path):
     directory = tmp_path / "run"
-    saved = lambda d: (d / "checkpoints" / "last.ckpt").exists()
+    saved = lambda d: bool(list(d.glob("checkpoints/step-*.ckpt")))
     status, printed, errors = run_until(directory, saved, signal.SIGINT)
     assert status == 130 and "--resume" in printed and "Traceback" not in errors
     assert (directory / "model.safetensors").exists(), "a stopped run can be looked at"
@@ -147,7 +147,7 @@ def test_ctrl_c_during_training_says_how_to_go_on(finished, tmp_path):
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(finished, tmp_path):
     directory = tmp_path / "run"
-    saved = lambda d: (d / "checkpoints" / "last.ckpt").exists()
+    saved = lambda d: bool(list(d.glob("checkpoints/step-*.ckpt")))
     status, _, _ = run_until(directory, saved, signal.SIGKILL)
     assert status == -signal.SIGKILL
     result = demo("--resume", "--output", directory)
@@ -158,7 +158,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(finished
 def test_overwrite_moves_the_earlier_run_aside(finished, tmp_path):
     directory = tmp_path / "run"
     directory.mkdir()
-    (directory / "run.yaml").write_text("steps: 1\n")
+    (directory / "run.yaml").write_text("recipe: {steps: 1}\n")
     (directory / "model.safetensors").write_bytes(b"precious")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))
@@ -204,7 +204,8 @@ def bad(tmp_path_factory):
         (["--output", "file"], ["file"]),
         (["--resume"], ["run.yaml"]),
         (["--resume", "--steps", "5"], ["run.yaml"]),
-        (["--config", "odd.yaml"], ["odd.yaml", "stepps"]),
+        (["--config", "odd.yaml"], ["odd.yaml", "stepps", "did you mean 'steps'"]),
+        (["--stepps", "5"], ["stepps", "did you mean 'steps'"]),
         (["--config", "missing.yaml"], ["missing.yaml"]),
         (["--steps", "many"], ["steps", "many"]),
         (["--mlm-probability", "0"], ["mlm_probability"]),
@@ -218,6 +219,14 @@ def test_a_mistake_gets_one_line_and_nothing_is_made(bad, arguments, named):
     assert result.stderr.count("\n") == 1 and result.stdout.count("step ") == 0, result.stderr
     assert all(name in result.stderr for name in named), result.stderr
     assert sorted(bad.rglob("*")) == before, "something was made or lost"
+
+
+def test_validate_measures_the_demos_directory_as_the_demo_did(finished):
+    found = subprocess.run([sys.executable, "-m", "bertlab.cli.main", "validate", finished[0], "--trainer.precision", "32-true"],
+                           capture_output=True, text=True, env=ENVIRONMENT)  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    metrics = json.loads((finished[0] / "metrics.json").read_text())
+    assert json.loads(found.stdout)[0]["loss"] == pytest.approx(metrics["validation_loss"], rel=1e-4)
 
 
 def test_flags_and_recipe_cannot_contradict_a_resumed_run(finished):

@@ -15,9 +15,10 @@ from transformers import pipeline
 
 from bertlab.finetuning.evaluations import evaluate_split
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.cli.finetune import GLUE, ParsedFinetune, run_finetune_command
+from bertlab.cli.finetune import GLUE, FinetuningRun
+from bertlab.cli.main import answer, main
+from bertlab.cli.options import COMMANDS
 from bertlab.finetuning.runs import finetune
-from bertlab.finetuning.prediction_files import exit_status, run_predict_command
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -26,6 +27,11 @@ MODEL = json.dumps({key: value for key, value in CONFIG.items() if value is not 
 QUICK = ["--model.model_config_kwargs", MODEL, "--model.learning_rate", "0.003", "--run.progress", "none",
          "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
          "--trainer.limit_train_batches", "4", "--run.num_epochs", "1"]  # fmt: skip
+
+
+def by_words(words):
+    "`bertlab finetune`, and its exit status."
+    return main(["finetune", *map(str, words)])
 
 
 def conllu(rows):
@@ -84,15 +90,15 @@ def test_each_task_goes_from_a_file_to_predictions_of_a_file(tok, tmp_path, caps
     more = ["--model.task", KINDS[form][0]]
     if form == "squad":
         more += ["--data.max_sequence_length", "16", "--data.collator_kwargs", '{"doc_stride": 4}']
-    assert run_finetune_command(words_for(tok, source, output, *more)) == 0
+    assert by_words(words_for(tok, source, output, *more)) == 0
     held = {path.name for path in output.iterdir()}
     assert {"run.yaml", "metrics.json", "evaluation.json", "config.json", "model.safetensors", "tokenizer.json"} <= held
     assert held & {"calibration.png", "answers.png"} and "test rows, best seed" in capsys.readouterr().out
     metrics = json.loads((output / "metrics.json").read_text())
-    assert metrics["deviation"]["val_loss"] is None and metrics["mean"] == metrics["runs"][0]
+    assert metrics["deviation"] == {} and metrics["mean"] == metrics["runs"][0]
     file = next(source.glob("test.*"))
     told = tmp_path / "told.jsonl"
-    assert run_predict_command([str(output), str(file), "--output", str(told)]) == 0
+    assert main(["predict", str(output), str(file), "--output", str(told)]) == 0
     rows = [json.loads(line) for line in told.read_text().splitlines()]
     assert len(rows) == 11
     evaluation = json.loads((output / "evaluation.json").read_text())
@@ -110,7 +116,7 @@ def test_each_task_goes_from_a_file_to_predictions_of_a_file(tok, tmp_path, caps
 def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_path):
     source = write_rows(tmp_path / "rows", "csv")
     more = ["--run.seeds", "[1,2,3]", "--run.monitor", "val_loss"]
-    assert run_finetune_command(words_for(tok, source, tmp_path / "run", *more)) == 0
+    assert by_words(words_for(tok, source, tmp_path / "run", *more)) == 0
     found = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert found["seeds"] == [1, 2, 3] and found["monitor"] == "val_loss"
     losses = [run["val_loss"] for run in found["runs"]]
@@ -132,26 +138,26 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
 
 def test_the_saved_configuration_repeats_the_run(tok, tmp_path):
     source = write_rows(tmp_path / "rows", "csv")
-    assert run_finetune_command(words_for(tok, source, tmp_path / "one")) == 0
+    assert by_words(words_for(tok, source, tmp_path / "one")) == 0
     saved = tmp_path / "one" / "run.yaml"
-    assert run_finetune_command(["--config", str(saved), "--run.output", str(tmp_path / "two")]) == 0
+    assert by_words(["--config", str(saved), "--run.output", str(tmp_path / "two")]) == 0
     texts = [(tmp_path / name / "metrics.json").read_text() for name in ("one", "two")]
     assert texts[0] == texts[1]
-    assert run_finetune_command(["--config", str(saved)]) == 2, "a run does not land on another"
-    assert run_finetune_command(["--config", str(saved), "--overwrite"]) == 0
+    assert by_words(["--config", str(saved)]) == 2, "a run does not land on another"
+    assert by_words(["--config", str(saved), "--overwrite"]) == 0
     assert (tmp_path / "one" / "previous-1" / "metrics.json").read_text() == texts[0]
 
 
 def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, capsys):
     output = tmp_path / "run"
     words = ["--run.task", "code-tokens", "--run.task_sizes", '{"train": 60, "validation": 20, "test": 30}',
-             "--run.vocab_size", "300", "--run.output", str(output), *QUICK]  # fmt: skip
-    assert run_finetune_command(words) == 0
+             "--data.vocab_size", "300", "--run.output", str(output), *QUICK]  # fmt: skip
+    assert by_words(words) == 0
     found = json.loads((output / "metrics.json").read_text())
     assert set(found["baselines"]) == {"majority", "bag of words"}
     assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), "the same metrics, by the same names"
     said = capsys.readouterr().out
-    assert "baseline, bag of words: test_accuracy" in said and "PSF License" in said
+    assert "bag of words" in said and "PSF License" in said
     assert yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
     assert load_predictor(output).task == "token_classification"
 
@@ -183,7 +189,7 @@ def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metri
     (tmp_path / "glue").mkdir()
     write_glue(tmp_path / "glue", name)
     words = words_for(tok, tmp_path / "glue", tmp_path / "run", "--run.glue", name)
-    assert run_finetune_command(words) == 0
+    assert by_words(words) == 0
     found = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert found["monitor"] == metric and not any(key.startswith("test_") for key in found["runs"][0])
     assert load_predictor(tmp_path / "run").problem_type == ("regression" if name == "stsb" else "single_label_classification")
@@ -191,23 +197,17 @@ def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metri
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem)
 def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
-    cli = ParsedOnly(["--config", str(path), "--run.output", str(tmp_path / "run")])
+    asked = COMMANDS["finetune"].parse(["--config", str(path), "--run.output", str(tmp_path / "run")])
+    run = FinetuningRun(asked.config)
     written = yaml.safe_load(path.read_text())
     for part, values in written.items():
         for name, value in values.items():
             if name not in ("output", "task"):
-                assert getattr(cli.config[part], name) == value, f"{part}.{name}"
+                assert run.config[part][name] == value, f"{part}.{name}"
     kinds = {"code-tokens": "token_classification", "doc-words": "token_classification", "api-questions": "question_answering"}
-    assert cli.config.model.task == cli.config.data.task == kinds.get(path.stem.removeprefix("finetune-"), "classification")
-    options = {key: value for key, value in vars(cli.config.model).items()}
-    FinetuningModule(**options)  # checks its arguments
-
-
-class ParsedOnly(ParsedFinetune):
-    "Everything up to the point where rows and models are read."
-
-    def instantiate_classes(self):
-        pass
+    assert run.config["model"]["task"] == kinds.get(path.stem.removeprefix("finetune-"), "classification")
+    FinetuningModule(**run.config["model"])  # checks its arguments
+    assert not (tmp_path / "run").exists()
 
 
 def test_there_is_a_configuration_for_each_kind():
@@ -227,7 +227,7 @@ def test_there_is_a_configuration_for_each_kind():
         (["--run.glue", "sst3"], "run.glue 'sst3' is unknown"),
         (["--run.progress", "loud"], "run.progress"),
         (["--run.monitor", "val_bleu"], "val_accuracy"),
-        (["--data.text_column", "txet"], "do you mean 'text'"),
+        (["--data.text_column", "txet"], "did you mean 'text'"),
         (["--data.train_batch_size", "900"], "lower it"),
         (["--model.num_labels", "7"], "num_labels=7"),
         (["--model.optimizer_class", "adamx"], "adamx"),
@@ -241,21 +241,22 @@ def test_there_is_a_configuration_for_each_kind():
 )
 def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys, more, message):
     source = write_rows(tmp_path / "rows", "csv")
-    assert run_finetune_command(words_for(tok, source, tmp_path / "run", *more)) == 2
+    capsys.readouterr()
+    assert by_words(words_for(tok, source, tmp_path / "run", *more)) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1] and said[-1].startswith("bertlab finetune: ")
     assert not (tmp_path / "run").exists()
 
 
 def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
-    assert run_finetune_command(["--run.output", str(tmp_path / "run")]) == 2
+    assert by_words(["--run.output", str(tmp_path / "run")]) == 2
     assert "docstring-area" in capsys.readouterr().err
-    assert run_finetune_command(["--run.output", str(tmp_path / "run"), "--run.task", "areas"]) == 2
+    assert by_words(["--run.output", str(tmp_path / "run"), "--run.task", "areas"]) == 2
     assert "docstring-area" in capsys.readouterr().err
 
 
 def test_print_config_shows_every_parameter(capsys):
-    assert run_finetune_command(["--print_config"]) == 0
+    assert by_words(["--print_config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert {"seeds", "patience", "glue"} <= set(shown["run"])
     for name in ("layer_decay", "class_weights", "freeze_layers", "scheduler_type"):
@@ -263,23 +264,41 @@ def test_print_config_shows_every_parameter(capsys):
     assert {"packing", "bad_rows", "collator_kwargs"} <= set(shown["data"])
 
 
-def test_ctrl_c_is_130_and_is_listened_to_again(tok, tmp_path, capsys):
+def test_ctrl_c_saves_and_resume_goes_on_to_the_same_result(tok, tmp_path, capsys):
     source, handler = write_rows(tmp_path / "rows", "csv"), signal.getsignal(signal.SIGINT)
-    words = words_for(tok, source, tmp_path / "run", "--run.num_epochs", "3000")
+    more = ["--run.seeds", "[0,1]", "--run.num_epochs", "6", "--run.checkpoint_every_steps", "3"]
+    assert by_words(words_for(tok, source, tmp_path / "whole", *more)) == 0
+    run = tmp_path / "run"
 
     def interrupt():
-        while not (tmp_path / "run" / "seed-0" / "best.ckpt").exists():
-            stop.wait(0.05)
+        while not list((run / "seed-1" / "checkpoints").glob("*.ckpt")):
+            stop.wait(0.02)
         os.kill(os.getpid(), signal.SIGINT)
 
     stop = threading.Event()
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    assert run_finetune_command(words) == 130
-    assert "stopped" in capsys.readouterr().err and signal.getsignal(signal.SIGINT) is handler
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert by_words(words_for(tok, source, run, *more)) == 130
+    assert f"bertlab finetune --resume {run}" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is handler and not (run / "model.safetensors").exists()
+    first = (run / "seed-0" / "best.ckpt").stat().st_mtime_ns
+    assert by_words(["--resume", run]) == 0
+    assert (run / "seed-0" / "best.ckpt").stat().st_mtime_ns == first, "a finished seed is not run again"
+    texts = [(tmp_path / name / "metrics.json").read_text() for name in ("whole", "run")]
+    assert texts[0] == texts[1]
+
+
+def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
+    (tmp_path / "in.csv").write_text("text\nhello\n")
+    for more, part in ((["--output", tmp_path / "in.csv"], "is the file that is read"),
+                       (["--output", tmp_path / "in.txt"], "must end in")):
+        assert main(["predict", "nowhere", *map(str, [tmp_path / "in.csv", *more])]) == 2
+        assert part in capsys.readouterr().err
+    (tmp_path / "out.csv").write_text("mine")
+    assert main(["predict", "nowhere", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]) == 2
+    assert "--overwrite" in capsys.readouterr().err and (tmp_path / "out.csv").read_text() == "mine"
 
 
 def test_a_defect_is_not_taken_for_a_mistake():
     with pytest.raises(KeyError):
-        exit_status("x", lambda: {}["a"])
+        answer("devices", lambda: {}["a"])

@@ -1,8 +1,12 @@
 """A recipe is typed, checked when built, and read back whole or not at all."""
 
+from dataclasses import asdict
+
 import pytest
 
-from bertlab.cli.recipes import Recipe, load_recipe, save_recipe
+import yaml
+
+from bertlab.cli.demo import Recipe, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,8 @@ def test_text_from_a_shell_becomes_numbers():
 
 def test_a_recipe_comes_back_from_its_file(tmp_path):
     recipe = Recipe(data="größe.txt", learning_rate=1e-3, max_documents=7, seed=5)
-    save_recipe(recipe, tmp_path / "run.yaml", {"corpus_sha256": "ab"})
+    content = {"recipe": asdict(recipe), "record": {"corpus_sha256": "ab"}, "model": {"objective": "mlm"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
     assert load_recipe(tmp_path / "run.yaml") == (recipe, {"corpus_sha256": "ab"})
 
 

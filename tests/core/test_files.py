@@ -85,5 +85,5 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path):
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError):
+    with pytest.raises(ValueError, match="permissions"):
         prepare_run_directory(tmp_path)

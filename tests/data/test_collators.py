@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import bertlab
-from bertlab.data.collators import COLLATORS, Collator, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.data.collators import COLLATORS, MaskedLanguageModelingCollator, get_collator_cls
+from bertlab.data.rows import Collator
 from bertlab.data.masking import bound_labels
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
@@ -499,7 +500,7 @@ def test_missing_special_ids_are_warned_about():
 
 def test_collators_are_found_by_name_and_unknown_names_list_the_known():
     assert get_collator_cls("mlm") is MaskedLanguageModelingCollator
-    with pytest.raises(ValueError, match="objective 'clm' is unknown; known are .*'mlm'"):
+    with pytest.raises(ValueError, match="objective='clm' is unknown.*choose one of mlm"):
         get_collator_cls("clm")
 
 

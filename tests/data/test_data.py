@@ -7,9 +7,13 @@ import pytest
 import torch
 from test_training import word_tokenizer
 
-from bertlab.data.module import PretrainingDataModule, pair_splits
-from bertlab.data.loaders import EpochBatches, FilledRows, PaddedDataset, TokenStream, TrainingTexts, pack_texts
-from bertlab.data.packing import PackedDataset, TokenizedDocuments
+from bertlab.data.collators import MaskedLanguageModelingCollator
+from bertlab.data.corpus import load_corpus
+from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, pack_texts, pair_splits
+from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
+from bertlab.data.rows import Collator
+from bertlab.data.sources import TextStream
+from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
 
 WORDS = [f"w{i}" for i in range(90)]
 TOKENIZER = word_tokenizer(WORDS)
@@ -156,7 +160,7 @@ def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
     first = set_up(path, cache_dir=cache)
     files = sorted(cache.glob("*.tokens"))
     assert len(files) == 2
-    monkeypatch.setattr("bertlab.data.loaders.load_corpus", None)  # reading the text again would fail
+    monkeypatch.setattr("bertlab.data.module.Source.corpus", None)  # reading the text again would fail
     second = set_up(path, cache_dir=cache)
     assert isinstance(second.train_dataset.documents.tokens, np.memmap)
     assert texts_of(first.train_dataset) == texts_of(second.train_dataset)
@@ -294,7 +298,7 @@ def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):
 
 def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
     path = write_lines(tmp_path / "a.txt", make_texts(4100, longest=6))  # three batches of texts
-    make = lambda: TokenStream(TrainingTexts([path], fraction=0.1), TOKENIZER)
+    make = lambda: TokenStream(TextStream([path], leave_out=lambda number: number % 10 == 9), TOKENIZER)
     whole = [ids.tolist() for ids in make()]
     for stop in (1, 700, 1799, 1800, 1801, 2500, len(whole) - 1, len(whole)):
         stream = make()
@@ -337,7 +341,7 @@ def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
 
 
 MISTAKES = {
-    "objective": ({"objective": "nonsense"}, "objective 'nonsense' is unknown; known are"),
+    "objective": ({"objective": "nonsense"}, "objective='nonsense' is unknown.*choose one of.*mlm"),
     "tokenizer": ({"pretrained_tokenizer_name_or_path": None}, "name a tokenizer"),
     "batch": ({"train_batch_size": 0}, "train_batch_size must be 1 or more, got 0"),
     "length": ({"max_sequence_length": 4}, "max_sequence_length must be 8 or more"),
@@ -358,7 +362,7 @@ def test_a_mistake_is_named_before_anything_is_read(mistake):
 
 def test_a_missing_column_or_file_or_split_is_named(tmp_path):
     (tmp_path / "a.csv").write_text("body,title\n" + "w1 w2,x\n" * 30, encoding="utf-8")
-    with pytest.raises(ValueError, match="text_column='text'.*'body'.*'title'"):
+    with pytest.raises(ValueError, match="text_column.*'text'.*'body'.*'title'"):
         set_up(str(tmp_path / "a.csv"))
     with pytest.raises(ValueError, match="does not exist"):
         set_up(str(tmp_path / "none.txt"))
@@ -380,3 +384,107 @@ def test_a_batch_larger_than_an_epoch_and_a_stream_without_steps_are_refused(tmp
     data.trainer = type("Trainer", (), {"max_steps": -1, "global_rank": 0, "world_size": 1})()
     with pytest.raises(ValueError, match="give max_steps"):
         data.train_dataloader()
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_document_that_is_too_long_may_keep_its_end(tmp_path, streaming):
+    path = write_lines(tmp_path / "a.txt", [" ".join(WORDS[:60])])
+    options = {"train_batch_size": 1, "val_dataset_name_or_path": path, "data_kwargs": {"overflow": "keep_end"}}
+    (batch,) = take(set_up(path, streaming=streaming, **options).train_dataloader(), 1)
+    assert TOKENIZER.decode(original_ids(batch)[0][1:-1]) == " ".join(WORDS[30:60])
+
+
+@pytest.mark.parametrize("second", ["a.txt", "./a.txt", "the same by a link"])
+def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(tmp_path, monkeypatch, second):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "a.txt", make_texts(20))
+    (tmp_path / "the same by a link").symlink_to(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match="mixing_rates.*'a.txt' twice"):
+        make_module(["a.txt", second], data_kwargs={"mixing_rates": [1, 2]})
+
+
+def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
+    corpora = [load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)]
+    data = set_up(corpora, data_kwargs={"mixing_rates": [1, 1]})
+    shares = data.train_dataset.first.documents.describe()
+    assert list(shares) == ["given texts", "given texts 2"]
+    assert all(abs(share["obtained"] - 0.5) < 0.05 for share in shares.values())
+
+
+def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(tmp_path):
+    a, b = (write_lines(tmp_path / f"{n}.txt", make_texts(200, seed=n)) for n in range(2))
+    options = {"mixing_rates": [1, 1], "max_source_fraction": {a: 0.5}, "budget_tokens": 3000}
+    with pytest.raises(ValueError, match="on_shortage='scale'"):
+        set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "budget_tokens": 10**6})
+    whole = set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "on_shortage": "scale"})
+    mixture = whole.train_dataset.first.documents
+    assert abs(int(np.diff(mixture.offsets).sum()) - 3000) < 60
+    assert mixture.describe()[a]["available"] < 0.6 * mixture.describe()[b]["available"]
+    with pytest.raises(ValueError, match="no option 'on_shortage'"):
+        make_module([a, b], streaming=True, data_kwargs={"mixing_rates": [1, 1], "on_shortage": "scale"})
+
+
+def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
+    paths = [write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n)) for n in range(2)]
+    data = set_up(paths, packing_pad_to_budget=True, train_batch_size=99, data_kwargs={"mixing_rates": [1, 1]})
+    (batch,) = list(data.train_dataloader())
+    blank = (batch["attention_mask"] == 0).all(1)
+    assert blank.sum() == 99 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
+
+
+class Reversed(MaskedLanguageModelingCollator):
+    "A collator of a user's own."
+
+
+class CountTokens(Collator):
+    def __init__(self, *ids, seed, **options):
+        super().__init__(*ids, **options)
+
+    def compute_labels(self, tokenized):
+        return {"labels": torch.from_numpy(tokenized["attention_mask"].astype(bool).sum(1))}
+
+
+def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its_objective(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "a.txt", make_texts(60))
+    data = set_up(path, objective=CountTokens, packing=False)
+    (batch,) = take(data.train_dataloader(), 1)
+    assert batch["labels"].tolist() == (batch["attention_mask"] > 0).sum(1).tolist()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_collators.py").write_text(
+        "from bertlab.data.collators import MaskedDiffusionCollator\n\n"
+        "class Mine(MaskedDiffusionCollator):\n    pass\n")  # fmt: skip
+    objectives = {make_module(path, objective=given).objective: given
+                  for given in ("mlm", Reversed, CountTokens, "my_collators.Mine")}  # fmt: skip
+    assert set(objectives) == {"mlm", None, "diffusion"}
+    with pytest.raises(ValueError, match="objective.*my_collators.*Mne"):
+        make_module(path, objective="my_collators.Mne")
+    with pytest.raises(ValueError, match="objective=.*no collator"):
+        make_module(path, objective=dict)
+
+
+def test_endless_batches_have_a_length_that_no_run_reaches_and_an_epoch_of_a_stream_has_none():
+    stream = PackedStream([[5, 6, 7]] * 10, 8, **SPECIAL, block_size=2)
+    with pytest.raises(TypeError, match="no length"):
+        len(StreamBatches(stream, list))
+    endless = StreamBatches(stream, list, endless=True)
+    assert len(endless) == 10**12 and len(take(endless, 50)) == 50
+    with pytest.raises(ValueError, match="no document"):
+        next(iter(StreamBatches(PackedStream([], 8, **SPECIAL), list, endless=True)))
+
+
+def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
+    texts = make_texts(100)
+    path = write_lines(tmp_path / "a.txt", texts)
+    planned, streamed = make_module(path), make_module(path, streaming=True)
+    assert streamed.training_texts() == [text for n, text in enumerate(texts) if n % 10 != 9]
+    planned.setup()
+    assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_path, streaming):
+    texts = make_texts(60)
+    (tmp_path / "a.csv").write_text("".join(f"{n},{text}\n" for n, text in enumerate(texts)), encoding="utf-8")
+    data = set_up(str(tmp_path / "a.csv"), text_column="2", streaming=streaming,
+                  val_dataset_name_or_path=str(tmp_path / "a.csv"), data_kwargs={"header": False})  # fmt: skip
+    assert texts_of(data.val_dataset) == sorted(texts)

@@ -428,11 +428,11 @@ def test_a_generator_of_documents_is_read_once():
 def test_users_mistakes_name_the_argument():
     with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
         PackedDataset([[1]], 2, **SPECIAL)
-    with pytest.raises(ValueError, match="overflow must be 'split' or 'truncate', got 'wrap'"):
+    with pytest.raises(ValueError, match="overflow must be one of .*got 'wrap'"):
         split_long([0, 3], 2, "wrap")
     with pytest.raises(ValueError, match="overlap must be 0 or more and below 6, .* got 6"):
         PackedDataset([[1]], 8, **SPECIAL, overlap=6)
-    with pytest.raises(ValueError, match="overlap is 2, but truncated documents have one window"):
+    with pytest.raises(ValueError, match="overlap is 2"):
         PackedDataset([[1]], 8, **SPECIAL, overlap=2, overflow="truncate")
     with pytest.raises(ValueError, match="offsets must rise from 0 to 3"):
         TokenizedDocuments(np.arange(3), np.array([0, 2]))
@@ -441,3 +441,36 @@ def test_users_mistakes_name_the_argument():
 def test_packing_imports_without_torch():
     code = "import sys, bertlab.data.packing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class Doubled(PackedDataset):
+    def __getitem__(self, key):
+        row = super().__getitem__(key)
+        return {**row, "input_ids": 2 * row["input_ids"]}
+
+
+class Negative(PackedDataset):
+    def __getitems__(self, keys):
+        return [{**row, "input_ids": -row["input_ids"]} for row in super().__getitems__(keys)]
+
+
+@pytest.mark.parametrize("kind, factor", [(PackedDataset, 1), (Doubled, 2), (Negative, -1)])
+def test_an_override_of_one_way_to_read_rows_holds_for_the_other(kind, factor):
+    documents, special = [[5, 6], [7, 8, 9], [5]], {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
+    plain, own = PackedDataset(documents, 6, **special), kind(documents, 6, **special)
+    for index in range(len(plain)):
+        wanted = factor * plain[1, index]["input_ids"]
+        assert (own[1, index]["input_ids"] == wanted).all()
+        assert (own.__getitems__([(1, index)])[0]["input_ids"] == wanted).all()
+
+
+def test_no_keys_give_no_rows():
+    assert len(PackedDataset([[5, 6]], 6, pad_token_id=0).__getitems__([])) == 0
+
+
+def test_the_end_of_a_long_document_is_kept_where_that_is_asked_for():
+    kept = split_long([0, 10, 13, 13], room=4, overflow="keep_end")
+    assert list(zip(kept.starts.tolist(), kept.stops.tolist())) == [(6, 10), (10, 13)]
+    assert (kept.num_cut_tokens, kept.num_long, kept.num_empty) == (6, 1, 1)
+    with pytest.raises(ValueError, match="overflow.*'cut'"):
+        split_long([0, 10], room=4, overflow="cut")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import hash_files, parse_split, slice_bounds
-from bertlab.data.readers import Place, read_csv, read_lines
+from bertlab.data.readers import Place, read_lines, read_texts
 from bertlab.data.sources import SourceNotFound, TextStream, expand_sources, find_documents
 
 TEXTS = [f"Sentence number {i},\nwith a break, a “quote” and a \u2028 separator." for i in range(23)]
@@ -257,7 +257,7 @@ def test_many_open_quotes_do_not_exhaust_the_stack(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text\n" + 'fine\n"a"b\n' * 3000)
     left_out = []
-    assert [text for _, text in read_csv(path, "text", left_out.append)] == ["fine"] * 3000
+    assert [text for _, text in read_texts(path, "text", left_out.append)] == ["fine"] * 3000
     assert len(left_out) == 3000
 
 

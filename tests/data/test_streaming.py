@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bertlab.data.packing import PackedDataset, split_long
-from bertlab.data.shuffled_readers import StreamWindow, cut_document
-from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, fill_row
+from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, StreamWindow, cut_document
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -169,7 +168,7 @@ def filled(lengths, capacity):
     for window in windows(*lengths):
         buffer.push(window)
     while buffer:
-        rows.append([int(window.ids[0]) for window in fill_row(buffer)])
+        rows.append([int(window.ids[0]) for window in buffer.fill_row()])
     return rows
 
 
@@ -368,7 +367,7 @@ def test_torch_and_numpy_documents_are_read():
         ({"rank": 2, "world_size": 2}, "rank must be below world_size 2, got 2"),
         ({"capacity": 2}, "room must be 1 or more, got 0"),
         ({"overlap": 46}, "overlap must be 0 or more and below 46"),
-        ({"overlap": 3, "overflow": "truncate"}, "overlap is 3, but truncated"),
+        ({"overlap": 3, "overflow": "truncate"}, "overlap is 3"),
     ],
 )
 def test_users_mistakes_name_the_argument(change, words_of_the_message):

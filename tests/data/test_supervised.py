@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.labelled import best_answers
+from bertlab.finetuning.metrics import best_answers
 from bertlab.data.supervised import (
     PROBLEMS,
     QuestionAnsweringCollator,

@@ -175,8 +175,7 @@ def test_scores_of_entities_equal_seqevals_on_the_same_predictions():
 
 
 def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
-    from bertlab.finetuning.labelled import best_answers
-    from bertlab.finetuning.metrics import score_answer
+    from bertlab.finetuning.metrics import best_answers, score_answer
 
     module, data = module_for("question_answering"), data_for("question_answering")
     trainer = fit(module, data, 8)
@@ -194,13 +193,13 @@ def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
 
 
 def test_no_answer_may_win_only_where_training_has_questions_without_one():
-    from bertlab.finetuning.module import answer_scores
+    from bertlab.finetuning.module import make_scores
 
-    for unanswerable, threshold in ((False, None), (True, 0.0)):
+    for unanswerable, threshold in ((False, float("inf")), (True, 0.0)):
         rows = [asked(12, seed, unanswerable) for seed in range(3)]
         data = data_for("question_answering", *rows)
         data.setup()
-        assert answer_scores(data, "validation").null_threshold == threshold
+        assert make_scores("question_answering", None, data).null_threshold == threshold
 
 
 # --- one batch or many ----------------------------------------------------------------------------
@@ -331,6 +330,45 @@ def test_a_warmup_ratio_is_a_share_of_the_whole_run():
     trainer = make_trainer(9, precision="32-true", accelerator="cpu", callbacks=[Watch()], accumulate_grad_batches=2)
     trainer.fit(module, data)
     np.testing.assert_allclose(seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6)
+
+
+def halved(optimizer, every=1):
+    "A schedule of somebody's own."
+    return torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_schedule_of_ones_own_is_an_object_or_its_dotted_name(named):
+    own = "test_finetuning.halved" if named else halved
+    module, seen = module_for(scheduler_type=own, scheduler_kwargs={"every": 2}, learning_rate=1.0), []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[Watch()]).fit(module, data_for())
+    assert seen == [1.0, 1.0, 0.5, 0.5, 0.25]
+    with pytest.raises(ValueError, match="warms up by itself"):
+        module_for(scheduler_type=halved, warmup_steps=3)
+
+
+def test_the_test_split_is_scored_with_the_averaged_weights_too():
+    rows = texts_of(20, seed=3)
+    data = data_for(val=rows, test=rows)
+    module = module_for(optimizer_class="splus", learning_rate=0.05)
+    trainer = make_trainer(6, precision="32-true", accelerator="cpu", val_check_steps=6, limit_val_batches=1.0)
+    trainer.fit(module, data)
+    val_loss = float(trainer.callback_metrics["val_loss"])
+    [scores] = trainer.test(module, data, verbose=False)
+    assert scores["test_loss"] == pytest.approx(val_loss, rel=1e-6)
+
+
+def test_a_batch_key_that_no_model_takes_is_refused():
+    module, data = module_for(), data_for()
+    fit(module, data, 1)
+    batch = next(iter(data.val_dataloader()))
+    with pytest.raises(ValueError, match="the batch has 'weights'"):
+        module.label_loss({**batch, "weights": torch.ones(1)})
 
 
 # --- class weights --------------------------------------------------------------------------------

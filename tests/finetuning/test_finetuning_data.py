@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.data import FinetuningDataModule
-from bertlab.finetuning.labelled import LabelNames, best_answers, choose_answer, hold_out_texts
-from bertlab.data.loaders import EpochBatches
+from bertlab.finetuning.data import FinetuningDataModule, LabelNames, hold_out_texts, load_reading, write_reading
+from bertlab.finetuning.metrics import best_answers, choose_answer
+from bertlab.data.module import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
 pytestmark = pytest.mark.filterwarnings("ignore:there is no validation split")
@@ -276,7 +277,7 @@ def test_an_unknown_task_lists_the_known_and_a_small_epoch_says_so():
 
 
 def epoch_of(data, epoch=0, rank=0, world_size=1):
-    data._place = lambda: (rank, world_size)
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
     loader = data.train_dataloader()
     loader.load_state_dict({"delivered": epoch * len(loader)})
     return [batch for batch, _ in zip(loader, range(len(loader)))]
@@ -315,7 +316,7 @@ def test_ranks_read_disjoint_rows_and_equally_many(world_size):
     assert len(read) == len(set(read)) == 50 // (4 * world_size) * 4 * world_size
     seen = []
     for rank in range(world_size):
-        data._place = lambda rank=rank: (rank, world_size)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
         batches = list(data.val_dataloader())
         assert len(batches) == -(-11 // (4 * world_size)) and all(len(batch["labels"]) == 4 for batch in batches)
         for batch in batches:
@@ -474,7 +475,7 @@ def test_a_column_is_named_or_counted_from_1(column, tmp_path):
     assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
-@pytest.mark.parametrize("column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "do you mean 'UPOS'")])
+@pytest.mark.parametrize("column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "did you mean 'UPOS'")])
 def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_path):
     with pytest.raises(ValueError, match=f"label_column.*{words}"):
         tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
@@ -618,7 +619,7 @@ def test_rows_of_which_none_is_good_are_an_error_in_any_case():
 
 
 def test_a_column_that_no_row_has_names_the_one_that_was_meant():
-    with pytest.raises(ValueError, match="text_column: there is no column 'sentense'; do you mean 'sentence'"):
+    with pytest.raises(ValueError, match="text_column: there is no column 'sentense'; did you mean 'sentence'"):
         given_rows([{"sentence": "good", "label": 1}] * 3, text_column="sentense", bad_rows="skip")
 
 
@@ -710,3 +711,46 @@ def test_questions_of_a_squad_file_reach_batches_and_keep_their_ids(tmp_path):
     batch = next(iter(loaded.val_dataloader()))
     spans = [batch["offsets"][i, batch["start_positions"][i]].tolist() for i in range(3)]
     assert spans == [[0, 4], [5, 9], [-1, -1]] and int(batch["start_positions"][2]) == 0
+
+
+# --- what a user is told --------------------------------------------------------------------------
+
+
+def test_texts_that_are_cut_are_counted_and_said():
+    rows = [{"text": "good " * n, "label": "ab"[n % 2]} for n in (3, 4, 61, 62, 63, 90)]  # 62 words and two special tokens fit
+    data = given_rows(rows, rows[:2])
+    assert data.num_cut == {"train": 2, "validation": 0}
+    assert "2 texts have more than max_sequence_length=64 tokens" in data.describe()
+    tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (3, 62, 63)]
+    assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
+
+
+def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
+    data = FinetuningDataModule("classification", max_sequence_length=64, vocab_size=60)
+    data.set_datasets(train=rows_of(20), val=[{"text": "zebra", "label": "bad"}])
+    data.setup()
+    assert len(data.tokenizer) <= 60 and data.tokenizer("zebra")["input_ids"] != data.tokenizer("good")["input_ids"]
+    assert data.texts() == [row["text"] for row in rows_of(20)]
+
+
+NEWS = "".join(f'{1 + i % 3},"Title {i}, long","text number {i} is good"\n' for i in range(12))
+
+
+def test_a_table_without_a_header_is_read_by_the_numbers_of_its_columns(tmp_path):
+    data = module(source=save(tmp_path / "train.csv", NEWS), header=False, text_column=[2, 3], label_column=1)
+    data.setup()
+    rows = [row for split in data.records.values() for row in split]
+    assert len(rows) == 12 and data.text_columns == ["2", "3"] and data.label2id == {"1": 0, "2": 1, "3": 2}
+    with pytest.raises(ValueError, match="text_column.*looks like data.*header=False"):
+        module(source=str(tmp_path / "train.csv"), label_column=1).setup()
+    with pytest.raises(ValueError, match="jsonl files have no reader_kwargs.*header"):
+        module(source=save(tmp_path / "train.jsonl", "{}"), header=False).setup()
+
+
+def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
+    data = given_rows([{"a": f"text {i}", "b": "good", "label": i % 2} for i in range(6)], text_column=["a", "b"])
+    write_reading(data, tmp_path)
+    assert load_reading(tmp_path) == {"task": "classification", "text_columns": ["a", "b"], "max_sequence_length": 64}
+    (tmp_path / "bertlab_reading.json").write_text('{"task": 3}')
+    with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
+        load_reading(tmp_path)

@@ -5,8 +5,10 @@ import pytest
 import torch
 from test_finetuning import CONFIG, data_for, module_for, predict, weights
 
+from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.runs import SeedResults, finetune, finetune_seeds
+from bertlab.finetuning.predictions import load_predictor, predict_rows
+from bertlab.finetuning.runs import ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
 from bertlab.finetuning.task_models import load_task_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,11 +60,34 @@ def test_a_finished_run_is_saved_for_pipelines(tmp_path):
         assert torch.equal(loaded.state_dict()[key], weight), key
 
 
+@pytest.mark.parametrize("shape", [{"norm": "rms"}, {"attention_positions": "alibi"}, {"num_key_value_heads": 1}])
+def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_so_before(shape, tmp_path):
+    module, data = FinetuningModule("classification", model_config_kwargs={**CONFIG, **shape}), data_for()
+    find_monitor(module, data)
+    module.configure_model()
+    assert "written as BertLabForSequenceClassification" in module.describe()
+    run = finetune(module, data, tmp_path / "run", num_epochs=1, limit_train_batches=2, **PLAIN)
+    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    texts = [row["text"] for row in data.records["test"].rows]
+    logits = torch.cat([batch["logits"] for batch in predict(module, data.test_dataloader())])
+    said = [predictor.labels.index(row["predicted_label"]) for row in predict_rows(predictor, texts).rows]
+    assert said == logits.argmax(-1).tolist()
+
+
+def test_a_saved_tokenizer_reads_as_much_as_the_model(tmp_path):
+    run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN)
+    made = load_tokenizer(run.save_for_pipeline(tmp_path / "model"))
+    assert made.model_max_length == run.module.config.max_position_embeddings
+
+
 def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
     data = data_for()
     data.given.pop("validation")
     options = {"task": "classification", "model_config_kwargs": CONFIG, "learning_rate": 1e-3}
-    results = finetune_seeds(options, data, tmp_path, seeds=(1, 2), num_epochs=1, **PLAIN)
+    seen = []
+    results = finetune_seeds(options, data, tmp_path, seeds=(1, 2), after_seed=seen.append, num_epochs=1, **PLAIN)
+    assert [one.seeds for one in seen] == [(1,), (1, 2)] and results.best_seed in (1, 2)
+    assert float(results.best.metrics["val_loss"]) in results.values("val_loss")
     held = [row["text"] for row in data.records["validation"].rows]
     assert data.seed == 0 and len(results.runs) == 2
     assert results.values("val_loss")[0] != results.values("val_loss")[1]
@@ -78,7 +103,21 @@ def test_mean_and_deviation_are_those_of_the_sample():
     assert results.mean() == {"f1": pytest.approx(0.7)}
     assert results.deviation() == {"f1": pytest.approx(np.sqrt(0.08 / 2))}
     assert "0.700" in results.table() and "0.200" in results.table()
-    assert np.isnan(SeedResults((0,), ({"f1": 0.5},)).deviation()["f1"])
+    baselines = {"majority": {"f1": 0.25}}
+    assert results.table(baselines).splitlines()[0].split() == ["metric", "mean", "std", "seed", "0", "seed", "1", "seed", "2", "majority"]
+    assert results.table(baselines).splitlines()[1].endswith("0.250")
+
+
+def test_a_single_seed_has_no_deviation_and_its_table_no_nan():
+    one = SeedResults((0,), ({"f1": 0.5},))
+    assert one.deviation() == {} and "nan" not in one.table() and one.table().split() == ["metric", "seed", "0", "f1", "0.500"]
+
+
+def test_scores_and_seconds_are_said_after_each_validation(tmp_path):
+    said = []
+    finetune(module_for(), data_for(), tmp_path, num_epochs=2, callbacks=[ScoreLines(said.append)], **PLAIN)
+    assert [line.split(":")[0] for line in said] == ["epoch 1, step 6", "epoch 2, step 12"]
+    assert all("val_accuracy 0." in line or "val_accuracy 1." in line for line in said) and all(line.endswith(" s") for line in said)
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics as sk
 
-from bertlab.finetuning.label_metrics import score_decisions, score_labels, score_values
+from bertlab.finetuning.metrics import score_decisions, score_labels, score_values
 
 BATCHES = settings(derandomize=True, deadline=None, max_examples=25)
 

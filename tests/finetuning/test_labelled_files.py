@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.finetuning.labelled import NO_LABEL, AnswerText, LabelNames, best_answers, choose_answer, split_called
-from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, read_labelled
+from bertlab.data.rows import IGNORED
+from bertlab.finetuning.data import LabelNames
+from bertlab.finetuning.metrics import AnswerText, best_answers, choose_answer
+from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, read_labelled, split_called
 
 CONLLU = """\
 # sent_id = a-1
@@ -64,7 +66,7 @@ def test_words_are_read_and_ranges_and_empty_nodes_are_none(tmp_path):
 
 def test_an_underscore_is_no_tag_where_tags_may_be_unknown_and_a_value_elsewhere(tmp_path):
     row = rows_of(save(tmp_path / "a.conllu", CONLLU))[0]
-    assert row["XPOS"] == ["V", NO_LABEL, "E", "D", "N", "F"] and row["FEATS"][1] == "_"
+    assert row["XPOS"] == ["V", IGNORED, "E", "D", "N", "F"] and row["FEATS"][1] == "_"
     assert LabelNames.of(row["XPOS"]).names == ("D", "E", "F", "N", "V")
 
 

@@ -1,10 +1,9 @@
 "Predictions keep every row in its order, say what the module says, and nothing is written by halves."
 
+import io
 import json
 import math
 import os
-import subprocess
-import sys
 
 import datasets
 import numpy as np
@@ -13,15 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from test_finetuning import FRUIT, asked, data_for, module_for, predict, tagged, texts_of, tokenizer
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, pipeline
 
 from bertlab.finetuning import evaluations as ev
 from bertlab.finetuning.runs import finetune
-from bertlab.finetuning.labelled import NO_LABEL
-from bertlab.finetuning.prediction_files import predict_file, read_input, run_predict_command, write_predictions
-from bertlab.finetuning.predictions import PredictionOptions, load_predictor, longest_row, predict_rows
+from bertlab.data.rows import IGNORED
+from bertlab.finetuning.predictions import PredictionOptions, check_output, load_predictor, predict_file, predict_rows, read_input, write_predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKS = ("classification", "token_classification", "question_answering")
@@ -216,7 +213,7 @@ def test_conllu_keeps_its_columns_and_gets_tags_in_misc(trained, tmp_path):
     tags = told[0]["predicted_tags"]
     expected = CONLLU.replace("SpaceAfter=No", f"SpaceAfter=No|Predicted={tags[1]}")
     expected = expected.replace("det\t_\t_", f"det\t_\tPredicted={tags[0]}").replace("cop\t_\t_", f"cop\t_\tPredicted={tags[2]}")
-    assert (tmp_path / "out.conllu").read_text() == expected and NO_LABEL not in told[0]["FORM"]
+    assert (tmp_path / "out.conllu").read_text() == expected and IGNORED not in told[0]["FORM"]
     with pytest.raises(ValueError, match="CoNLL-U"):
         write_predictions([{"text": ["a"], "predicted_tags": ["O"]}], tmp_path / "no.conllu")
 
@@ -240,27 +237,85 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
-        (["{model}", "{there}", "--text_column", "txet"], "do you mean 'text'"),
-        (["{model}", "missing.csv"], "no file missing.csv"),
-        (["{model}", "{there}", "--output", "x.doc"], "must end in"),
-        (["{model}", "{there}", "--output", "nowhere/x.csv"], "no such directory"),
-        (["{model}", "{there}", "--format", "xml"], "none of lines"),
-        (["{model}", "{there}", "--max_sequence_length", "99999"], "reads 8 to"),
-        (["{model}", "{there}", "--bach_size", "3"], "--bach_size"),
-        (["{model}", "{there}", "--batch_size", "0"], "batch_size"),
-        (["{empty}", "{there}"], "cannot be loaded"),
-        ([], "directory"),
+        ({"columns": "txet"}, "did you mean 'text'"),
+        ({"source": "missing.csv"}, "no file missing.csv"),
+        ({"output": "x.doc"}, "must end in"),
+        ({"output": "nowhere/x.csv"}, "there is no directory"),
+        ({"file_format": "xml"}, "none of lines"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(trained, tmp_path, capsys, words, message):
+def test_a_mistake_is_found_before_the_model_is_asked(trained, tmp_path, options, message):
     (tmp_path / "there.csv").write_text("id,text\n1,the apple\n")
-    (tmp_path / "empty").mkdir()
-    places = {"model": trained["classification"][2], "there": tmp_path / "there.csv", "empty": tmp_path / "empty"}
-    assert run_predict_command([word.format(**places) for word in words]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and message in said.err and said.err.count("\n") == 1
+    predictor = load_predictor_once(trained["classification"][2])
+    with pytest.raises(ValueError, match=message):
+        predict_file(predictor, **{"source": tmp_path / "there.csv", **options})
+
+
+def test_lengths_and_sizes_that_cannot_be_are_refused(trained, tmp_path):
+    with pytest.raises(ValueError, match="reads 8 to"):
+        load_predictor(trained["classification"][2], 99999)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_predictor(tmp_path)
+    with pytest.raises(ValueError, match="batch_size"):
+        PredictionOptions(batch_size=0)
+
+
+def test_nothing_is_written_over_unless_asked_and_the_input_never(trained, tmp_path):
+    predictor, source = load_predictor_once(trained["classification"][2]), tmp_path / "in.csv"
+    source.write_text("text\nthe apple\n")
+    (tmp_path / "out.csv").write_text("mine")
+    for output, overwrite, message in ((tmp_path / "out.csv", False, "is there already"), (source, True, "is the file that is read")):
+        with pytest.raises(ValueError, match=message):
+            predict_file(predictor, source, output, overwrite=overwrite)
+    assert source.read_text() == "text\nthe apple\n" and (tmp_path / "out.csv").read_text() == "mine"
+    predict_file(predictor, source, tmp_path / "out.csv", overwrite=True)
+    assert "predicted_label" in (tmp_path / "out.csv").read_text()
+    os.symlink(source, tmp_path / "link.csv")
+    with pytest.raises(ValueError, match="is the file that is read"):
+        check_output(tmp_path / "link.csv", source, overwrite=True)
+
+
+def test_a_table_without_a_header_is_predicted_by_numbers(trained, tmp_path):
+    (tmp_path / "in.csv").write_text("1,the apple is here\n2,the saw\n")
+    told, _ = predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "in.csv", columns=2, header=False)
+    expected = predict_rows(load_predictor_once(trained["classification"][2]), ["the apple is here", "the saw"]).rows
+    assert [row["predicted_label"] for row in told] == [row["predicted_label"] for row in expected]
+
+
+def test_a_batch_is_padded_to_its_longest_text_and_no_further(trained):
+    predictor, widths = load_predictor(trained["classification"][2]), []
+    predictor.model.register_forward_pre_hook(lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    predict_rows(predictor, ["the apple", "the saw is here"])
+    assert widths == [8]
+
+
+def test_a_directory_remembers_the_length_and_the_columns_of_its_training(trained, tmp_path):
+    data = data_for()
+    data.max_sequence_length = 16
+    rows = [{"said": row["text"], "label": row["label"]} for row in texts_of(24)]
+    data.columns_given = "said", None
+    data.set_datasets(train=rows, val=rows[:6])
+    run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
+    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    assert predictor.max_sequence_length == 16 and predictor.text_columns == ("said",)
+    assert predict_rows(predictor, rows[:3]).rows == predict_rows(predictor, [row["said"] for row in rows[:3]]).rows
+    assert load_predictor(tmp_path / "model", 20).max_sequence_length == 20
+
+
+def test_a_model_of_pairs_refuses_single_texts(trained, tmp_path):
+    rows = [{"a": row["text"], "b": "the saw", "label": row["label"]} for row in texts_of(24)]
+    data = data_for()
+    data.columns_given, data.collator_kwargs["text_pair_column"] = ("a", None), "b"
+    data.set_datasets(train=rows, val=rows[:6])
+    run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
+    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    for given, columns in ((["the apple"], None), ([{"a": "the apple"}], None), (rows, "a")):
+        with pytest.raises(ValueError, match="pairs of texts, from the columns"):
+            predict_rows(predictor, given, columns)
+    told = predict_rows(predictor, rows[:4]).rows
+    assert told == predict_rows(predictor, [{"x": row["a"], "y": row["b"]} for row in rows[:4]], ["x", "y"]).rows
 
 
 def test_a_row_without_text_is_named_by_its_line(trained, tmp_path):
@@ -269,16 +324,13 @@ def test_a_row_without_text_is_named_by_its_line(trained, tmp_path):
         predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "a.jsonl")
 
 
-def test_standard_input_in_a_process_of_its_own(trained, tmp_path):
-    lines = '{"text": "the apple is here", "id": 7}\n{"text": " ", "id": 8}\n'
-    code = "import sys; from bertlab.finetuning.prediction_files import run_predict_command as run; sys.exit(run(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, str(trained["classification"][2])], input=lines,
-                          capture_output=True, text=True, check=True)  # fmt: skip
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["id"] for row in told] == [7, 8] and told[1]["predicted_label"] is None
-    expected = predict_rows(load_predictor_once(trained["classification"][2]), ["the apple is here"]).rows[0]
-    assert told[0]["predicted_label"] == expected["predicted_label"]
-    assert "2 rows, 1 blank" in done.stderr
+def test_what_is_piped_in_is_known_by_its_first_lines(trained, monkeypatch):
+    predictor = load_predictor_once(trained["classification"][2])
+    for piped in ('{"text": "the apple is here", "id": 7}\n{"text": " ", "id": 8}\n', "the apple is here\n\n"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
+        told, found = predict_file(predictor, "-")
+        assert [row["text"].strip() for row in told] == ["the apple is here", ""] and told[1]["predicted_label"] is None
+        assert "2 rows, 1 blank" in found.describe(predictor.task)
 
 
 def test_a_model_without_a_head_is_refused(tmp_path):
@@ -290,40 +342,32 @@ def test_a_model_without_a_head_is_refused(tmp_path):
         load_predictor(tmp_path)
 
 
-def test_positions_after_padding_are_not_read():
-    from transformers import RobertaConfig
+def test_positions_after_padding_are_not_read(tmp_path):
+    from transformers import RobertaConfig, RobertaForSequenceClassification
 
-    assert longest_row(RobertaConfig(max_position_embeddings=34, pad_token_id=1), tokenizer()) == 32
+    shape = RobertaConfig(vocab_size=len(tokenizer()), max_position_embeddings=34, pad_token_id=1, hidden_size=16,
+                          num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)  # fmt: skip
+    RobertaForSequenceClassification(shape).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    assert load_predictor(tmp_path).max_sequence_length == 32
 
 
 # Evaluations
 
 
-labelled = st.integers(2, 5).flatmap(lambda c: st.tuples(
-    st.just(c), st.lists(st.tuples(st.integers(0, c - 1), st.integers(0, c - 1)), min_size=1, max_size=40)))  # fmt: skip
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(labelled)
-def test_tables_and_confusions_are_scikit_learns(case):
-    num_labels, pairs = case
-    gold, said = (np.array(x) for x in zip(*pairs))
-    counts = ev.count_confusions(gold, said, num_labels)
-    assert (counts == confusion_matrix(gold, said, labels=range(num_labels))).all()
-    rows = ev.label_table(counts, [str(c) for c in range(num_labels)])
-    theirs = precision_recall_fscore_support(gold, said, labels=range(num_labels), zero_division=0)
-    for key, values in zip(("precision", "recall", "f1", "support"), theirs):
-        assert [row[key] for row in rows[:num_labels]] == pytest.approx(list(values))
-    for row, average in ((rows[-2], "macro"), (rows[-1], "weighted")):
-        theirs = precision_recall_fscore_support(gold, said, average=average, zero_division=0)
-        assert [row[key] for key in ("precision", "recall", "f1")] == pytest.approx(list(theirs[:3]))
+def test_a_table_has_a_row_a_label_and_means_without_labels_that_nobody_names():
+    rows = ev.label_table([0, 0, 1], [0, 1, 1], ["a", "b", "never"])
+    assert [row["f1"] for row in rows] == pytest.approx([2 / 3, 2 / 3, 0, 2 / 3, 2 / 3])
+    assert [row["support"] for row in rows] == [2, 1, 0, 3, 3]
+    several = ev.label_table([[1, 0], [1, 1]], [[1, 1], [0, 1]], ["a", "b"])
+    assert [row["precision"] for row in several[:2]] == [1, 0.5] and [row["recall"] for row in several[:2]] == [0.5, 1]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.floats(0, 1, width=32), st.booleans()), min_size=2, max_size=60))
 def test_reliability_is_scikit_learns_calibration_curve(pairs):
     confidence, right = map(np.array, zip(*pairs))
-    found = ev.calibrate(confidence, right)
+    found = ev.Calibration.of(confidence, right)
     filled = np.array(found.counts) > 0
     if right.any() and not right.all():  # scikit-learn wants both
         true, mean = calibration_curve(right.astype(int), confidence.astype(float), n_bins=10)
@@ -334,13 +378,13 @@ def test_reliability_is_scikit_learns_calibration_curve(pairs):
 
 def test_the_calibration_error_by_hand():
     "Two bins: two at 0.9 of which one is right, and two at 0.6 that are both right."
-    found = ev.calibrate([0.9, 0.9, 0.6, 0.6], [1, 0, 1, 1])
+    found = ev.Calibration.of([0.9, 0.9, 0.6, 0.6], [1, 0, 1, 1])
     assert found.error() == pytest.approx((2 * abs(0.9 - 0.5) + 2 * abs(0.6 - 1.0)) / 4)
-    assert ev.calibrate([0.5, 0.5], [1, 0]).error() == pytest.approx(0)
+    assert ev.Calibration.of([0.5, 0.5], [1, 0]).error() == pytest.approx(0)
 
 
 def test_an_edge_belongs_to_the_bin_below_it():
-    assert ev.calibrate([0.2, 1.0, 0.0], [1, 1, 0], 5).counts == (2, 0, 0, 0, 1)
+    assert ev.Calibration.of([0.2, 1.0, 0.0], [1, 1, 0], 5).counts == (2, 0, 0, 0, 1)
 
 
 def test_answers_are_grouped_by_the_words_of_the_shortest():

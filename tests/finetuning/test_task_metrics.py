@@ -13,9 +13,9 @@ from seqeval.scheme import IOB2
 from bertlab.finetuning.metrics import (
     AnswerScore,
     EntityScore,
-    answer_f1,
     get_metrics_for_task,
     normalize_answer,
+    score_answer,
     score_entities,
 )
 
@@ -229,7 +229,7 @@ def test_the_mean_is_over_questions_not_over_batches():
 
 
 def test_two_empty_answers_agree_and_an_empty_one_with_a_full_one_does_not():
-    assert answer_f1("", "the") == 1 and answer_f1("", "x") == 0 == answer_f1("x", "")
+    assert score_answer("", ["the"]) == 1 and score_answer("", ["x"]) == 0 == score_answer("x", [""])
 
 
 def shards() -> dict[str, tuple[dict, list]]:
@@ -322,10 +322,10 @@ def test_forward_answers_for_the_batch_and_a_reset_forgets():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"task": "ner"}, "task must be one of 'classification', 'token_classification', 'question_answering'"),
+        ({"task": "ner"}, "task='ner' is unknown.*classification, token_classification, question_answering"),
         ({"task": "classification", "num_labels": 1}, "num_labels must be 2 or more, got 1.*regression"),
         ({"task": "token_classification", "num_labels": 0}, "num_labels must be 2 or more"),
-        ({"task": "classification", "problem_type": "regresion"}, "problem_type must be one of None"),
+        ({"task": "classification", "problem_type": "regresion"}, "problem_type='regresion' is unknown; did you mean 'regression'"),
         ({"task": "classification", "problem_type": "regression"}, "num_labels must be 1 for regression"),
         ({"task": "classification", "num_labels": 1, "problem_type": "multi_label_classification"}, "2 or more"),
         ({"task": "token_classification", "num_labels": 5, "problem_type": "regression"}, "problem_type='regression'"),
@@ -334,7 +334,7 @@ def test_forward_answers_for_the_batch_and_a_reset_forgets():
         ({"task": "token_classification", "num_labels": 2, "label_names": ["O", "PER"]}, "IOB2.*'PER'"),
         ({"task": "token_classification", "num_labels": 2, "label_names": ["O", "O"]}, "no entity type"),
         ({"task": "token_classification", "num_labels": 2, "label_names": "OB"}, "must be a list"),
-        ({"task": "token_classification", "num_labels": 5, "label_names": NAMES, "entity_mode": "lax"}, "mode must be"),
+        ({"task": "token_classification", "num_labels": 5, "label_names": NAMES, "entity_mode": "lax"}, "mode='lax'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_answered(options, words):
@@ -347,7 +347,7 @@ def test_answers_that_are_not_lists_are_answered():
                                  (["x"], ["x"], "list of gold answers")):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             AnswerScore().update(preds, target)
-    with pytest.raises(ValueError, match="score must be one of 'exact_match', 'f1'"):
+    with pytest.raises(ValueError, match="score='bleu' is unknown; choose one of exact_match, f1"):
         AnswerScore("bleu")
 
 

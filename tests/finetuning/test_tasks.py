@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.finetuning.baselines import (
-    AnswerWords, WordWeights, answer_baseline_scores, bag_of_words_baseline, fit_logistic, label_scores, majority_baseline,
-    score_spans, tag_words, word_shape,
+    AnswerWords, bag_of_words_baseline, compute_baselines, majority_baseline, own_task, score_predictions, score_spans, tag_words,
 )
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.documents import Document, fingerprint, overlap
@@ -23,10 +22,10 @@ from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers
 from bertlab.finetuning.metrics import get_metrics_for_task
 from bertlab.finetuning.tasks import (
-    AREA_OF, AREAS, SHARES, TASK_RECIPES, Task, area_rows, class_of, describe_task, divide_rows, load_task, module_of,
+    AREAS, SHARES, TASK_RECIPES, Task, area_rows, class_of, describe_task, divide_rows, load_task, module_of,
     place_group, question_rows, row_text, thin_out,
 )
-from bertlab.finetuning.teachers import ask_about, clip, label_code, label_words, list_entry, parse_functions, stdlib_functions
+from bertlab.finetuning.tasks import ask_about, clip, label_code, label_words, list_entry, parse_functions, stdlib_functions
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
 SMALL = {"train": 250, "validation": 60, "test": 80}
@@ -230,7 +229,7 @@ def test_the_data_module_takes_a_task_as_it_is(name):
 
 def test_areas_share_no_module_and_no_text_names_one():
     modules = [module for names in AREAS.values() for module in names.split()]
-    assert len(modules) == len(set(modules)) == len(AREA_OF) and len(AREAS) == 12
+    assert len(modules) == len(set(modules)) == len(" ".join(AREAS.values()).split()) and len(AREAS) == 12
     for row in area_rows(max_per_area=60):
         words = {word for part in row["text"].lower().split("_") for word in fingerprint(part).split()}
         assert not words & {"asyncio", "tkinter", "email", "unittest", "json", "urllib"}
@@ -274,33 +273,10 @@ def test_a_task_describes_itself():
 # Scores and baselines
 
 
-@many
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
-def test_label_scores_are_those_of_the_metrics(pairs):
-    gold, said = zip(*pairs)
-    ours = label_scores(gold, said)
-    metrics = get_metrics_for_task("classification", 4)
-    for name, score in ours.items():
-        metrics[name].update(torch.tensor(said), torch.tensor(gold))
-        assert score == pytest.approx(float(metrics[name].compute()), abs=1e-6)
-
-
-WORDS = st.lists(st.sampled_from(["the", "None", "none.", "a", "''", "x", "file", "File,"]), max_size=5).map(" ".join)
-
-
-@many
-@given(st.lists(st.tuples(st.lists(WORDS, max_size=2), WORDS), min_size=1, max_size=6))
-def test_answer_scores_are_those_of_the_metrics(pairs):
-    gold, said = [{"text": texts} for texts, _ in pairs], [text for _, text in pairs]
-    metrics = get_metrics_for_task("question_answering")
-    for name, score in answer_baseline_scores(gold, said).items():
-        metrics[name].update(said, [answers["text"] for answers in gold])
-        assert score == pytest.approx(float(metrics[name].compute()), abs=1e-6)
-
-
 def test_predictions_of_another_length_are_refused():
-    with pytest.raises(ValueError):
-        label_scores([1, 2], [1])
+    rows = [{"text": "x", "label": label} for label in "aab"]
+    with pytest.raises(ValueError, match="predictions must be 3"):
+        score_predictions(task_of("classification", rows, rows, ("a", "b")), ["a"])
 
 
 def task_of(kind: str, train: list[dict], test: list[dict], labels=()) -> Task:
@@ -320,32 +296,10 @@ def test_the_majority_is_the_most_frequent_label_and_an_answer_only_where_it_sta
     assert made.predictions == ["None", "None", ""] and made.scores["exact_match"] == 1
 
 
-def test_the_regression_is_that_of_scikit_learn():
-    from sklearn.linear_model import LogisticRegression
-
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(60, 5)).astype("float32"), rng.integers(0, 3, 60)
-    penalty = 0.02
-    ours, bias = fit_logistic(torch.from_numpy(x).to_sparse(), torch.from_numpy(y), 3, penalty, max_steps=500)
-    theirs = LogisticRegression(C=1 / (penalty * len(x)), tol=1e-8, max_iter=2000).fit(x, y)
-    np.testing.assert_allclose(ours.T.numpy(), theirs.coef_, atol=5e-3)
-    np.testing.assert_allclose((bias - bias.mean()).numpy(), theirs.intercept_ - theirs.intercept_.mean(), atol=5e-3)
-
-
-def test_words_are_weighed_by_how_rare_they_are_and_new_ones_are_nothing():
-    read = WordWeights(["a b", "a c", "a c"])
-    row = read(["A b new", "new"]).to_dense().numpy()
-    idf = {"a": 1 + np.log(3 / 3), "b": 1 + np.log(3 / 1)}
-    length = np.hypot(idf["a"], idf["b"])
-    np.testing.assert_allclose(row[0, [read.ids["a"], read.ids["b"]]], [idf["a"] / length, idf["b"] / length], rtol=1e-5)
-    assert not row[1].any()
-
-
 def test_a_table_knows_words_then_shapes_then_nothing():
     train = [{"text": ["if", "Foo", "if", "if", "9"], "label": ["k", "c", "k", "v", "n"]}]
     test = [{"text": ["if", "Bar", "77", "--"], "label": ["k"] * 4}]
     assert tag_words(task_of("token_classification", train, test)) == [["k", "c", "n", "k"]]
-    assert word_shape("parseURL_2") == "xX_9" and word_shape("->") == "->"
 
 
 def test_spans_stay_in_their_line_and_within_the_longest_answer():
@@ -371,3 +325,52 @@ def test_a_bag_of_words_beats_the_majority_and_does_not_look_at_test_labels(name
         blind = [{**row, "label": ["word"] * len(row["text"])} for row in task.test]
     again = bag_of_words_baseline(Task(**{**vars(task), "test": blind}))
     assert again.predictions == bag.predictions
+
+
+# On one's own rows
+
+
+def own_data(kind, rows, **options):
+    tokenizer = train_tokenizer(["red fish blue dog one two is a what where"] * 9, 80)
+    data = FinetuningDataModule(kind, tokenizer, max_sequence_length=32, **options)
+    data.set_datasets(train=rows, val=rows[:10], test=[{**row, "label": -1} for row in rows[:4]] if kind == "classification" else None)
+    data.setup()
+    return data
+
+
+def test_pairs_of_texts_with_names_get_both_opponents_by_the_metrics_of_the_module():
+    rows = [{"a": "red fish" if i % 3 else "blue dog", "b": "one", "label": "fish" if i % 3 else "dog"} for i in range(30)]
+    data = own_data("classification", rows, text_column=["a", "b"])
+    assert own_task(data).train[0] == {"text": "blue dog one", "label": "dog"}
+    found = compute_baselines(data)
+    assert found["majority"]["val_accuracy"] == pytest.approx(0.6) and found["bag of words"]["val_accuracy"] == 1
+    assert {"val_f1_macro", "val_mcc"} <= set(found["majority"])
+
+
+def test_several_labels_and_numbers_get_both_opponents():
+    rows = [{"text": "red fish" if i % 2 else "blue dog is", "label": ["red", "fish"] if i % 2 else ["dog"]} for i in range(30)]
+    data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
+    data.set_datasets(train=rows, val=rows[:10])
+    data.setup()
+    assert compute_baselines(data)["bag of words"]["val_f1_micro"] == 1
+    rows = [{"text": "red fish " * (i % 4) + "dog", "label": float(i % 4)} for i in range(40)]
+    data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
+    data.set_datasets(train=rows, val=rows[:10])
+    data.setup()
+    found = compute_baselines(data)
+    assert found["bag of words"]["val_spearman"] > 0.8 and found["majority"] == {}, "a constant has no correlation"
+
+
+def test_tags_in_iob2_are_scored_as_entities_and_words_without_a_label_are_left_out():
+    rows = [{"text": ["red", "fish", "is", "a", "dog"], "label": ["B-X", "I-X", "O", -100, "B-Y"]} for _ in range(12)]
+    data = own_data("token_classification", rows)
+    assert own_task(data).train[0] == {"text": ["red", "fish", "is", "dog"], "label": ["B-X", "I-X", "O", "B-Y"]}
+    assert compute_baselines(data)["bag of words"]["val_entity_f1"] == 1
+
+
+def test_questions_of_ones_own_get_both_opponents():
+    answer = lambda word: [{"text": word, "answer_start": 5}]  # noqa: E731
+    rows = [{"question": "what is a dog", "context": f"a is {word} dog", "answers": answer(word)} for word in ["red", "one", "two"] * 4]
+    data = own_data("question_answering", rows, collator_kwargs={"doc_stride": 4})
+    assert set(compute_baselines(data)) == {"majority", "bag of words"}
+    assert 0 < compute_baselines(data)["majority"]["val_exact_match"] < 1

@@ -426,3 +426,34 @@ def test_the_ledger_counts_new_storages_once_and_forgets_the_dead():
         b.add_(1)
         del b
     assert ledger.now == 0 and max(ledger.history) == 1200
+
+
+# ---- a second derivative --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode, options", [("full", {}), ("selected_blocks", dict(interval=2)),
+                                           ("selected_modules", dict(modules=["*.attention"]))])  # fmt: skip
+def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def curvature(model):  # as SophiaH asks for it: fused attention has no second derivative
+        torch.manual_seed(1)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(ids, labels=ids).loss
+        weights = list(model.parameters())
+        slopes = torch.autograd.grad(loss, weights, create_graph=True)
+        return torch.autograd.grad(sum(slope.sum() for slope in slopes), weights)
+
+    torch.manual_seed(0)
+    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=20, num_attention_heads=2, num_hidden_layers=3)
+    model, ids = BertLabForMaskedLM(modernbert_tiny(**shape, mlp_dropout=0.1)).train(), torch.randint(5, 50, (2, 16))
+    want = curvature(model)
+    checkpoint_activations(model, mode, **options)
+    assert all(torch.equal(got, one) for got, one in zip(curvature(model), want))
+
+
+@pytest.mark.parametrize("setting", ["selected_ops", {"mode": "budget", "budget": 0.5}])
+def test_a_mode_with_one_backward_pass_is_refused_where_two_are_needed(setting):
+    read_checkpointing(setting)
+    with pytest.raises(ValueError, match="sophiah.*full, selected_blocks, selected_modules"):
+        read_checkpointing(setting, second_backward=True)

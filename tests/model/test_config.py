@@ -23,10 +23,7 @@ from bertlab.model.config import (
     CHOICES,
     SWITCHES,
     TOKEN_IDS,
-    AttentionSettings,
     BertLabConfig,
-    BlockSettings,
-    TokenSettings,
     bert_base,
     bert_large,
     bert_tiny,
@@ -74,12 +71,7 @@ def size(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# ---- groups of settings ----------------------------------------------------------------------
-
-
-def test_every_setting_belongs_to_one_group():
-    groups = [set(group.__annotations__) for group in (TokenSettings, AttentionSettings, BlockSettings)]
-    assert sorted(name for group in groups for name in group) == sorted(OWN)
+# ---- settings ---------------------------------------------------------------------------------
 
 
 def test_every_setting_away_from_its_default_survives_a_file_a_copy_and_a_pickle(tmp_path):

@@ -27,7 +27,8 @@ from bertlab.model.config import (
     modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.heads import BertLabForMaskedLM, gather_positions, masked_lm_loss, mean_loss
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.losses import gather_positions, masked_lm_loss, mean_loss
 from bertlab.model.layers import ACTIVATIONS, GatedMLP, init_truncated_, rotary_table, rotate
 
 torch.set_num_threads(1)

@@ -284,3 +284,50 @@ def test_scores_of_half_precision_are_drawn_in_double():
     logits = torch.zeros(4, 9, dtype=torch.bfloat16)
     words = draw_words(logits, WORDS, 1.0, np.random.default_rng(0))
     assert words.shape == (4,) and words.min() >= 5
+
+
+# ---- models of transformers -----------------------------------------------------------------------
+
+
+
+def their_model(kind, tokenizer, tmp_path):
+    "A model that plain transformers has loaded: ModernBERT from our own checkpoint, the others as they come."
+    import transformers
+
+    from bertlab.model.huggingface import save_model, their_class
+
+    shape = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, vocab_size=len(tokenizer))
+    if kind == "modernbert":
+        made = BertLabForMaskedLM(modernbert_tiny(**shape, max_position_embeddings=24, initializer_range=0.3))
+        place = save_model(made, tokenizer, tmp_path / "saved")
+    else:
+        offset = tokenizer.pad_token_id + 1 if kind == "roberta" else 0
+        config = their_class(kind, "Config")(**shape, pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=None,
+                                             max_position_embeddings=24 + offset, initializer_range=0.3)  # fmt: skip
+        place = tmp_path / "saved"
+        their_class(kind, "ForMaskedLM")(config).save_pretrained(place)
+    return transformers.AutoModelForMaskedLM.from_pretrained(place)
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "bert", "roberta"])
+def test_models_of_transformers_answer_what_their_pipeline_answers(kind, tokenizer, tmp_path):
+    from transformers import pipeline
+
+    torch.manual_seed(0)
+    model = their_model(kind, tokenizer, tmp_path)
+    filler = pipeline("fill-mask", model=model, tokenizer=tokenizer, top_k=4)
+    for text, found in zip(TEXTS, fill_each_mask(model, tokenizer, TEXTS, top_k=4), strict=True):
+        alone = filler(text)
+        alone = alone if isinstance(alone[0], list) else [alone]
+        assert len(alone) == len(found)
+        for theirs, ours in zip(alone, found):
+            assert [word for word, _ in ours] == [one["token_str"].strip() for one in theirs]
+            assert [p for _, p in ours] == pytest.approx([one["score"] for one in theirs], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_text_that_a_model_of_transformers_cannot_read_is_refused_by_its_length(kind, tokenizer, tmp_path):
+    model = their_model(kind, tokenizer, tmp_path)
+    words = "[MASK]" + " the" * 40
+    with pytest.raises(ValueError, match="the model reads 24"):
+        fill_mask(model, tokenizer, [words])

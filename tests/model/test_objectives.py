@@ -40,16 +40,12 @@ def model_of(objective, dtype=torch.float64):
     return MODELS[objective](config).to(dtype).eval()
 
 
-def inputs_of(batch):
-    return {name: value for name, value in batch.items() if name != "num_dropped_labels"}
-
-
 @pytest.mark.parametrize("objective", MODELS)
 def test_a_batch_of_the_collator_trains_the_model_of_its_objective(objective):
     model, batch = model_of(objective).train(), batch_of(objective, rows())
     optimizer, losses = torch.optim.Adam(model.parameters(), 0.01), []
     for _ in range(40):
-        loss = model(**inputs_of(batch)).loss
+        loss = model(**batch).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -61,8 +57,8 @@ def test_a_batch_of_the_collator_trains_the_model_of_its_objective(objective):
 def test_sum_and_count_of_two_halves_are_those_of_the_batch(objective):
     # Rows draw by their own address, so a row's loss does not depend on the rows beside it.
     model, which = model_of(objective).train(), rows()
-    whole = model(**inputs_of(batch_of(objective, which)))
-    parts = [model(**inputs_of(batch_of(objective, half))) for half in (which[:2], which[2:])]
+    whole = model(**(batch_of(objective, which)))
+    parts = [model(**(batch_of(objective, half))) for half in (which[:2], which[2:])]
     for name in ("loss_sum", "num_labels"):
         total = sum(getattr(part, name).double() for part in parts)
         torch.testing.assert_close(total, getattr(whole, name).double(), rtol=1e-9, atol=1e-9)
@@ -70,11 +66,24 @@ def test_sum_and_count_of_two_halves_are_those_of_the_batch(objective):
 
 def test_enhanced_rows_are_rebuilt_from_the_same_tokens_in_any_batch_and_from_others_in_another_epoch():
     model, which = model_of("enhanced_mlm").train(), rows()
-    batch = inputs_of(batch_of("enhanced_mlm", which))
-    alone = inputs_of(batch_of("enhanced_mlm", which[3:4]))
+    batch = (batch_of("enhanced_mlm", which))
+    alone = (batch_of("enhanced_mlm", which[3:4]))
     positions = batch["label_positions"].shape[1]
     assert alone["label_positions"].shape[1] == positions, "the bound of labels is static"
     torch.testing.assert_close(model(**batch).logits[3:4], model(**alone).logits)
-    later = inputs_of(batch_of("enhanced_mlm", [{**row, "epoch": 1} for row in which[3:4]]))
+    later = (batch_of("enhanced_mlm", [{**row, "epoch": 1} for row in which[3:4]]))
     assert torch.equal(later["input_ids"], alone["input_ids"])
     assert (model(**later).logits - model(**alone).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("objective", MODELS)
+def test_a_key_that_a_model_does_not_know_is_an_error(objective):
+    model, batch = model_of(objective), batch_of(objective, rows())
+    with pytest.raises(TypeError, match="lables"):
+        model(**batch, lables=batch["labels"])
+
+
+def test_a_batch_of_another_objective_is_refused_and_not_trained_as_something_else():
+    for objective, key in (("diffusion", "loss_weights"), ("enhanced_mlm", "row_keys")):
+        with pytest.raises(TypeError, match=key):
+            model_of("mlm")(**batch_of(objective, rows()))

@@ -10,7 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bertlab.model.config import BertLabConfig
 from bertlab.optim.groups import parameter_groups
-from bertlab.model.heads import BertLabForMaskedLM, masked_lm_loss
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.losses import masked_lm_loss
 from bertlab.optim.optimizers import OPTIMIZERS, backward_options, get_optimizer, optimizer_table
 
 HIDDEN_APART = {"muon", "galore"}

@@ -16,7 +16,7 @@ from bertlab.model import encoder
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.model.losses import LossParts
-from bertlab.model.metrics import token_bytes
+from bertlab.model.losses import token_bytes
 from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer

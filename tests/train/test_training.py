@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.history import History
-from bertlab.data.collators import MaskedLanguageModelingCollator
-from bertlab.data.module import EpochBatches, PackedLoaders, filled_batches, pack_texts
+from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -36,21 +35,18 @@ def word_tokenizer(words):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-class Texts(PackedLoaders):
+class Texts(PretrainingDataModule):
     "Packed rows of made-up sentences, without a corpus."
 
     def __init__(self, batch_size=4, num_workers=0, num_texts=300, **collator_options):
-        super().__init__()
         rng = np.random.default_rng(0)
         words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 6))) for _ in range(150)]
         texts = [" ".join(rng.choice(words, rng.integers(2, 30))) for _ in range(num_texts)]
-        tokenizer = word_tokenizer(words)
-        self.train_batch_size = self.val_batch_size = batch_size
-        self.num_workers = num_workers
-        self.collator = MaskedLanguageModelingCollator.from_tokenizer(
-            tokenizer, max_sequence_length=32, **collator_options)  # fmt: skip
-        self.train_dataset = pack_texts(texts, tokenizer, 32)
-        self.val_dataset = pack_texts(texts[:41], tokenizer, 32, shuffle=False)
+        super().__init__(
+            None, word_tokenizer(words), max_sequence_length=32, num_workers=num_workers, num_shards=1,
+            train_batch_size=batch_size, val_batch_size=batch_size, collator_kwargs=collator_options)  # fmt: skip
+        self.set_datasets(texts, texts[:41])
+        self.setup()
 
 
 def train(data, steps, callbacks=(), ckpt_path=None, seed=0, dropout=0.1, **options):
