@@ -293,7 +293,7 @@ def ranks(tmp_path_factory):
     code = f"from pathlib import Path; import test_previews; test_previews.two(Path({str(folder)!r}))"
     root = Path(__file__).resolve().parent
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-              "OMP_NUM_THREADS": "1", "NODE_RANK": "0", "PYTHONPATH": f"{root}{os.pathsep}{root.parent}"}  # fmt: skip
+              "OMP_NUM_THREADS": "1", "NODE_RANK": "0", "PYTHONPATH": f"{root}{os.pathsep}{root.parents[1]}"}  # fmt: skip
     processes = [subprocess.Popen([sys.executable, "-c", code], env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)},
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                  for r in range(2)]  # fmt: skip
