@@ -93,7 +93,7 @@ def take_best(
     if not checkpoint.best_model_path:
         raise ValueError("no validation came before the run's end, so there are no best weights")
     # Written by this very run a moment ago, random states and all.
-    best = torch.load(checkpoint.best_model_path, map_location="cpu", weights_only=False)
+    best = torch.load(checkpoint.best_model_path, map_location="cpu", weights_only=True)
     module.load_state_dict(best["state_dict"])
     return best["global_step"]
 
