@@ -168,7 +168,6 @@ def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: FillMaskPreview([ONE]), "needs tokenizer="),
     (lambda: FillMaskPreview(["no gap"], TOKENIZER), "must hold"),
     (lambda: FillMaskPreview(ONE, TOKENIZER), "list of one or more strings"),
     (lambda: DiffusionPreview([" ".join([ONE] * 40)], TOKENIZER), "shorten it"),
@@ -177,6 +176,14 @@ def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
 def test_a_mistake_is_told_before_the_first_step(make, message):
     with pytest.raises(ValueError, match=message):
         make_trainer(3, accelerator="cpu", callbacks=[make(), Never()]).fit(tiny(), Texts())
+
+
+def test_a_preview_that_finds_no_tokenizer_is_refused_before_the_first_step():
+    data = Texts()
+    data.setup("fit")
+    trainer = make_trainer(3, accelerator="cpu", callbacks=[FillMaskPreview([ONE]), Never()])
+    with pytest.raises(ValueError, match="needs tokenizer="):
+        trainer.fit(tiny(), data.train_dataloader())  # loaders alone know no tokenizer
 
 
 class Never(Callback):
