@@ -48,8 +48,8 @@ def check_float8_device(
     else:
         found = str(device)
     raise ValueError(f"float8 products need a GPU of capability 8.9 or newer (Ada, Hopper and "
-                     f"later); this is {found}. Leave float8 out and set precision='bf16-mixed'; in "
-                     "Python, convert_to_float8(model, emulate=True) rehearses the rounding")
+                     f"later); this is {found}. Leave float8 out and set precision='bf16-mixed'; "
+                     "in Python, convert_to_float8(model, emulate=True) rehearses the rounding")
 
 # %% ../../nbs/model/13_float8.ipynb #e6143376
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # as torchao calls them
