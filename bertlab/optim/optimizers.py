@@ -177,9 +177,10 @@ OPTIMIZERS = {
 
 
 def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, or a user's own
-    "What is known of an optimizer; of a user's own, nothing that would be in its way."
+    "What is known of an optimizer; of a user's own, whether it says `backward_options`."
     known = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else None
-    return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)))
+    return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)),
+                                   second_backward=hasattr(optimizer, "backward_options"))
 
 
 def optimizer_table() -> str:  # one line a name

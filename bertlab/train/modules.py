@@ -193,9 +193,11 @@ def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of 
 def compile_options(
     asked: bool | str | dict[str, Any] | None,  # None: on a GPU, where it pays within minutes
     device: torch.device,
+    optimizer_class: Any = "adamw",  # one that differentiates the gradient needs plain torch
 ) -> dict[str, Any] | None:  # of torch.compile; None: run as it is
     "Read `compile_model`: yes or no, a mode ('reduce-overhead': CUDA graphs), or options."
-    asked = device.type == "cuda" if asked is None else asked
+    if asked is None:
+        asked = device.type == "cuda" and not optimizer_facts(optimizer_class).second_backward
     if asked and device.type == "xla":
         raise ValueError(f"compile_model={asked!r}: on a TPU XLA compiles; set compile_model=False")
     if isinstance(asked, str):
@@ -209,11 +211,12 @@ def check_recomputing(
     optimizer_class: Any,
 ) -> None:
     "Raise `ValueError` for a setting that cannot be, or that the optimizer does not allow."
-    mode, _ = read_checkpointing(setting, compiled=compile_model)
-    if mode is not None and optimizer_facts(optimizer_class).second_backward:
-        raise ValueError(f"optimizer_class={optimizer_class!r} differentiates the gradient, which "
-                         "recomputed activations do not allow; set gradient_checkpointing=False, "
-                         "or take another optimizer")
+    second = optimizer_facts(optimizer_class).second_backward
+    read_checkpointing(setting, compiled=compile_model, second_backward=second)
+    if second and compile_model:  # PyTorch: "does not currently support double backward"
+        raise ValueError(f"compile_model={compile_model!r}: optimizer_class={optimizer_class!r} "
+                         "differentiates the gradient, which a compiled model does not allow; set "
+                         "compile_model=False, or take another optimizer")
 
 
 def recompute(
@@ -384,7 +387,7 @@ class PretrainingModule(TrainingModule):
         if h.float8:
             convert_to_float8(model, h.float8, device)
         recompute(model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
+        options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
             compile_layers(model, **options)
         self.model, self._configured = model, True
