@@ -31,8 +31,9 @@ from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part, look_up
 from ..data.rows import BOOKKEEPING
-from ..model.huggingface import bertlab_config, from_huggingface, read_shape, save_model
-from ..data.tokenizers import load_tokenizer
+from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
+from ..model.huggingface import read_shape, save_model
+from ..data.tokenizers import count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
@@ -81,14 +82,14 @@ def check_batch(
 def load_encoder(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> BertLabPreTrainedModel:  # in float32, on the CPU
-    "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises what transformers raises."
-    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+    "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises `ValueError` in one line."
+    from transformers import AutoModel, AutoModelForMaskedLM
 
-    config = AutoConfig.from_pretrained(source)
+    config = read_shape(source)
     if config.model_type != BertLabConfig.model_type:
         return from_huggingface(source).float()
     headless = (config.architectures or ["BertLabModel"])[0].startswith("BertLabModel")
-    return (AutoModel if headless else AutoModelForMaskedLM).from_pretrained(source).float()
+    return load_pretrained(AutoModel if headless else AutoModelForMaskedLM, source).float()
 
 
 def adopt_weights(
@@ -141,10 +142,10 @@ def settings_from(
         return dict(overrides)
     known = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     known = {name: value for name, value in known.items() if value is not None}
-    settings = {"vocab_size": len(tokenizer), **known, **overrides}
-    if settings["vocab_size"] < len(tokenizer):
+    settings = {"vocab_size": count_ids(tokenizer), **known, **overrides}
+    if settings["vocab_size"] < count_ids(tokenizer):
         raise ValueError(f"vocab_size={settings['vocab_size']} is less than the tokenizer's "
-                         f"{len(tokenizer)} entries; leave it out of model_config_kwargs")
+                         f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs")
     return settings
 
 # %% ../../nbs/train/02_modules.ipynb #c4842d8b
@@ -257,7 +258,9 @@ class DirectoriesBeside(_WrappingCheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         self.checkpoint_io.remove_checkpoint(path)
-        shutil.rmtree(Path(path).with_suffix(""), ignore_errors=True)
+        beside = Path(path).with_suffix("")
+        if Path(path).suffix and (beside / "config.json").is_file() and not beside.is_symlink():
+            shutil.rmtree(beside, ignore_errors=True)
 
 # %% ../../nbs/train/02_modules.ipynb #cb9e787b
 class PretrainingModule(TrainingModule):
