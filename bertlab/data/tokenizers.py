@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from ..core.reading import read_model_settings
 from .sources import SourceNotFound, looks_like_hub_name, offline_if_unreachable
 
 # %% ../../nbs/data/05_tokenizers.ipynb #238dff1b
@@ -122,6 +123,16 @@ def _as_bert_tokenizer(vocabulary: dict[str, int], lowercase: bool, model_max_le
     )
 
 # %% ../../nbs/data/05_tokenizers.ipynb #2fe82782
+def _check_beside_tokenizer(name: str) -> None:
+    "Look at the model's configuration first: who loads its tokenizer builds that too."
+    from transformers.utils import cached_file
+
+    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
+                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
+    if (path := cached_file(name, "config.json", **missing)) is not None:
+        read_model_settings(path)
+
+
 def load_tokenizer(
     name_or_path: str | os.PathLike,  # a hub name, or a directory with a tokenizer
 ) -> Any:  # a transformers tokenizer
@@ -134,6 +145,7 @@ def load_tokenizer(
 
     try:
         with nullcontext() if local else offline_if_unreachable():
+            _check_beside_tokenizer(name)
             # False, not None: transformers would ask at the keyboard whether to run a stranger's code
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the clients underneath raise a dozen kinds

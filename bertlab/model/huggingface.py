@@ -13,7 +13,6 @@ import errno
 import functools
 import logging
 import os
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
 from ..core.files import recover_directory, written_directory, written_whole
-from ..core.reading import check_beside, read_json
+from ..core.reading import read_model_settings
 from ..data.tokenizers import count_ids
 from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
@@ -303,27 +302,6 @@ def find_head(
                      f"{', '.join(HEADS)}, such as AutoModelForMaskedLM.from_pretrained(...)")
 
 # %% ../../nbs/model/09_huggingface.ipynb #e2f9d2ab
-_MOST = {  # of what a configuration may say: beyond all models, and short of filling the memory
-    "num_hidden_layers": 10_000, "num_attention_heads": 100_000, "hidden_size": 10**6,
-    "intermediate_size": 10**7, "vocab_size": 10**8, "max_position_embeddings": 10**8,
-    "type_vocab_size": 10**6, "num_labels": 10**6, "id2label": 10**6}  # fmt: skip
-
-
-def _check_settings(settings: dict[str, Any], path: Path) -> None:
-    "Raise `ValueError` for a shape that cannot be, and for what names somebody's code."
-    for name, most in _MOST.items():
-        value = settings.get(name)
-        size = len(value) if isinstance(value, (dict, list)) else value
-        if isinstance(size, (int, float)) and not 0 <= size <= most:
-            raise ValueError(f"{path}: {name}={size} cannot be; 0 to {most:,} can")
-    for name in ("attn_implementation", "_attn_implementation"):
-        if re.search(r"[/:@|]", str(settings.get(name) or "")):  # a kernel of the hub is code
-            raise ValueError(f"{path}: {name}={settings[name]!r} names code that would be "
-                             "downloaded and run; take it out, and choose a kernel by name")
-    if (weights := settings.get("transformers_weights")) is not None:
-        check_beside(weights, path)
-
-
 def _machine_bytes() -> int:
     "The memory of this machine."
     try:
@@ -359,8 +337,7 @@ def read_shape(
 
     try:
         recover_directory(name)
-        path = Path(cached_file(os.fspath(name), "config.json"))
-        _check_settings(read_json(path, finite=False), path)
+        read_model_settings(cached_file(os.fspath(name), "config.json"))
         # False, not None: transformers would ask at the keyboard whether to run the model's code.
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # no such model, a kind nobody knows, a file that somebody bent
