@@ -352,21 +352,26 @@ def load_pretrained(
     model_class: type,  # of transformers or of ours, or an Auto class
     name: str | os.PathLike,  # on the hub, or a directory
     **options: Any,  # of `from_pretrained`
-) -> Any:  # the model; and what was missing, where `output_loading_info` asks for it
+) -> Any:  # the whole model; where `output_loading_info` asks for it, a part, and what was missing
     "Let transformers load a stranger's model. Raises `ValueError` with the reason in one line."
     read_shape(name)
     try:
         for path in find_weight_files(name):  # which names what is beside it, and nothing else
             if path.suffix != ".safetensors":
                 check_torch_file(path)
-        found = model_class.from_pretrained(name, trust_remote_code=False, weights_only=True,
-                                            **options)
+        model, report = model_class.from_pretrained(
+            name, trust_remote_code=False, weights_only=True,
+            **{**options, "output_loading_info": True})
     except Exception as error:  # whatever a reader meets in a file that somebody bent
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the weights of {str(name)!r} cannot be loaded: {reason}") from error
-    model = found[0] if isinstance(found, tuple) else found
     check_finite(model.state_dict(), repr(str(name)))
-    return found
+    if options.get("output_loading_info"):
+        return model, report
+    if lost := sorted(report["missing_keys"]):  # transformers draws them, and says so in a table
+        raise ValueError(f"{str(name)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all): "
+                         "its files are damaged, or do not belong together")
+    return model
 
 
 def from_huggingface(

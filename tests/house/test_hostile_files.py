@@ -166,8 +166,8 @@ def put_pickled(place, compress=False):
     torch.save(state, place / "pytorch_model.bin")
 
 
-def put_zip_bomb(path, num_bytes=3 << 30):
-    "A file of torch whose numbers are zeros, packed: some megabytes that want to be gigabytes."
+def put_zip_bomb(path, num_bytes=1 << 27):
+    "A file of torch whose numbers are zeros, packed: a thousand times what it weighs, or any number of times."
     small = path.with_suffix(".small")
     torch.save({"state_dict": {"a": torch.zeros(10)}, "global_step": 1}, small)
     with zipfile.ZipFile(small) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
@@ -364,7 +364,8 @@ def checkpoint_of(place):
 
 
 def change_state(path, **changes):
-    torch.save({**read_torch_file(path), **changes}, path)
+    torch.save({**read_torch_file(path), **changes}, path.with_suffix(".new"))  # the old one is mapped
+    path.with_suffix(".new").replace(path)
 
 
 def climbing(path):
