@@ -68,7 +68,7 @@ def parse_yaml(
     text: str,
     where: Any,  # that it is from, for messages
 ) -> Any:
-    "Read YAML as plain values. Raises `ValueError` in one line for all that is not small and plain."
+    "Read YAML as plain values. Raises `ValueError` in one line for what is not small and plain."
     try:
         loader = _Yaml(text)
         node = loader.get_single_node()

@@ -215,7 +215,10 @@ def _map_tokens(path: Path, header: dict) -> StoredDocuments:
         # No system maps a region without bytes.
         arrays.append(np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype))
         start += _padded(arrays[-1].nbytes)
-    documents = StoredDocuments(*arrays)
+    try:
+        documents = StoredDocuments(*arrays)
+    except ValueError as error:
+        raise StaleCache(f"{path}: {error}") from None
     object.__setattr__(documents, "path", path)  # the class is frozen
     return documents
 
@@ -246,9 +249,7 @@ def open_tokens(
     if checksum != header["crc32"]:
         raise StaleCache(f"{path} was changed after it was written (its checksum differs)")
     documents = _map_tokens(path, header)
-    ends, tokens = documents.offsets, documents.tokens
-    if ends[0] != 0 or ends[-1] != len(tokens) or (np.diff(ends) < 0).any():
-        raise StaleCache(f"{path} has documents that do not follow one another")
+    tokens = documents.tokens
     if len(tokens) and (tokens.min() < 0 or num_ids is not None and tokens.max() >= num_ids):
         raise StaleCache(f"{path} holds ids from {tokens.min()} to {tokens.max()}, and its "
                          f"tokenizer gives 0 to {'more' if num_ids is None else num_ids - 1}")

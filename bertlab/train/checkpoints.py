@@ -148,7 +148,9 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         safe = weights_only is not False  # Lightning's own default would run code
         if Path(path).is_file():  # else it is on another file system, which only Lightning reads
             state = read_torch_file(path, safe)
-            if isinstance(state, dict) and "global_step" in state:
+            if not isinstance(state, dict):
+                raise ValueError(f"{path} holds {type(state).__name__}, so it is no checkpoint")
+            if "global_step" in state:
                 _check_state(state, Path(path))
         return super().load_checkpoint(path, map_location, safe)
 
@@ -218,7 +220,7 @@ class RunCheckpoint(Checkpoint):
         self._rate: float | None = None  # of the step after which a checkpoint was written
 
     def setup(self, trainer, pl_module, stage: str) -> None:
-        self._restoring = stage == "fit" and trainer.ckpt_path is not None
+        self._restoring = stage == "fit"  # until the first step, if it goes on from something
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -265,8 +267,8 @@ class RunCheckpoint(Checkpoint):
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         self.signals.release()
         bent = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
-        if self._restoring and isinstance(exception, bent) and not isinstance(
-                exception, torch.OutOfMemoryError):
+        known = trainer.ckpt_path is not None and not isinstance(exception, torch.OutOfMemoryError)
+        if self._restoring and known and isinstance(exception, bent):
             self._restoring = False
             said = " ".join(str(exception).split())[:300]
             raise ValueError(f"the run cannot go on from {trainer.ckpt_path}: restoring it ends in "
