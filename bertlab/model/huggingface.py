@@ -451,11 +451,10 @@ def check_tokenizer(
 ) -> None:
     "Raise `ValueError` for a tokenizer that the model cannot serve."
     if (ids := count_ids(tokenizer)) > vocab_size:
-        raise ValueError(
-            f"tokenizer has ids up to {ids - 1}, {len(tokenizer)} entries, and the model's "
-            f"vocab_size is {vocab_size}; build the model with vocab_size={ids}, or take the "
-            "tokenizer that it was trained with"
-        )
+        gaps = f", with ids up to {ids - 1}," if ids > len(tokenizer) else ""
+        raise ValueError(f"tokenizer has {len(tokenizer)} entries{gaps} and the model's vocab_size "
+                         f"is {vocab_size}; build the model with vocab_size={ids}, or take the "
+                         "tokenizer that it was trained with")
     if needs_mask and tokenizer.mask_token_id is None:
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
 
