@@ -5,3 +5,4 @@ from . import pretrain as pretrain
 from . import demo as demo
 from . import finetune as finetune
 from . import main as main
+from . import speedrun as speedrun

@@ -197,6 +197,31 @@ def _distill(asked: Asked) -> None:
         print(f"stage {number}: {found}", flush=True)
 
 
+def _speedrun(asked: Asked) -> None:
+    "Race a recipe, or check a log of a race."
+    from bertlab.cli.speedrun import check_log, load_speedrun, speedrun
+
+    config = dict(asked.config)
+    log = config.pop("check")
+    if log is not None:
+        if not Path(log).is_file():
+            raise ValueError(f"there is no file {log}")
+        wrong = check_log(log)
+        if wrong:
+            raise ValueError(f"{log}: {'; '.join(wrong)}")
+        print(f"{log}: nothing that does not fit")
+        return
+    recipe, output = config["recipe"], config["output"]
+    if recipe is not None and not Path(recipe).is_file():
+        raise ValueError(f"there is no file {recipe}")
+    load_speedrun(recipe)
+    check_run_directory(output, bool(asked.resume), asked.overwrite)
+    quieten()
+    again = " ".join(["speedrun", *[recipe] * bool(recipe), "--resume --output", output])
+    go_on_with(again, lambda: speedrun(**config, resume=bool(asked.resume),
+                                       overwrite=asked.overwrite))
+
+
 def _devices(asked: Asked) -> None:
     "Describe every device here: memory, precision, attention kernel, peak; a run takes the first."
     from bertlab.core.devices import find_devices  # torch: seconds
@@ -207,7 +232,7 @@ def _devices(asked: Asked) -> None:
 _STARTED = time.perf_counter()
 _WORK = {"demo": _demo, "pretrain": _pretrain, "finetune": _finetune, "predict": _predict,
          "validate": _validate, "fill-mask": _fill_mask, "distill": _distill,
-         "devices": _devices}
+         "speedrun": _speedrun, "devices": _devices}
 
 
 def usage() -> str:
