@@ -25,6 +25,7 @@ from .options import COMMANDS, Asked, read_yaml
 from ..core.files import MARKER, check_run_directory
 from ..core.names import did_you_mean
 from ..data.sources import find_documents, is_local, looks_like_hub_name
+from ..data.tokenizers import TOKENIZER_FILES
 
 # %% ../../nbs/cli/05_main.ipynb #6d099bc3
 class Stopped(Exception):
@@ -186,13 +187,10 @@ def check_model_place(name: Any) -> None:  # a name, or a directory
         kept = sorted(place.glob("models/step-*"), key=lambda p: int(p.name.rpartition("-")[2]))
         there = f"its newest model is {kept[-1]}: name that" if kept else "it holds no model yet"
         raise ValueError(f"{name} is the directory of a run, not of a model; {there}")
-    if not any((place / file).exists() for file in ("config.json", *_TOKENIZER_FILES)):
+    if not any((place / file).exists() for file in ("config.json", *TOKENIZER_FILES)):
         held = sorted(path.name for path in place.iterdir())[:3]
         raise ValueError(f"{name} holds no model (no config.json; it holds "
                          f"{', '.join(held) or 'nothing'}); name the directory of one")
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
 def _check_place(asked: Asked) -> str:  # the directory of the run

@@ -41,7 +41,8 @@ from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
 from ..train.checkpoints import find_checkpoint, same_random_states
 from ..train.history import History
 from ..train.model_directories import ModelDirectories, ModelShelf
-from ..train.modules import PretrainingModule, load_encoder, pretraining_optimizer
+from ..train.modules import PretrainingModule, data_objective, load_encoder
+from ..train.modules import pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import batch_options
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
@@ -291,7 +292,7 @@ class Run:
         if self.choices.batch_tokens is not None:
             self._split_batch()
         self._settle_shape()
-        linked = {"objective": self.config["model"]["objective"],
+        linked = {"objective": data_objective(self.config["model"]["objective"]),
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
         self._check()
@@ -519,7 +520,8 @@ def validate(
     own_layers(model["model_config_kwargs"] or {})  # which the model may be made of
     model["model_config_kwargs"] = None  # the model has its own
     tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
-    linked = {"objective": model["objective"], "seed": config["seed_everything"]}
+    linked = {"objective": data_objective(model["objective"]),
+              "seed": config["seed_everything"]}
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})
     with naming_options():
         data = PretrainingDataModule(**{**config["data"], **linked, TOKENIZER: tokenizer})

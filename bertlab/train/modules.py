@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'HIGHEST_RATE', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
-           'settle_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model', 'settings_from',
-           'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options', 'check_recomputing', 'recompute',
-           'DirectoriesBeside', 'PretrainingModule']
+           'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model',
+           'settings_from', 'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options',
+           'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule']
 
 # %% ../../nbs/train/02_modules.ipynb #0120e55e
 import copy
@@ -30,6 +30,7 @@ from ..model.activation_checkpointing import checkpoint_activations, read_checkp
 from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part
+from ..data.collators import COLLATORS
 from ..data.rows import BOOKKEEPING
 from ..model.huggingface import bertlab_config, from_huggingface, read_shape, save_model
 from ..data.tokenizers import load_tokenizer
@@ -72,6 +73,16 @@ def settle_objective(
     if not known:
         OBJECTIVE_MODELS[name] = model
     return name
+
+
+def data_objective(
+    objective: Any,  # of a module, as `settle_objective` takes it
+) -> str:  # of the data
+    "The objective whose batches a model scores: its own, or that of the class it is made from."
+    name = settle_objective(objective)
+    bases = [one for one, model in OBJECTIVE_MODELS.items()
+             if one in COLLATORS and issubclass(OBJECTIVE_MODELS[name], model)]
+    return name if name in COLLATORS or not bases else bases[0]
 
 
 def check_batch(
@@ -404,9 +415,10 @@ class PretrainingModule(TrainingModule):
     def setup(self, stage: str) -> None:
         "Refuse a data module of another objective; stand beside Lightning's checkpoints."
         theirs = getattr(self.trainer.datamodule, "objective", None)  # None: a collator of your own
-        if theirs not in (None, self.hparams.objective):
+        asked = self.hparams.objective
+        if theirs not in (None, asked, data_objective(asked)):
             raise ValueError(f"the data module has objective={theirs!r} and the module "
-                             f"objective={self.hparams.objective!r}; give both the same")
+                             f"objective={asked!r}; give both the same")
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
