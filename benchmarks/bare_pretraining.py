@@ -14,9 +14,10 @@ import json
 import tempfile
 from pathlib import Path
 
-from sides import RESULTS, environment
+from sides import RESULTS
 
 from bertlab.cli.main import main as bertlab
+from bertlab.cli.pretrain import provenance
 from bertlab.core.files import written_whole
 
 SEEDS, STEPS = (0, 1, 2), (100, 300, 1000)
@@ -43,14 +44,15 @@ def run_once(steps: int, seed: int, rate: float | None, more: list[str]) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--rates", type=float, nargs="*", default=[5e-4], help="controls beside the rate nobody gave")
-    parser.add_argument("--quick", action="store_true", help="one seed of a short run of a smaller shape")
+    parser.add_argument("--quick", action="store_true", help="one seed of a short run on less text")
     parser.add_argument("--output", type=Path, help="default: results/bare_pretraining.json; quick: none")
     options = parser.parse_args()
-    steps, seeds, more = options.steps, SEEDS, []
+    steps, seeds, more = options.steps, options.seeds, []
     if options.quick:
         steps, seeds = (60,), SEEDS[:1]
-        more = ["--run.shape", "bert_tiny", "--data.train_batch_size", "8", "--data.data_kwargs.max_documents", "600"]
+        more = ["--run.vocab_size", "1000", "--data.train_batch_size", "8", "--data.data_kwargs.max_documents", "600"]
     found = []
     for length in steps:
         for rate in (None, *options.rates):
@@ -63,7 +65,7 @@ def main() -> None:
     output = options.output or (None if options.quick else RESULTS / "bare_pretraining.json")
     if output is not None:
         with written_whole(output) as temporary:
-            text = json.dumps({"environment": environment(), "quick": options.quick, "runs": found}, indent=1)
+            text = json.dumps({"environment": provenance(), "quick": options.quick, "runs": found}, indent=1)
             temporary.write_text(f"{text}\n", encoding="utf-8")
 
 
