@@ -159,8 +159,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
                          "those in configs/") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{path} is not YAML{place}: {problem or ' '.join(str(error).split())}; "
+        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{path}{place} is not YAML: {problem or ' '.join(str(error).split())}; "
                          "look there and in the line before it, for a bracket, a quotation mark or "
                          "an indentation") from None
     if not isinstance(content, dict):
