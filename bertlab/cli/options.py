@@ -40,10 +40,13 @@ class Option:
 def _comments(source: str) -> tuple[dict[int, str], dict[int, str]]:  # by line
     "Comments behind code, and comments that have a line of their own."
     behind, alone = {}, {}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            text = token.string.lstrip("# ").strip()
-            (behind if token.line[: token.start[1]].strip() else alone)[token.start[0]] = text
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                text = token.string.lstrip("# ").strip()
+                (behind if token.line[: token.start[1]].strip() else alone)[token.start[0]] = text
+    except tokenize.TokenError:  # a head alone ends in the middle of a statement
+        pass
     return behind, alone
 
 
@@ -107,7 +110,7 @@ def read_options(
     described, parameters = _from_docstring(node), list(_parameters(node))
     # Only the head is split into tokens: a class may be long.
     end = max((last for *_, last in parameters), default=begin) - begin + 1
-    behind, alone = _comments(_closed("".join(lines[:end])))
+    behind, alone = _comments(textwrap.dedent("".join(lines[:end])))
     found = []
     for number, (key, annotation, default, first, last) in enumerate(parameters):
         first, last = first - begin + 1, last - begin + 1
@@ -128,11 +131,8 @@ def read_options(
     return found
 
 
-def _closed(head: str) -> str:
-    "The head of a function in a form that the tokenizer of Python reads to its end."
-    return textwrap.dedent(head) + ")" * max(0, head.count("(") - head.count(")")) + "\n"
 
-# %% ../../nbs/cli/01_options.ipynb #6b45539a
+# %% ../../nbs/cli/01_options.ipynb #65b277dc
 @lru_cache(maxsize=None)
 def _kinds(annotation: str) -> tuple[tuple[str, str], ...]:  # (name, what is inside)
     "Take an annotation apart: unions give several."
@@ -193,6 +193,10 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
     names = {kind for kind, _ in _kinds(annotation)}
     if names <= {"str", "PathLike", "None", "Path"}:
         return None if text == "null" and "None" in names else text
+    if names <= {"list", "None"} and not (text == "null" and "None" in names):
+        inside = next(one for kind, one in _kinds(annotation) if kind == "list")
+        if not text.lstrip().startswith("["):  # a list of one
+            return [convert_text(text, inside, name)]
     try:
         value = parse_yaml(text, name)
     except ValueError:
@@ -207,33 +211,6 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
 # %% ../../nbs/cli/01_options.ipynb #65120b8d
 LIGHTNING = "lightning:pytorch/trainer/trainer.py"
 NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
-_WORDS = {  # where a parameter has no comment of its own
-    "scheduler_warmup_kind": "how the rate begins: constant, linear, cosine or exponential",
-    "scheduler_warmup_steps": "optimizer steps of the warmup",
-    "scheduler_training_kind": "how the rate goes on: constant, linear, cosine or exponential",
-    "scheduler_training_steps": "optimizer steps between warmup and cooldown; -1: the rest",
-    "scheduler_training_decay": "factor of the peak where the training phase ends",
-    "scheduler_cooldown_kind": "how the rate ends: constant, linear, inverse-sqrt, cosine or "
-                               "exponential",
-    "scheduler_cooldown_steps": "optimizer steps of the cooldown",
-    "scheduler_cooldown_decay": "factor of the peak at the end of the run",
-    "learning_rate": "peak of the schedule", "weight_decay": "on matrices",
-    "warmup_steps": "optimizer steps until the peak; or warmup_ratio",
-    "train_split": "split to train on, such as train or train[:10%]",
-    "val_split": "split to validate on", "test_split": "split to test on",
-    "dataset_config_name": "configuration of a hub dataset that has several",
-    "text_column": "column of the text, by name or by number from 1",
-    "label_column": "column of the label, by name or by number from 1",
-    "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
-    "test_batch_size": "rows per process in the test",
-    "vocab_size": "of the WordPiece tokenizer that is trained where none is named",
-    "num_workers": "processes that make batches; 0: none beside the run itself",
-    "collator_kwargs": "options of the collator, such as mlm_probability",
-    "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
-    "optimizer_kwargs": "options of the optimizer, such as betas",
-}
-
-
 @dataclass(frozen=True)
 class Asked:
     "What the words of a command line ask for."
@@ -256,13 +233,20 @@ def _suggest(name: str, known: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=None)
-def table_names(file: str, table: str) -> tuple[str, ...]:
+def table_names(
+    file: str,  # of `find_source`
+    table: str,  # what the file assigns to
+    key: str | None = None,  # take the texts of this entry of the dictionary; None: its keys
+) -> tuple[str, ...]:
     "The keys of a dictionary, or the texts of a tuple, that a source file assigns to a name."
     found = []
     for node in _parsed(find_source(file))[0].body:
         targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
         if any(getattr(target, "id", None) == table for target in targets):
-            inside = getattr(node.value, "keys", None) or getattr(node.value, "elts", [])
+            value = node.value
+            if key is not None:
+                value = next(v for k, v in zip(value.keys, value.values) if k.value == key)
+            inside = getattr(value, "keys", None) or getattr(value, "elts", [])
             found += [n.value for n in inside if isinstance(n, ast.Constant)]
     return tuple(found)
 
@@ -281,7 +265,9 @@ class Command:
     defaults: dict[str, Any] = field(default_factory=dict)  # where they are not the class's
     skip: tuple[str, ...] = ()  # options that the command decides itself
     follows: dict[str, str] = field(default_factory=dict)  # option: the one that it equals
-    choices: dict[str, tuple[str, str]] = field(default_factory=dict)  # option: file and table
+    # Option: what `table_names` is asked for.
+    choices: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)  # positional: what the help calls it
     helps: dict[str, str] = field(default_factory=dict)  # in place of the class's comments
     more: tuple[Option, ...] = ()  # options without a section
     epilog: str = ""
@@ -294,7 +280,7 @@ class Command:
                 key = f"{prefix}.{option.name}" if prefix else option.name
                 if key not in self.skip and key not in self.follows:
                     default = self.defaults.get(key, option.default)
-                    help = self.helps.get(key) or option.help or _WORDS.get(option.name, "")
+                    help = self.helps.get(key) or option.help
                     required = option.required and key not in self.defaults
                     found[key] = Option(key, option.kind, default, help, required)
         return found
@@ -325,15 +311,22 @@ class Command:
             if not rest or (not equals and rest[0].startswith("--")):
                 raise ValueError(f"--{name} needs a value")
             texts.append((name, key, rest.pop(0), grows))
-        for text, key in zip(positional, self._places(positional)):
-            texts.append((key, key, text, known[key].kind.startswith(("list", "Sequence"))))
+        for key, several in self._places(positional).items():
+            if f"*{key}" in self.positionals:  # all of them, as they were typed
+                listed = len(several) > 1 or known[key].kind.startswith(("list", "Sequence"))
+                given[key] = several if listed else several[0]
+            else:
+                texts.append((key, key, several[0], False))
         if "help" in own["flags"]:
             return Asked(self.name, {}, {}, [], shown=self.help())
         layers = [(None, dict(base))] if base else []
         for path, content in [*layers, *((file, read_yaml(file)) for file in own["files"])]:
             given.update(self._from_file(path, content, known))
-        for name, key, text, grows in texts:
-            self._set(given, known[key], name, text, grows)
+        seen: set[str] = set()
+        for name, key, text, grows in texts:  # a flag for a list may come several times
+            again = name in seen and known[key].kind.startswith(("list", "Sequence"))
+            self._set(given, known[key], name, text, grows or again)
+            seen.add(name)
         self._check_choices(given)
         config = self._complete(known, given)
         shown = None
@@ -387,7 +380,7 @@ class Command:
         alone = not rest or rest[0].startswith("--")
         return alone or (kinds == {"bool"} and rest[0].lower() not in ("true", "false"))
 
-    def _places(self, positional: list[str]) -> list[str]:  # an option for each word
+    def _places(self, positional: list[str]) -> dict[str, list[str]]:  # option: its words
         "Which option each word without a flag is."
         names = [name.lstrip("*") for name in self.positionals]
         if self.positionals and self.positionals[-1].startswith("*"):
@@ -395,7 +388,10 @@ class Command:
         if len(positional) > len(names):
             raise ValueError(f"nobody reads {positional[len(names)]!r}: a flag begins with --; see "
                              f"bertlab {self.name} --help")
-        return names[: len(positional)]
+        found: dict[str, list[str]] = {}
+        for name, word in zip(names, positional):
+            found.setdefault(name, []).append(word)
+        return found
 
     def _from_file(self, path: str | None, content: dict, known: Mapping[str, Option]) -> dict:
         "The options that a file sets, by dotted name; each has its type."
@@ -445,8 +441,8 @@ class Command:
             names = self.known_names(key)
             for value in given.get(key) if isinstance(given.get(key), list) else [given.get(key)]:
                 if names and isinstance(value, str) and value not in names and "." not in value:
-                    near = did_you_mean(value, names)
-                    raise ValueError(f"{key} {value!r} is unknown{near}; choose one of "
+                    hint = did_you_mean(value, names) or ";"
+                    raise ValueError(f"{key} {value!r} is unknown{hint} choose one of "
                                      f"{', '.join(names)}")
 
     def _complete(self, known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,9 +457,12 @@ class Command:
     def help(self) -> str:
         "What `--help` shows: every option with its type, its default and its comment."
         known, width = self.options(), min(100, shutil.get_terminal_size().columns)
-        titles = [f"[{name.rpartition(chr(46))[2].lstrip('*').upper()}{' ...' * (name[0] == '*')}]"
-                  if not known[name.lstrip("*")].required else name.upper()
-                  for name in self.positionals]
+        titles = []
+        for name in self.positionals:
+            plain = name.lstrip("*")
+            title = self.titles.get(plain, plain.rpartition(".")[2].upper())
+            title += " ..." * (name != plain)
+            titles.append(title if known[plain].required else f"[{title}]")
         usage = " ".join(["usage: bertlab", self.name, *titles, "[options]"])
         lines = [usage, "", self.about, ""]
         own = [("--help", "show this")]
@@ -477,7 +476,7 @@ class Command:
         entries = {"": own}
         for key, option in known.items():
             section = key.rpartition(".")[0]
-            plain = [name.lstrip("*") for name in self.positionals]
+            plain = [name.lstrip("*") for name in self.positionals if "." not in name]
             flag = key.upper() if key in plain else f"--{key} {_short(option.kind)}"
             entries.setdefault(section, []).append((flag, self._describe(option)))
         for section, pairs in entries.items():
@@ -516,7 +515,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #7ae048e3
+# %% ../../nbs/cli/01_options.ipynb #86aa3ecc
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
@@ -527,10 +526,19 @@ _PRETRAIN = dict(
     follows={"data.objective": "model.objective", "data.seed": "seed_everything"},
     choices={"model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
              "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
+             **{f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "KINDS", phase)
+                for phase in ("warmup", "training", "cooldown")},
+             "data.file_format": ("data/readers.py", "FORMATS"),
+             "run.shape": ("cli/pretrain.py", "SHAPES"),
              "run.progress": ("train/monitors.py", "PROGRESS"),
              "run.loggers": ("train/monitors.py", "_LOGGERS")},
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
                                 "and init_args; they come after the run's own"},
+    epilog="Parts of your own lie in a file beside you, my_file.py, and are named by it: "
+           "--data.collator my_file.MyCollator, --model.optimizer_class my_file.MyOptimizer, "
+           "--model.schedule my_file.my_schedule, --trainer.callbacks my_file.MyCallback, "
+           "--model.objective my_file.MyModel, --model.model_config_kwargs.norm my_file.MyNorm "
+           "(mlp and hidden_activation likewise). The guide 'Your own parts' runs one of each.",
 )
 COMMANDS = {command.name: command for command in (
     Command("demo", "train a small encoder on text, in minutes",
@@ -538,8 +546,13 @@ COMMANDS = {command.name: command for command in (
             more=(Option("output", "str", "bertlab-demo", "directory of the run"),
                   Option("config", "str | None", None, "recipe to start from, such as the run.yaml "
                                                        "of a run")),
-            resume="go on with the run in --output", overwrite=True),
-    Command("pretrain", "train by configuration files and flags", **_PRETRAIN,
+            resume="go on with the run in --output", overwrite=True,
+            choices={"level": ("cli/demo.py", "LEVELS"),
+                     "precision": ("cli/demo.py", "PRECISIONS")}),
+    Command("pretrain", "train on texts (files, directories, hub datasets; none: Python's own "
+            "documentation), by flags and configuration files",
+            positionals=("*data.train_dataset_name_or_path",),
+            titles={"data.train_dataset_name_or_path": "TEXT"}, **_PRETRAIN,
             resume="go on with a run, in run.output or in DIRECTORY", overwrite=True),
     Command("finetune", "fine-tune a model on a task, by configuration files and flags",
             {"model": ("finetuning/module.py", "FinetuningModule"),
@@ -558,7 +571,13 @@ COMMANDS = {command.name: command for command in (
             follows={"data.task": "model.task"},
             choices={"run.progress": ("train/monitors.py", "PROGRESS"),
                      "run.glue": ("cli/finetune.py", "GLUE"),
-                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
+                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
+                     "model.scheduler_type": ("finetuning/module.py", "SCHEDULES"),
+                     "model.task": ("finetuning/data.py", "TASKS")},
+            epilog="Parts of your own lie in a file beside you, my_file.py, and are named by it: "
+                   "--model.optimizer_class my_file.MyOptimizer, --model.scheduler_type "
+                   "my_file.my_schedule, --trainer.callbacks my_file.MyCallback. The guide 'Your "
+                   "own parts' runs one of each."),
     Command("predict", "label what a file or standard input holds",
             {"": ("cli/finetune.py", "predict")}, ("directory", "file"), overwrite=True,
             skip=("overwrite",)),
@@ -571,7 +590,7 @@ COMMANDS = {command.name: command for command in (
             ("config",), resume="go on with what is in --output", overwrite=True,
             skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
                 "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
-                "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
+                "checkpoint_every_steps", "keep_last", "keep_best", "report", "shape"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
     Command("speedrun", "race a recipe to a target loss, with a log that others can check",
             {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),

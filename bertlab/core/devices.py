@@ -429,7 +429,7 @@ def check_count(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
     devices: int | str | Sequence[int],  # a number, "auto", -1 for all, "0,2" or [0, 2]
 ) -> None:
-    "Raise `ValueError` for devices that are not there. A CPU runs any number of processes."
+    "Raise `ValueError` for devices that are not there. A CPU runs several processes a core."
     given, text = devices, str(devices).replace(" ", "")
     if text in ("auto", "-1"):
         return
@@ -445,7 +445,10 @@ def check_count(
     if wrong or isinstance(devices, bool):
         raise ValueError(f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
                          "of different numbers from 0 on")
-    there = count_devices(kind)
+    there, cores = count_devices(kind), os.cpu_count() or 1
+    if kind == "cpu" and wanted > max(8, 4 * cores):
+        raise ValueError(f"devices={given!r} asks for {wanted} processes on {cores} cores, which "
+                         f"would keep each other waiting; set devices={cores} or fewer")
     # A TPU host that is known by its variable alone does not say how many devices it has.
     unknown = kind == "cpu" or (kind == "tpu" and there < 2)
     if wanted > there and not unknown:

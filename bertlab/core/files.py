@@ -198,7 +198,11 @@ def prepare_run_directory(
     "Check as above, then make room. Raises `OSError` where the directory cannot be written."
     check_run_directory(directory, resume, overwrite)
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"output {directory} cannot be made ({error.strerror}); choose another "
+                      "directory") from None
     if overwrite and (directory / MARKER).exists():
         move_aside(directory)
     return directory

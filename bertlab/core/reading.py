@@ -78,6 +78,12 @@ def parse_yaml(
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError(f"{where} is not YAML that can be read: it is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{where} is not YAML{place}: {error.problem or _one_line(error)}; look "
+                         "there and in the line before it, for a bracket, a quotation mark or an "
+                         "indentation") from None
     except Exception as error:  # of a tag with a value that does not fit it: KeyError, IndexError
         raise ValueError(f"{where} is not YAML: {_one_line(error)}") from None
 

@@ -115,7 +115,7 @@ def readable(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:  # of the sa
     "Move what a model gave to where it can be scored."
     return apply_to_collection(values, Tensor, lambda t: t.to(_readable_device(t.device)))
 
-# %% ../../nbs/finetuning/07_module.ipynb #c819f01a
+# %% ../../nbs/finetuning/07_module.ipynb #f260b5c8
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 TARGETS = ("labels", "start_positions", "end_positions")
 
@@ -128,15 +128,17 @@ class FinetuningModule(TrainingModule):
         task: str,  # classification, token_classification, question_answering
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        learning_rate: float = 1e-5, weight_decay: float = 0.01,
+        learning_rate: float = 1e-5,  # peak of the schedule
+        weight_decay: float = 0.01,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
-        optimizer_kwargs: dict[str, Any] | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         optimizer_quantized: bool = False,  # moments of 8 bits
         # linear, cosine, constant, polynomial, or your own: called with the optimizer and kwargs
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
-        warmup_steps: int = 0, warmup_ratio: float = 0.0,  # one of them
+        warmup_steps: int = 0,  # optimizer steps until the peak
+        warmup_ratio: float = 0.0,  # the same as a share of the run; one of them
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
         *,
         problem_type: str | None = None,  # one of PROBLEM_OF's; None: the data's
