@@ -142,7 +142,7 @@ def train_byte_level(
 
 # %% ../../nbs/data/05_tokenizers.ipynb #b736e5bc
 def byte_letters() -> dict[str, int]:  # letter: byte
-    "The letters in which byte-level BPE writes bytes: printable ones as they are, the rest from 256."
+    "The letters that byte-level BPE writes for bytes: printable ones as they are, others from 256."
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -155,7 +155,7 @@ _MAX_WORDS = 200_000  # different words to train on, the most frequent ones
 
 
 class CutLattice:
-    "All ways to cut each of many words into known pieces, as arrays of edges (Kudo 2018, sec. 3.1)."
+    "All ways to cut each of many words into known pieces, as arrays of edges (Kudo 2018, sec. 3)."
 
     def __init__(
         self,
@@ -292,7 +292,8 @@ def train_unigram(
         if num_alive <= target:
             break
         others_V = own_lattice.sweep(p_V)[np.arange(len(pieces)), lengths_V] - p_V
-        loss_V = expected_V * (np.log(np.maximum(p_V, 1e-300)) - np.log(np.maximum(others_V, 1e-300)))
+        ratio_V = np.maximum(p_V, 1e-300) / np.maximum(others_V, 1e-300)
+        loss_V = expected_V * np.log(ratio_V)
         loss_V[:num_fixed], loss_V[~alive_V] = np.inf, -np.inf
         kept = np.argsort(-loss_V, kind="stable")[: max(target, num_alive * 3 // 4)]
         alive_V = np.zeros(len(pieces), bool)
