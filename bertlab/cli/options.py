@@ -255,7 +255,7 @@ _WORDS = {  # where a parameter has no comment of its own
     "label_column": "column of the label, by name or by number from 1",
     "train_batch_size": "rows per process", "val_batch_size": "rows per process in validation",
     "test_batch_size": "rows per process in the test",
-    "vocab_size": "of the WordPiece tokenizer that is trained where none is named",
+    "vocab_size": "of the tokenizer that is trained where none is named",
     "num_workers": "processes that make batches; 0: none beside the run itself",
     "collator_kwargs": "options of the collator, such as mlm_probability",
     "optimizer_class": "an optimizer by name, or a class of yours as my_file.MyOptimizer",
@@ -557,10 +557,12 @@ _PRETRAIN = dict(
     choices={"model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
              "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
              "run.progress": ("train/monitors.py", "PROGRESS"),
+             "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_KINDS"),
              "run.loggers": ("train/monitors.py", "_LOGGERS")},
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
                                 "and init_args; they come after the run's own"},
 )
+_KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_KINDS")}
 COMMANDS = {command.name: command for command in (
     Command("demo", "train a small encoder on text, in minutes",
             {"": ("cli/demo.py", "Recipe")},
@@ -599,8 +601,19 @@ COMMANDS = {command.name: command for command in (
             {"": ("cli/pretrain.py", "distill"), "run": ("cli/pretrain.py", "RunChoices")},
             ("config",), resume="go on with what is in --output", overwrite=True,
             skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
-                "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
+                "output", "vocab_size", "tokenizer_kind", "val_every_steps", "validate_first", "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("tokenizer train", "train a tokenizer on text",
+            {"": ("cli/vocabularies.py", "train")}, ("*sources",), choices=_KINDS),
+    Command("tokenizer compare", "measure tokenizers, and models by bits per byte, side by side",
+            {"": ("cli/vocabularies.py", "compare")}, ("*tokenizers",)),
+    Command("tokenizer extend", "add pieces for a text to a model or tokenizer",
+            {"": ("cli/vocabularies.py", "extend")}, ("directory", "output")),
+    Command("tokenizer trim", "drop what a text never uses from a model or tokenizer",
+            {"": ("cli/vocabularies.py", "trim")}, ("directory", "output")),
+    Command("tokenizer transplant", "give a model another tokenizer",
+            {"": ("cli/vocabularies.py", "transplant")}, ("directory", "tokenizer", "output"),
+            choices={"method": ("model/vocabulary.py", "TRANSPLANTS")}),
     Command("devices", "say what a run would use here", {}),
 )}

@@ -27,9 +27,10 @@ import bertlab
 from .options import COMMANDS, Asked, read_yaml
 from ..core.devices import check_request, describe_device
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
-from ..core.names import find_object
+from ..core.names import find_object, look_up
 from ..data.module import PretrainingDataModule, training_texts
-from ..data.tokenizers import choose_tokenizer, load_tokenizer, train_tokenizer
+from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, load_tokenizer
+from ..data.tokenizers import train_tokenizer
 from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
@@ -48,7 +49,8 @@ class RunChoices:
     "Where a run writes, when it ends, and who watches it. Raises `ValueError`."
 
     output: str = "bertlab-run"  # directory of the run
-    vocab_size: int = 4096  # of the WordPiece tokenizer that is trained where none is named
+    vocab_size: int = 4096  # of the tokenizer that is trained where none is named
+    tokenizer_kind: str = "wordpiece"  # its family
     # Positions of one optimizer step over all processes, as 65536, or 64K for 64,000.
     batch_tokens: int | str | None = None  # decides rows per batch and accumulation
     microbatch_tokens: int | str | None = None  # positions that one process computes at once
@@ -76,6 +78,7 @@ class RunChoices:
 
     def __post_init__(self):
         known, progress = COMMANDS["pretrain"].known_names("run.progress"), self.progress
+        look_up(self.tokenizer_kind, TOKENIZER_KINDS, "run.tokenizer_kind")
         if progress not in known:
             raise ValueError(f"run.progress {progress!r} is unknown; choose one of "
                              f"{', '.join(known)}")
@@ -287,7 +290,8 @@ class Run:
             self.tokenizer = choose_tokenizer(
                 [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
                 self.output / "tokenizer" if self.resume else None,
-                lambda: train_tokenizer(self._texts(), self.choices.vocab_size))
+                lambda: train_tokenizer(self._texts(), self.choices.vocab_size,
+                                        kind=self.choices.tokenizer_kind))
             self.data.tokenizer = self.tokenizer
             self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             self.data.prepare_data()
