@@ -174,7 +174,8 @@ def use_vectors(
     positive = information > 0
     places = torch.from_numpy(np.stack((left[positive], right[positive])))
     values = torch.from_numpy(information[positive]).float()
-    table_VV = torch.sparse_coo_tensor(places, values, (vocab_size, vocab_size)).coalesce()
+    table_VV = torch.sparse_coo_tensor(places, values, (vocab_size, vocab_size),
+                                       check_invariants=True).coalesce()
     rank = min(width, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the decomposition begins with random directions
@@ -216,10 +217,11 @@ def _by_linear(old_VD: Tensor, found: Counterparts, use_VU: Tensor, ridge: float
     new_VD, (twins, others) = mean_rows(old_VD, found.parts), _known(found, use_VU)
     if len(twins) and len(others):
         rows = new_VD[twins].float().reshape(len(twins), -1)
-        x, middle = use_VU[twins], rows.mean(0)
+        center, middle = use_VU[twins].mean(0), rows.mean(0)
+        x = use_VU[twins] - center
         gram = x.T @ x + ridge * torch.eye(x.shape[1])
         weights = torch.linalg.solve(gram, x.T @ (rows - middle))
-        new_VD[others] = (use_VU[others] @ weights + middle).reshape(
+        new_VD[others] = ((use_VU[others] - center) @ weights + middle).reshape(
             len(others), *old_VD.shape[1:]).to(old_VD)
     return new_VD
 
