@@ -615,5 +615,11 @@ COMMANDS = {command.name: command for command in (
     Command("tokenizer transplant", "give a model another tokenizer",
             {"": ("cli/vocabularies.py", "transplant")}, ("directory", "tokenizer", "output"),
             choices={"method": ("model/vocabulary.py", "TRANSPLANTS")}),
+    Command("speedrun", "race a recipe to a target loss, with a log that others can check",
+            {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
+            more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
+                                                      "it, and train nothing"),),
+            resume="go on with the seeds that are not finished", overwrite=True,
+            skip=("resume", "overwrite")),
     Command("devices", "say what a run would use here", {}),
 )}
