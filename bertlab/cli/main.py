@@ -233,6 +233,26 @@ def _speedrun(asked: Asked) -> None:
                                        overwrite=asked.overwrite))
 
 
+def _card(asked: Asked) -> None:
+    "Write a model card, or send model and card to a hub."
+    config = dict(asked.config)
+    directory = config.pop("directory")
+    if not Path(directory).is_dir():
+        raise ValueError(f"no such directory: {directory}")
+    from bertlab.cli.pretrain import find_model  # torch: seconds
+    from bertlab.train.model_cards import CardChoices, push_model, write_card
+
+    quieten()
+    pushing = {name: config.pop(name) for name in ("repo", "private", "message", "dry_run")
+               if name in config}
+    place, choices = find_model(directory), CardChoices(**config)
+    if asked.command == "card":
+        print(write_card(place, choices, asked.overwrite), flush=True)
+        return
+    sent = push_model(place, choices=choices, **pushing)
+    print("\n".join(sent["files"]), sent["commit"] or "nothing was sent", sep="\n", flush=True)
+
+
 def _devices(asked: Asked) -> None:
     "Describe every device here: memory, precision, attention kernel, peak; a run takes the first."
     from bertlab.core.devices import find_devices  # torch: seconds
@@ -243,7 +263,8 @@ def _devices(asked: Asked) -> None:
 _STARTED = time.perf_counter()
 _WORK = {"demo": _demo, "pretrain": _pretrain, "finetune": _finetune, "predict": _predict,
          "validate": _validate, "fill-mask": _fill_mask, "distill": _distill,
-         "speedrun": _speedrun, "devices": _devices,
+         "speedrun": _speedrun, "card": _card,
+         "push": _card, "devices": _devices,
          **{name: _tokenizer for name in COMMANDS if name.startswith("tokenizer ")}}
 
 

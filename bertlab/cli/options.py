@@ -562,6 +562,7 @@ _PRETRAIN = dict(
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
                                 "and init_args; they come after the run's own"},
 )
+_OF_MODEL = Option("directory", "str", None, "of a run, or of a model", required=True)
 _KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_KINDS")}
 COMMANDS = {command.name: command for command in (
     Command("demo", "train a small encoder on text, in minutes",
@@ -621,5 +622,14 @@ COMMANDS = {command.name: command for command in (
                                                       "it, and train nothing"),),
             resume="go on with the seeds that are not finished", overwrite=True,
             skip=("resume", "overwrite")),
+    Command("card", "write a model card beside a model",
+            {"": ("train/model_cards.py", "CardChoices")}, ("directory",), overwrite=True,
+            more=(_OF_MODEL,)),
+    Command("push", "send a model and its card to a hub, in one commit",
+            {"": ("train/model_cards.py", "CardChoices")}, ("directory", "repo"),
+            more=(_OF_MODEL, Option("repo", "str", None, "owner/name on the hub", required=True),
+                  Option("private", "bool", False, "nobody else may see a new repository"),
+                  Option("message", "str", "Model and card", "of the commit"),
+                  Option("dry_run", "bool", False, "check everything, send nothing"))),
     Command("devices", "say what a run would use here", {}),
 )}
