@@ -127,7 +127,7 @@ class Hub(BaseHTTPRequestHandler):
         if hub.refuses:
             return self.answer({"error": "you may not"}, 403)
         if self.path == "/api/repos/create":
-            return self.answer({"url": f"http://hub/{json.loads(body)['name']}", "name": json.loads(body)["name"]})
+            return self.answer({"url": f"http://127.0.0.1:{hub.server_port}/me/{json.loads(body)['name']}", "name": json.loads(body)["name"]})
         if self.path == "/api/validate-yaml":
             return self.answer({"errors": [], "warnings": []})
         if "/preupload/" in self.path:
