@@ -28,6 +28,7 @@ _FACE = {
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
+    "data.tokenizer_measures": "compare_tokenizers measure_tokenizer",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
@@ -44,6 +45,7 @@ _FACE = {
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
+    "model.vocabulary": "extend_vocabulary masked_bits_per_byte transplant_vocabulary trim_vocabulary",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
@@ -64,6 +66,7 @@ _FACE = {
     "train.reports": "RunReport",
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
+    "train.model_cards": "CardChoices make_card push_model",
     "train.stages": "Stage load_stages train_stages",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",

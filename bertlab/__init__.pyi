@@ -41,6 +41,8 @@ from .data.streaming import PackedStream as PackedStream
 from .data.mixing import mix_documents as mix_documents
 from .data.module import PretrainingDataModule as PretrainingDataModule
 from .data.plain_models import PlainModelCollator as PlainModelCollator
+from .data.tokenizer_measures import compare_tokenizers as compare_tokenizers
+from .data.tokenizer_measures import measure_tokenizer as measure_tokenizer
 from .model.config import BertLabConfig as BertLabConfig
 from .model.config import bert_base as bert_base
 from .model.config import bert_large as bert_large
@@ -75,6 +77,10 @@ from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
+from .model.vocabulary import extend_vocabulary as extend_vocabulary
+from .model.vocabulary import masked_bits_per_byte as masked_bits_per_byte
+from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
+from .model.vocabulary import trim_vocabulary as trim_vocabulary
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
@@ -114,6 +120,9 @@ from .train.reports import RunReport as RunReport
 from .train.trainer import make_trainer as make_trainer
 from .train.trainer import seed_everything as seed_everything
 from .train.distill import DistillationModule as DistillationModule
+from .train.model_cards import CardChoices as CardChoices
+from .train.model_cards import make_card as make_card
+from .train.model_cards import push_model as push_model
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages

@@ -20,4 +20,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "mixing",
     "module",
     "plain_models",
+    "tokenizer_measures",
+    "vocabularies",
 ))

@@ -16,3 +16,5 @@ from . import streaming as streaming
 from . import mixing as mixing
 from . import module as module
 from . import plain_models as plain_models
+from . import tokenizer_measures as tokenizer_measures
+from . import vocabularies as vocabularies

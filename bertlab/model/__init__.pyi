@@ -13,3 +13,4 @@ from . import generate as generate
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing
 from . import float8 as float8
+from . import vocabulary as vocabulary
