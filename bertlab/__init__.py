@@ -23,7 +23,8 @@ _FACE = {
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
     "data.packing": "PackedDataset TokenizedDocuments",
-    "data.cache": "open_tokens tokenize_documents",
+    "data.shards": "BlockedDataset StoredDocuments open_shards",
+    "data.cache": "tokenize_documents",
     "data.streaming": "PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
