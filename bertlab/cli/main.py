@@ -197,6 +197,24 @@ def _distill(asked: Asked) -> None:
         print(f"stage {number}: {found}", flush=True)
 
 
+def _tokenize(asked: Asked) -> None:
+    "Tokenize, and say what is there now and how to train on it."
+    from bertlab.data.tokenize import tokenize_shards  # transformers: seconds
+
+    quieten()
+    made = tokenize_shards(**{**asked.config, "overwrite": asked.overwrite})
+    output = asked.config["output"]
+    if "queued" in made:
+        print(f"{made['queued']} parts are queued; {output} can be trained on when its manifest "
+              "is there", flush=True)
+        return
+    for what, count in made["notes"].items():
+        print(f"{count:,} documents {what}", flush=True)
+    print(f"{made['tokens']:,} tokens of {made['documents']:,} documents in {len(made['shards'])} "
+          f"shards; train on them with\n  bertlab pretrain --data.train_dataset_name_or_path "
+          f"{output}", flush=True)
+
+
 def _devices(asked: Asked) -> None:
     "Describe every device here: memory, precision, attention kernel, peak; a run takes the first."
     from bertlab.core.devices import find_devices  # torch: seconds
@@ -207,7 +225,7 @@ def _devices(asked: Asked) -> None:
 _STARTED = time.perf_counter()
 _WORK = {"demo": _demo, "pretrain": _pretrain, "finetune": _finetune, "predict": _predict,
          "validate": _validate, "fill-mask": _fill_mask, "distill": _distill,
-         "devices": _devices}
+         "tokenize": _tokenize, "devices": _devices}
 
 
 def usage() -> str:

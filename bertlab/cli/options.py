@@ -602,5 +602,9 @@ COMMANDS = {command.name: command for command in (
                 "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("tokenize", "turn text into shards of tokens, to train on",
+            {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",), overwrite=True,
+            skip=("overwrite",), choices={"executor": ("data/tokenize.py", "EXECUTORS"),
+                                          "filters": ("data/tokenize.py", "FILTERS")}),
     Command("devices", "say what a run would use here", {}),
 )}

@@ -287,7 +287,7 @@ class Run:
             self.tokenizer = choose_tokenizer(
                 [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
                 self.output / "tokenizer" if self.resume else None,
-                lambda: train_tokenizer(self._texts(), self.choices.vocab_size))
+                self._own_tokenizer)
             self.data.tokenizer = self.tokenizer
             self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             self.data.prepare_data()
@@ -296,6 +296,14 @@ class Run:
             self.data.train_dataloader()  # refuses a batch that is larger than the text
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
         self.history = self.trainer.callbacks[0]
+
+    def _own_tokenizer(self) -> Any:
+        "The one that made the tokens, where the data is shards; else one that is trained here."
+        stored = [] if self.data.streaming else [s for s in self.data.sources if s.stored]
+        beside = [source.stored.path / "tokenizer" for source in stored]
+        if beside and beside[0].is_dir():
+            return load_tokenizer(beside[0])
+        return train_tokenizer(self._texts(), self.choices.vocab_size)
 
     def _texts(self) -> list[str]:
         "What a tokenizer is trained on; the data module keeps what is read here."

@@ -184,10 +184,11 @@ def _json_sum(record: dict) -> int:
     return zlib.crc32(json.dumps(plain, sort_keys=True).encode())
 
 
-def _write_json(path: Path, record: dict) -> None:
+def _write_json(path: Path, record: dict) -> dict:  # as it stands in the file
+    record = {**record, "crc32": _json_sum(record)}
     with written_whole(path) as temporary:
-        text = json.dumps({**record, "crc32": _json_sum(record)}, indent=1)
-        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
 
 
 def write_part(
@@ -199,7 +200,7 @@ def write_part(
     *,
     shard_tokens: int = SHARD_TOKENS,
     block_tokens: int = BLOCK_TOKENS,
-    notes: dict | None = None,  # kept in the record, such as how many documents were left out
+    notes: dict | None = None,  # kept in the record as it is at the end: what was left out
 ) -> dict:  # the record
     "Write the shards of one part, or what is lacking of them; at last its record."
     directory = Path(directory)
@@ -210,15 +211,15 @@ def write_part(
     for stale in directory.glob(f"part-{part:05d}-*.shard"):
         if stale.name not in {facts["file"] for facts in shards}:
             stale.unlink(missing_ok=True)
-    blocks = cut_blocks(encode(sum(facts["documents"] for facts in shards)), block_tokens)
+    whole = sum(facts["documents"] for facts in shards)
+    blocks = cut_blocks(encode(whole), min(block_tokens, shard_tokens))
     for first in blocks:
         path = directory / f"part-{part:05d}-{len(shards):04d}.shard"
         shards.append(write_shard(path, chain([first], _until(blocks, shard_tokens, len(first[0]))),
                                   key, dtype))
     # A source is known to be empty when it was read; its part then has no shard.
     record = {"key": key, "shards": shards, "notes": dict(notes or {})}
-    _write_json(directory / f"part-{part:05d}.json", record)
-    return {**record, "crc32": _json_sum(record)}
+    return _write_json(directory / f"part-{part:05d}.json", record)
 
 
 def _until(
@@ -262,7 +263,7 @@ def finish_shards(
                 "documents": num_documents, "parts": num_parts,
                 "blocks": {"file": name, "count": len(blocks) - 1, "crc32": _sum(blocks)},
                 **(facts or {}), "shards": shards}
-    _write_json(directory / MANIFEST, manifest)
+    manifest = _write_json(directory / MANIFEST, manifest)
     for old in directory.glob("blocks-*.npy"):
         if old.name != name:
             old.unlink(missing_ok=True)
