@@ -38,7 +38,7 @@ from ..train.history import History
 from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, load_encoder, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import batch_options
+from ..train.parallel import batch_options, find_launch
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
@@ -223,6 +223,8 @@ class Run:
         self.config = {name: dict(part) if isinstance(part, Mapping) else part
                        for name, part in config.items()}
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
+        if (launch := find_launch()) is not None:  # who started the processes knows how many
+            self.config["trainer"] |= {"devices": launch.devices, "num_nodes": launch.num_nodes}
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
@@ -391,6 +393,7 @@ def pretrain(
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
     run.fit()
+    run.trainer.strategy.barrier()  # the first process writes what all read here
     return json.loads((run.output / "metrics.json").read_text(encoding="utf-8"))
 
 # %% ../../nbs/cli/02_pretrain.ipynb #a3202d38

@@ -178,8 +178,9 @@ def pack_texts(
     if not isinstance(texts, TokenizedDocuments):
         texts = tokenize_documents(texts, tokenizer, num_proc=1)
     stored = isinstance(texts, StoredDocuments)
+    num_blocks = texts.num_blocks if stored else len(block_edges(texts)) - 1
     # More than a block of tokens is planned block by block, in memory as on disk.
-    if (texts.num_blocks if stored else len(block_edges(texts)) - 1) > 1 or stored and texts.left_out:
+    if num_blocks > 1 or (stored and texts.left_out):
         options["packing"], kind = packing, BlockedDataset
     else:
         kind = PackedDataset if packing else PaddedDataset

@@ -603,7 +603,9 @@ class BlockedDataset(PackedDataset):
     def _count(self) -> np.ndarray:  # (blocks, counts) int64
         "Rows and tokens of each block, from a file beside the shards where it is there."
         facts = [self.capacity, self.num_special, *self.cutting.values(), self.packing]
-        count = lambda number: count_block(self.source.block(number, tokens=False), *facts)  # noqa: E731
+        def count(number: int) -> tuple[int, ...]:
+            return count_block(self.source.block(number, tokens=False), *facts)
+
         if not isinstance(self.documents, StoredDocuments):
             return np.array([count(n) for n in range(self.source.num_blocks)], np.int64) \
                 .reshape(-1, len(_COUNTS))
