@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['open_source', 'ShuffledReader', 'StreamWindow', 'cut_document', 'BestFitBuffer', 'RowPacker', 'PackedStream',
-           'StreamBatches', 'TokenStream']
+           'StreamBatches', 'TokenStream', 'LanedStream']
 
 # %% ../../nbs/data/14_streaming.ipynb #061752d6
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
+from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -406,6 +407,14 @@ class PackedStream(PackingReport, IterableDataset):
         self.epoch, self.packer, self.delivered = state["epoch"], None, total // self.world_size
         self.loaded = {**state, "world_size": self.world_size, "delivered": self.delivered}
 
+    def merge(self, latest: dict, snapshot: dict | None) -> dict:
+        "The latest state of a loader with workers, and what one of them has sent."
+        return snapshot or latest
+
+    def gather_states(self, state: dict) -> dict:
+        "One process knows all: every one packs the whole stream."
+        return state
+
     def __getstate__(self) -> dict:
         return {**self.__dict__, "packer": None, "loaded": self.state_dict()}  # for a worker
 
@@ -439,7 +448,7 @@ class StreamBatches(PackingReport):
 
     def __init__(
         self,
-        stream: PackedStream,  # its block_size is the batch size
+        stream: "PackedStream | LanedStream",  # its block_size is the batch size
         collator: Callable[[list[dict]], Any],  # of rows
         num_workers: int = 0,
         snapshot_every: int = 64,  # batches between two states that workers send
@@ -466,7 +475,7 @@ class StreamBatches(PackingReport):
         raise ValueError("the stream holds no document to train on; check its source")
 
     def _one_epoch(self) -> Iterator[Any]:
-        self.stream.load_state_dict(self.state_dict())
+        self.stream.load_state_dict(self.latest or self.stream.state_dict())
         self.latest = self.stream.state_dict() if self.num_workers else None
         loader = DataLoader(
             self.stream, self.stream.block_size, num_workers=self.num_workers,
@@ -476,14 +485,14 @@ class StreamBatches(PackingReport):
         for batch, state in loader:
             if self.latest:
                 delivered = self.latest["delivered"] + self.stream.block_size
-                self.latest = {**(state or self.latest), "delivered": delivered}
+                self.latest = {**self.stream.merge(self.latest, state), "delivered": delivered}
             yield batch
         self.latest = None
         self.stream.set_epoch(self.stream.epoch + 1)
 
     def state_dict(self) -> dict:  # numbers, strings, lists and dicts only
         "The position after the batch that was delivered last."
-        return self.latest or self.stream.state_dict()
+        return self.stream.gather_states(self.latest or self.stream.state_dict())
 
     def load_state_dict(self, state: dict) -> None:
         "Continue there with the next iteration."
@@ -493,7 +502,7 @@ class StreamBatches(PackingReport):
     def describe(self) -> dict:
         "The stream's account; with workers, at the latest state that they sent."
         if self.latest:
-            self.stream.loaded = self.latest
+            self.stream.load_state_dict(self.latest)
         return self.stream.describe()
 
 
@@ -540,3 +549,179 @@ def _batches_with_states(texts: TextStream, states: deque) -> Iterator[list[str]
     for batch in text_batches(texts):
         states.append(texts.state_dict())
         yield batch
+
+# %% ../../nbs/data/14_streaming.ipynb #7db10b63
+class _Lane:
+    "One of several streams whose rows take turns: passes over its source, without an end."
+
+    def __init__(self, stream: "LanedStream", number: int, state: dict | None):
+        self.stream, self.number = stream, number
+        state = state or {"block": 0, "offset": 0, "passes": 0, "packer": None}
+        self.block, self.offset, self.passes = state["block"], state["offset"], state["passes"]
+        self.begin(state["packer"])
+
+    def begin(self, state: dict | None = None) -> None:
+        "Open the source for a pass."
+        stream = self.stream
+        seed = int(np.random.SeedSequence([stream.seed, self.number]).generate_state(1)[0])
+        reader = ShuffledReader(stream.lanes[self.number], self.passes, stream.shuffle_buffer,
+                                seed, state and state["reader"])
+        buffer = BestFitBuffer(stream.capacity, sum(stream.around))
+        self.packer = RowPacker(reader, buffer, stream.buffer_size, stream.overflow,
+                                stream.overlap, state)
+
+    def next_row(self) -> tuple[list[StreamWindow], int, int]:  # windows, pass, row of the pass
+        "Pack the next row, of the next pass where one has ended."
+        windows = self.packer.pack_next()
+        while not windows:
+            if not self.packer.counts["rows"]:
+                raise ValueError(f"lane {self.number} of the stream holds no document to train on: "
+                                 "its file is empty, or all of it is held out; give fewer lanes")
+            self.passes += 1
+            self.begin()
+            windows = self.packer.pack_next()
+        self.offset += 1
+        if self.offset == self.stream.block_size:
+            self.block, self.offset = self.block + 1, 0
+        return windows, self.passes, self.packer.counts["rows"] - 1
+
+    def state_dict(self) -> dict:
+        return {"block": self.block, "offset": self.offset, "passes": self.passes,
+                "packer": self.packer.state_dict()}
+
+
+class LanedStream(PackingReport, IterableDataset):
+    """Rows of several sources, of which each process and worker reads its own share.
+
+    Rows and their order depend on the sources, their number, the block's size and the seed. A row's
+    epoch is the pass of its lane, its index is unique within it. Resuming at another number of
+    processes or workers gives the same rows; lanes whose state is not at hand are read again.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Any],  # sources as `PackedStream` takes them; each is read by itself
+        capacity: int,  # positions in a row
+        *,
+        pad_token_id: int,
+        cls_token_id: int | None = None,
+        sep_token_id: int | None = None,
+        overflow: str = "split",
+        overlap: int = 0,
+        buffer_size: int = 1000,  # windows that wait for a row, in each lane
+        shuffle_buffer: int = 1000,  # documents to draw the next from, in each lane
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        block_size: int = 1,  # rows of a batch, which come from one lane
+        gather: Callable[[dict], list[dict]] | None = None,  # the states of all processes
+    ):
+        if not len(lanes):
+            raise ValueError("lanes is empty: give at least one source")
+        one = PackedStream(lanes[0], capacity, pad_token_id=pad_token_id, cls_token_id=cls_token_id,
+                           sep_token_id=sep_token_id, overflow=overflow, overlap=overlap,
+                           buffer_size=buffer_size, shuffle_buffer=shuffle_buffer, seed=seed,
+                           rank=rank, world_size=world_size, block_size=block_size)  # fmt: skip
+        self.one = one  # checks the options, and builds rows
+        self.lanes, self.capacity, self.around, self.seed = lanes, capacity, one.around, seed
+        self.overflow, self.overlap = overflow, overlap
+        self.buffer_size, self.shuffle_buffer = buffer_size, shuffle_buffer
+        self.rank, self.world_size, self.block_size = rank, world_size, block_size
+        self.gather, self.epoch, self.snapshot_every, self.delivered = gather, 0, 0, 0
+        self.opened: dict[int, _Lane] = {}
+        self.known: dict[int, dict] = {}  # states of lanes, also of those that others read
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.lanes)
+
+    def share(self, num_readers: int) -> int:  # n: each reader reads 1/n of the lanes
+        "What part of the lanes a reader needs."
+        return gcd(num_readers, self.num_lanes)
+
+    def set_epoch(self, epoch: int) -> None:
+        "Passes are counted by the lanes."
+
+    def _lane(self, number: int, block: int) -> _Lane:
+        "A lane, brought to the beginning of a block."
+        if number not in self.opened:
+            state = self.known.get(number)
+            late = state is not None and (state["block"], state["offset"]) > (block, 0)
+            self.opened[number] = _Lane(self, number, None if late else state)
+        lane = self.opened[number]
+        while lane.block < block:
+            lane.next_row()
+        return lane
+
+    def __iter__(self) -> Iterator[dict]:
+        "The rows of this process, or of this worker, from where `load_state_dict` has put it."
+        self.opened = {}
+        return self._deliver(self.delivered // self.block_size)
+
+    def _deliver(self, first: int) -> Iterator[dict]:
+        worker = get_worker_info()
+        num_workers, me = (worker.num_workers, worker.id) if worker else (1, 0)
+        for number in count(first + me, num_workers):
+            block = number * self.world_size + self.rank
+            place, own_block = block % self.num_lanes, block // self.num_lanes
+            lane = self._lane(place, own_block)
+            snapshot = self.snapshot_every and (number - first) // num_workers
+            extra = {}
+            if self.snapshot_every and snapshot % self.snapshot_every == 0:
+                extra = {"stream_state": {"lanes": self._lane_states()}}
+            for offset in range(self.block_size):
+                windows, passes, row = lane.next_row()
+                self.delivered = number * self.block_size + offset + 1
+                index = row * self.num_lanes + place
+                yield {**self.one._build(windows, index), "epoch": passes, **extra}
+                extra = {}
+
+    def _lane_states(self) -> dict[int, dict]:
+        return {number: lane.state_dict() for number, lane in self.opened.items()}
+
+    def state_dict(self) -> dict:  # numbers, strings, lists and dicts only
+        "The position after the block that was delivered last. With `gather`, all must call it."
+        lanes = {**self.known, **self._lane_states()}
+        return {"delivered": self.delivered, "world_size": self.world_size,
+                "block_size": self.block_size, "num_lanes": self.num_lanes, "lanes": lanes}
+
+    def gather_states(self, state: dict) -> dict:
+        "The state with the lanes of all processes; of a lane that several read, the furthest."
+        states = self.gather(state) if self.gather else [state]
+        lanes: dict[int, dict] = {}
+        for other in states:
+            for number, lane in other["lanes"].items():
+                if number not in lanes or lane["block"] > lanes[number]["block"]:
+                    lanes[number] = lane
+        return {**state, "lanes": lanes}
+
+    def merge(self, latest: dict, snapshot: dict | None) -> dict:
+        "The latest state of a loader with workers, and what one of them has sent."
+        return {**latest, "lanes": {**latest["lanes"], **snapshot["lanes"]}} if snapshot else latest
+
+    def load_state_dict(self, state: dict) -> None:
+        "Continue there. Raises `ValueError` for a state of other lanes or blocks."
+        for name in ("num_lanes", "block_size"):
+            if state[name] != getattr(self, name):
+                raise ValueError(f"the state is of a stream with {name}={state[name]}, and this one "
+                                 f"has {getattr(self, name)}: lanes take turns by blocks, so the "
+                                 "order of rows would be another one; resume with the same")
+        total = state["delivered"] * state["world_size"]
+        if total % (self.world_size * self.block_size):
+            raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "
+                             f"processes with blocks of {self.block_size} cannot share evenly: "
+                             f"resume with world_size={state['world_size']}")
+        self.delivered, self.opened = total // self.world_size, {}
+        self.known = {int(number): lane for number, lane in state["lanes"].items()}
+
+    def __getstate__(self) -> dict:
+        known = {**self.known, **self._lane_states()}
+        return {**self.__dict__, "opened": {}, "known": known, "gather": None}
+
+    def describe(self) -> dict:  # plain numbers, fit for JSON
+        "Count what was read and packed in the latest pass of each lane that is read here."
+        counts = dict.fromkeys(RowPacker.counted, 0)
+        for lane in {**self.known, **self._lane_states()}.values():
+            for name, number in ((lane["packer"] or {}).get("counts") or {}).items():
+                counts[name] += number
+        return account_rows({**counts, "capacity": self.capacity})
