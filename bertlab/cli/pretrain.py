@@ -67,6 +67,7 @@ class RunChoices:
     loggers: list[str] | None = None  # where numbers are logged, in logs of the directory
     preview_sentences: list[str] | None = None  # with [MASK], filled while the model trains
     preview_every_steps: int = 500  # steps between previews
+    evaluators: list[dict] | None = None  # questions while it trains: kind, name, source, ...
     histograms: list[str] | None = None  # globs of parameters, as *.qkv.weight, to record
     measure_every_steps: int = 10  # steps between looks at speed and memory; 0: never
     peak_flops: float | str | None = None  # of one device, or measured; null: looked up
@@ -105,6 +106,10 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
     output, every, callbacks = Path(run.output), run.measure_every_steps, []
     if every:
         callbacks = [Throughput(every, device_peak_flops=run.peak_flops), MemoryMonitor(every)]
+    if run.evaluators:
+        from bertlab.train.evaluators import Evaluators
+
+        callbacks.append(Evaluators(run.evaluators))
     if run.histograms:
         from bertlab.train.histograms import WeightHistograms
 
