@@ -324,7 +324,8 @@ class Run:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             last = -1 if may_be_finished else self.trainer.max_steps
-            check_resume(self.checkpoint, self.module, self.data, last)
+            check_resume(self.checkpoint, self.module, self.data, last,
+                         processes=self.trainer.world_size)
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:

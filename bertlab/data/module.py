@@ -597,7 +597,7 @@ class PretrainingDataModule(L.LightningDataModule):
 
     @cached_property
     def stream_lanes(self) -> list[list[str]]:  # files of each lane; none: one stream of all
-        "Share a stream's files out to lanes, of which each reader needs its own. Raises `ValueError`."
+        "Share a stream's files out to lanes; each reader needs its own. Raises `ValueError`."
         if self.mixing:  # rates hold for the mixture, which only a reader of all can keep
             if (self.lanes or 1) > 1:
                 raise ValueError(f"data_kwargs: lanes={self.lanes} and mixing_rates exclude each "
@@ -606,8 +606,8 @@ class PretrainingDataModule(L.LightningDataModule):
         files = list(map(str, _stream_texts(self.sources, held_out=False).parts))
         num_lanes = min(len(files), MAX_LANES) if self.lanes is None else self.lanes
         if num_lanes > len(files):
-            raise ValueError(f"data_kwargs: lanes={num_lanes} is more than the {len(files)} files of "
-                             "the stream: a lane needs a file; give fewer lanes, or cut the files")
+            raise ValueError(f"data_kwargs: lanes={num_lanes} is more than the {len(files)} files "
+                             "of the stream: a lane needs a file; give fewer, or cut the files")
         return [files[n::num_lanes] for n in range(num_lanes)] if num_lanes > 1 else []
 
     def stream_tokens(self) -> TokenStream | MixedStream:
@@ -641,11 +641,11 @@ class PretrainingDataModule(L.LightningDataModule):
         stream = LanedStream(lanes, self.max_sequence_length, **options, **process,
                              gather=self._gather_states if several else None)
         if (part := stream.share(readers)) < readers and not process["rank"]:
+            world, workers = process["world_size"], max(1, self.num_workers)
             warnings.warn(f"{stream.num_lanes} lanes of files do not divide into {readers} readers "
-                          f"({process['world_size']} processes x {max(1, self.num_workers)} workers): "
-                          f"each reads 1/{part} of the text instead of 1/{readers}; a number of "
-                          f"files, or of data_kwargs lanes, that is a multiple of {readers} would "
-                          "do")
+                          f"({world} processes x {workers} workers): each reads 1/{part} of the "
+                          f"text instead of 1/{readers}; a number of files, or of data_kwargs "
+                          f"lanes, that is a multiple of {readers} would do")
         return stream
 
     def _stream_batches(self) -> StreamBatches:

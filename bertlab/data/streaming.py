@@ -575,8 +575,8 @@ class _Lane:
         windows = self.packer.pack_next()
         while not windows:
             if not self.packer.counts["rows"]:
-                raise ValueError(f"lane {self.number} of the stream holds no document to train on: "
-                                 "its file is empty, or all of it is held out; give fewer lanes")
+                raise ValueError(f"lane {self.number} of the stream holds no document to train "
+                                 "on: its file is empty, or all of it is held out; give fewer")
             self.passes += 1
             self.begin()
             windows = self.packer.pack_next()

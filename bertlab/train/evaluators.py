@@ -167,8 +167,8 @@ class ProbeEvaluator(Evaluator):
         cut = round(len(rows) * self.test_fraction)
         self.test, self.fit = order[:cut], order[cut:]
         if not cut or len(set(self.labels[self.fit].tolist())) < 2:
-            raise ValueError(f"{self.name}: {len(rows)} rows with the labels {names} are too few to "
-                             "fit on some and test on others; give more")
+            raise ValueError(f"{self.name}: {len(rows)} rows with the labels {names} are too few "
+                             "to fit on some and test on others; give more")
 
     def vectors(self, module: L.LightningModule) -> np.ndarray:  # (texts, D)
         "The mean of the last vectors over each text's tokens."
@@ -220,14 +220,15 @@ class FillMaskEvaluator(Evaluator):
                 continue
             text, tab, words = line.text.partition("\t")
             if not tab or text.count("[MASK]") != 1 or not words.strip():
-                raise ValueError(f"{self.name}: {self.source} line {line.number} must be a sentence "
-                                 f"with one [MASK], a tab and the right words, got {line.text!r}")
+                raise ValueError(f"{self.name}: {self.source} line {line.number} must be a "
+                                 "sentence with one [MASK], a tab and the right words, got "
+                                 f"{line.text!r}")
             self.texts.append(text.replace("[MASK]", tokenizer.mask_token))
             known = [tokenizer.tokenize(word) for word in words.split("|")]
             self.answers.append({pieces[0] for pieces in known if len(pieces) == 1})
             if not self.answers[-1] - {tokenizer.unk_token}:
-                raise ValueError(f"{self.name}: {self.source} line {line.number}: none of {words!r} "
-                                 "is a single token of this tokenizer")
+                raise ValueError(f"{self.name}: {self.source} line {line.number}: none of "
+                                 f"{words!r} is a single token of this tokenizer")
         encode_masked(tokenizer, self.texts, length)
 
     def measure(self, module: L.LightningModule) -> dict[str, float]:
@@ -278,8 +279,8 @@ class Evaluators(Callback):
         data = trainer.datamodule
         tokenizer = getattr(pl_module, "tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is None or getattr(data, "collator", None) is None:
-            raise ValueError("evaluators need the tokenizer and the collator of a data module: call "
-                             "trainer.fit(module, datamodule)")
+            raise ValueError("evaluators need the tokenizer and the collator of a data module: "
+                             "call trainer.fit(module, datamodule)")
         for one in self.evaluators:
             one.prepare(tokenizer, data.collator, data.max_sequence_length)
 
