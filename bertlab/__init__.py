@@ -25,10 +25,11 @@ _FACE = {
     "data.packing": "PackedDataset TokenizedDocuments",
     "data.shards": "BlockedDataset StoredDocuments open_shards",
     "data.cache": "tokenize_documents",
-    "data.streaming": "PackedStream",
+    "data.streaming": "LanedStream PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
+    "data.tokenize": "tokenize_shards",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
@@ -65,6 +66,7 @@ _FACE = {
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
     "train.stages": "Stage load_stages train_stages",
+    "train.evaluators": "Evaluator Evaluators FillMaskEvaluator LossEvaluator ProbeEvaluator",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
     "finetuning.metrics": "get_metrics_for_task",
