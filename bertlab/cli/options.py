@@ -545,7 +545,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #7ae048e3
+# %% ../../nbs/cli/01_options.ipynb #ec7a587e
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
@@ -606,5 +606,11 @@ COMMANDS = {command.name: command for command in (
             {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",), overwrite=True,
             skip=("overwrite",), choices={"executor": ("data/tokenize.py", "EXECUTORS"),
                                           "filters": ("data/tokenize.py", "FILTERS")}),
+    Command("speedrun", "race a recipe to a target loss, with a log that others can check",
+            {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
+            more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
+                                                      "it, and train nothing"),),
+            resume="go on with the seeds that are not finished", overwrite=True,
+            skip=("resume", "overwrite")),
     Command("devices", "say what a run would use here", {}),
 )}

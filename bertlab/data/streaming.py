@@ -703,8 +703,8 @@ class LanedStream(PackingReport, IterableDataset):
         "Continue there. Raises `ValueError` for a state of other lanes or blocks."
         for name in ("num_lanes", "block_size"):
             if state[name] != getattr(self, name):
-                raise ValueError(f"the state is of a stream with {name}={state[name]}, and this one "
-                                 f"has {getattr(self, name)}: lanes take turns by blocks, so the "
+                raise ValueError(f"the state is of a stream with {name}={state[name]}, and this "
+                                 f"one has {getattr(self, name)}: lanes take turns by blocks, so the "
                                  "order of rows would be another one; resume with the same")
         total = state["delivered"] * state["world_size"]
         if total % (self.world_size * self.block_size):
