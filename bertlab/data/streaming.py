@@ -704,8 +704,8 @@ class LanedStream(PackingReport, IterableDataset):
         for name in ("num_lanes", "block_size"):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the state is of a stream with {name}={state[name]}, and this "
-                                 f"one has {getattr(self, name)}: lanes take turns by blocks, so the "
-                                 "order of rows would be another one; resume with the same")
+                                 f"one has {getattr(self, name)}: lanes take turns by blocks, so "
+                                 "rows would come in another order; resume with the same")
         total = state["delivered"] * state["world_size"]
         if total % (self.world_size * self.block_size):
             raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "

@@ -205,7 +205,7 @@ class FillMaskEvaluator(Evaluator):
     def __init__(
         self,
         name: str,
-        source: str | os.PathLike,  # a line: sentence with [MASK], a tab, right words with | between
+        source: str | os.PathLike,  # a line: sentence with [MASK], a tab, words with | between
         top_k: int = 5,
         **options: Any,  # of `Evaluator`
     ):
