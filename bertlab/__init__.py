@@ -23,12 +23,14 @@ _FACE = {
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
     "data.packing": "PackedDataset TokenizedDocuments",
-    "data.cache": "open_tokens tokenize_documents",
-    "data.streaming": "PackedStream",
+    "data.shards": "BlockedDataset StoredDocuments open_shards",
+    "data.cache": "tokenize_documents",
+    "data.streaming": "LanedStream PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
     "data.tokenizer_measures": "compare_tokenizers measure_tokenizer",
+    "data.tokenize": "tokenize_shards",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
@@ -68,6 +70,7 @@ _FACE = {
     "train.distill": "DistillationModule",
     "train.model_cards": "CardChoices make_card push_model",
     "train.stages": "Stage load_stages train_stages",
+    "train.evaluators": "Evaluator Evaluators FillMaskEvaluator LossEvaluator ProbeEvaluator",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
     "finetuning.metrics": "get_metrics_for_task",

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 # %% ../../nbs/core/01_files.ipynb #e7b20ce8
 @contextmanager
@@ -22,7 +23,7 @@ def written_whole(
     "Give a temporary path; rename it to `path` when the block ends well, remove it otherwise."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.tmp")
     try:
         yield temporary
         with open(temporary, "rb+") as f:

@@ -15,11 +15,11 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "supervised",
     "collators",
     "packing",
+    "shards",
     "cache",
     "streaming",
     "mixing",
     "module",
     "plain_models",
-    "tokenizer_measures",
-    "vocabularies",
+    "tokenize",
 ))

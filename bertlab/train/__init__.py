@@ -19,5 +19,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "trainer",
     "distill",
     "stages",
-    "model_cards",
+    "evaluators",
 ))

@@ -15,4 +15,4 @@ from . import reports as reports
 from . import trainer as trainer
 from . import distill as distill
 from . import stages as stages
-from . import model_cards as model_cards
+from . import evaluators as evaluators

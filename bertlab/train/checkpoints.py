@@ -304,6 +304,8 @@ def documents_identity(
     length: int = 1024,  # of a stretch
 ) -> str:
     "Hash how many tokens and documents there are, and stretches of tokens all over them."
+    if getattr(documents, "num_blocks", 1) > 1:  # shards: their checksums say all of it, unread
+        return _short_hash([shard["crc32"] for shard in documents.manifest["shards"]])
     tokens, ends = documents.tokens, np.asarray(documents.offsets)
     starts = np.linspace(0, max(0, len(tokens) - length), num_samples).astype(int)
     read = [np.asarray(tokens[s:s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
@@ -353,9 +355,16 @@ def refuse_differences(
     kept: dict[str, Any],  # its fingerprint
     now: dict[str, Any],  # of this run; what only one of them knows is not compared
 ) -> None:
-    "Raise `ValueError` that names what differs, where a checkpoint is of another run."
+    """Raise `ValueError` that names what differs, where a checkpoint is of another run.
+
+    Another number of processes is the same run where all of them together take as many rows.
+    """
+    together = {facts.get("train_batch_size", 0) * facts.get("processes", 0)
+                for facts in (kept, now)}
+    shared = ("train_batch_size", "processes") if len(together) == 1 and together != {0} else ()
     found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
-             for name in kept if name in now and kept[name] != now[name]]  # fmt: skip
+             for name in kept
+             if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
     if found:
         raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
                          "new run (load_weights takes the weights alone)")
@@ -432,6 +441,7 @@ def check_resume(
     data: L.LightningDataModule | None,
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
+    processes: int | None = None,  # that will share the run; None: not known yet
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
@@ -443,11 +453,12 @@ def check_resume(
     if 0 <= max_steps <= step:
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
-    refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+    known = {} if processes is None else {"processes": processes}
+    refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
         data.prepare_data()
         data.setup("fit")
-        refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+        refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
         say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "
