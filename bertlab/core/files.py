@@ -6,7 +6,7 @@
 __all__ = ['MARKER', 'written_whole', 'recover_directory', 'written_directory', 'check_run_directory', 'move_aside',
            'prepare_run_directory']
 
-# %% ../../nbs/core/01_files.ipynb #cc12c63d
+# %% ../../nbs/core/01_files.ipynb #8f8e9e4b
 import ctypes
 import os
 import shutil
