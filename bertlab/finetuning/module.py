@@ -26,6 +26,7 @@ from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
 from ..model.activation_checkpointing import read_checkpointing
+from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
 from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
@@ -144,8 +145,10 @@ class FinetuningModule(TrainingModule):
         id2label: dict[int, str] | list[str] | None = None,  # None: the data's
         class_weights: list[float] | str | None = None,  # a number a label, or "balanced"
         layer_decay: float = 1.0,  # factor of the rate from a layer to the next one down
-        freeze_layers: int | str | None = None,  # blocks, with embeddings; or "encoder"
+        # Blocks from below, with the embeddings; embeddings; encoder; or patterns of names.
+        freeze_layers: int | str | list[str] | None = None,
         reinit_layers: int = 0,  # uppermost blocks that begin anew
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
         model_kwargs: dict[str, Any] | None = None,  # of MODEL_OPTIONS: dropouts, pooling, kernel
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig, for random weights
     ):
@@ -216,7 +219,10 @@ class FinetuningModule(TrainingModule):
         self._check_rows(loaded.model.config)
         self.model = loaded.model
         self.fresh = sorted({*loaded.fresh, *reinit_top(self.model, h.reinit_layers)})
-        self.frozen = freeze_bottom(self.model, h.freeze_layers)
+        if h.adapter is not None:  # the head for the task is new and learns as a whole
+            add_adapter(self.model, h.adapter, ["task_head"])
+        freeze_bottom(self.model, h.freeze_layers)
+        self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
@@ -359,5 +365,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("class_weights need classes; leave them out")
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
+    if options["adapter"] is not None:
+        read_adapter(options["adapter"])
+        if options["reinit_layers"]:
+            raise ValueError(f"reinit_layers={options['reinit_layers']} begins blocks anew that "
+                             "adapter leaves as they are: leave one of them out")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
     read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
            'BertLabModelWithPooler', 'find_head', 'read_shape', 'from_huggingface', 'give_weights', 'to_huggingface',
-           'check_tokenizer', 'match_tokens', 'describe_saving', 'save_model']
+           'check_tokenizer', 'match_tokens', 'describe_saving', 'has_adapter', 'plain_copy', 'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -380,6 +380,7 @@ def to_huggingface(
 ) -> PreTrainedModel:  # of transformers, on the CPU, same type of numbers, in evaluation mode
     "Copy a model into transformers' own class. Raises `ValueError` for what has no place there."
     kind, head, config = _their_shape(model, kind)
+    model = plain_copy(model) if has_adapter(model) else model
     options = {}
     if head == "Model" and kind != "modernbert":
         options["add_pooling_layer"] = isinstance(model, BertLabModelWithPooler)
@@ -441,13 +442,36 @@ def _say_once(line: str) -> None:
     logging.getLogger(__name__).warning("%s", line)
 
 
-def _own_copy(model: BertLabPreTrainedModel) -> BertLabPreTrainedModel:
-    "The same model on the CPU, with a configuration of its own."
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+def has_adapter(model: nn.Module) -> bool:
+    "Whether layers of a model carry what `add_adapter` put beside them."
+    return bool(getattr(model, "peft_config", None))
+
+
+def plain_copy(
+    model: BertLabPreTrainedModel,
+    weights: dict[str, Tensor] | None = None,  # in place of its own, such as gathered ones
+) -> BertLabPreTrainedModel:  # on the CPU, in evaluation mode, without adapters
+    "Copy a model, with a configuration of its own; what adapters add is added to the weights."
+    weights = model.state_dict() if weights is None else weights
+    weights = {name: weight.detach().cpu() for name, weight in weights.items()}
+    adapters = getattr(model, "peft_config", None) or {}
     with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
         fresh = type(model)(copy.deepcopy(model.config))
+        for name, adapter in adapters.items():
+            from peft import inject_adapter_in_model
+
+            inject_adapter_in_model(copy.deepcopy(adapter), fresh, name)
+    if adapters:  # merging writes into the weights, which are still the model's
+        weights = {name: weight.clone() for name, weight in weights.items()}
     fresh.load_state_dict(weights, assign=True)
-    return fresh.eval()
+    for name, layer in list(fresh.named_modules()):
+        if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
+            layer.merge(safe_merge=True)  # raises where a merged weight is not finite
+            parent, _, last = name.rpartition(".")
+            setattr(fresh.get_submodule(parent), last, layer.get_base_layer())
+    if adapters:
+        del fresh.peft_config
+    return fresh.requires_grad_(True).eval()
 
 
 def save_model(
@@ -473,7 +497,7 @@ def save_model(
         if kind is not None:
             raise
         _say_once(describe_saving(model))
-        written = _own_copy(model)
+        written = plain_copy(model)
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
     directory.mkdir(parents=True, exist_ok=True)

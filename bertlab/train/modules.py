@@ -9,7 +9,6 @@ __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'OWN_KEYS', 'SPECIAL_IDS', 'PEAK_RA
            'DirectoriesBeside', 'PretrainingModule']
 
 # %% ../../nbs/train/02_modules.ipynb #0120e55e
-import copy
 import inspect
 import math
 import os
@@ -26,12 +25,14 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part, look_up
 from ..data.rows import BOOKKEEPING
-from ..model.huggingface import bertlab_config, from_huggingface, read_shape, save_model
+from ..model.huggingface import bertlab_config, from_huggingface, plain_copy, read_shape
+from ..model.huggingface import save_model
 from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
@@ -148,7 +149,7 @@ def settings_from(
     return settings
 
 # %% ../../nbs/train/02_modules.ipynb #c4842d8b
-PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5}  # where no learning_rate is given
+PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5, "adapter": 5e-4}  # where no learning_rate is given
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
 OPEN_WARMUP_STEPS = 1000  # where the run has no known end
 
@@ -162,7 +163,7 @@ def pretraining_optimizer(
     h = hparams
     groups = parameter_groups(model, weight_decay=h.weight_decay,
                               hidden_apart=optimizer_facts(h.optimizer_class).hidden_apart,
-                              overrides=h.parameter_overrides)  # fmt: skip
+                              overrides=adapter_overrides(model, h.parameter_overrides))  # fmt: skip
     options = {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}
     optimizer = get_optimizer(h.optimizer_class, groups, options, quantized=h.optimizer_quantized)
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
@@ -243,11 +244,10 @@ class DirectoriesBeside(_WrappingCheckpointIO):
         # Building a model draws its first weights, which must not move the run's generator. The
         # weights in the checkpoint are the model's own, so that averages are written where kept.
         with torch.random.fork_rng(devices=[]), module.evaluation_weights():
-            model = OBJECTIVE_MODELS[module.hparams.objective](copy.deepcopy(module.config))
-            model.load_state_dict({name.removeprefix("model."): weight.detach().cpu()
-                                   for name, weight in weights.items()})  # fmt: skip
+            model = plain_copy(module.model, {name.removeprefix("model."): weight.clone()
+                                              for name, weight in weights.items()})  # fmt: skip
         with torch.random.fork_rng(devices=[]):
-            save_model(model.eval(), module.tokenizer, Path(path).with_suffix(""))
+            save_model(model, module.tokenizer, Path(path).with_suffix(""))
 
     def load_checkpoint(self, path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
@@ -266,7 +266,7 @@ class PretrainingModule(TrainingModule):
         pretrained_model_name_or_path: str | None = None,  # to go on with; None: fresh weights
         pretrained_tokenizer_name_or_path: Any = None,  # name, path or loaded; None: the model's
         objective: str = "mlm",  # mlm, enhanced_mlm, diffusion
-        learning_rate: float | None = None,  # the schedule's peak; None: 5e-4 fresh, 5e-5 continued
+        learning_rate: float | None = None,  # None: 5e-4, or 5e-5 where all weights go on
         weight_decay: float = 0.001,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = None,  # None: on a GPU; or a mode
         optimizer_class: Any = "adamw",  # a name of `OPTIMIZERS`; your class, or my_file.MyClass
@@ -290,6 +290,8 @@ class PretrainingModule(TrainingModule):
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay
         budget_tokens: int | str | None = None,  # the run ends with it: 10_000_000 or "10M"
         save_directories: bool = True,  # one for transformers beside each of ModelCheckpoint's
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
+        freeze: int | str | list[str] | None = None,  # blocks from below, embeddings, or patterns
     ):
         super().__init__()
         for name, given in (("model_config_kwargs", model_config_kwargs),
@@ -309,6 +311,11 @@ class PretrainingModule(TrainingModule):
         find_part(optimizer_class, OPTIMIZERS, "optimizer_class")
         if schedule is not None:
             find_part(schedule, SCHEDULES, "schedule")
+        if adapter is not None:
+            read_adapter(adapter)
+            if float8:
+                raise ValueError(f"float8={float8!r} casts the layers that adapter={adapter!r} "
+                                 "leaves frozen: leave one of them out")
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
@@ -317,7 +324,8 @@ class PretrainingModule(TrainingModule):
         self.reports_z_loss = self.loss_rule.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
         if learning_rate is None:
-            self.hparams["learning_rate"] = PEAK_RATES["continued" if source else "fresh"]
+            kind = "adapter" if adapter else "continued" if source else "fresh"
+            self.hparams["learning_rate"] = PEAK_RATES[kind]
         tokenizer = source if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
@@ -368,6 +376,10 @@ class PretrainingModule(TrainingModule):
         if theirs != self.hparams.objective:
             raise ValueError(f"the data module has objective={theirs!r} and the module "
                              f"objective={self.hparams.objective!r}; give both the same")
+        if (stage == "fit" and self.hparams.adapter is not None and not self.trainer.ckpt_path
+                and self.hparams.pretrained_model_name_or_path is None):
+            raise ValueError(f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
+                             "that is random: name pretrained_model_name_or_path")
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
@@ -380,6 +392,9 @@ class PretrainingModule(TrainingModule):
             return
         h = self.hparams
         model = self.model or OBJECTIVE_MODELS[h.objective](self.config)
+        if h.adapter is not None:
+            add_adapter(model, h.adapter)
+        freeze_weights(model, h.freeze)
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.float8:
             convert_to_float8(model, h.float8, device)
