@@ -34,6 +34,7 @@ from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
+from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
 
@@ -52,6 +53,7 @@ class FinetuneChoices:
     monitor: str | None = None  # metric to choose weights by, as val_loss; null: the task's
     validations_per_epoch: int = 1  # how often an epoch is interrupted for validation
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to go on from
+    average: float | None = None  # decay of a moving average to validate and keep; such as 0.99
     baselines: bool = True  # compute what simple methods reach on the same rows
     progress: str = "auto"  # how progress is shown
 
@@ -211,6 +213,7 @@ class FinetuningRun:
         history = ShownHistory()
         series = CheckpointSeries(place / "checkpoints", run.checkpoint_every_steps, keep_last=1)
         watchers = [history, *get_progress(run.progress, history),
+                    *([AveragedWeights(run.average)] if run.average is not None else []),
                     *[ScoreLines()] * (run.progress != "none"), *copy.deepcopy(self.callbacks),
                     series]
         checkpoint = find_checkpoint(place / "checkpoints")

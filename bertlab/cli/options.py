@@ -274,6 +274,7 @@ class Asked:
     words: tuple[str, ...] = ()  # as they were typed
     resume: bool | str = False  # True, or the directory of the run
     overwrite: bool = False
+    estimate: bool = False  # say what the run would need, and run nothing
     shown: str | None = None  # what --help or --print_config prints; then nothing is run
 
 
@@ -307,6 +308,7 @@ class Command:
     configured: bool = False  # has --config and --print_config
     resume: str = ""  # help of --resume; "" where there is none
     overwrite: bool = False
+    estimate: str = ""  # help of --estimate; "" where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # where they are not the class's
     skip: tuple[str, ...] = ()  # options that the command decides itself
     follows: dict[str, str] = field(default_factory=dict)  # option: the one that it equals
@@ -372,11 +374,13 @@ class Command:
         if missing and shown is None:
             raise ValueError(f"{missing[0]} is missing: {known[missing[0]].help}")
         return Asked(self.name, config, given, own["files"], tuple(words),
-                     own["flags"].get("resume", False), "overwrite" in own["flags"], shown)
+                     own["flags"].get("resume", False), "overwrite" in own["flags"],
+                     "estimate" in own["flags"], shown)
 
     def _take_own(self, name: str, rest: list[str], own: dict, equals: bool) -> bool:
-        "Take --help, --config, --print_config, --resume and --overwrite, where the command has it."
+        "Take --help, --config, --print_config, --resume, --overwrite, --estimate, where it has it."
         if name == "help" or (name == "overwrite" and self.overwrite) or (
+                name == "estimate" and self.estimate) or (
                 name == "print_config" and self.configured):
             own["flags"][name] = True
         elif name == "config" and self.configured:
@@ -405,6 +409,7 @@ class Command:
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
         flags = [*known, "help", *["resume"] * bool(self.resume), *["overwrite"] * self.overwrite,
+                 *["estimate"] * bool(self.estimate),
                  *["config", "print_config"] * self.configured]
         raise ValueError(f"{name!r} is no parameter{_suggest(name, flags)}")
 
@@ -503,6 +508,7 @@ class Command:
         own += [("--resume" + " [DIRECTORY]" * self.configured, self.resume)] if self.resume else []
         own += [("--overwrite", "start anew; the run that is there is moved into previous-N")
                 ] if self.overwrite else []
+        own += [("--estimate", self.estimate)] if self.estimate else []
         entries = {"": own}
         for key, option in known.items():
             section = key.rpartition(".")[0]
@@ -569,7 +575,8 @@ COMMANDS = {command.name: command for command in (
                                                        "of a run")),
             resume="go on with the run in --output", overwrite=True),
     Command("pretrain", "train by configuration files and flags", **_PRETRAIN,
-            resume="go on with a run, in run.output or in DIRECTORY", overwrite=True),
+            resume="go on with a run, in run.output or in DIRECTORY", overwrite=True,
+            estimate="say what memory the run would need and what fits here, and run nothing"),
     Command("finetune", "fine-tune a model on a task, by configuration files and flags",
             {"model": ("finetuning/module.py", "FinetuningModule"),
              "data": ("finetuning/data.py", "FinetuningDataModule"),
@@ -602,5 +609,12 @@ COMMANDS = {command.name: command for command in (
                 "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("average", "average models of one shape, or the seeds of a fine-tuning run",
+            {"": ("cli/adapt.py", "average")}, ("*directories",)),
+    Command("lengthen", "let a model read longer rows",
+            {"": ("cli/adapt.py", "lengthen")}, ("directory",)),
+    Command("tune", "search settings over the ranges of a file",
+            {"": ("cli/tune.py", "tune")}, ("config",), resume="go on with the search in --output",
+            skip=("resume",)),
     Command("devices", "say what a run would use here", {}),
 )}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TOKENIZER', 'MODEL', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers', 'run_trainer',
-           'naming_options', 'build_objects', 'trainer_options', 'Run', 'provenance', 'ask_for_run', 'pretrain',
-           'find_model', 'fill_gaps', 'validate', 'distill']
+           'naming_options', 'build_objects', 'trainer_options', 'Run', 'provenance', 'estimate_run', 'ask_for_run',
+           'pretrain', 'find_model', 'fill_gaps', 'validate', 'distill']
 
 # %% ../../nbs/cli/02_pretrain.ipynb #a32fe097
 import json
@@ -34,6 +34,7 @@ from ..model.config import modernbert_tiny
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
 from ..train.checkpoints import find_checkpoint, same_random_states
+from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, load_encoder, pretraining_optimizer
@@ -63,6 +64,7 @@ class RunChoices:
     token_limit: int | str | None = None  # real tokens, such as 10B
     loss_below: float | None = None  # training loss at which the run is done
     loss_above: float | None = None  # training loss at which the run is lost
+    average: float | None = None  # decay of a moving average to validate and write; such as 0.999
     progress: str = "auto"  # how progress is shown
     loggers: list[str] | None = None  # where numbers are logged, in logs of the directory
     preview_sentences: list[str] | None = None  # with [MASK], filled while the model trains
@@ -79,6 +81,8 @@ class RunChoices:
         if progress not in known:
             raise ValueError(f"run.progress {progress!r} is unknown; choose one of "
                              f"{', '.join(known)}")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise ValueError(f"run.average is a decay, 0 or more and below 1, got {self.average}")
         if isinstance(self.peak_flops, str) and self.peak_flops != "measured":
             raise ValueError(f"run.peak_flops must be a number or measured: {self.peak_flops!r}")
 
@@ -130,6 +134,8 @@ def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[
     output, every, history = Path(run.output), run.checkpoint_every_steps, History()
     callbacks = [history, *get_progress(run.progress, history), *run_guards(run),
                  *run_limits(run), *run_monitors(run, module)]
+    if run.average is not None:
+        callbacks.append(AveragedWeights(run.average))
     if run.models:
         callbacks.append(ModelDirectories(output / "models", module.tokenizer, every,
                                           keep_last=run.keep_last, keep_best=run.keep_best))
@@ -349,6 +355,36 @@ def provenance() -> dict[str, str]:
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
 # %% ../../nbs/cli/02_pretrain.ipynb #67854a1a
+def estimate_run(
+    asked: Asked,  # of `bertlab pretrain`
+) -> Any:  # a MemoryEstimate
+    "What a run would need, with no text read and nothing written: `bertlab pretrain --estimate`."
+    from bertlab.train.estimate import estimate_memory
+
+    config = {name: dict(part) if isinstance(part, Mapping) else part
+              for name, part in asked.config.items()}
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    choices = RunChoices(**config["run"])
+    kind = check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    rows = data["train_batch_size"]
+    if choices.batch_tokens is not None:
+        processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+        rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
+                             {"max_sequence_length": data["max_sequence_length"]},
+                             processes)[0]["train_batch_size"]
+    named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
+    with same_random_states(), naming_options():
+        if named is None and model[MODEL] is None:  # the run would train one of this size
+            size = {"vocab_size": choices.vocab_size, **(model["model_config_kwargs"] or {})}
+            model["model_config_kwargs"] = size
+        module = PretrainingModule(**{**model, TOKENIZER: named})
+        collator = PretrainingDataModule(**{
+            **data, "objective": model["objective"], TOKENIZER: "not read"}).collator_kwargs
+    return estimate_memory(
+        module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
+        trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)
+
+
 def ask_for_run(
     command: str,  # a key of COMMANDS
     words: Sequence[str] | Asked,  # of the command line
@@ -376,6 +412,10 @@ def pretrain(
     signal, with the step and the directory.
     """
     asked = ask_for_run("pretrain", words, resume)
+    if asked.estimate:
+        found = estimate_run(asked)
+        print(found.describe(), flush=True)
+        return {"peak_bytes": found.peak, "largest_rows": found.largest_rows}
     run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
               {"command": "pretrain", "record": provenance()})
     run.build()
@@ -432,7 +472,7 @@ def validate(
     model = config["model"]
     if f"model.{MODEL}" not in asked.given:
         model[MODEL] = str(find_model(output))
-    model["model_config_kwargs"] = None  # the model has its own
+    model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
     tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
     linked = {"objective": model["objective"], "seed": config["seed_everything"]}
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})

@@ -106,6 +106,8 @@ def _say_config(
         said["layer_types"] = [_LAYERS[kind] for kind in config.layer_kinds]
         said["rope_parameters"] = {name: {"rope_type": "default", "rope_theta": theta[kind]}
                                    for kind, name in _LAYERS.items()}
+        if config.rope_stretch is not None:
+            said["rope_parameters"][_LAYERS["global"]].update(config.rope_stretch)
     elif config.classifier_dropout == config.hidden_dropout:
         said["classifier_dropout"] = None  # as hidden_dropout_prob
     if kind == "roberta":  # it counts positions on from the id of its padding
@@ -150,6 +152,12 @@ def _read_bert(theirs: PretrainedConfig, kind: str) -> dict[str, Any]:
     }
 
 
+def _read_stretch(rope: dict[str, Any]) -> dict[str, Any] | None:
+    "What their rotary positions have besides a base."
+    kept = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return None if kept == {"rope_type": "default"} else kept
+
+
 def _read_modernbert(theirs: PretrainedConfig) -> dict[str, Any]:
     "Read what ModernBERT means."
     kinds, rope = theirs.layer_types, theirs.rope_parameters
@@ -161,6 +169,7 @@ def _read_modernbert(theirs: PretrainedConfig) -> dict[str, Any]:
         **{ours: getattr(theirs, name) for ours, name in _MODERNBERT_WORDS.items()},
         "global_attention_every_n_layers": every,
         "global_rope_theta": rope[whole]["rope_theta"],
+        "rope_stretch": _read_stretch(rope[whole]),
         "local_rope_theta": rope[near]["rope_theta"],
         "hidden_activation": inner,
         "head_activation": None if outer == inner else outer,
@@ -216,7 +225,7 @@ def unread_settings(
     "What the scores of a trained model of this shape do not depend on."
     unread = set(_TRAINING)
     if config.attention_positions != "rope":
-        unread |= {"global_rope_theta", "local_rope_theta", "rope_share"}
+        unread |= {"global_rope_theta", "local_rope_theta", "rope_share", "rope_stretch"}
     if "local" not in config.layer_kinds:
         unread |= {"local_attention", "local_rope_theta"}
     if head != "ForSequenceClassification":
