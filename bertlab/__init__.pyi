@@ -74,6 +74,12 @@ from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
+from .model.adapters import add_adapter as add_adapter
+from .model.adapters import freeze_weights as freeze_weights
+from .model.adapters import load_adapter as load_adapter
+from .model.adapters import save_adapter as save_adapter
+from .model.context import extend_context as extend_context
+from .model.context import needle_test as needle_test
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
@@ -116,6 +122,10 @@ from .train.distill import DistillationModule as DistillationModule
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages
+from .train.averages import AveragedWeights as AveragedWeights
+from .train.averages import average_weights as average_weights
+from .train.averages import greedy_soup as greedy_soup
+from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task
 from .finetuning.module import FinetuningModule as FinetuningModule
@@ -141,5 +151,6 @@ from .explorers.profiling import profile_step as profile_step
 from .cli.demo import Recipe as Recipe
 from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
+from .cli.tune import tune as tune
 
 __version__: str

@@ -205,7 +205,8 @@ def mix_lengths(
     weights = np.array(list(shares.values()), dtype=float)
     if (weights < 0).any() or weights.sum() <= 0:
         raise ValueError(f"shares must be 0 or more and not all 0, got {shares!r}")
-    drawn = np.random.default_rng(seed).choice(list(shares), len(documents), p=weights / weights.sum())
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(list(shares), len(documents), p=weights / weights.sum())
     ends = [np.arange(start, stop, piece)[1:] for start, stop, piece in
             zip(documents.offsets[:-1], documents.offsets[1:], drawn)]
     offsets = np.concatenate([np.asarray(documents.offsets), *ends])

@@ -39,8 +39,8 @@ class AveragedWeights(Callback):
         ramp: bool = True,  # let the decay begin at 0.1 and grow: first weights are forgotten
     ):
         if decay is not None and not 0 <= decay < 1:
-            raise ValueError(f"decay must be 0 or more and below 1, or None for a uniform mean, got "
-                             f"{decay}")
+            raise ValueError("decay must be 0 or more and below 1, or None for a uniform mean, "
+                             f"got {decay}")
         for name, value, least in (("every_steps", every_steps, 1), ("start_step", start_step, 0)):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")

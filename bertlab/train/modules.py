@@ -149,7 +149,7 @@ def settings_from(
     return settings
 
 # %% ../../nbs/train/02_modules.ipynb #c4842d8b
-PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5, "adapter": 5e-4}  # where no learning_rate is given
+PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5, "adapter": 5e-4}  # without learning_rate
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
 OPEN_WARMUP_STEPS = 1000  # where the run has no known end
 
@@ -163,7 +163,7 @@ def pretraining_optimizer(
     h = hparams
     groups = parameter_groups(model, weight_decay=h.weight_decay,
                               hidden_apart=optimizer_facts(h.optimizer_class).hidden_apart,
-                              overrides=adapter_overrides(model, h.parameter_overrides))  # fmt: skip
+                              overrides=adapter_overrides(model, h.parameter_overrides))
     options = {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}
     optimizer = get_optimizer(h.optimizer_class, groups, options, quantized=h.optimizer_quantized)
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
