@@ -48,6 +48,8 @@ _FACE = {
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
     "model.vocabulary": "extend_vocabulary masked_bits_per_byte transplant_vocabulary trim_vocabulary",
+    "model.adapters": "add_adapter freeze_weights load_adapter save_adapter",
+    "model.context": "extend_context needle_test",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
@@ -71,6 +73,8 @@ _FACE = {
     "train.model_cards": "CardChoices make_card push_model",
     "train.stages": "Stage load_stages train_stages",
     "train.evaluators": "Evaluator Evaluators FillMaskEvaluator LossEvaluator ProbeEvaluator",
+    "train.averages": "AveragedWeights average_weights greedy_soup",
+    "train.estimate": "estimate_memory",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
     "finetuning.metrics": "get_metrics_for_task",
@@ -90,6 +94,7 @@ _FACE = {
     "explorers.profiling": "measure_roofline profile_step",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
+    "cli.tune": "tune",
 }
 _CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}

@@ -35,16 +35,12 @@ from .data.collators import MaskedLanguageModelingCollator as MaskedLanguageMode
 from .data.collators import get_collator_cls as get_collator_cls
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import TokenizedDocuments as TokenizedDocuments
-from .data.shards import BlockedDataset as BlockedDataset
-from .data.shards import StoredDocuments as StoredDocuments
-from .data.shards import open_shards as open_shards
+from .data.cache import open_tokens as open_tokens
 from .data.cache import tokenize_documents as tokenize_documents
-from .data.streaming import LanedStream as LanedStream
 from .data.streaming import PackedStream as PackedStream
 from .data.mixing import mix_documents as mix_documents
 from .data.module import PretrainingDataModule as PretrainingDataModule
 from .data.plain_models import PlainModelCollator as PlainModelCollator
-from .data.tokenize import tokenize_shards as tokenize_shards
 from .model.config import BertLabConfig as BertLabConfig
 from .model.config import bert_base as bert_base
 from .model.config import bert_large as bert_large
@@ -78,6 +74,12 @@ from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
+from .model.adapters import add_adapter as add_adapter
+from .model.adapters import freeze_weights as freeze_weights
+from .model.adapters import load_adapter as load_adapter
+from .model.adapters import save_adapter as save_adapter
+from .model.context import extend_context as extend_context
+from .model.context import needle_test as needle_test
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
@@ -120,11 +122,10 @@ from .train.distill import DistillationModule as DistillationModule
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages
-from .train.evaluators import Evaluator as Evaluator
-from .train.evaluators import Evaluators as Evaluators
-from .train.evaluators import FillMaskEvaluator as FillMaskEvaluator
-from .train.evaluators import LossEvaluator as LossEvaluator
-from .train.evaluators import ProbeEvaluator as ProbeEvaluator
+from .train.averages import AveragedWeights as AveragedWeights
+from .train.averages import average_weights as average_weights
+from .train.averages import greedy_soup as greedy_soup
+from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task
 from .finetuning.module import FinetuningModule as FinetuningModule
@@ -150,5 +151,6 @@ from .explorers.profiling import profile_step as profile_step
 from .cli.demo import Recipe as Recipe
 from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
+from .cli.tune import tune as tune
 
 __version__: str

@@ -4,6 +4,6 @@ from . import options as options
 from . import pretrain as pretrain
 from . import demo as demo
 from . import finetune as finetune
-from . import speedrun as speedrun
-from . import vocabularies as vocabularies
+from . import adapt as adapt
+from . import tune as tune
 from . import main as main

@@ -25,12 +25,14 @@ from .metrics import gold_texts, names_entities
 from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
+from ..model.activation_checkpointing import read_checkpointing
+from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
 from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
-from ..train.modules import check_recomputing, compile_layers, compile_options, recompute
+from ..train.modules import compile_layers, compile_options, recompute
 from ..train.steps import TrainingModule
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -115,7 +117,7 @@ def readable(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:  # of the sa
     "Move what a model gave to where it can be scored."
     return apply_to_collection(values, Tensor, lambda t: t.to(_readable_device(t.device)))
 
-# %% ../../nbs/finetuning/07_module.ipynb #f260b5c8
+# %% ../../nbs/finetuning/07_module.ipynb #c819f01a
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 TARGETS = ("labels", "start_positions", "end_positions")
 
@@ -128,25 +130,25 @@ class FinetuningModule(TrainingModule):
         task: str,  # classification, token_classification, question_answering
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        learning_rate: float = 1e-5,  # peak of the schedule
-        weight_decay: float = 0.01,  # on matrices alone
+        learning_rate: float = 1e-5, weight_decay: float = 0.01,
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
-        optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
+        optimizer_kwargs: dict[str, Any] | None = None,
         optimizer_quantized: bool = False,  # moments of 8 bits
         # linear, cosine, constant, polynomial, or your own: called with the optimizer and kwargs
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
-        warmup_steps: int = 0,  # optimizer steps until the peak
-        warmup_ratio: float = 0.0,  # the same as a share of the run; one of them
+        warmup_steps: int = 0, warmup_ratio: float = 0.0,  # one of them
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
         *,
         problem_type: str | None = None,  # one of PROBLEM_OF's; None: the data's
         id2label: dict[int, str] | list[str] | None = None,  # None: the data's
         class_weights: list[float] | str | None = None,  # a number a label, or "balanced"
         layer_decay: float = 1.0,  # factor of the rate from a layer to the next one down
-        freeze_layers: int | str | None = None,  # blocks, with embeddings; or "encoder"
+        # Blocks from below, with the embeddings; embeddings; encoder; or patterns of names.
+        freeze_layers: int | str | list[str] | None = None,
         reinit_layers: int = 0,  # uppermost blocks that begin anew
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
         model_kwargs: dict[str, Any] | None = None,  # of MODEL_OPTIONS: dropouts, pooling, kernel
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig, for random weights
     ):
@@ -217,11 +219,14 @@ class FinetuningModule(TrainingModule):
         self._check_rows(loaded.model.config)
         self.model = loaded.model
         self.fresh = sorted({*loaded.fresh, *reinit_top(self.model, h.reinit_layers)})
-        self.frozen = freeze_bottom(self.model, h.freeze_layers)
+        if h.adapter is not None:  # the head for the task is new and learns as a whole
+            add_adapter(self.model, h.adapter, ["task_head"])
+        freeze_bottom(self.model, h.freeze_layers)
+        self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device, h.optimizer_class)
+        options = compile_options(h.compile_model, device)
         if options is not None:
             compile_layers(self.model, **options)
         rank_zero_info(self.describe())
@@ -360,6 +365,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("class_weights need classes; leave them out")
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
+    if options["adapter"] is not None:
+        read_adapter(options["adapter"])
+        if options["reinit_layers"]:
+            raise ValueError(f"reinit_layers={options['reinit_layers']} begins blocks anew that "
+                             "adapter leaves as they are: leave one of them out")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
-    check_recomputing(options["gradient_checkpointing"], options["compile_model"],
-                      options["optimizer_class"])
+    read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])

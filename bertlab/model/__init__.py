@@ -17,5 +17,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "growth",
     "activation_checkpointing",
     "float8",
-    "vocabulary",
+    "adapters",
+    "context",
 ))

@@ -13,4 +13,5 @@ from . import generate as generate
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing
 from . import float8 as float8
-from . import vocabulary as vocabulary
+from . import adapters as adapters
+from . import context as context

@@ -19,5 +19,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "trainer",
     "distill",
     "stages",
-    "evaluators",
+    "averages",
+    "estimate",
 ))

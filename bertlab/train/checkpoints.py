@@ -320,7 +320,8 @@ _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype",
 
 def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     hparams, config = getattr(module, "hparams", {}), getattr(module, "config", None)
-    names = ("objective", "optimizer_class", "optimizer_quantized")
+    names = ("objective", "optimizer_class", "optimizer_quantized", "adapter", "freeze",
+             "freeze_layers")
     known = {name: hparams[name] for name in names if name in hparams}
     shape = config.to_diff_dict() if config is not None else {}
     return known | {name: value for name, value in shape.items() if name not in _UNRELATED}

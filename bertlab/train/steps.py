@@ -8,7 +8,7 @@ __all__ = ['LOSS_SCALE', 'whole', 'scale_gradient', 'can_flag', 'skip_step', 'av
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
@@ -220,9 +220,16 @@ class TrainingModule(L.LightningModule):
 
     # --- validation and test --------------------------------------------------------------------
 
-    def evaluation_weights(self) -> AbstractContextManager[None]:
-        "Inside, what the optimizer keeps for use stands for the weights; see `averaged_weights`."
-        return averaged_weights(self.trainer.optimizers if self._trainer is not None else [])
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        "Inside, averages that the optimizer or a callback keeps for use stand for the weights."
+        with ExitStack() as stack:
+            if self._trainer is not None:
+                stack.enter_context(averaged_weights(self.trainer.optimizers))
+                for callback in self.trainer.callbacks:
+                    if hasattr(callback, "evaluation_weights"):  # such as `AveragedWeights`
+                        stack.enter_context(callback.evaluation_weights(self))
+            yield
 
     def begin_scoring(self, stage: str) -> None:  # val or test
         "Make room for the sums of a round over a split."
