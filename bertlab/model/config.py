@@ -45,7 +45,7 @@ CHOICES = {  # settings by name, and the names that each knows
 SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bias", "mlp_bias",
             "head_bias", "decoder_bias", "qk_norm")  # fmt: skip
 
-# %% ../../nbs/model/01_config.ipynb #8a597db9
+# %% ../../nbs/model/01_config.ipynb #029e82c3
 def _check_each(config: PretrainedConfig) -> None:
     "Raise `ValueError` for a setting that is wrong whatever the others are."
     for name, (least, hint) in _LEAST.items():

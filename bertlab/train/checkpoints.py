@@ -311,7 +311,7 @@ def documents_identity(
     read = [np.asarray(tokens[s:s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
     return _short_hash(len(tokens), len(ends), ends[:: max(1, len(ends) // 4096)].tolist(), *read)
 
-# %% ../../nbs/train/06_checkpoints.ipynb #7630dd00
+# %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
                   "streaming", "seed", "data_kwargs", "collator_kwargs")  # fmt: skip
 # What a configuration says besides the model's shape.
