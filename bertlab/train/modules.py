@@ -30,7 +30,7 @@ from ..model.activation_checkpointing import checkpoint_activations, read_checkp
 from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part, look_up
-from ..data.rows import BOOKKEEPING
+from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, read_shape, save_model
 from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
@@ -52,7 +52,7 @@ OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
     "diffusion": BertLabForMaskedDiffusion,
 }
 BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "label_positions",
-              "loss_weights", "row_keys")  # what the models of the objectives take
+              "loss_weights", "token_shares", "row_keys")  # what the models of the objectives take
 OWN_KEYS = {"enhanced_mlm": "row_keys", "diffusion": "loss_weights"}  # of a batch; mlm has none
 
 
@@ -344,7 +344,11 @@ class PretrainingModule(TrainingModule):
             check_batch(batch, self.model, h.objective, h.plain_mean)
             self._checked = True
         left_out = {*BOOKKEEPING, "loss_weights" if h.plain_mean else None}
-        return {name: value for name, value in batch.items() if name not in left_out}
+        inputs = {name: value for name, value in batch.items() if name not in left_out}
+        if h.plain_mean and "token_shares" in batch:  # a mean of words; ends count for one together
+            shares_BL = batch["token_shares"].masked_fill(batch["labels"] == IGNORED, 0.0)
+            inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
+        return inputs
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
