@@ -198,7 +198,8 @@ def score_gaps(
     "Ask a model for the words of gaps; what may not be written has -inf."
     counts_B = open_BL.sum(1)
     if isinstance(model, BertLabTokenPredictor):
-        positions_BM = open_BL.int().argsort(1, descending=True, stable=True)[:, :counts_B.max()]
+        first_BL = open_BL.int().argsort(dim=1, descending=True, stable=True)
+        positions_BM = first_BL[:, : int(counts_B.max())]
         logits_BMV = model(input_ids=ids_BL, attention_mask=attention_mask,
                            label_positions=positions_BM).logits
         real_BM = torch.arange(positions_BM.shape[1], device=ids_BL.device) < counts_B[:, None]
