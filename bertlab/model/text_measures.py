@@ -261,17 +261,15 @@ def hide_share(
     texts: Sequence[str],
     share: float = 0.5,  # of the tokens of each text, at least one
     seed: int = 0,
-) -> tuple[list[str], list[list[int]]]:  # texts with mask tokens; the ids that were hidden
+) -> tuple[list[list[int]], list[list[int]]]:  # ids with mask tokens; the ids themselves
     "Hide a share of each text, the same for whoever fills it."
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
-    gapped, hidden = [], []
+    gapped, whole = [], []
     for number, text in enumerate(texts):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         coins = draw_uniforms(key_rows(seed, [0], [number])[:, None], np.arange(len(ids)), 1)[0]
         chosen = set(np.argsort(coins)[: max(1, round(share * len(ids)))].tolist())
-        pieces = tokenizer.convert_ids_to_tokens(ids)
-        shown = [tokenizer.mask_token if i in chosen else piece for i, piece in enumerate(pieces)]
-        gapped.append(tokenizer.convert_tokens_to_string(shown))
-        hidden.append([ids[i] for i in sorted(chosen)])
-    return gapped, hidden
+        gapped.append([tokenizer.mask_token_id if i in chosen else t for i, t in enumerate(ids)])
+        whole.append(ids)
+    return gapped, whole

@@ -6,7 +6,7 @@
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'OWN_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
            'check_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model', 'settings_from',
            'pretraining_optimizer', 'compile_layers', 'compile_options', 'check_recomputing', 'recompute',
-           'DirectoriesBeside', 'PretrainingModule']
+           'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
 
 # %% ../../nbs/train/02_modules.ipynb #0120e55e
 import copy
@@ -27,6 +27,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
+from ..model.causal import BertLabForCausalLM
 from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part, look_up
@@ -436,3 +437,25 @@ class PretrainingModule(TrainingModule):
                 found = found and own.__module__ != "__main__"
                 plain[name] = f"{own.__module__}.{own.__qualname__}" if found else usual
         checkpoint["hyper_parameters"] = plain
+
+# %% ../../nbs/train/02_modules.ipynb #28bffdab
+class CausalModule(PretrainingModule):
+    "Train the causal twin of an encoder: a control, on batches in which nothing is hidden."
+
+    def __init__(
+        self,
+        model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
+        **kwargs: Any,  # of `PretrainingModule`, without objective and without weights to go on with
+    ):
+        for name in ("objective", "pretrained_model_name_or_path"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}={kwargs[name]!r} is not for a causal twin, which begins "
+                                 "fresh and predicts the next token; leave it out")
+        super().__init__(model_config_kwargs, **{"save_directories": False, **kwargs,
+                                                 "objective": "enhanced_mlm"})
+
+    def configure_model(self) -> None:
+        "Build the twin, once."
+        if self.model is None:
+            self.model = BertLabForCausalLM(self.config)
+        super().configure_model()
