@@ -25,8 +25,6 @@ from sides import BenchmarkParser, judge, machine, say, write_result
 import bertlab
 from bertlab.core.devices import describe_device
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.diffusion import writing_texts
-from bertlab.data.documents import Document
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.causal import continue_ids
@@ -44,28 +42,16 @@ LENGTH, FREE = 64, 32  # tokens of a held-out docstring at most, and of a free t
 BANDS = {"distinct_2": 0.15, "repeated_4": 0.05, "stutter": 0.03}  # off real docstrings, at most
 
 
-def train(module, corpus, tokenizer, objective: str, minutes: float, rows: int, steps: int | None = None, **collating) -> dict:
+def train(module, corpus, tokenizer, objective: str, minutes: float, rows: int, steps: int | None = None, max_ends: int = 0, **collating) -> dict:
     "Train for minutes, or for steps; say what it took."
-    data = PretrainingDataModule(corpus, tokenizer, objective, 128, train_batch_size=rows, collator_kwargs=collating)
+    data = PretrainingDataModule(corpus, tokenizer, objective, 128, train_batch_size=rows,
+                                 max_ends=max_ends, collator_kwargs=collating)
     history, began = History(), time.perf_counter()
     limit = [] if steps else [TimeLimit(f"{max(1, round(60 * minutes))}s")]
     trainer = make_trainer(steps or 100_000, callbacks=[history, *limit], enable_checkpointing=False)
     trainer.fit(module, data)
     return {"steps": trainer.global_step, "seconds": time.perf_counter() - began,
             "tokens": int(history.record.rows[-1][4]), "last_loss": float(history.record.column("loss")[-1])}  # fmt: skip
-
-
-def with_ends(corpus, tokenizer, seed: int):
-    "The same corpus, each text with its ends."
-    import copy
-
-    made = copy.copy(corpus)
-    made.__dict__.pop("sha256", None)
-    for side in ("train", "validation"):
-        documents = getattr(corpus, side)
-        texts = writing_texts([d.text for d in documents], tokenizer.sep_token, max_ends=16, seed=seed)
-        setattr(made, side, [Document(text, d.source) for text, d in zip(texts, documents)])
-    return made
 
 
 class Counts:
@@ -171,8 +157,8 @@ def one_seed(seed: int, options, corpus, tokenizer, twin, counts, held) -> dict:
     vocabulary = vocabulary_of(tokenizer)
     module = PretrainingModule(None, options.demo, tokenizer, "diffusion", learning_rate=options.rate, weight_decay=0.05,
                                compile_model=False, scheduler_warmup_steps=10)  # fmt: skip
-    run = train(module, with_ends(corpus, tokenizer, seed), tokenizer, "diffusion", options.minutes, options.rows,
-                writing=True, sampling_eps=0.02)  # fmt: skip
+    run = train(module, corpus, tokenizer, "diffusion", options.minutes, options.rows, max_ends=8,
+                sampling_eps=0.02, seed=seed)  # fmt: skip
     model, demo = module.model.eval(), load_encoder(options.demo)
     gapped, whole = hide_share(tokenizer, held, 0.5, seed)
     bytes_V = token_bytes(tokenizer, vocabulary.size)

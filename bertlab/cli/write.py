@@ -93,8 +93,7 @@ def was_taught_ends(
     here = Path(directory).resolve()
     for place in (here, here.parent, here.parent.parent):
         if (place / MARKER).is_file():
-            data = read_yaml(place / MARKER).get("data") or {}
-            return bool((data.get("collator_kwargs") or {}).get("writing"))
+            return bool((read_yaml(place / MARKER).get("data") or {}).get("max_ends"))
     return False
 
 

@@ -97,7 +97,7 @@ class MaskedDiffusionCollator(Collator):
         max_predictions: int | None = None,  # labels a row at most, M; None: the row's length
         seed: int = 0,
         schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
-        writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_texts`
+        writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
         end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOISE', 'SILVER', 'Noise', 'hidden_share', 'weigh_times', 'DiffusionRule', 'draw_times', 'choose_hidden',
-           'find_parts', 'share_tokens', 'writing_texts', 'noise_tokens']
+           'find_parts', 'share_tokens', 'count_ends', 'writing_rows', 'noise_tokens']
 
 # %% ../../nbs/data/08_diffusion.ipynb #2a94b620
 import math
@@ -173,23 +173,34 @@ def share_tokens(
     return shares_BL
 
 # %% ../../nbs/data/08_diffusion.ipynb #1bd1f402
-def writing_texts(
+def count_ends(
+    numbers: Sequence[int],  # of the texts
+    max_ends: int,  # 0: none
+    seed: int = 0,
+) -> np.ndarray:  # 1 to max_ends each
+    "Draw by address how many ends stand behind a text."
+    if max_ends < 0:
+        raise ValueError(f"max_ends must be 0 or more, got {max_ends}")
+    draws_B = draw_uniforms(key_rows(seed, [0] * len(numbers), numbers), np.zeros(1, int), CHOOSE)
+    return 1 + (draws_B * max_ends).astype(int) if max_ends else np.zeros(len(numbers), int)
+
+
+def writing_rows(
+    tokenizer: Any,  # of transformers, with a sep_token
     texts: Sequence[str],  # what is to be written
-    end_token: str,  # tokenizer.sep_token
     prompts: Sequence[str] | None = None,  # what is given, one for each text; None: nothing
     max_ends: int = 8,  # ends behind a text: 1 to this many; 0: none
     seed: int = 0,
-) -> list[str]:  # for any data module: the end token stands in the text
+) -> list[list[int]]:  # ids without [CLS] and the last [SEP], for `set_datasets` or packing
     "Join prompts, texts and ends. Raises `ValueError` where they are not equally many."
     if prompts is not None and len(prompts) != len(texts):
         raise ValueError(f"prompts must be as many as texts, {len(texts)}, got {len(prompts)}")
-    if max_ends < 0:
-        raise ValueError(f"max_ends must be 0 or more, got {max_ends}")
-    keys_B = key_rows(seed, [0] * len(texts), range(len(texts)))
-    counts = 1 + (draw_uniforms(keys_B, 0, CHOOSE) * max_ends).astype(int) if max_ends else keys_B * 0
-    given = [""] * len(texts) if prompts is None else [f"{p} {end_token} " for p in prompts]
-    return [f"{before}{text}{f' {end_token}' * int(count)}"
-            for before, text, count in zip(given, texts, counts)]
+    end, read = tokenizer.sep_token_id, lambda some: tokenizer(
+        list(some), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    given = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
+    counts = count_ends(range(len(texts)), max_ends, seed)
+    return [[*before, *ids, *[end] * int(count)]
+            for before, ids, count in zip(given, read(texts), counts)]
 
 # %% ../../nbs/data/08_diffusion.ipynb #8b30070e
 def noise_tokens(

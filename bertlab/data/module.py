@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'HELD_OUT_AMONG', 'TOKENIZER_SAMPLE',
            'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'known_options', 'pair_splits',
-           'PretrainingDataModule', 'training_texts']
+           'add_ends', 'PretrainingDataModule', 'training_texts']
 
 # %% ../../nbs/data/15_module.ipynb #e07bc6c3
 import os
@@ -26,6 +26,7 @@ from .cache import check_cache_directory, tokenize_documents
 from .rows import Collator
 from .collators import get_collator_cls
 from .corpus import Corpus, load_corpus, make_corpus
+from .diffusion import count_ends
 from .documents import Document, hash_files
 from .mixing import MixedRows, MixedStream, join_documents, mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
@@ -376,6 +377,20 @@ def _collate_bare(collator: Callable, rows: list[dict]) -> dict[str, torch.Tenso
     "Collate rows of one document each, padded as the collator pads."
     return collator([bare_row(row) for row in rows])
 
+# %% ../../nbs/data/15_module.ipynb #88c05779
+def add_ends(
+    documents: TokenizedDocuments,
+    end_token_id: int,
+    max_ends: int,  # 0 leaves the documents as they are
+    seed: int = 0,
+) -> TokenizedDocuments:
+    "Lay ends behind documents, 1 to max_ends each, drawn by the document's number."
+    if not max_ends:
+        return documents
+    counts = count_ends(range(len(documents)), max_ends, seed)
+    tokens = np.insert(documents.tokens, np.repeat(documents.offsets[1:], counts), end_token_id)
+    return TokenizedDocuments(tokens, documents.offsets + np.cumsum([0, *counts]))
+
 # %% ../../nbs/data/15_module.ipynb #0d07f6a7
 class PretrainingDataModule(L.LightningDataModule):
     "Rows for pretraining; order and masks depend on (seed, epoch, row) alone."
@@ -403,6 +418,7 @@ class PretrainingDataModule(L.LightningDataModule):
         cache_dir: str | os.PathLike | None = None,  # for tokens; None: keep them in memory
         data_kwargs: dict[str, Any] | None = None,  # of `load_corpus`, packing and mixing
         seed: int = 0,  # of order and masks
+        max_ends: int = 0,  # of diffusion: 1 to so many end tokens behind each text; 0: none
     ):
         super().__init__()
         least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
@@ -423,6 +439,13 @@ class PretrainingDataModule(L.LightningDataModule):
 
         self.source, self.tokenizer = train_dataset_name_or_path, pretrained_tokenizer_name_or_path
         self.collator_cls, self.collator_kwargs = get_collator_cls(objective), collator_kwargs or {}
+        self.max_ends = max_ends
+        if max_ends and (objective != "diffusion" or streaming):
+            raise ValueError(f"max_ends={max_ends} is for objective='diffusion' and texts that are "
+                             f"read at once, not for objective={objective!r}, "
+                             f"streaming={streaming}; leave it out")
+        if max_ends:
+            self.collator_kwargs = {"writing": True, **self.collator_kwargs}
         self.objective = self.collator_cls.objective  # None: a collator of the user's own
         self.max_sequence_length, self.text_column = max_sequence_length, text_column
         self.streaming, self.shuffle, self.num_shards = streaming, shuffle, num_shards
@@ -508,7 +531,11 @@ class PretrainingDataModule(L.LightningDataModule):
     def _tokenize(self) -> tuple[list[TokenizedDocuments], list[TokenizedDocuments]]:
         "Tokens to train on, source by source, and tokens to validate on, set by set."
         caching = {"cache_dir": self.cache_dir, "num_proc": self.num_shards}
-        read = lambda source, part: source.tokenize(part, self.tokenizer, **caching)  # noqa: E731
+
+        def read(source: Source, part: str) -> TokenizedDocuments:
+            found = source.tokenize(part, self.tokenizer, **caching)
+            return add_ends(found, self.tokenizer.sep_token_id, self.max_ends, self.seed)
+
         train = [] if self.streaming else [read(source, "train") for source in self.sources]
         if self.val_sources:
             return train, [read(source, "train") for source in self.val_sources]

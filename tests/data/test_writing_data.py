@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.collators import MaskedDiffusionCollator
-from bertlab.data.diffusion import DiffusionRule, find_parts, share_tokens, weigh_times, writing_texts
+from bertlab.data.diffusion import DiffusionRule, find_parts, share_tokens, weigh_times, writing_rows
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
@@ -74,22 +74,23 @@ def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
 
 def test_texts_for_writing_pass_a_tokenizer_and_come_back_as_parts():
     tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
-    made = writing_texts(["the cat", "sat on"], tokenizer.sep_token, ["mat", "the mat"], max_ends=5, seed=3)
+    made = writing_rows(tokenizer, ["the cat", "sat on"], ["mat", "the mat"], max_ends=5, seed=3)
     counts = []
-    for text, prompt, answer in zip(made, ["mat", "the mat"], ["the cat", "sat on"]):
-        ids = np.array([tokenizer(text)["input_ids"]])
+    for row, prompt, answer in zip(made, ["mat", "the mat"], ["the cat", "sat on"]):
+        ids = np.array([[tokenizer.cls_token_id, *row, tokenizer.sep_token_id]])
         given_BL, ends_BL = find_parts(ids, np.ones_like(ids), tokenizer.sep_token_id)
         assert tokenizer.decode(ids[given_BL], skip_special_tokens=True) == prompt
         assert tokenizer.decode(ids[~given_BL & ~ends_BL], skip_special_tokens=True) == answer
         counts.append(int(ends_BL.sum()))
     assert all(1 <= c <= 5 for c in counts)
-    many = [t.count("[SEP]") for t in writing_texts(["x"] * 500, "[SEP]", max_ends=5)]
+    end = tokenizer.sep_token_id
+    many = [row.count(end) for row in writing_rows(tokenizer, ["the"] * 500, max_ends=5)]
     assert set(many) == {1, 2, 3, 4, 5} and min(many.count(n) for n in set(many)) > 60
-    assert writing_texts(["x"], "[SEP]", max_ends=0) == ["x"]
+    assert end not in writing_rows(tokenizer, ["the [SEP] cat"], max_ends=0)[0]  # it says the word
     with pytest.raises(ValueError, match="prompts must be as many"):
-        writing_texts(["x"], "[SEP]", ["a", "b"])
+        writing_rows(tokenizer, ["x"], ["a", "b"])
     with pytest.raises(ValueError, match="max_ends"):
-        writing_texts(["x"], "[SEP]", max_ends=-1)
+        writing_rows(tokenizer, ["x"], max_ends=-1)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -148,3 +149,26 @@ def test_the_cosine_schedule_hides_less_for_longer_and_its_weights_add_up_too():
 def test_a_collator_that_cannot_be_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], **options)
+
+
+def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
+    from bertlab.data.module import PretrainingDataModule
+
+    texts = [f"the cat sat on mat {n} and so on" for n in range(40)]
+    tokenizer = train_tokenizer(texts, vocab_size=90)
+    made = {}
+    for most in (0, 6):
+        data = PretrainingDataModule(None, tokenizer, "diffusion", 64, max_ends=most, train_batch_size=2,
+                                     collator_kwargs=dict(num_steps=1, noise_eps=0.0))  # fmt: skip
+        data.set_datasets(texts, texts[:4])
+        data.setup()
+        documents = data.train_dataset.documents
+        made[most] = [documents[n].tolist() for n in range(len(documents))]
+        batch = next(iter(data.train_dataloader()))
+        assert ((batch["labels"] == tokenizer.sep_token_id).any().item()) == (most > 0)
+    for before, after in zip(made[0], made[6], strict=True):
+        ends = after[len(before) :]
+        assert after[: len(before)] == before and 1 <= len(ends) <= 6 and set(ends) == {tokenizer.sep_token_id}
+    for options in (dict(objective="mlm"), dict(objective="diffusion", streaming=True)):
+        with pytest.raises(ValueError, match="max_ends=3"):
+            PretrainingDataModule(None, tokenizer, max_ends=3, **options)
