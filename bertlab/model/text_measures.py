@@ -77,7 +77,7 @@ def diffusion_bound(
     input_ids: Tensor,  # (B, L) whole texts, one a row
     vocabulary: Vocabulary,
     attention_mask: Tensor | None = None,  # (B, L); None: no padding
-    num_draws: int | None = 16,  # of hidden sets per text, an even number; None: all, of short texts
+    num_draws: int | None = 16,  # hidden sets per text, an even number; None: all
     seed: int = 0,
     scored: Tensor | None = None,  # (B, L) bool: what may be hidden; None: all that is no special
     tokenizer: Any = None,  # for bits per byte
@@ -100,11 +100,13 @@ def diffusion_bound(
         raise ValueError(f"text {int((lengths_B == 0).argmax())} has no token to score")
     with evaluating(model):
         if num_draws is None:
-            found = [_all_sets(model, ids[None], mask[None], may, vocabulary, end_token_id, batch_size)
+            found = [_all_sets(model, ids[None], mask[None], may, vocabulary, end_token_id,
+                               batch_size)
                      for ids, mask, may in zip(input_ids, mask_BL, scored)]
             nats_B, variance_B = np.array(found), np.zeros(len(found))
         else:
-            nats_B, variance_B = _drawn_sets(model, input_ids, mask_BL, scored, lengths_B, vocabulary,
+            nats_B, variance_B = _drawn_sets(model, input_ids, mask_BL, scored, lengths_B,
+                                             vocabulary,
                                              num_draws, seed, end_token_id, batch_size)
     num_bytes = 0.0
     if tokenizer is not None:

@@ -236,7 +236,8 @@ def write(
         ids_BL, mask_BL = pad_tasks(tasks, tokenizer.pad_token_id, device)
         steps = []
         for step in sampling_steps(model, ids_BL, vocabulary,
-                                   replace(sampling, num_steps=plans[some[0]]), mask_BL, end, numbers):
+                                   replace(sampling,
+                                           num_steps=plans[some[0]]), mask_BL, end, numbers):
             steps.append(step)
             if watch is not None:
                 watch(numbers[0], step)

@@ -445,7 +445,7 @@ class CausalModule(PretrainingModule):
     def __init__(
         self,
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
-        **kwargs: Any,  # of `PretrainingModule`, without objective and without weights to go on with
+        **kwargs: Any,  # of `PretrainingModule`, without an objective and without old weights
     ):
         for name in ("objective", "pretrained_model_name_or_path"):
             if kwargs.get(name) is not None:

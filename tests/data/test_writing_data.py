@@ -169,6 +169,6 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
     for before, after in zip(made[0], made[6], strict=True):
         ends = after[len(before) :]
         assert after[: len(before)] == before and 1 <= len(ends) <= 6 and set(ends) == {tokenizer.sep_token_id}
-    for options in (dict(objective="mlm"), dict(objective="diffusion", streaming=True)):
+    for options in (dict(objective="mlm"), dict(objective="diffusion", streaming=True, name="a.txt")):
         with pytest.raises(ValueError, match="max_ends=3"):
-            PretrainingDataModule(None, tokenizer, max_ends=3, **options)
+            PretrainingDataModule(options.pop("name", None), tokenizer, max_ends=3, **options)
