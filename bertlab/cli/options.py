@@ -545,7 +545,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #7ae048e3
+# %% ../../nbs/cli/01_options.ipynb #c72a927a
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
@@ -607,5 +607,11 @@ COMMANDS = {command.name: command for command in (
                 "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("speedrun", "race a recipe to a target loss, with a log that others can check",
+            {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
+            more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
+                                                      "it, and train nothing"),),
+            resume="go on with the seeds that are not finished", overwrite=True,
+            skip=("resume", "overwrite")),
     Command("devices", "say what a run would use here", {}),
 )}
