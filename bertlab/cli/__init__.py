@@ -9,5 +9,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "demo",
     "finetune",
     "speedrun",
+    "write",
     "main",
 ))
