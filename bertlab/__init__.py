@@ -16,7 +16,7 @@ _FACE = {
     "data.corpus": "Corpus embedded_corpus load_corpus make_corpus",
     "data.tokenizers": "load_tokenizer train_tokenizer",
     "data.masking": "MaskingRule",
-    "data.diffusion": "DiffusionRule",
+    "data.diffusion": "DiffusionRule writing_rows",
     "data.rows": "Collator Vocabulary",
     "data.supervised": "QuestionAnsweringCollator SequenceClassificationCollator TokenClassificationCollator",
     "data.collators": """
@@ -50,6 +50,10 @@ _FACE = {
     "model.vocabulary": "extend_vocabulary masked_bits_per_byte transplant_vocabulary trim_vocabulary",
     "model.adapters": "add_adapter freeze_weights load_adapter save_adapter",
     "model.context": "extend_context needle_test",
+    "model.samplers": "SamplingRule sample_ids",
+    "model.writing": "generate write",
+    "model.causal": "BertLabForCausalLM",
+    "model.text_measures": "diffusion_bound generative_perplexity",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
@@ -58,7 +62,7 @@ _FACE = {
     "optim.optimizers": "get_optimizer optimizer_table",
     # train: a loop that survives being killed
     "train.steps": "TrainingModule",
-    "train.modules": "PretrainingModule",
+    "train.modules": "CausalModule PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
     "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
@@ -91,6 +95,7 @@ _FACE = {
     "explorers.models": "attention_browser embedding_map",
     "explorers.fill_mask": "ask_checkpoints",
     "explorers.training_monitor": "TrainingMonitor",
+    "explorers.stepper": "stepper",
     "explorers.profiling": "measure_roofline profile_step",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",

@@ -24,6 +24,7 @@ from .data.tokenizers import load_tokenizer as load_tokenizer
 from .data.tokenizers import train_tokenizer as train_tokenizer
 from .data.masking import MaskingRule as MaskingRule
 from .data.diffusion import DiffusionRule as DiffusionRule
+from .data.diffusion import writing_rows as writing_rows
 from .data.rows import Collator as Collator
 from .data.rows import Vocabulary as Vocabulary
 from .data.supervised import QuestionAnsweringCollator as QuestionAnsweringCollator
@@ -74,12 +75,13 @@ from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
-from .model.adapters import add_adapter as add_adapter
-from .model.adapters import freeze_weights as freeze_weights
-from .model.adapters import load_adapter as load_adapter
-from .model.adapters import save_adapter as save_adapter
-from .model.context import extend_context as extend_context
-from .model.context import needle_test as needle_test
+from .model.samplers import SamplingRule as SamplingRule
+from .model.samplers import sample_ids as sample_ids
+from .model.writing import generate as generate
+from .model.writing import write as write
+from .model.causal import BertLabForCausalLM as BertLabForCausalLM
+from .model.text_measures import diffusion_bound as diffusion_bound
+from .model.text_measures import generative_perplexity as generative_perplexity
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
@@ -93,6 +95,7 @@ from .optim.muon import MuonWithAdamW as MuonWithAdamW
 from .optim.optimizers import get_optimizer as get_optimizer
 from .optim.optimizers import optimizer_table as optimizer_table
 from .train.steps import TrainingModule as TrainingModule
+from .train.modules import CausalModule as CausalModule
 from .train.modules import PretrainingModule as PretrainingModule
 from .train.history import History as History
 from .train.parallel import FullyShardedStrategy as FullyShardedStrategy
@@ -122,10 +125,6 @@ from .train.distill import DistillationModule as DistillationModule
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages
-from .train.averages import AveragedWeights as AveragedWeights
-from .train.averages import average_weights as average_weights
-from .train.averages import greedy_soup as greedy_soup
-from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task
 from .finetuning.module import FinetuningModule as FinetuningModule
@@ -146,11 +145,11 @@ from .explorers.models import attention_browser as attention_browser
 from .explorers.models import embedding_map as embedding_map
 from .explorers.fill_mask import ask_checkpoints as ask_checkpoints
 from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
+from .explorers.stepper import stepper as stepper
 from .explorers.profiling import measure_roofline as measure_roofline
 from .explorers.profiling import profile_step as profile_step
 from .cli.demo import Recipe as Recipe
 from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
-from .cli.tune import tune as tune
 
 __version__: str

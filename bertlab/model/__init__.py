@@ -17,6 +17,8 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "growth",
     "activation_checkpointing",
     "float8",
-    "adapters",
-    "context",
+    "samplers",
+    "writing",
+    "causal",
+    "text_measures",
 ))

@@ -13,5 +13,7 @@ from . import generate as generate
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing
 from . import float8 as float8
-from . import adapters as adapters
-from . import context as context
+from . import samplers as samplers
+from . import writing as writing
+from . import causal as causal
+from . import text_measures as text_measures
