@@ -591,6 +591,8 @@ def validate(
     model = config["model"]
     if f"model.{MODEL}" not in asked.given:
         model[MODEL] = str(find_model(output))
+    own_layers(model["model_config_kwargs"] or {})  # which the model may be made of
+    model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
     tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
     linked = {"objective": data_objective(model["objective"]),
               "seed": config["seed_everything"]}

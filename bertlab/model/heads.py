@@ -164,7 +164,7 @@ class BertLabForMaskedLM(BertLabTokenPredictor):
         scored = self.score(encoded[0], labels, label_positions, loss_rule)
         return make_output(encoded, *scored)
 
-# %% ../../nbs/model/06_heads.ipynb #2aa2f3b4
+# %% ../../nbs/model/06_heads.ipynb #02689b39
 def count_ordinary(
     input_ids: Tensor | None,  # (B, L); None: nothing is known to be special
     documents_BL: Tensor,  # 0 for padding
