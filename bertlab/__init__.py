@@ -84,7 +84,7 @@ _FACE = {
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
 }
-_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
+_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
 
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]

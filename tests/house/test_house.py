@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "optim": {"core"},
     "train": {"core", "data", "model", "optim"},
     "finetuning": {"core", "data", "model", "optim", "train"},
-    "explorers": {"core", "data", "model", "optim", "train"},
-    "cli": {"core", "data", "model", "optim", "train", "finetuning", "explorers"},
+    "embeddings": {"core", "data", "model", "optim", "train"},
+    "explorers": {"core", "data", "model", "optim", "train", "embeddings"},
+    "cli": {"core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers"},
 }
 WITHOUT_LIGHTNING = {"core", "model", "optim"}
 # What the command reads before it knows that it must train.
