@@ -143,6 +143,8 @@ class EmbeddingModule(TrainingModule):
             raise ValueError(f"the data's tokenizer has {len(theirs)} entries and the model's "
                              f"{len(self.tokenizer)}; give both the same")
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
+        if self.model is not None and self.max_sequence_length:
+            self.model.max_sequence_length = self.max_sequence_length
 
     max_sequence_length: int | None = None  # of texts, as the data cuts them
 

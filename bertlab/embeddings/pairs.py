@@ -201,18 +201,22 @@ def read_pairs(
     in_memory = isinstance(source, (list, tuple)) and all(isinstance(r, Mapping) for r in source)
     rows = (((f"row {n}", row) for n, row in enumerate(source)) if in_memory else
             _table_rows(source, split, config_name, file_format, header, policy, notes))
-    found, columns = [], None
+    found, columns = [], {}  # rows of JSON may have different keys
     for where, row in rows:
-        columns = columns or find_columns(list(row), asked)
+        if tuple(row) not in columns:
+            columns[tuple(row)] = find_columns(list(row), asked)
         try:
-            found.append(read_pair(row, columns, where))
+            found.append(read_pair(row, columns[tuple(row)], where))
         except (ValueError, TypeError) as error:
             policy(error if isinstance(error, ValueError) else ValueError(f"{where}: {error}"))
     if not found:
         raise ValueError(f"source {source if not in_memory else 'given'} has no pair of texts")
     queries, positives, negatives, scores = map(list, zip(*found))
-    return clean_pairs(PairSet(queries, positives, negatives,
-                               scores if columns["scores"] else None, notes))
+    lacking = [n for n, own in enumerate(scores) if own is None]
+    if lacking and len(lacking) < len(scores):
+        raise ValueError(f"pair {lacking[0] + 1} has no scores, and others have; give all of them "
+                         "scores, or none")
+    return clean_pairs(PairSet(queries, positives, negatives, None if lacking else scores, notes))
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #3c2cc733
 def hold_out_pairs(

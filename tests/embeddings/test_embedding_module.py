@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from embedding_cases import draw_pairs, fit, small_config, small_data, small_module, small_tokenizer, weights_of
+from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
 from bertlab.embeddings.losses import Embedded
@@ -56,24 +57,28 @@ def test_a_step_is_the_gradient_of_the_mean_over_queries():
         torch.testing.assert_close(p.detach(), old - 0.1 * grad, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.2, "chunk_rows": 2, "learn_temperature": True}])
-def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path, options):
-    def run(steps, checkpoint=None):
-        history = History()
-        module, data = small_module(**options), small_data(draw_pairs(64))
-        keeper = RunCheckpoint(tmp_path / str(steps), every_steps=3)
-        trainer = make_trainer(6, "32-true", accelerator="cpu", callbacks=[history, keeper], limit_train_batches=1.0)
-        if steps < 6:
-            trainer.fit_loop.epoch_loop.max_steps = steps
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False if checkpoint else None)
-        return weights_of(module), trainer
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
 
-    whole, _ = run(6)
-    _, stopped = run(3)
-    path = tmp_path / "middle.ckpt"
-    stopped.save_checkpoint(path)
-    resumed, _ = run(6, path)
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
+    def run(stop_at, seed=0, checkpoint=None):
+        keeper, history = RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_steps=100), History()
+        module, data = small_module(seed, dropout=0.2, chunk_rows=2, learn_temperature=True), small_data(draw_pairs(64))
+        callbacks = [history, keeper, StopAt(stop_at)]
+        trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=callbacks)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        return weights_of(module), history.record.column("loss")
+
+    whole, losses = run(8)
+    run(3)
+    resumed, later = run(8, seed=1, checkpoint=tmp_path / "3-0.ckpt")  # other first weights, which must not matter
     assert torch.equal(whole, resumed)
+    assert list(later)[-5:] == list(losses)[-5:]
 
 
 def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
@@ -90,10 +95,10 @@ def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
 def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
     module = small_module(learn_temperature=True, learning_rate=0.05)
     fit(module, small_data(draw_pairs(64)), 5)
-    assert abs(float(module.temperature()) - 0.05) > 1e-3
+    assert abs(module.temperature().item() - 0.05) > 1e-3
     with torch.no_grad():
         module.log_temperature.fill_(-100)
-    assert float(module.temperature()) == pytest.approx(0.005)
+    assert module.temperature().item() == pytest.approx(0.005)
 
 
 def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
