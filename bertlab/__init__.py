@@ -72,6 +72,13 @@ _FACE = {
     "finetuning.evaluations": "evaluate_split",
     "finetuning.predictions": "TaskPredictor load_predictor",
     "finetuning.tasks": "Task load_task",
+    # embeddings: one text, one vector, and search
+    "embeddings.losses": "ContrastiveRule",
+    "embeddings.bi_encoder": "BiEncoder",
+    "embeddings.pairs": "EmbeddingDataModule read_pairs",
+    "embeddings.module": "EmbeddingModule",
+    "embeddings.tasks": "load_retrieval",
+    "embeddings.search": "TextIndex",
     # explorers: see it, move it
     "explorers.widgets": "mask_dial",
     "explorers.packing": "document_mask_viewer packing_visualiser",
@@ -81,6 +88,7 @@ _FACE = {
     "explorers.fill_mask": "ask_checkpoints",
     "explorers.training_monitor": "TrainingMonitor",
     "explorers.profiling": "measure_roofline profile_step",
+    "explorers.text_map": "text_map",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
 }
