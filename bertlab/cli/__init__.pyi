@@ -4,4 +4,6 @@ from . import options as options
 from . import pretrain as pretrain
 from . import demo as demo
 from . import finetune as finetune
+from . import speedrun as speedrun
+from . import embed as embed
 from . import main as main

@@ -602,6 +602,12 @@ COMMANDS = {command.name: command for command in (
                 "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("speedrun", "race a recipe to a target loss, with a log that others can check",
+            {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
+            more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
+                                                      "it, and train nothing"),),
+            resume="go on with the seeds that are not finished", overwrite=True,
+            skip=("resume", "overwrite")),
     Command("devices", "say what a run would use here", {}),
     Command("embed finetune", "train text vectors on pairs",
             {"model": ("embeddings/module.py", "EmbeddingModule"),

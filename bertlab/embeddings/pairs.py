@@ -332,7 +332,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         train_split: str = "train",  # or "train[:10%]", of a hub dataset
         val_split: str | None = None,
         query_column: str | None = None,  # None: by its usual name, such as query or anchor
-        positive_column: str | None = None,
+        positive_column: str | None = None,  # of what answers the query; None: as above
         negative_column: Any = None,  # or several
         scores_column: str | None = None,  # a teacher's, the positive's first
         max_sequence_length: int = 128,  # longer texts are cut
@@ -347,7 +347,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         validation_fraction: float = 0.05,  # of the pairs, where none are set apart; 0: none
-        shuffle_train: bool = True,
+        shuffle_train: bool = True,  # anew in each epoch
         seed: int = 0,  # of order and held-out pairs
     ):
         super().__init__()
