@@ -12,9 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import yaml
 from tqdm import tqdm
 
@@ -183,7 +181,8 @@ def embed_search(
         for hit in hits:
             text = " ".join(hit.text.split())
             cut = text[:width_of_text] + "..." * (len(text) > width_of_text > 0)
-            told.append(f"  {hit.score:.3f}  {hit.source}\n         {cut if width_of_text else text}")
+            shown = cut if width_of_text else text
+            told.append(f"  {hit.score:.3f}  {hit.source}\n         {shown}")
     return "\n".join(told)
 
 

@@ -21,7 +21,8 @@ def draw_labels(
     if per_class < 1:
         raise ValueError(f"per_class must be 1 or more, got {per_class}")
     rng, values = np.random.default_rng(seed), np.asarray(labels)
-    found = [rng.permutation(np.flatnonzero(values == one))[:per_class] for one in np.unique(values)]
+    found = [rng.permutation(np.flatnonzero(values == one))[:per_class]
+             for one in np.unique(values)]
     return rng.permutation(np.concatenate(found))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..data.packing import plan_best_fit
 from ..data.rows import count_positions
