@@ -75,7 +75,7 @@ _FACE = {
     # embeddings: one text, one vector, and search
     "embeddings.losses": "ContrastiveRule",
     "embeddings.bi_encoder": "BiEncoder",
-    "embeddings.pairs": "EmbeddingDataModule read_pairs",
+    "embeddings.pairs": "EmbeddingDataModule",
     "embeddings.module": "EmbeddingModule",
     "embeddings.tasks": "load_retrieval",
     "embeddings.search": "TextIndex",
