@@ -130,7 +130,6 @@ from .finetuning.tasks import load_task as load_task
 from .embeddings.losses import ContrastiveRule as ContrastiveRule
 from .embeddings.bi_encoder import BiEncoder as BiEncoder
 from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule
-from .embeddings.pairs import read_pairs as read_pairs
 from .embeddings.module import EmbeddingModule as EmbeddingModule
 from .embeddings.tasks import load_retrieval as load_retrieval
 from .embeddings.search import TextIndex as TextIndex

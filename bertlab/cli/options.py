@@ -459,7 +459,9 @@ class Command:
         elif grows:
             before = given.get(name, option.default) or []
             before = before if isinstance(before, list) else [before]
-            more = convert_text(text, "Any", name)
+            # A text without a flag is meant as it is, also where YAML reads a number or a list.
+            is_text = option.kind.startswith("list[str]") and f"*{name}" in self.positionals
+            more = [text] if is_text else convert_text(text, "Any", name)
             given[name] = [*before, *(more if isinstance(more, list) else [more])]
         else:
             given[name] = convert_text(text, option.kind, f"--{name}")

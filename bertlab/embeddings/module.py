@@ -63,14 +63,14 @@ class EmbeddingModule(TrainingModule):
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig: random weights
         pooling: str | None = None,  # mean or cls; None: the model's own, else mean
         temperature: float = 0.05,  # of the softmax; where it is learnt, its first value
-        learn_temperature: bool = False,
+        learn_temperature: bool = False,  # as a weight, between 0.005 and 1
         both_directions: bool = False,  # documents find their queries, too
         false_negative_margin: float | None = None,  # cosine by which one may beat the answer
         prefixes: list[int] | None = None,  # widths that shall work as well (Matryoshka)
         chunk_rows: int | None = None,  # rows whose activations live at once; None: all
         gather_negatives: bool = True,  # of all processes
         distillation: str | None = None,  # kl or margin_mse, where pairs have scores
-        distillation_weight: float = 1.0,
+        distillation_weight: float = 1.0,  # of the teacher's part of the loss
         contrastive_weight: float = 1.0,  # 0: learn from the teacher alone
         learning_rate: float = 2e-4,  # the schedule's peak
         weight_decay: float = 0.01,  # on matrices alone
