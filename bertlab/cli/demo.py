@@ -18,9 +18,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
-from .options import COMMANDS, convert, read_yaml
+from .options import COMMANDS, convert
 from ..core.files import MARKER, check_run_directory, written_whole
 from ..core.names import did_you_mean
+from ..core.reading import read_yaml
 from ..data.corpus import Corpus, load_corpus
 
 # %% ../../nbs/cli/03_demo.ipynb #dcd2e535

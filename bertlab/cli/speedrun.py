@@ -22,9 +22,10 @@ from typing import Any
 import yaml
 
 from .demo import Recipe, demo_config
-from .options import COMMANDS, read_yaml
+from .options import COMMANDS
 from ..core.files import written_whole
 from ..core.names import did_you_mean, look_up
+from ..core.reading import read_json, read_yaml
 from ..data.corpus import load_corpus
 from ..data.rows import IGNORED
 from ..data.tokenizers import train_tokenizer
@@ -117,7 +118,7 @@ def seconds_before(
         raise ValueError(f"pretrained_model_name_or_path={str(directory)!r} has read "
                          f"{record.get('corpus', 'a text without a name')}, which is not the text "
                          "of this track: it may know what is held out")
-    metrics = json.loads((home / "metrics.json").read_text(encoding="utf-8"))
+    metrics = read_json(home / "metrics.json", finite=False)
     return float(metrics["train_seconds"])
 
 # %% ../../nbs/cli/05_speedrun.ipynb #73bdd72e

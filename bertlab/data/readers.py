@@ -336,6 +336,7 @@ def _column_rows(
         for first, batch in batches(file, place.row):
             names = columns or batch.schema.names  # as they were asked for
             done = max(0, place.row - first)
+            batch.validate(full=True)  # else a bent offset reads memory that is not the file's
             values = (column.to_pylist() for column in batch.slice(done).columns)
             for place.row, row in enumerate(zip(*values), first + done + 1):
                 yield f"row {place.row}", dict(zip(names, row))

@@ -25,13 +25,12 @@ from .metrics import gold_texts, names_entities
 from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
-from ..model.activation_checkpointing import read_checkpointing
 from ..model.config import BertLabConfig
 from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
-from ..train.modules import compile_layers, compile_options, recompute
+from ..train.modules import check_recomputing, compile_layers, compile_options, recompute
 from ..train.steps import TrainingModule
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -220,7 +219,7 @@ class FinetuningModule(TrainingModule):
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
+        options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
             compile_layers(self.model, **options)
         rank_zero_info(self.describe())
@@ -360,4 +359,5 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
-    read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])
+    check_recomputing(options["gradient_checkpointing"], options["compile_model"],
+                      options["optimizer_class"])

@@ -31,8 +31,9 @@ from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part, look_up
 from ..data.rows import BOOKKEEPING
-from ..model.huggingface import bertlab_config, from_huggingface, read_shape, save_model
-from ..data.tokenizers import load_tokenizer
+from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
+from ..model.huggingface import read_shape, save_model
+from ..data.tokenizers import count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
@@ -81,14 +82,14 @@ def check_batch(
 def load_encoder(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> BertLabPreTrainedModel:  # in float32, on the CPU
-    "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises what transformers raises."
-    from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+    "Load BERT, RoBERTa, ModernBERT or a model of ours. Raises `ValueError` in one line."
+    from transformers import AutoModel, AutoModelForMaskedLM
 
-    config = AutoConfig.from_pretrained(source)
+    config = read_shape(source)
     if config.model_type != BertLabConfig.model_type:
         return from_huggingface(source).float()
     headless = (config.architectures or ["BertLabModel"])[0].startswith("BertLabModel")
-    return (AutoModel if headless else AutoModelForMaskedLM).from_pretrained(source).float()
+    return load_pretrained(AutoModel if headless else AutoModelForMaskedLM, source).float()
 
 
 def adopt_weights(
@@ -141,10 +142,10 @@ def settings_from(
         return dict(overrides)
     known = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     known = {name: value for name, value in known.items() if value is not None}
-    settings = {"vocab_size": len(tokenizer), **known, **overrides}
-    if settings["vocab_size"] < len(tokenizer):
+    settings = {"vocab_size": count_ids(tokenizer), **known, **overrides}
+    if settings["vocab_size"] < count_ids(tokenizer):
         raise ValueError(f"vocab_size={settings['vocab_size']} is less than the tokenizer's "
-                         f"{len(tokenizer)} entries; leave it out of model_config_kwargs")
+                         f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs")
     return settings
 
 # %% ../../nbs/train/02_modules.ipynb #c4842d8b
@@ -193,9 +194,11 @@ def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of 
 def compile_options(
     asked: bool | str | dict[str, Any] | None,  # None: on a GPU, where it pays within minutes
     device: torch.device,
+    optimizer_class: Any = "adamw",  # one that differentiates the gradient needs plain torch
 ) -> dict[str, Any] | None:  # of torch.compile; None: run as it is
     "Read `compile_model`: yes or no, a mode ('reduce-overhead': CUDA graphs), or options."
-    asked = device.type == "cuda" if asked is None else asked
+    if asked is None:
+        asked = device.type == "cuda" and not optimizer_facts(optimizer_class).second_backward
     if asked and device.type == "xla":
         raise ValueError(f"compile_model={asked!r}: on a TPU XLA compiles; set compile_model=False")
     if isinstance(asked, str):
@@ -209,11 +212,12 @@ def check_recomputing(
     optimizer_class: Any,
 ) -> None:
     "Raise `ValueError` for a setting that cannot be, or that the optimizer does not allow."
-    mode, _ = read_checkpointing(setting, compiled=compile_model)
-    if mode is not None and optimizer_facts(optimizer_class).second_backward:
-        raise ValueError(f"optimizer_class={optimizer_class!r} differentiates the gradient, which "
-                         "recomputed activations do not allow; set gradient_checkpointing=False, "
-                         "or take another optimizer")
+    second = optimizer_facts(optimizer_class).second_backward
+    read_checkpointing(setting, compiled=compile_model, second_backward=second)
+    if second and compile_model:  # PyTorch: "does not currently support double backward"
+        raise ValueError(f"compile_model={compile_model!r}: optimizer_class={optimizer_class!r} "
+                         "differentiates the gradient, which a compiled model does not allow; set "
+                         "compile_model=False, or take another optimizer")
 
 
 def recompute(
@@ -254,7 +258,9 @@ class DirectoriesBeside(_WrappingCheckpointIO):
 
     def remove_checkpoint(self, path) -> None:
         self.checkpoint_io.remove_checkpoint(path)
-        shutil.rmtree(Path(path).with_suffix(""), ignore_errors=True)
+        beside = Path(path).with_suffix("")
+        if Path(path).suffix and (beside / "config.json").is_file() and not beside.is_symlink():
+            shutil.rmtree(beside, ignore_errors=True)
 
 # %% ../../nbs/train/02_modules.ipynb #cb9e787b
 class PretrainingModule(TrainingModule):
@@ -384,7 +390,7 @@ class PretrainingModule(TrainingModule):
         if h.float8:
             convert_to_float8(model, h.float8, device)
         recompute(model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
+        options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
             compile_layers(model, **options)
         self.model, self._configured = model, True

@@ -8,7 +8,8 @@ from inspect import Parameter, signature
 
 import pytest
 
-from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options, read_yaml
+from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options
+from bertlab.core.reading import read_yaml
 
 
 def imported(file, name):
