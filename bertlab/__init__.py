@@ -87,6 +87,13 @@ _FACE = {
     "finetuning.evaluations": "evaluate_split",
     "finetuning.predictions": "TaskPredictor load_predictor",
     "finetuning.tasks": "Task load_task",
+    # embeddings: one text, one vector, and search
+    "embeddings.losses": "ContrastiveRule",
+    "embeddings.bi_encoder": "BiEncoder",
+    "embeddings.pairs": "EmbeddingDataModule",
+    "embeddings.module": "EmbeddingModule",
+    "embeddings.tasks": "load_retrieval",
+    "embeddings.search": "TextIndex",
     # explorers: see it, move it
     "explorers.widgets": "mask_dial",
     "explorers.packing": "document_mask_viewer packing_visualiser",
@@ -97,11 +104,12 @@ _FACE = {
     "explorers.training_monitor": "TrainingMonitor",
     "explorers.stepper": "stepper",
     "explorers.profiling": "measure_roofline profile_step",
+    "explorers.text_map": "text_map",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
     "cli.tune": "tune",
 }
-_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
+_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
 
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]

@@ -6,6 +6,7 @@ from . import model as model
 from . import optim as optim
 from . import train as train
 from . import finetuning as finetuning
+from . import embeddings as embeddings
 from . import explorers as explorers
 from . import cli as cli
 from .core.devices import Device as Device
@@ -135,6 +136,12 @@ from .finetuning.predictions import TaskPredictor as TaskPredictor
 from .finetuning.predictions import load_predictor as load_predictor
 from .finetuning.tasks import Task as Task
 from .finetuning.tasks import load_task as load_task
+from .embeddings.losses import ContrastiveRule as ContrastiveRule
+from .embeddings.bi_encoder import BiEncoder as BiEncoder
+from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule
+from .embeddings.module import EmbeddingModule as EmbeddingModule
+from .embeddings.tasks import load_retrieval as load_retrieval
+from .embeddings.search import TextIndex as TextIndex
 from .explorers.widgets import mask_dial as mask_dial
 from .explorers.packing import document_mask_viewer as document_mask_viewer
 from .explorers.packing import packing_visualiser as packing_visualiser
@@ -148,6 +155,7 @@ from .explorers.training_monitor import TrainingMonitor as TrainingMonitor
 from .explorers.stepper import stepper as stepper
 from .explorers.profiling import measure_roofline as measure_roofline
 from .explorers.profiling import profile_step as profile_step
+from .explorers.text_map import text_map as text_map
 from .cli.demo import Recipe as Recipe
 from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo

@@ -9,6 +9,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "demo",
     "finetune",
     "speedrun",
-    "write",
+    "embed",
     "main",
 ))

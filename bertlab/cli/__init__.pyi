@@ -5,5 +5,5 @@ from . import pretrain as pretrain
 from . import demo as demo
 from . import finetune as finetune
 from . import speedrun as speedrun
-from . import write as write
+from . import embed as embed
 from . import main as main

@@ -431,7 +431,9 @@ class Command:
         elif grows:
             before = given.get(name, option.default) or []
             before = before if isinstance(before, list) else [before]
-            more = convert_text(text, "Any", name)
+            # A text without a flag is meant as it is, also where YAML reads a number or a list.
+            is_text = option.kind.startswith("list[str]") and f"*{name}" in self.positionals
+            more = [text] if is_text else convert_text(text, "Any", name)
             given[name] = [*before, *(more if isinstance(more, list) else [more])]
         else:
             given[name] = convert_text(text, option.kind, f"--{name}")
@@ -646,4 +648,29 @@ COMMANDS = {command.name: command for command in (
             {"": ("cli/tune.py", "tune")}, ("config",), resume="go on with the search in --output",
             skip=("resume",)),
     Command("devices", "say what a run would use here", {}),
+    Command("embed finetune", "train text vectors on pairs",
+            {"model": ("embeddings/module.py", "EmbeddingModule"),
+             "data": ("embeddings/pairs.py", "EmbeddingDataModule"),
+             "trainer": (LIGHTNING, "Trainer"), "run": ("cli/embed.py", "EmbedChoices")},
+            configured=True, overwrite=True, resume="go on with a run that was stopped",
+            more=(Option("seed_everything", "int", 0, "of weights, dropout and order"),),
+            defaults={"trainer.devices": 1, "trainer.gradient_clip_val": 1.0,
+                      "trainer.max_steps": None},
+            skip=tuple(f"trainer.{name}" for name in (
+                "max_epochs", "min_steps", "min_epochs", "val_check_interval", "logger",
+                "check_val_every_n_epoch", "enable_checkpointing", "num_sanity_val_steps",
+                "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "barebones",
+                "fast_dev_run", "overfit_batches", "enable_progress_bar", "enable_model_summary")),
+            follows={"data.seed": "seed_everything"},
+            choices={"run.progress": ("train/monitors.py", "PROGRESS"),
+                     "model.pooling": ("embeddings/pooling.py", "POOLINGS"),
+                     "model.distillation": ("embeddings/losses.py", "DISTILLATIONS"),
+                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
+    Command("embed encode", "turn texts into vectors: .npy, .parquet, or an index to search in",
+            {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"), overwrite=True,
+            skip=("overwrite",)),
+    Command("embed search", "find the texts that are most like a query",
+            {"": ("cli/embed.py", "embed_search")}, ("model", "place", "*queries")),
+    Command("embed evaluate", "measure retrieval beside BM25 and TF-IDF",
+            {"": ("cli/embed.py", "embed_evaluate")}, ("model",)),
 )}

@@ -333,4 +333,23 @@ explorer = embedding_map(small_model(4), tokenizer, ["the", "string"])
         {"the": r"this model[\s\S]*nearest to the:[\s\S]*untrained twin[\s\S]*nearest to the:"},
         (("token", "", "type a token"), ("token", "no such words", "is not in the vocabulary")),
     ),
+    "text_map": Case(
+        """
+from bertlab.embeddings.bi_encoder import BiEncoder
+from bertlab.explorers.text_map import text_map
+
+encoder = small_model(5).encoder.eval()
+explorer = text_map({"this model": BiEncoder(encoder, tokenizer, max_sequence_length=16)},
+                    ["the name of a file", "a string", "the list of names", "return a number", "an object", "close a file"],
+                    ["the name", "a list"])
+""",
+        (
+            Act("query", "type", "a number", r"query: a number\b"),
+            Act("texts", "press", "ArrowLeft ArrowLeft", r"this model, \d+% of the variance; query: a number"),
+            Act("query", "type", "", r"type a query"),
+            Act("query", "type", "close a file", r"query: close a file[\s\S]*1\.00 close a file"),
+        ),
+        {"query 1": r"query: the name", "query 2": r"query: a list"},
+        (("query", " ", "type a query"),),
+    ),
 }
