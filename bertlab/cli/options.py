@@ -251,7 +251,7 @@ def table_names(
             found += [n.value for n in inside if isinstance(n, ast.Constant)]
     return tuple(found)
 
-# %% ../../nbs/cli/01_options.ipynb #50d8b9e4
+# %% ../../nbs/cli/01_options.ipynb #5137a215
 @dataclass(frozen=True)
 class Command:
     "A command of the program: what it is for, and what it can be asked."
@@ -523,7 +523,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #e4eecfc3
+# %% ../../nbs/cli/01_options.ipynb #63894be6
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),

@@ -13,9 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import ipywidgets
-import numpy as np
 
-from ..core.plots import BLUE, GREEN, GREY, ORANGE, RED
+from ..core.plots import BLUE, GREEN, GREY, RED
 from .widgets import CONTROL_LOOK, Explorer, explore, svg_chart
 from ..model.samplers import SAMPLERS
 from ..model.writing import Writing, write

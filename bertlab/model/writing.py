@@ -7,7 +7,6 @@ __all__ = ['GAP', 'MODES', 'Task', 'vocabulary_of', 'read_prompt', 'Writing', 'd
            'generate']
 
 # %% ../../nbs/model/12_writing.ipynb #b1ae4df7
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

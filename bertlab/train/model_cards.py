@@ -118,7 +118,7 @@ def make_card(
     from huggingface_hub import EvalResult, ModelCardData
 
     facts = read_facts(directory)
-    run, metrics, config = facts["run"], facts["metrics"], facts["config"]
+    metrics, config = facts["metrics"], facts["config"]
     name, written = choices.name or facts["name"], (config.get("architectures") or ["Model"])[0]
     task = next((task for end, task in _TASKS.items() if written.endswith(end)), None)
     measures = _measures(metrics)
