@@ -28,7 +28,7 @@ from .pretrain import find_model
 # %% ../../nbs/cli/08_vocabularies.ipynb #a64e557f
 def read_text(
     source: str | Sequence[str] | None,  # files, directories, datasets; None: embedded corpus
-    text_column: str = "text",
+    text_column: str = "text",  # of tables and datasets, by name or number
     held_out: bool = False,  # of the embedded corpus: the part for validation
 ) -> list[str]:
     "Read the text that a command works on. Raises `ValueError` where there is none."
@@ -64,7 +64,7 @@ def train(
 def compare(
     tokenizers: list[str],  # directories or hub names; of models, bits per byte are measured too
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
-    text_column: str = "text",
+    text_column: str = "text",  # of tables and datasets, by name or number
     output: str | None = None,  # a file, such as measures.json
 ) -> dict[str, dict[str, float]]:
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
@@ -115,7 +115,7 @@ def extend(
     text: str | list[str] | None = None,  # with the new words; null: embedded corpus
     num_pieces: int = 1000,  # new entries, at most
     min_count: int = 5,  # occurrences that a new piece must have
-    text_column: str = "text",
+    text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Add pieces for a text: `bertlab tokenizer extend`."
     check_run_directory(output, can_resume=False)
@@ -135,7 +135,7 @@ def trim(
     text: str | list[str] | None = None,  # read exactly as before; null: embedded corpus
     keep: list[str] | None = None,  # entries that stay in any case
     keep_characters: bool = True,  # single characters stay, so that other texts can be written
-    text_column: str = "text",
+    text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Drop what a text never uses: `bertlab tokenizer trim`."
     check_run_directory(output, can_resume=False)
@@ -155,7 +155,7 @@ def transplant(
     output: str,  # directory for the model with the new tokenizer
     method: str = "parts",  # how entries begin that only the new tokenizer has
     text: str | list[str] | None = None,  # for nearest and linear; null: embedded corpus
-    text_column: str = "text",
+    text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     look_up(method, TRANSPLANTS, "method")
