@@ -37,12 +37,18 @@ from .data.collators import MaskedLanguageModelingCollator as MaskedLanguageMode
 from .data.collators import get_collator_cls as get_collator_cls
 from .data.packing import PackedDataset as PackedDataset
 from .data.packing import TokenizedDocuments as TokenizedDocuments
-from .data.cache import open_tokens as open_tokens
+from .data.shards import BlockedDataset as BlockedDataset
+from .data.shards import StoredDocuments as StoredDocuments
+from .data.shards import open_shards as open_shards
 from .data.cache import tokenize_documents as tokenize_documents
+from .data.streaming import LanedStream as LanedStream
 from .data.streaming import PackedStream as PackedStream
 from .data.mixing import mix_documents as mix_documents
 from .data.module import PretrainingDataModule as PretrainingDataModule
 from .data.plain_models import PlainModelCollator as PlainModelCollator
+from .data.tokenizer_measures import compare_tokenizers as compare_tokenizers
+from .data.tokenizer_measures import measure_tokenizer as measure_tokenizer
+from .data.tokenize import tokenize_shards as tokenize_shards
 from .model.config import BertLabConfig as BertLabConfig
 from .model.config import bert_base as bert_base
 from .model.config import bert_large as bert_large
@@ -52,6 +58,7 @@ from .model.config import modernbert_large as modernbert_large
 from .model.config import modernbert_tiny as modernbert_tiny
 from .model.config import neobert as neobert
 from .model.config import roberta_base as roberta_base
+from .model.layers import add_layer as add_layer
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel
@@ -76,6 +83,16 @@ from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
+from .model.vocabulary import extend_vocabulary as extend_vocabulary
+from .model.vocabulary import masked_bits_per_byte as masked_bits_per_byte
+from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
+from .model.vocabulary import trim_vocabulary as trim_vocabulary
+from .model.adapters import add_adapter as add_adapter
+from .model.adapters import freeze_weights as freeze_weights
+from .model.adapters import load_adapter as load_adapter
+from .model.adapters import save_adapter as save_adapter
+from .model.context import extend_context as extend_context
+from .model.context import needle_test as needle_test
 from .model.samplers import SamplingRule as SamplingRule
 from .model.samplers import sample_ids as sample_ids
 from .model.writing import generate as generate
@@ -123,9 +140,21 @@ from .train.reports import RunReport as RunReport
 from .train.trainer import make_trainer as make_trainer
 from .train.trainer import seed_everything as seed_everything
 from .train.distill import DistillationModule as DistillationModule
+from .train.model_cards import CardChoices as CardChoices
+from .train.model_cards import make_card as make_card
+from .train.model_cards import push_model as push_model
 from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages
+from .train.evaluators import Evaluator as Evaluator
+from .train.evaluators import Evaluators as Evaluators
+from .train.evaluators import FillMaskEvaluator as FillMaskEvaluator
+from .train.evaluators import LossEvaluator as LossEvaluator
+from .train.evaluators import ProbeEvaluator as ProbeEvaluator
+from .train.averages import AveragedWeights as AveragedWeights
+from .train.averages import average_weights as average_weights
+from .train.averages import greedy_soup as greedy_soup
+from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task
 from .finetuning.module import FinetuningModule as FinetuningModule
@@ -159,5 +188,6 @@ from .explorers.text_map import text_map as text_map
 from .cli.demo import Recipe as Recipe
 from .cli.demo import load_recipe as load_recipe
 from .cli.demo import run_demo as run_demo
+from .cli.tune import tune as tune
 
 __version__: str

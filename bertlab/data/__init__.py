@@ -22,4 +22,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "module",
     "plain_models",
     "tokenize",
+    "tokenizer_measures",
+    "vocabularies",
 ))

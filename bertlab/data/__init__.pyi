@@ -18,3 +18,5 @@ from . import mixing as mixing
 from . import module as module
 from . import plain_models as plain_models
 from . import tokenize as tokenize
+from . import tokenizer_measures as tokenizer_measures
+from . import vocabularies as vocabularies
