@@ -411,7 +411,7 @@ def load_tokenizer(
     try:
         with nullcontext() if local else offline_if_unreachable():
             _check_beside_tokenizer(name)
-            # False, not None: transformers would ask at the keyboard whether to run a stranger's code
+            # None would ask at the keyboard whether to run a stranger's code
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the clients underneath raise a dozen kinds
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")

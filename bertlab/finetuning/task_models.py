@@ -117,8 +117,9 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
     renamed = {r"^head\.(dense|norm)\.": r"task_head.\1."}
     config = read_shape(name)
     model, report = load_pretrained(
-        TASK_MODELS[task], name, dtype=torch.float32, num_labels=num_labels, ignore_mismatched_sizes=True,
-        output_loading_info=True, key_mapping=renamed if config.classifier_head != "tanh" else None)
+        TASK_MODELS[task], name, dtype=torch.float32, num_labels=num_labels,
+        ignore_mismatched_sizes=True, output_loading_info=True,
+        key_mapping=renamed if config.classifier_head != "tanh" else None)
     odd = {weight for weight, *_ in report["mismatched_keys"]}
     return LoadedModel(model, sorted(report["missing_keys"] | odd))
 
@@ -127,8 +128,8 @@ def load_theirs(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMo
     "Let transformers put its own head for the task on a checkpoint, and convert both."
     kind, head = find_kind(read_shape(name)), TASK_MODELS[task].__name__.removeprefix("BertLab")
     theirs, report = load_pretrained(
-        their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels, ignore_mismatched_sizes=True,
-        output_loading_info=True)
+        their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels,
+        ignore_mismatched_sizes=True, output_loading_info=True)
     model = from_huggingface(theirs)
     odd = report["missing_keys"] | {weight for weight, *_ in report["mismatched_keys"]}
     table = key_table(kind, head)

@@ -281,7 +281,8 @@ def _rate_of(checkpoint: dict[str, Any]) -> float | None:
                   for group in state["param_groups"]]
         return float(groups[0]["lr"]) if groups else None
     except (KeyError, TypeError, ValueError):
-        raise ValueError("the checkpoint's optimizer_states are damaged: no rates in them") from None
+        raise ValueError("the checkpoint's optimizer_states are damaged: they have no "
+                         "rates") from None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #f4eec6e7
 def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every machine
