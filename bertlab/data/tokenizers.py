@@ -382,7 +382,7 @@ def train_tokenizer(
         return BertTokenizerFast(do_lower_case=lowercase, **options)
     return PreTrainedTokenizerFast(**options)
 
-# %% ../../nbs/data/05_tokenizers.ipynb #64b41d45
+# %% ../../nbs/data/05_tokenizers.ipynb #9da06914
 def _check_beside_tokenizer(name: str) -> None:
     "Look at the model's configuration first: who loads its tokenizer builds that too."
     from transformers.utils import cached_file
