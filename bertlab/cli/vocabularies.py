@@ -7,7 +7,6 @@ __all__ = ['read_text', 'train', 'compare', 'extend', 'trim', 'transplant']
 
 # %% ../../nbs/cli/06_vocabularies.ipynb #6d700afc
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -48,7 +48,7 @@ class TokenizerMeasures:
     whole_words: float  # share of words that are one piece
     bytes_per_piece: float  # UTF-8, spaces included
     unknown: float  # share of characters, spaces left out, that stand in an unknown piece
-    split_numbers: float  # share of numbers with two or more digits that are cut; nan without any
+    split_numbers: float  # share of numbers of two or more digits that are cut; nan without any
     used: float  # share of the vocabulary that the text uses
     restored: float  # share of texts that decoding gives back exactly
 
