@@ -602,7 +602,8 @@ COMMANDS = {command.name: command for command in (
             {"": ("cli/pretrain.py", "distill"), "run": ("cli/pretrain.py", "RunChoices")},
             ("config",), resume="go on with what is in --output", overwrite=True,
             skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
-                "output", "vocab_size", "tokenizer_kind", "val_every_steps", "validate_first", "loggers", "models",
+                "output", "vocab_size", "tokenizer_kind", "val_every_steps", "validate_first",
+                "loggers", "models",
                 "checkpoint_every_steps", "keep_last", "keep_best", "report"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
     Command("tokenizer train", "train a tokenizer on text",

@@ -63,8 +63,8 @@ def measure_tokenizer(
 ) -> TokenizerMeasures:
     "Measure a tokenizer on texts. Raises `ValueError` for one without offsets, or without text."
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its pieces stand; measures "
-                         "need a fast tokenizer")
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its pieces stand; "
+                         "measures need a fast tokenizer")
     texts, unknown_id = gather_texts(texts), tokenizer.unk_token_id
     words, numbers, used = [], [], set()
     num_pieces = num_bytes = num_characters = num_unknown = num_restored = 0
