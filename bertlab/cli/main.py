@@ -369,18 +369,13 @@ def _card(asked: Asked) -> None:
     directory = config.pop("directory")
     if not Path(directory).is_dir():
         raise ValueError(f"no such directory: {directory}")
+    from bertlab.cli.pretrain import find_model  # torch: seconds
     from bertlab.train.model_cards import CardChoices, push_model, write_card
 
+    quieten()
     pushing = {name: config.pop(name) for name in ("repo", "private", "message", "dry_run")
                if name in config}
-    place, choices = Path(directory), CardChoices(**config)
-    best = place / "models" / "best"  # of a run
-    if (best / "config.json").is_file():
-        place = best.resolve()
-    elif not (place / "config.json").is_file():
-        from bertlab.cli.pretrain import find_model  # torch: seconds
-
-        place = find_model(place)
+    place, choices = find_model(directory), CardChoices(**config)
     if asked.command == "card":
         print(write_card(place, choices, asked.overwrite), flush=True)
         return

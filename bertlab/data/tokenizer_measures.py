@@ -48,7 +48,7 @@ class TokenizerMeasures:
     whole_words: float  # share of words that are one piece
     bytes_per_piece: float  # UTF-8, spaces included
     unknown: float  # share of characters, spaces left out, that stand in an unknown piece
-    split_numbers: float  # share of numbers with two or more digits that are cut; nan without any
+    split_numbers: float  # share of numbers of two or more digits that are cut; nan without any
     used: float  # share of the vocabulary that the text uses
     restored: float  # share of texts that decoding gives back exactly
 
@@ -63,8 +63,8 @@ def measure_tokenizer(
 ) -> TokenizerMeasures:
     "Measure a tokenizer on texts. Raises `ValueError` for one without offsets, or without text."
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its pieces stand; measures "
-                         "need a fast tokenizer")
+        raise ValueError(f"{type(tokenizer).__name__} does not say where its pieces stand; "
+                         "measures need a fast tokenizer")
     texts, unknown_id = gather_texts(texts), tokenizer.unk_token_id
     words, numbers, used = [], [], set()
     num_pieces = num_bytes = num_characters = num_unknown = num_restored = 0
