@@ -108,7 +108,7 @@ def quieten() -> None:
     disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
-# %% ../../nbs/cli/11_main.ipynb #611d2651
+# %% ../../nbs/cli/11_main.ipynb #c33ab0dc
 def _demo(asked: Asked) -> None:
     "Check what was asked, cheapest first; then import what is heavy, and train."
     from bertlab.cli.demo import prepare_demo, run_prepared
