@@ -43,10 +43,9 @@ _FACE = {
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
-    "model.samplers": "SamplingRule sample_ids",
+    "model.samplers": "SamplingRule",
     "model.writing": "generate write",
-    "model.causal": "BertLabForCausalLM",
-    "model.text_measures": "diffusion_bound generative_perplexity",
+    "model.text_measures": "diffusion_bound",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",

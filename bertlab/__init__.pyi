@@ -76,12 +76,9 @@ from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.samplers import SamplingRule as SamplingRule
-from .model.samplers import sample_ids as sample_ids
 from .model.writing import generate as generate
 from .model.writing import write as write
-from .model.causal import BertLabForCausalLM as BertLabForCausalLM
 from .model.text_measures import diffusion_bound as diffusion_bound
-from .model.text_measures import generative_perplexity as generative_perplexity
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
-
 from .options import read_yaml
 from .pretrain import find_model
 from ..core.files import MARKER

@@ -23,7 +23,6 @@ from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
 from .generate import evaluating
 from .heads import BertLabTokenPredictor
-from .losses import gather_positions
 
 # %% ../../nbs/model/14_samplers.ipynb #8dc48916
 class Candidates(NamedTuple):
