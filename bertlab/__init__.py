@@ -50,10 +50,9 @@ _FACE = {
     "model.vocabulary": "extend_vocabulary masked_bits_per_byte transplant_vocabulary trim_vocabulary",
     "model.adapters": "add_adapter freeze_weights load_adapter save_adapter",
     "model.context": "extend_context needle_test",
-    "model.samplers": "SamplingRule sample_ids",
+    "model.samplers": "SamplingRule",
     "model.writing": "generate write",
-    "model.causal": "BertLabForCausalLM",
-    "model.text_measures": "diffusion_bound generative_perplexity",
+    "model.text_measures": "diffusion_bound",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",

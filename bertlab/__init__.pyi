@@ -94,12 +94,9 @@ from .model.adapters import save_adapter as save_adapter
 from .model.context import extend_context as extend_context
 from .model.context import needle_test as needle_test
 from .model.samplers import SamplingRule as SamplingRule
-from .model.samplers import sample_ids as sample_ids
 from .model.writing import generate as generate
 from .model.writing import write as write
-from .model.causal import BertLabForCausalLM as BertLabForCausalLM
 from .model.text_measures import diffusion_bound as diffusion_bound
-from .model.text_measures import generative_perplexity as generative_perplexity
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
