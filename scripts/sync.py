@@ -38,6 +38,8 @@ CHAPTERS = {
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
+# Folders of nbs/ that teach and export nothing, in the order of the sidebar, and the titles of their sections.
+LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 GUIDES = ("training_path.ipynb", "extending.ipynb")
 # Between these two lines of nbs/index.ipynb stands the table of all parts.
@@ -273,13 +275,15 @@ def sync_parts(root: Path) -> None:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: the walkthroughs, the library by chapters, what is no part of it, the API."
+    "The site's sidebar: the course, the walkthroughs, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
     lines += ["    contents:", "      - index.ipynb"]
     lines += [f"      - {name}" for name in GUIDES if name in names]
-    lines += ["      - section: Walkthroughs", "        contents:"]
-    lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
+    for folder, title in LESSONS.items():
+        if members := pages_of(folder, names):
+            lines += [f"      - section: {title}", "        contents:"]
+            lines += [f"          - {name}" for name in members]
     lines += ["      - section: Library", "        contents:"]
     for chapter, (title, _) in CHAPTERS.items():
         members = pages_of(chapter, names)
