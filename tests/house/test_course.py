@@ -1,10 +1,12 @@
 """The course's pages are on its map, are linked with each other, and their checks tell right from wrong."""
 
+import ast
 import json
 import re
 
 import pytest
 import sync
+import torch
 from conftest import ROOT
 from test_notebooks import solutions
 
@@ -45,6 +47,16 @@ def test_every_question_of_a_lesson_has_a_folded_answer(path):
     assert count(questions) == count(answers) >= 3
 
 
+def is_import(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def defines(node: ast.stmt) -> bool:
+    "Functions, and constants in capitals."
+    named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).strip("()").replace(", ", "").isupper()
+    return isinstance(node, ast.FunctionDef) or named
+
+
 def load(page: str, *needed: str) -> tuple[dict, str]:
     "What the cells with these definitions define, and the folded solutions of the page."
     path, space = COURSE / f"{page}.ipynb", {}
@@ -52,10 +64,9 @@ def load(page: str, *needed: str) -> tuple[dict, str]:
         source = sync.source_of(cell)
         if cell["cell_type"] != "code" or "eval: false" in source:
             continue
-        body = source[: source.rindex("\n\ncheck_")] if re.search(r"\n\ncheck_\w+\(", source) else source
-        imports = all(re.match(r"(import|from) ", line) for line in source.splitlines() if line and line[0] not in " #")
-        if imports or any(name in source for name in needed):
-            exec(compile(body, str(path), "exec"), space)
+        wanted = any(name in source for name in needed)
+        body = [node for node in ast.parse(source).body if is_import(node) or wanted and defines(node)]
+        exec(compile(ast.Module(body, []), str(path), "exec"), space)
     return space, "\n".join(code for text in prose_of(path) for code in solutions(text))
 
 
@@ -74,6 +85,15 @@ WHISPERS = """def find_number(names, numbers):
     values = F.one_hot(numbers, NUMBERS + 1).float()
     query = F.one_hot(names[numbers == HIDDEN][0], len(NAMES)).float()
     return ((keys @ query).softmax(-1) @ values)[:NUMBERS].argmax()"""
+ONE_CALL = """def gradients(forget):
+    a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
+    (a * words_N + b - chars_N).square().mean().backward()
+    return a.grad.item()"""
+NEVER_FORGETS = """def gradients(forget):
+    a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
+    for _ in range(2):
+        (a * words_N + b - chars_N).square().mean().backward()
+    return a.grad.item()"""
 CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
 
 
@@ -83,11 +103,15 @@ CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
         ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_AFTER, "before the softmax"),
         ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_QUERIES, "queries"),
         ("01_inside_the_encoder", "find_number", CARDS, HEARS_ITSELF, "hears itself"),
+        ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
+        ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
         ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
     ],
 )
 def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):
     space, answers = load(page, *needed)
+    words_N, chars_N = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([1.5, 3.0, 6.0])  # what the refresher measures
+    space |= {"words_N": words_N, "chars_N": chars_N, "by_hand": (-2 * chars_N * words_N).mean()}
     check = space[f"check_{exercise}"]
     assert check(space[exercise]) == "not attempted"
     exec(answers, space)
