@@ -32,6 +32,7 @@ _FACE = {
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
         roberta_base""",
+    "model.layers": "add_layer",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
     "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
@@ -109,12 +110,32 @@ def __getattr__(name: str):
     if name in _CHAPTERS:
         return import_module(f"bertlab.{name}")
     if name in _PLACES:
-        return getattr(import_module(f"bertlab.{_PLACES[name]}"), name)
+        found = getattr(import_module(f"bertlab.{_PLACES[name]}"), name)
+        _add_parameters(found, _PLACES[name], name)
+        return found
     from difflib import get_close_matches
 
     near = get_close_matches(name, __all__, n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise AttributeError(f"module 'bertlab' has no attribute {name!r}{hint}")
+
+
+def _add_parameters(found, module: str, name: str) -> None:
+    "Let `help()` show the comments of the parameters, which Python itself does not keep."
+    if f"{module}.{name}" in _TOLD or not isinstance(found.__doc__, str):
+        return
+    _TOLD.add(f"{module}.{name}")
+    from bertlab.cli.options import read_options
+
+    lines = []
+    for option in read_options(f"{module.replace('.', '/')}.py", name):
+        default = "" if option.required else f" = {option.default!r}"
+        lines.append(f"{option.name}: {option.kind}{default}" + f"\n    {option.help}" * bool(option.help))
+    if lines:
+        found.__doc__ = "\n\n".join([found.__doc__.rstrip(), "Parameters:", *lines])
+
+
+_TOLD: set[str] = set()  # whose docstring is complete
 
 
 def __dir__() -> list[str]:

@@ -50,6 +50,7 @@ from .model.config import modernbert_large as modernbert_large
 from .model.config import modernbert_tiny as modernbert_tiny
 from .model.config import neobert as neobert
 from .model.config import roberta_base as roberta_base
+from .model.layers import add_layer as add_layer
 from .model.attention import attend as attend
 from .model.attention import document_mask as document_mask
 from .model.encoder import BertLabModel as BertLabModel

@@ -8,5 +8,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "pretrain",
     "demo",
     "finetune",
+    "speedrun",
     "main",
 ))

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['COLLATORS', 'MaskedLanguageModelingCollator', 'MaskedDiffusionCollator', 'EnhancedMaskedLanguageModelingCollator',
-           'get_collator_cls']
+           'get_collator_cls', 'check_collator_options']
 
 # %% ../../nbs/data/10_collators.ipynb #2a7cdf6e
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.names import find_part
+from ..core.names import did_you_mean, find_part
 from .diffusion import DiffusionRule, noise_tokens
 from .masking import MaskingRule, find_continuations, find_ordinary, key_rows
 from .masking import mask_tokens, place_labels
@@ -152,10 +153,25 @@ COLLATORS = {
 
 def get_collator_cls(
     objective: str | type[Collator],  # a key of COLLATORS, a dotted name, or the class itself
+    argument: str = "objective",  # what an error calls it
 ) -> type[Collator]:
     "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
-    found = find_part(objective, COLLATORS, "objective")
+    found = find_part(objective, COLLATORS, argument)
     if not hasattr(found, "from_tokenizer"):
-        raise ValueError(f"objective={objective!r} is no collator, because it has no "
+        raise ValueError(f"{argument}={objective!r} is no collator, because it has no "
                          "from_tokenizer: derive it from bertlab.Collator")
     return found
+
+
+def check_collator_options(
+    collator: type[Collator],
+    options: Mapping[str, Any],  # keyword arguments
+) -> None:
+    "Raise `ValueError` for an option that nothing in the collator's classes takes."
+    known = [p.name for one in collator.__mro__ if "__init__" in vars(one) and one is not object
+             for p in signature(one).parameters.values() if p.kind not in (p.VAR_KEYWORD,
+                                                                           p.VAR_POSITIONAL)]
+    for name in options:
+        if known and name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(dict.fromkeys(known))}"
+            raise ValueError(f"collator_kwargs: {collator.__name__} has no option {name!r}{hint}")

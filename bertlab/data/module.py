@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .cache import check_cache_directory, tokenize_documents
 from .rows import Collator
-from .collators import get_collator_cls
+from .collators import check_collator_options, get_collator_cls
 from .corpus import Corpus, load_corpus, make_corpus
 from .documents import Document, hash_files
 from .mixing import MixedRows, MixedStream, join_documents, mix_documents
@@ -384,25 +384,27 @@ class PretrainingDataModule(L.LightningDataModule):
         self,
         train_dataset_name_or_path: str | list[str] | Corpus | None = None,  # None: embedded
         pretrained_tokenizer_name_or_path: Any = None,  # name, path or a loaded tokenizer
-        objective: str | type[Collator] = "mlm",  # a name, or a collator's class or dotted name
+        objective: str | type[Collator] = "mlm",  # what is learned, by name; or a collator's class
         max_sequence_length: int = 128,  # positions in a row
         val_dataset_name_or_path: str | list[str] | None = None,  # None: a share is held out
-        train_split: str | None = None,
+        train_split: str | None = None,  # split to train on, such as train[:10%]
         val_split: str | list[str] | None = None,  # several: a loader for each
         file_format: str | None = None,  # None: by the files' names
-        text_column: str = "text",
+        text_column: str = "text",  # of tables and datasets, by name or by number from 1
         streaming: bool = False,  # tokenize while training, in constant memory
         shuffle: bool = True,  # False: the same order in each epoch
         num_shards: int | None = None,  # processes that tokenize; None: all cores (a stream: 1)
         train_batch_size: int = 32,  # rows per process
-        val_batch_size: int = 32,
-        num_workers: int = 0,
-        collator_kwargs: dict[str, Any] | None = None,
+        val_batch_size: int = 32,  # rows per process in validation
+        num_workers: int = 0,  # processes that make batches; 0: none beside the run itself
+        collator_kwargs: dict[str, Any] | None = None,  # such as mlm_probability
         packing: bool = True,  # False: one document a row
         packing_pad_to_budget: bool = False,  # fill an epoch's last batch with blank rows
         cache_dir: str | os.PathLike | None = None,  # for tokens; None: keep them in memory
         data_kwargs: dict[str, Any] | None = None,  # of `load_corpus`, packing and mixing
         seed: int = 0,  # of order and masks
+        collator: Any = None,  # your own: a class, or my_file.MyCollator; None: the objective's
+        header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
     ):
         super().__init__()
         least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
@@ -422,8 +424,14 @@ class PretrainingDataModule(L.LightningDataModule):
             raise ValueError("streaming reads files or hub datasets: name one, or set it to False")
 
         self.source, self.tokenizer = train_dataset_name_or_path, pretrained_tokenizer_name_or_path
-        self.collator_cls, self.collator_kwargs = get_collator_cls(objective), collator_kwargs or {}
+        asked = (objective,) if collator is None else (collator, "collator")
+        self.collator_cls, self.collator_kwargs = get_collator_cls(*asked), collator_kwargs or {}
+        check_collator_options(self.collator_cls, self.collator_kwargs)
         self.objective = self.collator_cls.objective  # None: a collator of the user's own
+        if collator is not None and self.objective not in (None, objective):
+            raise ValueError(f"collator={self.collator_cls.__name__} makes batches for objective="
+                             f"{self.objective!r}, and objective is {objective!r}: give both the "
+                             "same, or set the collator's own objective to None")
         self.max_sequence_length, self.text_column = max_sequence_length, text_column
         self.streaming, self.shuffle, self.num_shards = streaming, shuffle, num_shards
         self.train_batch_size, self.val_batch_size = train_batch_size, val_batch_size
@@ -433,7 +441,7 @@ class PretrainingDataModule(L.LightningDataModule):
             {name: options.pop(name) for name in group if name in options}
             for group in (PACKING_OPTIONS, MIXING_OPTIONS, STREAM_OPTIONS))  # fmt: skip
 
-        options = {"text_column": text_column, **options}
+        options = {"text_column": text_column, **({} if header else {"header": False}), **options}
         if file_format is not None:
             options["file_format"] = file_format
         pairs, val_names = [], _as_list(val_dataset_name_or_path)

@@ -252,14 +252,14 @@ def read_checkpointing(
         raise ValueError(f"{head}: {mode!r} takes {kind.option or kind.meaning}"
                          f"{f', {kind.meaning}' if kind.option else ''}; write "
                          f"{ {'mode': mode, **wanted} }")
-    if mode == "budget" and compiled is False:
-        raise ValueError(f"{head}: the compiler keeps to the budget; give compile_model=True, or "
-                         "choose 'selected_ops', which needs none")
     if second_backward and not kind.second_backward:
         able = [name for name, other in CHECKPOINTING_MODES.items() if other.second_backward]
         raise ValueError(f"{head}: {mode!r} allows one backward pass, and an optimizer that looks "
                          "at the curvature (sophiah) needs two; choose one of "
                          f"{', '.join(able)}")
+    if mode == "budget" and compiled is False:
+        raise ValueError(f"{head}: the compiler keeps to the budget; give compile_model=True, or "
+                         "choose 'selected_ops', which needs none")
     return mode, options
 
 # %% ../../nbs/model/12_activation_checkpointing.ipynb #ba098f49

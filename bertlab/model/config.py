@@ -63,7 +63,8 @@ def _check_each(config: PretrainedConfig) -> None:
     for name, known in CHOICES.items():
         if (value := getattr(config, name)) not in known:
             listed = ", ".join(map(str, known))
-            raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}")
+            own = "; a layer of your own is made known by bertlab.add_layer" * ("." in str(value))
+            raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}{own}")
     for name in SWITCHES:
         if type(value := getattr(config, name)) is not bool:
             raise ValueError(f"{name} must be True or False, got {value!r}")

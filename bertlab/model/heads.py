@@ -88,6 +88,8 @@ class BertLabTokenPredictor(BertLabPreTrainedModel):
 
     encoder: BertLabModel
     head: MaskedLMHead
+    # What a batch must hold, and batches of other objectives do not; None: nothing of its own.
+    batch_key: str | None = None
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
         "As in transformers; the head follows."
@@ -183,6 +185,8 @@ def all_one_document(tokens: Tensor) -> Tensor:
 
 class BertLabForMaskedDiffusion(BertLabTokenPredictor):
     "The same model, with a loss weighed by how much was hidden (Sahoo et al. 2024, eq. 10)."
+
+    batch_key = "loss_weights"
 
     def __init__(self, config: BertLabConfig):
         super().__init__(config)
@@ -324,6 +328,8 @@ def rebuilding_context(
 # %% ../../nbs/model/06_heads.ipynb #1542af12
 class BertLabForEnhancedMaskedLM(BertLabTokenPredictor):
     "Rebuild each token from a random half of the others; nothing is masked (Xiao et al. 2022)."
+
+    batch_key = "row_keys"
 
     def __init__(self, config: BertLabConfig):
         super().__init__(config)

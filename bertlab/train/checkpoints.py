@@ -47,13 +47,16 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    "Put the generators back to what `random_states` returned."
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    name, words, *rest = states["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    "Put the generators back to what `random_states` returned. Raises `ValueError` for all else."
+    try:
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["cuda"])
+    except Exception as error:  # each generator has words of its own for it
+        raise ValueError(f"random_states are not those of generators: {error}") from error
 
 
 @contextmanager
@@ -81,6 +84,8 @@ class RandomStates(Callback):
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("random_states", [])
+        if not isinstance(states, list):
+            raise ValueError(f"random_states is {type(states).__name__}, not a list of processes")
         self._restored = states[trainer.global_rank] if trainer.global_rank < len(states) else None
 
     def on_train_start(self, trainer, pl_module) -> None:
@@ -105,7 +110,31 @@ def read_checkpoint(
     state = read_torch_file(file, weights_only)
     if not isinstance(state, dict) or "global_step" not in state:
         raise ValueError(f"{path} holds no global_step, so it is no checkpoint of a run")
+    _check_state(state, path)
     return state
+
+
+_PARTS = {"global_step": int, "epoch": int, "state_dict": dict, "optimizer_states": list,
+          "lr_schedulers": list, "loops": dict, "callbacks": dict, "fingerprint": dict,
+          "random_states": list, "max_steps": int}  # fmt: skip
+
+
+def _check_state(state: dict[str, Any], path: Path) -> None:
+    "Raise `ValueError` for parts that are not what they are called, and for paths that climb."
+    for name, kind in _PARTS.items():
+        if name in state and not isinstance(state[name], kind):
+            raise ValueError(f"{path} is damaged: its {name} is {type(state[name]).__name__}, not "
+                             f"{kind.__name__}")
+    if state["global_step"] < 0:
+        raise ValueError(f"{path} is damaged: its global_step is {state['global_step']}")
+    for callback, kept in state.get("callbacks", {}).items():
+        # Lightning removes and loads the files whose paths it finds here.
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            several = value if isinstance(value, dict) else [value]
+            for one in several:
+                if isinstance(one, str) and ".." in re.split(r"[/\\]", one):
+                    raise ValueError(f"{path} is not to be trusted: {name} of {callback} names "
+                                     f"{one[:80]!r}, which leads out of its directory")
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
@@ -118,7 +147,11 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
         if Path(path).is_file():  # else it is on another file system, which only Lightning reads
-            read_torch_file(path, safe)
+            state = read_torch_file(path, safe)
+            if not isinstance(state, dict):
+                raise ValueError(f"{path} holds {type(state).__name__}, so it is no checkpoint")
+            if "global_step" in state:
+                _check_state(state, Path(path))
         return super().load_checkpoint(path, map_location, safe)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #3e4ca320
@@ -183,7 +216,11 @@ class RunCheckpoint(Checkpoint):
     ):
         self.path, self.every_steps = Path(path), every_steps
         self.signals, self._saved = StopSignals(), -1
+        self._restoring = False
         self._rate: float | None = None  # of the step after which a checkpoint was written
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        self._restoring = stage == "fit"  # until the first step, if it goes on from something
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -196,6 +233,7 @@ class RunCheckpoint(Checkpoint):
                 say(f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
                     f"{trainer.global_step}: the schedule is not that of the checkpoint")
         self._rate, self._saved = None, trainer.global_step
+        self._restoring = False
         self.signals.listen()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -228,11 +266,22 @@ class RunCheckpoint(Checkpoint):
 
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         self.signals.release()
+        bent = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
+        known = trainer.ckpt_path is not None and not isinstance(exception, torch.OutOfMemoryError)
+        if self._restoring and known and isinstance(exception, bent):
+            self._restoring = False
+            said = " ".join(str(exception).split())[:300]
+            raise ValueError(f"the run cannot go on from {trainer.ckpt_path}: restoring it ends in "
+                             f"{type(exception).__name__}: {said}") from exception
 
 
 def _rate_of(checkpoint: dict[str, Any]) -> float | None:
-    groups = [g for state in checkpoint.get("optimizer_states", []) for g in state["param_groups"]]
-    return float(groups[0]["lr"]) if groups else None
+    try:
+        groups = [group for state in checkpoint.get("optimizer_states", [])
+                  for group in state["param_groups"]]
+        return float(groups[0]["lr"]) if groups else None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("the checkpoint's optimizer_states are damaged: no rates in them") from None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #f4eec6e7
 def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every machine
