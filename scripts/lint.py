@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from sync import SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
+from sync import LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
 MAX_WIDTH = 100  # characters of a line of code
 MAX_NOTEBOOK_BYTES = 1_000_000
@@ -27,9 +27,11 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 def kind_of(path: Path) -> str:
     "library, walkthrough, guide or page."
-    if path.parent.name in ("walkthroughs", "guides"):
-        return path.parent.name.removesuffix("s")
-    return "library" if re.match(r"\d\d_", path.name) else "page"
+    if path.parent.name == "guides":
+        return "guide"
+    if not re.match(r"\d\d_", path.name):
+        return "page"
+    return "walkthrough" if path.parent.name in LESSONS else "library"
 
 
 def code_lines(cell: dict) -> list[str]:

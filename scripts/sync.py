@@ -39,6 +39,8 @@ CHAPTERS = {
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
+# Folders of nbs/ that teach and export nothing, in the order of the sidebar, and the titles of their sections.
+LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
@@ -282,13 +284,15 @@ def sync_parts(root: Path) -> None:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: walkthroughs, guides, the library by chapters, what is no part of it, the API."
+    "The site's sidebar: course, walkthroughs, guides, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
     lines += ["    contents:", "      - index.ipynb"]
     lines += [f"      - {name}" for name in PAGES if name in names]
-    lines += ["      - section: Walkthroughs", "        contents:"]
-    lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
+    for folder, title in LESSONS.items():
+        if members := pages_of(folder, names):
+            lines += [f"      - section: {title}", "        contents:"]
+            lines += [f"          - {name}" for name in members]
     lines += ["      - section: Guides", "        contents:"]
     lines += [f"          - {name}" for name in guide_pages(names)]
     lines += ["      - section: Library", "        contents:"]
