@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .finetune import FinetuningRun
-from .options import COMMANDS, read_yaml
+from .options import COMMANDS
+from ..core.reading import read_yaml
 from ..core.files import MARKER
 from ..data.tokenizers import load_tokenizer
 from ..finetuning.data import write_reading

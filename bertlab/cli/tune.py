@@ -16,7 +16,8 @@ import yaml
 from lightning.pytorch.callbacks import Callback
 
 from .finetune import FinetuningRun
-from .options import COMMANDS, read_yaml
+from .options import COMMANDS
+from ..core.reading import read_yaml
 from .pretrain import Run
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..finetuning.runs import better_way
