@@ -37,7 +37,7 @@ from .readers import TABLES, check_format, error_policy, kind_of
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
 from .sources import directory_files, expand_sources, is_local, rows_of
-from .sources import _load_dataset
+from .sources import open_dataset
 from .tokenizers import load_tokenizer
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
@@ -96,7 +96,7 @@ def find_parts(
         elif is_local(name):
             files += directory_files(path, notes, reading.file_format) if path.is_dir() else [path]
         else:
-            data = _load_dataset(str(path), reading.split, reading.config_name, False)
+            data = open_dataset(str(path), reading.split, reading.config_name, False)
             parts += _row_parts("dataset", str(path), len(data))
     return [*_file_parts(files), *parts]
 
@@ -158,7 +158,7 @@ def read_part(
         data = _open_mds(Path(part.names[0]))
         found = (_cell(data[n], reading, f"row {n}") for n in range(*part.rows))
     else:
-        data = _load_dataset(part.names[0], reading.split, reading.config_name, False)
+        data = open_dataset(part.names[0], reading.split, reading.config_name, False)
         chosen = data.select(range(*part.rows))
         found = (_cell(row, reading, part.names[0]) for row in chosen)
     for document in found:
