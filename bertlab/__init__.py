@@ -43,8 +43,8 @@ _FACE = {
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
-    "model.adapters": "add_adapter freeze_weights load_adapter save_adapter",
-    "model.context": "extend_context needle_test",
+    "model.adapters": "add_adapter",
+    "model.context": "extend_context",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
@@ -66,7 +66,7 @@ _FACE = {
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
     "train.stages": "Stage load_stages train_stages",
-    "train.averages": "AveragedWeights average_weights greedy_soup",
+    "train.averages": "AveragedWeights",
     "train.estimate": "estimate_memory",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",

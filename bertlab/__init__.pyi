@@ -75,11 +75,7 @@ from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.adapters import add_adapter as add_adapter
-from .model.adapters import freeze_weights as freeze_weights
-from .model.adapters import load_adapter as load_adapter
-from .model.adapters import save_adapter as save_adapter
 from .model.context import extend_context as extend_context
-from .model.context import needle_test as needle_test
 from .optim.schedulers import InverseSqrtScheduler as InverseSqrtScheduler
 from .optim.schedulers import Schedule as Schedule
 from .optim.schedulers import get_scheduler as get_scheduler
@@ -123,8 +119,6 @@ from .train.stages import Stage as Stage
 from .train.stages import load_stages as load_stages
 from .train.stages import train_stages as train_stages
 from .train.averages import AveragedWeights as AveragedWeights
-from .train.averages import average_weights as average_weights
-from .train.averages import greedy_soup as greedy_soup
 from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task

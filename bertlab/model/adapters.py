@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..core.files import written_whole
 from ..core.names import did_you_mean, look_up
-from .huggingface import give_weights, has_adapter, to_huggingface
+from .huggingface import has_adapter, to_huggingface
 from .loading import find_ending, key_table, their_names
 
 # %% ../../nbs/model/14_adapters.ipynb #fc191f84

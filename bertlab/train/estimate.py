@@ -6,7 +6,6 @@
 __all__ = ['KEPT_HEAP', 'StepMemory', 'trace_step', 'MemoryEstimate', 'process_bytes', 'available_bytes', 'estimate_memory']
 
 # %% ../../nbs/train/17_estimate.ipynb #efc2008d
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,6 @@ from ..model.activation_checkpointing import MemoryLedger
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
-from ..model.losses import LossRule
 from ..optim.optimizers import state_bytes
 from .modules import OBJECTIVE_MODELS, pretraining_optimizer, recompute
 
@@ -83,7 +81,7 @@ def trace_step(
             with_gradients = ledger.now
             if optimizer is not None:
                 optimizer.step()
-            peak, with_states = max(ledger.history[start:]), ledger.now
+            peak = max(ledger.history[start:])
             for parameter in model.parameters():
                 parameter.grad = None
             kept = ledger.now

@@ -505,7 +505,7 @@ def requirements() -> tuple[set[str], dict[str, set[str]]]:
 PACKAGE_OF = {"yaml": "pyyaml", "IPython": "ipython", "PIL": "pillow", "torch_xla": "torch-xla", "mpl_toolkits": "matplotlib",
               "sklearn": "scikit-learn"}
 # In an extra; flash-attn is taken where somebody has built it; ipython comes with ipywidgets.
-ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython"}
+ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython", "optuna", "peft"}
 
 
 def test_declared_dependencies_are_those_that_the_package_imports():
