@@ -2,10 +2,11 @@
 #   make demo DEMO_ARGS="--output runs/first"    passes flags to `bertlab demo`
 #   make test TEST_ARGS="tests/test_house.py"    passes arguments to pytest
 #   make bench BENCH_ARGS="--plan"               passes flags to benchmarks/suite.py
+#   make test-versions VERSIONS=newest VERSIONS_ARGS="--cpu"    passes flags to scripts/versions.py
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-xla bench docs sync check clean
+.PHONY: help demo test test-all test-xla test-versions bench docs sync check clean
 SHELL := /bin/sh
 
 BIN := .venv/bin
@@ -26,6 +27,10 @@ test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser
 
 test-xla: .venv-xla/.xla ## Run the tests of XLA on its CPU device, in an environment of their own
 	@PJRT_DEVICE=CPU .venv-xla/bin/python -m pytest -n 0 tests/xla $(TEST_ARGS)
+
+test-versions: .venv/.dev ## Run the core of the suite with the lowest versions (VERSIONS=newest: with today's)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(BIN)/python scripts/versions.py $(or $(VERSIONS),lowest) $(VERSIONS_ARGS)
 
 bench: .venv/.dev ## Measure bertlab beside what people use; goes on where it stopped
 	@$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)

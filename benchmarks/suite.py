@@ -49,6 +49,7 @@ PARTS = (
     Part("context", 40, resumes=True),
     Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
     Part("finetuning_trainer", 10, resumes=True),
+    Part("embeddings", 30, None, ("build/demo",), resumes=True),
     Part("scaling", 25, resumes=True),
     Part("pretraining", 75, resumes=True),
 )

@@ -16,22 +16,26 @@ _FACE = {
     "data.corpus": "Corpus embedded_corpus load_corpus make_corpus",
     "data.tokenizers": "load_tokenizer train_tokenizer",
     "data.masking": "MaskingRule",
-    "data.diffusion": "DiffusionRule",
+    "data.diffusion": "DiffusionRule writing_rows",
     "data.rows": "Collator Vocabulary",
     "data.supervised": "QuestionAnsweringCollator SequenceClassificationCollator TokenClassificationCollator",
     "data.collators": """
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
     "data.packing": "PackedDataset TokenizedDocuments",
-    "data.cache": "open_tokens tokenize_documents",
-    "data.streaming": "PackedStream",
+    "data.shards": "BlockedDataset StoredDocuments open_shards",
+    "data.cache": "tokenize_documents",
+    "data.streaming": "LanedStream PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
+    "data.tokenizer_measures": "compare_tokenizers measure_tokenizer",
+    "data.tokenize": "tokenize_shards",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
         roberta_base""",
+    "model.layers": "add_layer",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
     "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
@@ -43,8 +47,12 @@ _FACE = {
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
-    "model.adapters": "add_adapter",
-    "model.context": "extend_context",
+    "model.vocabulary": "extend_vocabulary masked_bits_per_byte transplant_vocabulary trim_vocabulary",
+    "model.adapters": "add_adapter freeze_weights load_adapter save_adapter",
+    "model.context": "extend_context needle_test",
+    "model.samplers": "SamplingRule",
+    "model.writing": "generate write",
+    "model.text_measures": "diffusion_bound",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
     "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
@@ -53,7 +61,7 @@ _FACE = {
     "optim.optimizers": "get_optimizer optimizer_table",
     # train: a loop that survives being killed
     "train.steps": "TrainingModule",
-    "train.modules": "PretrainingModule",
+    "train.modules": "CausalModule PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
     "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
@@ -65,8 +73,10 @@ _FACE = {
     "train.reports": "RunReport",
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
+    "train.model_cards": "CardChoices make_card push_model",
     "train.stages": "Stage load_stages train_stages",
-    "train.averages": "AveragedWeights",
+    "train.evaluators": "Evaluator Evaluators FillMaskEvaluator LossEvaluator ProbeEvaluator",
+    "train.averages": "AveragedWeights average_weights greedy_soup",
     "train.estimate": "estimate_memory",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
@@ -76,6 +86,13 @@ _FACE = {
     "finetuning.evaluations": "evaluate_split",
     "finetuning.predictions": "TaskPredictor load_predictor",
     "finetuning.tasks": "Task load_task",
+    # embeddings: one text, one vector, and search
+    "embeddings.losses": "ContrastiveRule",
+    "embeddings.bi_encoder": "BiEncoder",
+    "embeddings.pairs": "EmbeddingDataModule",
+    "embeddings.module": "EmbeddingModule",
+    "embeddings.tasks": "load_retrieval",
+    "embeddings.search": "TextIndex",
     # explorers: see it, move it
     "explorers.widgets": "mask_dial",
     "explorers.packing": "document_mask_viewer packing_visualiser",
@@ -84,12 +101,14 @@ _FACE = {
     "explorers.models": "attention_browser embedding_map",
     "explorers.fill_mask": "ask_checkpoints",
     "explorers.training_monitor": "TrainingMonitor",
+    "explorers.stepper": "stepper",
     "explorers.profiling": "measure_roofline profile_step",
+    "explorers.text_map": "text_map",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
     "cli.tune": "tune",
 }
-_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
+_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
 
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]
@@ -114,12 +133,32 @@ def __getattr__(name: str):
     if name in _CHAPTERS:
         return import_module(f"bertlab.{name}")
     if name in _PLACES:
-        return getattr(import_module(f"bertlab.{_PLACES[name]}"), name)
+        found = getattr(import_module(f"bertlab.{_PLACES[name]}"), name)
+        _add_parameters(found, _PLACES[name], name)
+        return found
     from difflib import get_close_matches
 
     near = get_close_matches(name, __all__, n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise AttributeError(f"module 'bertlab' has no attribute {name!r}{hint}")
+
+
+def _add_parameters(found, module: str, name: str) -> None:
+    "Let `help()` show the comments of the parameters, which Python itself does not keep."
+    if f"{module}.{name}" in _TOLD or not isinstance(found.__doc__, str):
+        return
+    _TOLD.add(f"{module}.{name}")
+    from bertlab.cli.options import read_options
+
+    lines = []
+    for option in read_options(f"{module.replace('.', '/')}.py", name):
+        default = "" if option.required else f" = {option.default!r}"
+        lines.append(f"{option.name}: {option.kind}{default}" + f"\n    {option.help}" * bool(option.help))
+    if lines:
+        found.__doc__ = "\n\n".join([found.__doc__.rstrip(), "Parameters:", *lines])
+
+
+_TOLD: set[str] = set()  # whose docstring is complete
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from sync import SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
+from sync import LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
 MAX_WIDTH = 100  # characters of a line of code
 MAX_NOTEBOOK_BYTES = 1_000_000
@@ -26,10 +26,12 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
 def kind_of(path: Path) -> str:
-    "library, walkthrough or page."
-    if path.parent.name == "walkthroughs":
-        return "walkthrough"
-    return "library" if re.match(r"\d\d_", path.name) else "page"
+    "library, walkthrough, guide or page."
+    if path.parent.name == "guides":
+        return "guide"
+    if not re.match(r"\d\d_", path.name):
+        return "page"
+    return "walkthrough" if path.parent.name in LESSONS else "library"
 
 
 def code_lines(cell: dict) -> list[str]:
@@ -139,7 +141,13 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
         problems.append("no [Open in Colab](colab)")
     if not any(map(is_setup, code)):
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
-    if kind == "page":
+    if kind == "guide":  # a recipe: what you have, what comes out, a command, what goes wrong, where to go on
+        wanted = {"**You have**": "what one begins with", "**You get**": "what one ends with", "**Takes**": "minutes"}
+        problems += [f"no {word} ({what})" for word, what in wanted.items() if word not in text]
+        problems += [f"no part `## {part}`" for part in ("What goes wrong", "Next") if f"\n## {part}\n" not in f"{text}\n"]
+        if not re.search(r"^```sh\n(?:.*\n)*?bertlab ", text, re.MULTILINE):
+            problems.append("no command: a block of ```sh with a line `bertlab ...`")
+    if kind in ("page", "guide"):
         return problems
     if kind == "library" and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0] if code else ""):
         problems.append("the first cell must be #| default_exp")
@@ -171,7 +179,7 @@ def strip_fences(text: str) -> str:
 def lint_figures(cells: list[dict], kind: str) -> list[str]:
     "Too few figures."
     with_picture = [c for c in cells if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))]
-    if kind != "page" and len([cell for cell in with_picture if visible(cell)]) < MIN_FIGURES:
+    if kind in ("library", "walkthrough") and len([cell for cell in with_picture if visible(cell)]) < MIN_FIGURES:
         return [f"{len(with_picture)} figures, {MIN_FIGURES} at least"]
     return []
 

@@ -35,11 +35,16 @@ CHAPTERS = {
     "optim": ("Optimization", "what moves which weight, and when"),
     "train": ("Training", "a loop that survives being killed"),
     "finetuning": ("Fine-tuning", "a checkpoint, a task, an honest number"),
+    "embeddings": ("Embeddings", "one text, one vector, and search"),
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }
+# Folders of nbs/ that teach and export nothing, in the order of the sidebar, and the titles of their sections.
+LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
-GUIDES = ("training_path.ipynb", "extending.ipynb")
+PAGES = ("training_path.ipynb", "extending.ipynb")
+# Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
+GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "diagnose", "migrate", "own_parts")
 # Between these two lines of nbs/index.ipynb stands the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
@@ -234,6 +239,12 @@ def pages_of(chapter: str, names: list[str]) -> list[str]:
     return sorted(members, key=lambda name: (not name.endswith("/index.ipynb"), name))
 
 
+def guide_pages(names: list[str]) -> list[str]:
+    "The guides among some pages, in the order of GUIDES."
+    order = {f"guides/{name}.ipynb": number for number, name in enumerate(GUIDES)}
+    return sorted((name for name in names if name.startswith("guides/")), key=lambda name: (order.get(name, 99), name))
+
+
 def title_of(path: Path) -> str:
     "The title of a notebook: its heading of the first level."
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -273,13 +284,17 @@ def sync_parts(root: Path) -> None:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: the walkthroughs, the library by chapters, what is no part of it, the API."
+    "The site's sidebar: course, walkthroughs, guides, the library by chapters, what is no part of it, the API."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
     lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
     lines += ["    contents:", "      - index.ipynb"]
-    lines += [f"      - {name}" for name in GUIDES if name in names]
-    lines += ["      - section: Walkthroughs", "        contents:"]
-    lines += [f"          - {name}" for name in names if name.startswith("walkthroughs/")]
+    lines += [f"      - {name}" for name in PAGES if name in names]
+    for folder, title in LESSONS.items():
+        if members := pages_of(folder, names):
+            lines += [f"      - section: {title}", "        contents:"]
+            lines += [f"          - {name}" for name in members]
+    lines += ["      - section: Guides", "        contents:"]
+    lines += [f"          - {name}" for name in guide_pages(names)]
     lines += ["      - section: Library", "        contents:"]
     for chapter, (title, _) in CHAPTERS.items():
         members = pages_of(chapter, names)
@@ -287,7 +302,7 @@ def sidebar(root: Path) -> str:
             lines += [f"          - section: {title}", "            contents:"]
             lines += [f"              - {name}" for name in members]
     lines += ["      - section: Reference", "        contents:"]
-    pages = [name for name in names if name not in ("index.ipynb", *GUIDES) and "/" not in name]
+    pages = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
     lines += [f"          - {name}" for name in (*pages, "api.qmd")]  # what is no part: benchmarks
     return "\n".join(lines) + "\n"
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GLUE', 'FinetuneChoices', 'glue_options', 'FinetuningRun', 'ShownHistory', 'write_json', 'run_finetuning', 'predict']
 
-# %% ../../nbs/cli/04_finetune.ipynb #872c94a6
+# %% ../../nbs/cli/04_finetune.ipynb #d5292709
 import copy
 import json
 import math
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
+from ..core.reading import read_json
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
 from ..finetuning.data import FinetuningDataModule, write_reading
@@ -34,6 +34,7 @@ from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
+from ..train.checkpoints import read_checkpoint
 from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
@@ -89,8 +90,18 @@ def glue_options(name: str) -> dict[str, Any]:  # of FinetuningDataModule
             "text_column": columns if len(columns) > 1 else columns[0], "label_column": "label",
             "val_split": f"validation{matched}", "test_split": f"test{matched}"}
 
-# %% ../../nbs/cli/04_finetune.ipynb #2f2f08e5
+# %% ../../nbs/cli/04_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
+
+
+def _read_runs(path: Path, monitor: str) -> list[dict[str, float]]:  # of the seeds that are done
+    "What metrics.json of a run holds. Raises `ValueError` for a file that is damaged."
+    runs = read_json(path).get("runs")
+    if not isinstance(runs, list) or not all(
+            isinstance(run, dict) and isinstance(run.get(monitor), (int, float)) for run in runs):
+        raise ValueError(f"{path} is damaged: it needs `runs` with {monitor} in each; move it away "
+                         "to score the seeds anew")
+    return runs
 
 
 class FinetuningRun:
@@ -193,7 +204,7 @@ class FinetuningRun:
         baselines = compute_baselines(self.data) if run.baselines else {}
         sign, runs = -1 if better_way(self.monitor) == "min" else 1, []
         if self.resume and path.exists():
-            runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+            runs = _read_runs(path, self.monitor)
         for number, seed in enumerate(run.seeds):
             if number >= len(runs):
                 runs.append(self._fit_seed(seed))
@@ -205,7 +216,7 @@ class FinetuningRun:
             write_json(path, metrics)
         print(results.table(baselines), flush=True)
         self._finish(run.seeds[best], runs[best])
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
 
     def _fit_seed(self, seed: int) -> dict[str, float]:  # its metrics
         "One seed to its end, from its newest checkpoint where it was stopped."
@@ -233,8 +244,7 @@ class FinetuningRun:
         module = FinetuningModule(**self.module_options)
         find_monitor(module, self.data, self.monitor)
         module.configure_model()
-        best = torch.load(self.output / f"seed-{seed}" / "best.ckpt", map_location="cpu",
-                          weights_only=True)
+        best = read_checkpoint(self.output / f"seed-{seed}" / "best.ckpt")
         module.load_state_dict(best["state_dict"])
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
         evaluation = evaluate_split(module, self.data, split)

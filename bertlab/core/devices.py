@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['AMPERE', 'DEVICE_PEAKS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multiplies_bfloat16', 'default_precision',
-           'multiplied_type', 'default_attention', 'describe_attention', 'Peaks', 'peak_flops', 'wait_function',
-           'measured_peak_flops', 'measured_bandwidth', 'Device', 'installed_version', 'count_tpus', 'count_devices',
-           'find_devices', 'describe_device', 'find_accelerator', 'object_to_precision', 'check_count', 'check_request',
-           'keep_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
+           'multiplied_type', 'default_attention', 'find_varlen', 'describe_attention', 'Peaks', 'peak_flops',
+           'wait_function', 'measured_peak_flops', 'measured_bandwidth', 'Device', 'installed_version', 'count_tpus',
+           'count_devices', 'find_devices', 'describe_device', 'find_accelerator', 'object_to_precision', 'check_count',
+           'check_request', 'keep_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -20,7 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +85,20 @@ def default_attention(
     return "eager" if plain else "sdpa"
 
 
+@cache
+def find_varlen() -> str:  # "flash_attn", "torch", or empty where neither has it
+    "Say who brings attention over documents of different lengths, with windows."
+    if find_spec("flash_attn") is not None:
+        return "flash_attn"
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # torch 2.9 has none
+    except ImportError:
+        return ""
+    # Its first versions knew neither windows nor heads that share keys.
+    takes = signature(varlen_attn).parameters
+    return "torch" if {"window_size", "enable_gqa"} <= takes.keys() else ""
+
+
 def describe_attention(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
     precision: str,  # Lightning's name
@@ -89,7 +106,8 @@ def describe_attention(
     capability: tuple[int, int] = AMPERE,  # of a GPU
 ) -> tuple[str, str]:  # the kernel that a model takes by itself, and why
     "Say in advance which attention kernel a model of usual heads, without dropout, will take."
-    if kind == "cuda" and capability >= AMPERE and multiplied_type(precision) != "float32":
+    narrow = multiplied_type(precision) != "float32"
+    if kind == "cuda" and capability >= AMPERE and narrow and find_varlen():
         return "varlen", "documents one by one, no padding; in a compiled graph, flex"
     if kind == "cuda" and row_length > 128:
         return "flex", "blocks between documents are skipped"
@@ -411,7 +429,7 @@ def check_count(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
     devices: int | str | Sequence[int],  # a number, "auto", -1 for all, "0,2" or [0, 2]
 ) -> None:
-    "Raise `ValueError` for devices that are not there. A CPU runs any number of processes."
+    "Raise `ValueError` for devices that are not there. A CPU runs several processes a core."
     given, text = devices, str(devices).replace(" ", "")
     if text in ("auto", "-1"):
         return
@@ -427,7 +445,10 @@ def check_count(
     if wrong or isinstance(devices, bool):
         raise ValueError(f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
                          "of different numbers from 0 on")
-    there = count_devices(kind)
+    there, cores = count_devices(kind), os.cpu_count() or 1
+    if kind == "cpu" and wanted > max(8, 4 * cores):
+        raise ValueError(f"devices={given!r} asks for {wanted} processes on {cores} cores, which "
+                         f"would keep each other waiting; set devices={cores} or fewer")
     # A TPU host that is known by its variable alone does not say how many devices it has.
     unknown = kind == "cpu" or (kind == "tpu" and there < 2)
     if wanted > there and not unknown:

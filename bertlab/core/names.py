@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 # %% ../../nbs/core/04_names.ipynb #eb57e706
@@ -69,15 +69,26 @@ def _import_own(module: str, name: str, kind: str) -> ModuleType:
     return found
 
 
+def _refuse_python(module: str, name: str, kind: str) -> None:
+    "Raise `ValueError` for what is Python's own: none of it is a part of a run."
+    top = module.partition(".")[0]
+    here = Path(top + ".py").is_file() or Path(top).is_dir()  # a file of yours, by the same name
+    if top in {*sys.stdlib_module_names, *sys.builtin_module_names} and not here:
+        raise ValueError(f"{kind} {name!r} is of Python itself ({top}) and no part of a run; a "
+                         "configuration names parts of bertlab, of its libraries, or your own")
+
+
 def find_object(
     name: str,  # "my_file.MyCollator"
     kind: str,  # what it is for, in an error: "collator"
+    bases: tuple[type, ...] = (),  # of which it must be a class; none: a function will do as well
 ) -> Any:  # a class or function
     "Import a class or function by its dotted name. Raises `ValueError` that says what is missing."
     module, _, attribute = str(name).rpartition(".")
     if not module or not all(part.isidentifier() for part in str(name).split(".")):
         raise ValueError(f"{kind} {name!r} is no dotted name; write the file, a point and the "
                          "class, such as my_file.MyClass (without .py)")
+    _refuse_python(module, name, kind)
     found = _import_own(module, name, kind)
     if not hasattr(found, attribute):
         names = [one for one in vars(found) if not one.startswith("_")]
@@ -86,6 +97,11 @@ def find_object(
     value = getattr(found, attribute)
     if not callable(value):
         raise ValueError(f"{kind} {name!r} is {type(value).__name__}; name a class or a function")
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):  # not what was made of one
+        _refuse_python(value.__module__ or "builtins", name, kind)
+    if bases and not (isinstance(value, type) and issubclass(value, bases)):
+        raise ValueError(f"{kind} {name!r} is no class of {', '.join(b.__name__ for b in bases)}, "
+                         "so it is not called")
     return value
 
 # %% ../../nbs/core/04_names.ipynb #338a0444

@@ -4,16 +4,17 @@
 
 # %% auto #0
 __all__ = ['COLLATORS', 'MaskedLanguageModelingCollator', 'MaskedDiffusionCollator', 'EnhancedMaskedLanguageModelingCollator',
-           'get_collator_cls']
+           'get_collator_cls', 'check_collator_options']
 
 # %% ../../nbs/data/10_collators.ipynb #2a7cdf6e
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.names import find_part
+from ..core.names import did_you_mean, find_part
 from .diffusion import DiffusionRule, noise_tokens
 from .masking import MaskingRule, find_continuations, find_ordinary, key_rows
 from .masking import mask_tokens, place_labels
@@ -96,12 +97,23 @@ class MaskedDiffusionCollator(Collator):
         *,
         max_predictions: int | None = None,  # labels a row at most, M; None: the row's length
         seed: int = 0,
+        schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
+        writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
+        end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
                          max_sequence_length, **options)
+        if writing and end_token_id is None:
+            end_token_id = getattr(self.read.tokenizer, "sep_token_id", None)
+            if end_token_id is None:
+                raise ValueError("writing=True needs end_token_id, the [SEP] that closes prompts "
+                                 "and texts: give it, or a tokenizer that has one")
+        if end_token_id is not None and not writing:
+            raise ValueError(f"end_token_id={end_token_id} is read with writing=True alone: set "
+                             "it, or leave the id out")
         self.rule = DiffusionRule(num_steps, sampling_eps, noise_eps, min_masked, max_masked,
-                                  max_predictions, seed)
+                                  max_predictions, seed, schedule, end_token_id)
         self.epoch = 0  # of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -152,10 +164,25 @@ COLLATORS = {
 
 def get_collator_cls(
     objective: str | type[Collator],  # a key of COLLATORS, a dotted name, or the class itself
+    argument: str = "objective",  # what an error calls it
 ) -> type[Collator]:
     "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
-    found = find_part(objective, COLLATORS, "objective")
+    found = find_part(objective, COLLATORS, argument)
     if not hasattr(found, "from_tokenizer"):
-        raise ValueError(f"objective={objective!r} is no collator, because it has no "
+        raise ValueError(f"{argument}={objective!r} is no collator, because it has no "
                          "from_tokenizer: derive it from bertlab.Collator")
     return found
+
+
+def check_collator_options(
+    collator: type[Collator],
+    options: Mapping[str, Any],  # keyword arguments
+) -> None:
+    "Raise `ValueError` for an option that nothing in the collator's classes takes."
+    known = [p.name for one in collator.__mro__ if "__init__" in vars(one) and one is not object
+             for p in signature(one).parameters.values() if p.kind not in (p.VAR_KEYWORD,
+                                                                           p.VAR_POSITIONAL)]
+    for name in options:
+        if known and name not in known:
+            hint = did_you_mean(name, known) or f"; it has {', '.join(dict.fromkeys(known))}"
+            raise ValueError(f"collator_kwargs: {collator.__name__} has no option {name!r}{hint}")

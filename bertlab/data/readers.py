@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PACKED', 'Texts', 'TableRows', 'OnError', 'TABLES', 'PLAIN', 'FORMATS', 'open_unpacked', 'raise_error', 'Line',
-           'Place', 'read_lines', 'choose_lines', 'read_plain', 'resolve_column', 'kind_of', 'read_csv', 'parse_json',
-           'read_json', 'read_parquet', 'read_arrow', 'check_format', 'read_cell', 'read_texts', 'error_policy']
+           'Place', 'NotText', 'read_lines', 'choose_lines', 'read_plain', 'resolve_column', 'kind_of', 'read_csv',
+           'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'check_format', 'read_cell', 'read_texts',
+           'error_policy']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -83,6 +84,24 @@ def _go_to(file: BinaryIO, offset: int) -> None:
         offset -= len(block)
 
 # %% ../../nbs/data/02_readers.ipynb #663aa0ef
+class NotText(ValueError):
+    "A file is no text in UTF-8 at all, so that no row of it can be read."
+
+
+def _encoding_advice(path: Path, data: bytes) -> str:  # a line of the file
+    "What a file that is not UTF-8 probably is, and what to do with it."
+    with open_unpacked(path) as file:
+        head = file.read(4096)
+    # Of two bytes a letter, one is 0 in most scripts' punctuation and in all of ASCII.
+    one_side = sorted((head[::2].count(0), head[1::2].count(0)))
+    if head[:2] in (b"\xff\xfe", b"\xfe\xff") or (one_side[0] == 0 and 5 * one_side[1] > len(head)):
+        return "it looks like UTF-16; save it as UTF-8 (`iconv -f utf-16 -t utf-8` converts it)"
+    odd = sum(byte < 32 and byte not in b"\t\n\r\f\x1b" for byte in head)
+    if b"\0" in data or odd > len(head) / 50:
+        return "it looks like a binary file; name a file of text"
+    return "save the file as UTF-8 (`iconv -f latin1 -t utf-8` converts Latin-1)"
+
+
 def read_lines(
     path: Path,
     place: Place | None = None,  # go on from there; None: from the beginning
@@ -98,10 +117,15 @@ def read_lines(
                 try:
                     text = data.rstrip(b"\r\n").decode()
                 except UnicodeDecodeError as error:
-                    on_error(ValueError(
+                    advice = _encoding_advice(path, data)
+                    kind = NotText if "looks like" in advice else ValueError
+                    on_error(kind(
                         f"{path} line {number} is not UTF-8: byte {data[error.start]:#04x} at "
-                        f"position {start + error.start}; save the file as UTF-8 (`iconv -f latin1 "
-                        "-t utf-8` converts Latin-1)"))  # fmt: skip
+                        f"position {start + error.start}; {advice}"))
+                    continue
+                if data.count(0) > len(data) / 4:
+                    on_error(NotText(f"{path} line {number} is no text in UTF-8: "
+                                     f"{_encoding_advice(path, data)}"))
                     continue
                 yield Line(number, text if start else text.removeprefix("\ufeff"), end)
 
@@ -164,6 +188,8 @@ def resolve_column(
     argument: str = "text_column",  # that named it, for messages
 ) -> str:  # its name
     "Find a column. Raises `ValueError` with the name that may have been meant."
+    if not there:
+        raise ValueError(f"{argument}={column!r}: there are no columns; is the file empty?")
     number = int(column) if re.fullmatch(r"-?\d+", str(column)) else None
     counted = number is not None and 0 < abs(number) <= len(there)
     named = there[number - (number > 0)] if counted else None
@@ -173,6 +199,9 @@ def resolve_column(
     if column in there:
         raise ValueError(f"{argument}={column!r} is the name of a column and the number of "
                          f"another one{suspicion}")
+    if counted and suspicion and not str(named).isidentifier():
+        raise ValueError(f"{argument}={column!r} is the number of the column {named[:40]!r}"
+                         f"{suspicion}")
     if counted:
         return named
     if number is not None:
@@ -181,8 +210,9 @@ def resolve_column(
     same = [name for name in there if str(name).lower() == column.lower()]
     if len(same) != 1:
         shown = [str(name)[:40] for name in there]
-        raise ValueError(f"{argument}: there is no column {column!r}{did_you_mean(column, shown)}; "
-                         f"its columns are {shown}{suspicion}")
+        hint = did_you_mean(column, shown) or ";"
+        raise ValueError(f"{argument}: there is no column {column!r}{hint} its columns are "
+                         f"{shown}{suspicion}")
     return same[0]
 
 # %% ../../nbs/data/02_readers.ipynb #4d98e911
@@ -252,7 +282,8 @@ def read_csv(
                          f"{_suspect_header(names)}")
     for line, cells in _csv_rows(path, delimiter, on_error, place):
         if any(cells[len(names):]):
-            on_error(ValueError(f"{path} line {line} has {len(cells)} cells, the header has "
+            of = "header" if header else "first row"
+            on_error(ValueError(f"{path} line {line} has {len(cells)} cells, the {of} has "
                                 f"{len(names)}: put a cell with a {delimiter!r} in quotes"))
             continue
         row = {**dict.fromkeys(names), **dict(zip(names, cells))}
@@ -336,6 +367,7 @@ def _column_rows(
         for first, batch in batches(file, place.row):
             names = columns or batch.schema.names  # as they were asked for
             done = max(0, place.row - first)
+            batch.validate(full=True)  # else a bent offset reads memory that is not the file's
             values = (column.to_pylist() for column in batch.slice(done).columns)
             for place.row, row in enumerate(zip(*values), first + done + 1):
                 yield f"row {place.row}", dict(zip(names, row))
@@ -468,9 +500,14 @@ def error_policy(
         raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
     first = []
 
+    def refuse(error: ValueError) -> None:
+        if isinstance(error, NotText):
+            raise error
+        raise ValueError(f'{error} (on_error="skip" leaves such rows out, and counts them)')
+
     def skip(error: ValueError) -> None:
         first.append(str(error))
         del first[1:]
         notes[f"malformed rows, left out; the first: {first[0]}"] += 1
 
-    return raise_error if on_error == "raise" else skip
+    return refuse if on_error == "raise" else skip

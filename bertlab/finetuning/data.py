@@ -368,15 +368,20 @@ class FinetuningDataModule(L.LightningDataModule):
         pretrained_tokenizer_name_or_path: Any = None,  # or a loaded one; None: one is trained
         # A file, a directory, a hub name, or a file for each split; None: set_datasets.
         dataset_name_or_path: str | dict[str, str] | None = None,
-        dataset_config_name: str | None = None,
+        dataset_config_name: str | None = None,  # of a hub dataset that has several
         max_sequence_length: int = 512,  # longer texts are cut, longer contexts go into windows
-        train_split: str | None = "train",  # or "train[:10%]"
-        val_split: str | None = "validation", test_split: str | None = "test",
-        # By name, or by number from 1; two texts are a pair, several labels hold 0 or 1 each.
-        text_column: str | int | list[str] | None = None,  # None: see TASKS and COLUMNS
+        train_split: str | None = "train",  # split to train on, or "train[:10%]"
+        val_split: str | None = "validation",  # to validate on; without one, rows are held out
+        test_split: str | None = "test",  # split to test on
+        # By name, or by number from 1; two are a pair of texts. None: the task's usual names.
+        text_column: str | int | list[str] | None = None,
+        # By name, or by number from 1; several columns hold 0 or 1 each. None: the usual name.
         label_column: str | int | list[str] | None = None,
-        train_batch_size: int = 32, val_batch_size: int = 32, test_batch_size: int = 32,
-        num_workers: int = 0, shuffle_train: bool = True,  # with rows of like length in one batch
+        train_batch_size: int = 32,  # rows per process
+        val_batch_size: int = 32,  # rows per process in validation
+        test_batch_size: int = 32,  # rows per process in the test
+        num_workers: int = 0,  # processes that make batches; 0: none beside the run itself
+        shuffle_train: bool = True,  # with rows of like length in one batch
         collator_kwargs: dict[str, Any] | None = None,  # problem_type, doc_stride, ...
         *,
         file_format: str | None = None,  # a key of LABELLED; None: by name and contents

@@ -427,7 +427,7 @@ def read_json_cell(cell: str) -> Any:  # the cell itself where it is no JSON: fo
     "Read a cell as JSON, where it is some."
     try:
         return json.loads(cell) if cell.strip() else None
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return cell
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'INPUTS', 'TARGETS', 'finetuning_schedule', 'make_scores', 'readable', 'FinetuningModule']
 
-# %% ../../nbs/finetuning/07_module.ipynb #f8e150c8
+# %% ../../nbs/finetuning/07_module.ipynb #5ac7d680
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,14 +25,13 @@ from .metrics import gold_texts, names_entities
 from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
-from ..model.activation_checkpointing import read_checkpointing
 from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
 from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
-from ..train.modules import compile_layers, compile_options, recompute
+from ..train.modules import check_recomputing, compile_layers, compile_options, recompute
 from ..train.steps import TrainingModule
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -117,7 +116,7 @@ def readable(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:  # of the sa
     "Move what a model gave to where it can be scored."
     return apply_to_collection(values, Tensor, lambda t: t.to(_readable_device(t.device)))
 
-# %% ../../nbs/finetuning/07_module.ipynb #c819f01a
+# %% ../../nbs/finetuning/07_module.ipynb #d0ca84d8
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 TARGETS = ("labels", "start_positions", "end_positions")
 
@@ -130,15 +129,17 @@ class FinetuningModule(TrainingModule):
         task: str,  # classification, token_classification, question_answering
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        learning_rate: float = 1e-5, weight_decay: float = 0.01,
+        learning_rate: float = 1e-5,  # peak of the schedule
+        weight_decay: float = 0.01,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
-        optimizer_kwargs: dict[str, Any] | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         optimizer_quantized: bool = False,  # moments of 8 bits
         # linear, cosine, constant, polynomial, or your own: called with the optimizer and kwargs
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
-        warmup_steps: int = 0, warmup_ratio: float = 0.0,  # one of them
+        warmup_steps: int = 0,  # optimizer steps until the peak
+        warmup_ratio: float = 0.0,  # the same as a share of the run; one of them
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
         *,
         problem_type: str | None = None,  # one of PROBLEM_OF's; None: the data's
@@ -226,7 +227,7 @@ class FinetuningModule(TrainingModule):
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
+        options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
             compile_layers(self.model, **options)
         rank_zero_info(self.describe())
@@ -371,4 +372,5 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"reinit_layers={options['reinit_layers']} begins blocks anew that "
                              "adapter leaves as they are: leave one of them out")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
-    read_checkpointing(options["gradient_checkpointing"], compiled=options["compile_model"])
+    check_recomputing(options["gradient_checkpointing"], options["compile_model"],
+                      options["optimizer_class"])

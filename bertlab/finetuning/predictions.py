@@ -36,7 +36,8 @@ from .data import COLUMNS, TASKS, load_reading, split_cell
 from .files import CONLLU, LABELLED, LabelledRows, guess_format, guess_lines
 from .files import read_labelled
 from .metrics import best_answers, choose_answer
-from .task_models import read_shape, without_reports
+from .task_models import without_reports
+from ..model.huggingface import check_tokenizer, load_pretrained, read_shape
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #f878d28a
 HEADS = {  # how the name of a model's class ends, and what it is for
@@ -91,13 +92,14 @@ def load_predictor(
         raise ValueError(f"{directory} holds {written}, which has no head for a task: fine-tune it "
                          "first, and name the directory of that run")
     tokenizer, auto = load_tokenizer(directory), getattr(transformers, f"AutoModel{head}")
+    check_tokenizer(tokenizer, shape.vocab_size, needs_mask=False)
     longest, reading = _longest_row(shape, tokenizer), load_reading(directory)
     learned = min(longest, reading.get("max_sequence_length", longest))
     if not 8 <= (length := max_sequence_length or learned) <= longest:
         raise ValueError(f"max_sequence_length={length}: this model reads 8 to {longest} tokens")
     with without_reports():
-        model, report = auto.from_pretrained(directory, dtype=torch.float32,
-                                             output_loading_info=True)
+        model, report = load_pretrained(auto, directory, dtype=torch.float32,
+                                        output_loading_info=True)
     if lost := sorted(report["missing_keys"]):
         raise ValueError(f"{directory} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")

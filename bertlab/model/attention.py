@@ -12,14 +12,13 @@ __all__ = ['KERNELS', 'document_mask', 'restart_positions', 'Pattern', 'alibi_bi
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.devices import default_attention
+from ..core.devices import default_attention, find_varlen
 
 # %% ../../nbs/model/03_attention.ipynb #600a9e8f
 def document_mask(
@@ -233,8 +232,7 @@ def write_stretches(
     return Stretches(cu_lengths, longest, pattern.window, pattern.slopes_H)
 
 # %% ../../nbs/model/03_attention.ipynb #af792d44
-_FLASH = find_spec("flash_attn") is not None
-_VARLEN = find_spec("torch.nn.attention.varlen") is not None  # older torch has none
+_FLASH, _VARLEN = find_varlen() == "flash_attn", find_varlen() == "torch"
 
 
 def varlen_attention(

@@ -45,7 +45,7 @@ CHOICES = {  # settings by name, and the names that each knows
 SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bias", "mlp_bias",
             "head_bias", "decoder_bias", "qk_norm")  # fmt: skip
 
-# %% ../../nbs/model/01_config.ipynb #8a597db9
+# %% ../../nbs/model/01_config.ipynb #029e82c3
 def _check_each(config: PretrainedConfig) -> None:
     "Raise `ValueError` for a setting that is wrong whatever the others are."
     for name, (least, hint) in _LEAST.items():
@@ -63,7 +63,8 @@ def _check_each(config: PretrainedConfig) -> None:
     for name, known in CHOICES.items():
         if (value := getattr(config, name)) not in known:
             listed = ", ".join(map(str, known))
-            raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}")
+            own = "; a layer of your own is made known by bertlab.add_layer" * ("." in str(value))
+            raise ValueError(f"{name} {value!r} is unknown; choose one of {listed}{own}")
     for name in SWITCHES:
         if type(value := getattr(config, name)) is not bool:
             raise ValueError(f"{name} must be True or False, got {value!r}")

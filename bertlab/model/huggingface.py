@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
-           'BertLabModelWithPooler', 'find_head', 'read_shape', 'from_huggingface', 'give_weights', 'to_huggingface',
-           'check_tokenizer', 'match_tokens', 'describe_saving', 'has_adapter', 'plain_copy', 'save_model']
+           'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'from_huggingface', 'give_weights',
+           'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving', 'has_adapter', 'plain_copy',
+           'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
+import errno
 import functools
 import logging
 import os
@@ -23,11 +25,14 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from ..core.files import written_whole
+from ..core.files import recover_directory, written_directory, written_whole
+from ..core.reading import read_model_settings
+from ..data.tokenizers import count_ids
 from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
-from .loading import MODEL_KINDS, SECOND_NAMES, find_ending, key_table, their_names
+from .loading import MODEL_KINDS, SECOND_NAMES, check_finite, check_torch_file
+from .loading import find_ending, find_weight_files, key_table, their_names
 from .loading import load_weights as copy_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from .task_heads import BertLabForTokenClassification, pool_rows
@@ -307,26 +312,76 @@ def find_head(
                      f"{', '.join(HEADS)}, such as AutoModelForMaskedLM.from_pretrained(...)")
 
 # %% ../../nbs/model/09_huggingface.ipynb #e2f9d2ab
+def _machine_bytes() -> int:
+    "The memory of this machine."
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 1 << 50
+
+
+def _check_amount(shape: PretrainedConfig, name: str | os.PathLike) -> None:
+    "Raise `ValueError` for a model that this machine, or its own file of weights, cannot hold."
+    try:
+        ours = shape if isinstance(shape, BertLabConfig) else bertlab_config(shape)
+    except Exception:  # what it is, and why it cannot be, is said elsewhere
+        return
+    count, size = ours.num_params(), _machine_bytes()
+    if 4 * count > size:
+        raise ValueError(f"config.json of {str(name)!r} describes {count:,} parameters, "
+                         f"{4 * count / 1e9:,.0f} GB in float32, and this machine has "
+                         f"{size / 1e9:,.0f} GB")
+    files = [path for path in (Path(name).iterdir() if Path(name).is_dir() else ())
+             if path.suffix in (".safetensors", ".bin") and path.is_file()]
+    stored = sum(path.stat().st_size for path in files)
+    if files and count > 10**8 + 2 * stored:
+        raise ValueError(f"config.json of {str(name)!r} describes {count:,} parameters, and its "
+                         f"weights have {stored:,} bytes: they are of two models")
+
+
 def read_shape(
     name: str | os.PathLike,  # on the hub, or a directory
 ) -> PretrainedConfig:  # of theirs or of ours
     "Read what kind of model a name stands for. Raises `ValueError` with the reason in one line."
+    from transformers.utils import cached_file
+
     try:
+        recover_directory(name)
+        read_model_settings(cached_file(os.fspath(name), "config.json"))
         # False, not None: transformers would ask at the keyboard whether to run the model's code.
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # no such model, a kind nobody knows, a file that somebody bent
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{str(name)!r} cannot be loaded: {reason}; name a model of the hub or a "
                          "directory with its config.json") from error
+    _check_amount(shape, name)
+    return shape
 
 
-def _load_theirs(model_class: type, name: str | os.PathLike) -> PreTrainedModel:
-    "Let transformers load a model. Raises `ValueError` with the reason in one line."
+def load_pretrained(
+    model_class: type,  # of transformers or of ours, or an Auto class
+    name: str | os.PathLike,  # on the hub, or a directory
+    **options: Any,  # of `from_pretrained`
+) -> Any:  # the whole model; where `output_loading_info` asks for it, a part, and what was missing
+    "Let transformers load a stranger's model. Raises `ValueError` with the reason in one line."
+    read_shape(name)
     try:
-        return model_class.from_pretrained(name, trust_remote_code=False, weights_only=True)
+        for path in find_weight_files(name):  # which names what is beside it, and nothing else
+            if path.suffix != ".safetensors":
+                check_torch_file(path)
+        model, report = model_class.from_pretrained(
+            name, trust_remote_code=False, weights_only=True,
+            **{**options, "output_loading_info": True})
     except Exception as error:  # whatever a reader meets in a file that somebody bent
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the weights of {str(name)!r} cannot be loaded: {reason}") from error
+    check_finite(model.state_dict(), repr(str(name)))
+    if options.get("output_loading_info"):
+        return model, report
+    if lost := sorted(report["missing_keys"]):  # transformers draws them, and says so in a table
+        raise ValueError(f"{str(name)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all): "
+                         "its files are damaged, or do not belong together")
+    return model
 
 
 def from_huggingface(
@@ -340,7 +395,7 @@ def from_huggingface(
     name = (shape.architectures or ["Model"])[0] if theirs is None else type(theirs).__name__
     head, config = find_head(name), bertlab_config(shape)
     if theirs is None and load_weights:
-        theirs = _load_theirs(their_class(kind, head), name_or_model)
+        theirs = load_pretrained(their_class(kind, head), name_or_model)
     with_pooler = head == "Model" and kind != "modernbert"
     if with_pooler and theirs is not None and theirs.pooler is None:
         with_pooler = False
@@ -406,11 +461,11 @@ def check_tokenizer(
     needs_mask: bool = True,  # does the model guess hidden tokens?
 ) -> None:
     "Raise `ValueError` for a tokenizer that the model cannot serve."
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"tokenizer has {len(tokenizer)} entries and the model's vocab_size is {vocab_size}; "
-            "build the model with vocab_size=len(tokenizer)"
-        )
+    if (ids := count_ids(tokenizer)) > vocab_size:
+        gaps = f", with ids up to {ids - 1}," if ids > len(tokenizer) else ""
+        raise ValueError(f"tokenizer has {len(tokenizer)} entries{gaps} and the model's vocab_size "
+                         f"is {vocab_size}; build the model with vocab_size={ids}, or take the "
+                         "tokenizer that it was trained with")
     if needs_mask and tokenizer.mask_token_id is None:
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
 
@@ -431,7 +486,7 @@ def match_tokens(
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
 
-# %% ../../nbs/model/09_huggingface.ipynb #0e2d1adc
+# %% ../../nbs/model/09_huggingface.ipynb #db56dc36
 def describe_saving(
     model: BertLabPreTrainedModel,  # with any head
     kind: str | None = None,  # as of `save_model`
@@ -483,13 +538,17 @@ def plain_copy(
     return fresh.requires_grad_(True).eval()
 
 
+# A place that cannot change its name: a mounted drive, or one beside which nobody may write.
+_CANNOT_MOVE = (errno.EBUSY, errno.EXDEV, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
 def save_model(
     model: BertLabPreTrainedModel,  # with any head; it stays as it is
     tokenizer: PreTrainedTokenizerBase | None,  # written along; None: only the model
     directory: str | os.PathLike,  # made if it is missing; other files in it stay
     kind: str | None = None,  # bert, roberta or modernbert, or refuse; None: what fits, else ours
 ) -> Path:  # the directory
-    """Write a directory for `from_pretrained` and `pipeline`, file by whole file, weights last.
+    """Write a directory for `from_pretrained` and `pipeline`; one that is there is replaced whole.
 
     The model becomes transformers' BERT, RoBERTa or ModernBERT where it can, else our own class,
     which is said once. Raises `ValueError`, before anything is written, for a tokenizer that does
@@ -509,12 +568,26 @@ def save_model(
         written = plain_copy(model)
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
+    def write(place: Path) -> None:
+        written.save_pretrained(place)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(place)
+
+    recover_directory(directory)
+    # A model, the old one or the new one, and never half of each. A directory with other things in
+    # it, such as a run, stays where it is.
+    if (directory / "config.json").exists() or not directory.exists():
+        try:
+            with written_directory(directory, keep=True) as place:
+                write(place)
+            return directory
+        except OSError as error:
+            if error.errno not in _CANNOT_MOVE:
+                raise
     directory.mkdir(parents=True, exist_ok=True)
     # Inside the directory, because a rename is only atomic within one file system.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
-        written.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
+        write(Path(temporary))
         for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
             with written_whole(directory / file.name) as whole:
                 os.replace(file, whole)

@@ -5,15 +5,19 @@
 # %% auto #0
 __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table', 'rotate', 'sinusoids', 'alibi_slopes',
            'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'PlainMLP',
-           'GatedMLP', 'init_truncated_', 'residual_std', 'init_matrix_']
+           'GatedMLP', 'add_layer', 'own_layers', 'init_truncated_', 'residual_std', 'init_matrix_']
 
-# %% ../../nbs/model/02_layers.ipynb #bf56a58d
+# %% ../../nbs/model/02_layers.ipynb #7b3585da
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ..core.names import find_part, look_up
+from .config import CHOICES
 
 # %% ../../nbs/model/02_layers.ipynb #65337ea3
 def rotary_frequencies(
@@ -209,6 +213,45 @@ class GatedMLP(PlainMLP):
 
 
 MLPS = {"glu": GatedMLP, "plain": PlainMLP}
+
+# %% ../../nbs/model/02_layers.ipynb #37c98ae4
+_OWN = {"norm": NORMS, "mlp": MLPS, "hidden_activation": ACTIVATIONS,
+        "head_activation": ACTIVATIONS}  # settings of BertLabConfig: what each looks up
+
+
+def add_layer(
+    setting: str,  # norm, mlp, hidden_activation or head_activation
+    name: str,  # as a configuration will say it
+    build: Callable,  # norm: of a BertLabConfig; mlp: as `PlainMLP`; activation: of a tensor
+) -> None:
+    "Let configurations know a layer of your own by name. Raises `ValueError` for a name in use."
+    table = look_up(setting, _OWN, "setting")
+    if not callable(build):
+        raise ValueError(f"build={build!r} of the {setting} {name!r} must be a class or a function")
+    if name in table and table[name] is not build:
+        raise ValueError(f"{setting} {name!r} is there already; take another name")
+    table[name] = build
+    for key, other in _OWN.items():
+        if other is table and name not in CHOICES[key]:
+            CHOICES[key] += (name,)
+
+
+def own_layers(
+    settings: dict[str, Any],  # of BertLabConfig; layers by name, by class, or as my_file.MyNorm
+) -> dict[str, Any]:  # the same with names alone, all of them known
+    "Add the layers of your own that settings name. Raises `ValueError` for one that is none."
+    found = dict(settings)
+    for key, table in _OWN.items():
+        asked = found.get(key)
+        dotted = isinstance(asked, str) and "." in asked and asked not in table
+        if not dotted and not callable(asked):
+            continue  # one of ours, or left out
+        made = find_part(asked, table, key)
+        if key in ("norm", "mlp") and not (isinstance(made, type) and issubclass(made, nn.Module)):
+            raise ValueError(f"{key} {asked!r} is no torch.nn.Module: name a class that is one")
+        found[key] = asked if dotted else f"{made.__module__}.{made.__qualname__}"
+        add_layer(key, found[key], made)
+    return found
 
 # %% ../../nbs/model/02_layers.ipynb #b1847f23
 def init_truncated_(

@@ -88,11 +88,12 @@ def token_bytes(
     vocab_size: int,  # V, at least the tokenizer's; rows beyond it stand for nothing
 ) -> torch.Tensor:  # bytes_V, float32: UTF-8 bytes of each token's text, 0 for special tokens
     "Weigh each token by the text that it stands for, spaces between words left out."
-    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    vocabulary = tokenizer.get_vocab()  # whose ids may leave gaps
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
     bytes_V = torch.zeros(vocab_size)
-    bytes_V[: len(names)] = torch.tensor([float(_own_text(n, byte_level)) for n in names])
+    own = torch.tensor([float(_own_text(name, byte_level)) for name in vocabulary])
+    bytes_V[list(vocabulary.values())] = own
     bytes_V[list(tokenizer.all_special_ids)] = 0
     return bytes_V
 

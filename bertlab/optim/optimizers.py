@@ -139,6 +139,8 @@ class OptimizerFacts:
     eight_bit: tuple[str, ...] = ()
 
 
+# torch 2.9 has no rule for shards of the kernel that Lion interpolates with; 2.13 has.
+_LERPS_SHARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _NORMS = "changes a norm in place that is not yet summed over the shards"
 _SHARDS = "its own whole matrices"
 OPTIMIZERS = {
@@ -157,7 +159,8 @@ OPTIMIZERS = {
     "lamb": OptimizerFacts("Lamb", True, "norms and torch.where, all on the device", False, _NORMS),
     "lars": OptimizerFacts("LARS", True, "norms and torch.where, all on the device", True,
         "with foreach=False, set for it", foreach=False),
-    "lion": OptimizerFacts("Lion", eight_bit=("bitsandbytes.optim.Lion8bit",)),
+    "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS,
+        eight_bit=("bitsandbytes.optim.Lion8bit",)),
     "muon": OptimizerFacts("Muon", True, "matrix products of fixed shapes", True,
         "gathers whole matrices; equal within bfloat16's rounding", hidden_apart=True,
         adapt=_adapt_muon),
@@ -177,9 +180,10 @@ OPTIMIZERS = {
 
 
 def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, or a user's own
-    "What is known of an optimizer; of a user's own, nothing that would be in its way."
+    "What is known of an optimizer; of a user's own, whether it says `backward_options`."
     known = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else None
-    return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)))
+    return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)),
+                                   second_backward=hasattr(optimizer, "backward_options"))
 
 
 def optimizer_table() -> str:  # one line a name

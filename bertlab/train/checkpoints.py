@@ -47,13 +47,16 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    "Put the generators back to what `random_states` returned."
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    name, words, *rest = states["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+    "Put the generators back to what `random_states` returned. Raises `ValueError` for all else."
+    try:
+        random.setstate(states["python"])
+        torch.set_rng_state(states["torch"])
+        name, words, *rest = states["numpy"]
+        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["cuda"])
+    except Exception as error:  # each generator has words of its own for it
+        raise ValueError(f"random_states are not those of generators: {error}") from error
 
 
 @contextmanager
@@ -81,6 +84,8 @@ class RandomStates(Callback):
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get("random_states", [])
+        if not isinstance(states, list):
+            raise ValueError(f"random_states is {type(states).__name__}, not a list of processes")
         self._restored = states[trainer.global_rank] if trainer.global_rank < len(states) else None
 
     def on_train_start(self, trainer, pl_module) -> None:
@@ -105,7 +110,31 @@ def read_checkpoint(
     state = read_torch_file(file, weights_only)
     if not isinstance(state, dict) or "global_step" not in state:
         raise ValueError(f"{path} holds no global_step, so it is no checkpoint of a run")
+    _check_state(state, path)
     return state
+
+
+_PARTS = {"global_step": int, "epoch": int, "state_dict": dict, "optimizer_states": list,
+          "lr_schedulers": list, "loops": dict, "callbacks": dict, "fingerprint": dict,
+          "random_states": list, "max_steps": int}  # fmt: skip
+
+
+def _check_state(state: dict[str, Any], path: Path) -> None:
+    "Raise `ValueError` for parts that are not what they are called, and for paths that climb."
+    for name, kind in _PARTS.items():
+        if name in state and not isinstance(state[name], kind):
+            raise ValueError(f"{path} is damaged: its {name} is {type(state[name]).__name__}, not "
+                             f"{kind.__name__}")
+    if state["global_step"] < 0:
+        raise ValueError(f"{path} is damaged: its global_step is {state['global_step']}")
+    for callback, kept in state.get("callbacks", {}).items():
+        # Lightning removes and loads the files whose paths it finds here.
+        for name, value in kept.items() if isinstance(kept, dict) else ():
+            several = value if isinstance(value, dict) else [value]
+            for one in several:
+                if isinstance(one, str) and ".." in re.split(r"[/\\]", one):
+                    raise ValueError(f"{path} is not to be trusted: {name} of {callback} names "
+                                     f"{one[:80]!r}, which leads out of its directory")
 
 
 class WholeFileCheckpointIO(TorchCheckpointIO):
@@ -118,7 +147,11 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
         if Path(path).is_file():  # else it is on another file system, which only Lightning reads
-            read_torch_file(path, safe)
+            state = read_torch_file(path, safe)
+            if not isinstance(state, dict):
+                raise ValueError(f"{path} holds {type(state).__name__}, so it is no checkpoint")
+            if "global_step" in state:
+                _check_state(state, Path(path))
         return super().load_checkpoint(path, map_location, safe)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #3e4ca320
@@ -183,7 +216,11 @@ class RunCheckpoint(Checkpoint):
     ):
         self.path, self.every_steps = Path(path), every_steps
         self.signals, self._saved = StopSignals(), -1
+        self._restoring = False
         self._rate: float | None = None  # of the step after which a checkpoint was written
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        self._restoring = stage == "fit"  # until the first step, if it goes on from something
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -196,6 +233,7 @@ class RunCheckpoint(Checkpoint):
                 say(f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
                     f"{trainer.global_step}: the schedule is not that of the checkpoint")
         self._rate, self._saved = None, trainer.global_step
+        self._restoring = False
         self.signals.listen()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -228,11 +266,23 @@ class RunCheckpoint(Checkpoint):
 
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         self.signals.release()
+        bent = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
+        known = trainer.ckpt_path is not None and not isinstance(exception, torch.OutOfMemoryError)
+        if self._restoring and known and isinstance(exception, bent):
+            self._restoring = False
+            said = " ".join(str(exception).split())[:300]
+            raise ValueError(f"the run cannot go on from {trainer.ckpt_path}: restoring it ends in "
+                             f"{type(exception).__name__}: {said}") from exception
 
 
 def _rate_of(checkpoint: dict[str, Any]) -> float | None:
-    groups = [g for state in checkpoint.get("optimizer_states", []) for g in state["param_groups"]]
-    return float(groups[0]["lr"]) if groups else None
+    try:
+        groups = [group for state in checkpoint.get("optimizer_states", [])
+                  for group in state["param_groups"]]
+        return float(groups[0]["lr"]) if groups else None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError("the checkpoint's optimizer_states are damaged: they have no "
+                         "rates") from None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #f4eec6e7
 def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every machine
@@ -255,12 +305,14 @@ def documents_identity(
     length: int = 1024,  # of a stretch
 ) -> str:
     "Hash how many tokens and documents there are, and stretches of tokens all over them."
+    if getattr(documents, "num_blocks", 1) > 1:  # shards: their checksums say all of it, unread
+        return _short_hash([shard["crc32"] for shard in documents.manifest["shards"]])
     tokens, ends = documents.tokens, np.asarray(documents.offsets)
     starts = np.linspace(0, max(0, len(tokens) - length), num_samples).astype(int)
     read = [np.asarray(tokens[s:s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
     return _short_hash(len(tokens), len(ends), ends[:: max(1, len(ends) // 4096)].tolist(), *read)
 
-# %% ../../nbs/train/06_checkpoints.ipynb #7630dd00
+# %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
                   "streaming", "seed", "data_kwargs", "collator_kwargs")  # fmt: skip
 # What a configuration says besides the model's shape.
@@ -305,9 +357,16 @@ def refuse_differences(
     kept: dict[str, Any],  # its fingerprint
     now: dict[str, Any],  # of this run; what only one of them knows is not compared
 ) -> None:
-    "Raise `ValueError` that names what differs, where a checkpoint is of another run."
+    """Raise `ValueError` that names what differs, where a checkpoint is of another run.
+
+    Another number of processes is the same run where all of them together take as many rows.
+    """
+    together = {facts.get("train_batch_size", 0) * facts.get("processes", 0)
+                for facts in (kept, now)}
+    shared = ("train_batch_size", "processes") if len(together) == 1 and together != {0} else ()
     found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
-             for name in kept if name in now and kept[name] != now[name]]  # fmt: skip
+             for name in kept
+             if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
     if found:
         raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
                          "new run (load_weights takes the weights alone)")
@@ -384,6 +443,7 @@ def check_resume(
     data: L.LightningDataModule | None,
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
+    processes: int | None = None,  # that will share the run; None: not known yet
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
@@ -395,11 +455,12 @@ def check_resume(
     if 0 <= max_steps <= step:
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
-    refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+    known = {} if processes is None else {"processes": processes}
+    refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
         data.prepare_data()
         data.setup("fit")
-        refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+        refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
         say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "

@@ -9,6 +9,7 @@ __all__ = ['TensorSummary', 'summarize_tensor', 'parameters_like', 'HistogramRec
 # %% ../../nbs/train/10_histograms.ipynb #00feb95c
 import fnmatch
 import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,17 +123,28 @@ class HistogramRecords:
             for step, rows in state["rows"].items()}
 
 # %% ../../nbs/train/10_histograms.ipynb #34207170
+_MOST_BYTES = 1 << 30  # of the histograms of a run, unpacked
+
+
 def read_histograms(
     path: str | os.PathLike,  # written by `HistogramRecords.write`
 ) -> list[TensorSummary]:
     "Read what a run left."
-    with np.load(Path(path), allow_pickle=False) as columns:
-        arrays = {key: columns[key] for key in columns.files}
-    if not arrays:
-        return []
-    rows = zip(*arrays.values())
-    plain = lambda v: v.item() if v.ndim == 0 else v
-    return [TensorSummary(**{k: plain(np.asarray(v)) for k, v in zip(arrays, row)}) for row in rows]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(part.file_size for part in archive.infolist()) > _MOST_BYTES:
+                raise ValueError(f"it unpacks to more than {_MOST_BYTES:,} bytes")
+        with np.load(Path(path), allow_pickle=False) as columns:
+            arrays = {key: columns[key] for key in columns.files}
+        rows = zip(*arrays.values(), strict=True)
+        plain = lambda v: v.item() if v.ndim == 0 else v
+        return [TensorSummary(**{k: plain(np.asarray(v)) for k, v in zip(arrays, row)})
+                for row in rows]
+    except OSError:
+        raise  # no such file, or no right to read it
+    except Exception as error:  # whatever a reader meets in a file that somebody bent
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{path} holds no histograms of a run: {reason}") from None
 
 
 def histogram_grid(

@@ -22,12 +22,14 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
 from ..model.huggingface import save_model
-from .model_directories import rebuild, whole_weights, written_directory
+from .model_directories import rebuild, whole_weights
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from .distill import DistillationModule
 from ..core.durations import read_amount
-from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from ..core.files import MARKER, check_run_directory, prepare_run_directory
+from ..core.files import written_directory, written_whole
+from ..core.reading import read_json, read_yaml
 from .stopping import NonFiniteGuard
 from .modules import PretrainingModule
 from .parallel import count_processes
@@ -121,13 +123,8 @@ def load_stages(
     path: str | os.PathLike,  # YAML: `stages`, a list of mappings with the fields of `Stage`
 ) -> list[Stage]:
     "Read a run of several stages. Raises `ValueError` in one line that names stage and key."
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict) or list(content) != ["stages"]:
+    content = read_yaml(path)
+    if list(content) != ["stages"]:
         raise ValueError(f"{path} must hold `stages:` and nothing else beside it")
     if not isinstance(content["stages"], list) or not content["stages"]:
         raise ValueError(f"{path}: stages must be a list of one or more")
@@ -167,7 +164,9 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
         return  # one process looks after the files
     check_run_directory(output, resume, overwrite)
     now = _describe(stages)
-    kept = yaml.safe_load((output / MARKER).read_text(encoding="utf-8"))["stages"] if resume else []
+    kept = read_yaml(output / MARKER).get("stages") if resume else []
+    if not isinstance(kept, list) or not all(isinstance(old, dict) for old in kept):
+        raise ValueError(f"{output / MARKER} holds no list of stages, so it is no run of stages")
     for number, old in enumerate(kept, 1):
         new = now[number - 1] if number <= len(now) else {}
         for name in (name for name in old if old[name] != new.get(name)):
@@ -267,6 +266,6 @@ def train_stages(
         place = output / f"stage-{number}" / "model"
         if not place.exists():
             _run_stage(stage, number, output, previous, tokenizer, watchers or usual)
-        summaries.append(json.loads((place / "stage.json").read_text()))
+        summaries.append(read_json(place / "stage.json", finite=False))
         previous = place
     return summaries

@@ -97,7 +97,10 @@ def bytes_scored(
         labels = labels_of(batch)
         return bytes_V[labels.clamp_min(0)].mul(labels != IGNORED).sum()
     labels = batch["labels"]  # weighed labels bound the likelihood of the whole text
-    return bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)].sum()
+    bytes_BL = bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)]
+    if "token_shares" in batch:  # what is given is not part of it
+        bytes_BL = bytes_BL * (batch["token_shares"] > 0)
+    return bytes_BL.sum()
 
 
 def summed_up(

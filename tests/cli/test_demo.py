@@ -10,22 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import Program, bertlab
 
-ROOT = Path(__file__).resolve().parents[2]
 # Small enough for seconds, long enough to get well below the unigram line.
 SMALL = (
     "--steps 260 --hidden-size 64 --num-hidden-layers 2 --vocab-size 600 --max-sequence-length 64 "
     "--batch-size 16 --learning-rate 6e-3 --precision 32-true"
 ).split()
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
 
 
-def demo(*arguments, **options):
+def demo(*arguments, cwd=None):
     "Run the program to its end."
-    return subprocess.run(
-        [sys.executable, "-m", "bertlab.cli.main", "demo", *map(str, arguments)],
-        capture_output=True, text=True, timeout=400, env=ENVIRONMENT, **options,
-    )  # fmt: skip
+    return bertlab("demo", *arguments, cwd=cwd)
 
 
 def losses(directory):
@@ -109,18 +105,15 @@ def test_the_saved_recipe_makes_the_same_run_again(finished, tmp_path):
 
 def run_until(directory, step, then):
     "Start the run, wait for its checkpoint at a step or later, send a signal, return its end."
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(directory), *SMALL],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
-    )  # fmt: skip
+    program = Program(["demo", "--output", directory, *SMALL])
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and program.poll() is None:
         if step(directory):
-            process.send_signal(then)
+            program.send_signal(then)
             break
         time.sleep(0.02)
-    printed, errors = process.communicate(timeout=200)
-    return process.returncode, printed, errors
+    ended = program.wait(timeout=200)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(finished, tmp_path):
@@ -222,8 +215,7 @@ def test_a_mistake_gets_one_line_and_nothing_is_made(bad, arguments, named):
 
 
 def test_validate_measures_the_demos_directory_as_the_demo_did(finished):
-    found = subprocess.run([sys.executable, "-m", "bertlab.cli.main", "validate", finished[0], "--trainer.precision", "32-true"],
-                           capture_output=True, text=True, env=ENVIRONMENT)  # fmt: skip
+    found = bertlab("validate", finished[0], "--trainer.precision", "32-true")
     assert found.returncode == 0, found.stderr
     metrics = json.loads((finished[0] / "metrics.json").read_text())
     assert json.loads(found.stdout)[0]["loss"] == pytest.approx(metrics["validation_loss"], rel=1e-4)

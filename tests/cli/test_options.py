@@ -8,7 +8,8 @@ from inspect import Parameter, signature
 
 import pytest
 
-from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options, read_yaml
+from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options
+from bertlab.core.reading import read_yaml
 
 
 def imported(file, name):
@@ -124,7 +125,7 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     ("pretrain", ["--model.objective", "mml"], ["model.objective 'mml'", "did you mean 'mlm'", "diffusion"]),
     ("pretrain", ["--run.loggers", "[cvs]"], ["run.loggers 'cvs'", "did you mean 'csv'"]),
     ("pretrain", ["--data.seed", "1"], ["follows seed_everything"]),
-    ("pretrain", ["run"], ["nobody reads 'run'"]),
+    ("validate", ["run", "other"], ["nobody reads 'other'"]),
     ("finetune", ["--trainer.max_steps", "3"], ["max_steps", "leave it out"]),
     ("demo", ["--lerning-rate", "1"], ["did you mean 'learning_rate'"]),
     ("demo", ["--steps", "many"], ["steps must be int, got 'many'"]),

@@ -1,6 +1,7 @@
 "What a device can do is said with its reason or source; what is not there is refused in one line."
 
 import itertools
+from inspect import signature
 from mmap import mmap
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from bertlab.core import devices
+from bertlab.model import attention
 from bertlab.model.attention import Setting, choose_kernel
 from bertlab.cli.main import main
 from bertlab.core.devices import check_request, default_precision, describe_attention, describe_device
@@ -153,18 +155,19 @@ def bare(monkeypatch):
     "A host without accelerators, whatever the machine of the test has."
     pretend_gpus(monkeypatch)
     pretend_versions(monkeypatch)
+    monkeypatch.setattr(devices, "find_varlen", lambda: "torch")  # torch 2.9 has none
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     monkeypatch.setattr(devices, "count_tpus", lambda: 0)
     monkeypatch.delenv("PJRT_DEVICE", raising=False)
     return monkeypatch
 
 
-@pytest.mark.parametrize("gpu, precision, attention, peak", [
+@pytest.mark.parametrize("gpu, precision, kernel, peak", [
     (T4, "16-mixed", "flex", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
-def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, attention, peak):
+def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, kernel, peak):
     pretend_gpus(bare, gpu)
     found = describe_device()
-    assert (found.kind, found.precision, found.attention) == ("cuda", precision, attention)
+    assert (found.kind, found.precision, found.attention) == ("cuda", precision, kernel)
     assert found.peak[0] == peak and "data sheet" in found.peak[1] and found.memory_bytes == gpu[2] * 2**30
     assert "\n" not in str(found) and precision in str(found) and found.reason in str(found)
     for fact in (found.name, f"{gpu[2]}.0 GiB", found.reason, found.attention_reason, found.peak[1]):
@@ -216,14 +219,30 @@ def test_the_command_prints_each_device_with_every_fact(bare, capsys):
     assert "measured on matrix products" in cpu
 
 
-def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes():
+@pytest.mark.parametrize("varlen", ["torch", "flash_attn", ""])
+def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes(monkeypatch, varlen):
+    "With a torch that has attention over stretches, with flash-attn, and with neither (torch 2.9)."
+    monkeypatch.setattr(devices, "find_varlen", lambda: varlen)
+    monkeypatch.setattr(attention, "_FLASH", varlen == "flash_attn")
+    monkeypatch.setattr(attention, "_VARLEN", varlen == "torch")
     types = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
     cases = itertools.product(("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0)))
     for kind, precision, row_length, capability in cases:
         setting = Setting(kind, types[precision], row_length, capability=capability)
         assert describe_attention(kind, precision, row_length, capability)[0] == choose_kernel(setting)[0], setting
     in_graph = Setting("cuda", torch.bfloat16, compiled=True)
-    assert f"in a compiled graph, {choose_kernel(in_graph)[0]}" in describe_attention("cuda", "bf16-mixed")[1]
+    name, reason = describe_attention("cuda", "bf16-mixed")
+    assert (f"in a compiled graph, {choose_kernel(in_graph)[0]}" in reason) == bool(varlen)
+    assert name == ("varlen" if varlen else choose_kernel(in_graph)[0])
+
+
+def test_attention_over_stretches_is_that_of_this_torch():
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        assert devices.find_varlen() in ("", "flash_attn")
+    else:
+        assert devices.find_varlen() == "torch" or "window_size" not in signature(varlen_attn).parameters
 
 
 # --- what is asked for ----------------------------------------------------------------------------

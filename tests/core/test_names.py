@@ -44,7 +44,7 @@ def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
     (folder / "own_package").mkdir()
     (folder / "own_package" / "inner.py").write_text("def schedule(step): return step\n")
     assert find_object("own_package.inner.schedule", "schedule")(3) == 3
-    assert find_object("collections.OrderedDict", "callback").__name__ == "OrderedDict"
+    assert find_object("torch.nn.Identity", "callback").__name__ == "Identity"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Every notebook runs from top to bottom in a process of its own, and every folded solution is right.
 
+What trains for long is run shorter: a line that ends in `# quick: steps=20` takes that value here, one that ends in
+`# quick: pass` (a claim about the long run) is left out. `make test-all` runs these notebooks at full length too.
+
 A notebook whose cells, imports (modules of the package, what they import, files that the cells name) and locked
 versions have passed on this machine before is not run again; BERTLAB_RUN_ALL=1 runs every one.
 """
@@ -59,6 +62,33 @@ def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
             code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
             cells.append({**code, "id": f"solution{len(cells)}", "source": "\n".join([solution, *asserts])})
     return {**notebook, "cells": cells}, set(checks)
+
+
+QUICK = re.compile(r"^(?P<line>.*\S)\s+# quick: (?P<change>.+?)\s*$")
+
+
+def quick_line(line: str) -> str:
+    "A line with the change that its comment asks for."
+    found = QUICK.match(line)
+    if found is None:
+        return line
+    if found["change"] == "pass":
+        return line[: len(line) - len(line.lstrip())] + "pass"
+    name, _, value = found["change"].partition("=")
+    changed, count = re.subn(rf"\b{name}(\s*)=(\s*)[^\s,()]+", rf"{name}\g<1>=\g<2>{value}", found["line"])
+    assert count == 1, f"`{name}` is not set once in {line!r}"
+    return changed
+
+
+def shortened(notebook: dict) -> dict:
+    "The notebook with what its comments ask of a quick run."
+    cells = []
+    for cell in notebook["cells"]:
+        source = sync.source_of(cell)
+        if cell["cell_type"] == "code" and "# quick:" in source:
+            cell = {**cell, "source": "\n".join(map(quick_line, source.split("\n")))}
+        cells.append(cell)
+    return {**notebook, "cells": cells}
 
 
 # A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
@@ -154,11 +184,10 @@ def key_of(notebook: dict, named: Path) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.timeout(TIMEOUT + 60)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_the_notebook_runs_and_its_solutions_are_right(path, tmp_path):
+def check_notebook(path: Path, tmp_path: Path, change=lambda notebook: notebook) -> None:
     notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
     assert unsolved == set(), "no folded solution defines the function that these checks are for"
+    notebook = change(notebook)
     passed = PASSED / key_of(notebook, path.relative_to(ROOT))
     if passed.exists() and not os.environ.get("BERTLAB_RUN_ALL"):
         return
@@ -167,6 +196,44 @@ def test_the_notebook_runs_and_its_solutions_are_right(path, tmp_path):
     assert "Success." in printed, "nbdev found nothing to run"
     PASSED.mkdir(parents=True, exist_ok=True)
     passed.touch()
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name_of)
+def test_the_notebook_runs_and_its_solutions_are_right(path, tmp_path):
+    check_notebook(path, tmp_path, shortened)
+
+
+LONG = [path for path in NOTEBOOKS if "# quick:" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.parametrize("path", LONG, ids=name_of)
+def test_a_notebook_that_trains_holds_at_full_length(path, tmp_path):
+    check_notebook(path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line, quick",
+    [
+        ("steps = 300  # quick: steps=20", "steps = 20"),
+        ("fit(max_steps=500, seed=0)  # quick: max_steps=9", "fit(max_steps=9, seed=0)"),
+        ("    assert loss < line  # quick: pass", "    pass"),
+        ("steps = 300  # a quick look", "steps = 300  # a quick look"),
+    ],
+)
+def test_a_quick_run_changes_what_the_comment_names(line, quick):
+    assert quick_line(line) == quick
+
+
+def test_a_quick_run_that_changes_nothing_is_found():
+    with pytest.raises(AssertionError, match="num_steps"):
+        quick_line("steps = 300  # quick: num_steps=20")
 
 
 EXERCISE = """def double(x):

@@ -30,10 +30,74 @@ def site(tmp_path_factory) -> Path:
     return copy
 
 
-def make_docs(copy: Path) -> subprocess.CompletedProcess:
+def make_docs(copy: Path, python: Path | str = sys.executable) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PATH": ""}  # no Quarto, even where there is one
-    command = [sys.executable, "scripts/docs.py"]
+    if python != sys.executable:  # what is beside this test must not be seen
+        environment.pop("PYTHONPATH", None)
+    command = [str(python), "scripts/docs.py"]
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def closure(names: list[str]) -> set[str]:  # of distributions
+    "What is installed of these, with all that they need here."
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found, waiting = set(), [Requirement(name) for name in names]
+    seen = set()
+    while waiting:
+        one = waiting.pop()
+        name, key = canonicalize_name(one.name), (canonicalize_name(one.name), frozenset(one.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            needs = distribution(name).requires or []
+        except PackageNotFoundError:  # what a platform or the build of torch does not need
+            continue
+        found.add(name)
+        for need in map(Requirement, needs):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *one.extras)):
+                waiting.append(need)
+    return found
+
+
+def docs_alone(folder: Path) -> Path:  # its Python
+    "An environment that has bertlab's dependencies and the docs extra, as they are here, and nothing else."
+    import tomllib
+    import venv
+    from importlib.metadata import distribution
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    venv.create(folder, with_pip=False)
+    python = folder / "bin/python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    target = Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
+    for name in closure([*project["dependencies"], *project["optional-dependencies"]["docs"]]):
+        here = distribution(name)
+        for top in {file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            link = target / top
+            if not link.exists():
+                link.symlink_to(here.locate_file(top))
+    return python
+
+
+def test_the_site_is_staged_in_an_environment_with_the_docs_extra_alone(tmp_path):
+    "What a notebook imports while it is staged must be there where the site's workflow installs `.[docs]`."
+    python = docs_alone(tmp_path / "alone")
+    absent = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
+    for names, there in ((["nbdev", "torch", "lightning"], True), (["pytest", "bitsandbytes", "hypothesis"], False)):
+        said = subprocess.run([python, "-c", absent.format(names)], capture_output=True, text=True, check=True).stdout
+        assert said.strip() == str(names if there else [])
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    sync.copy_sources(ROOT, copy)
+    done = make_docs(copy, python)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
+    staged = {path.relative_to(copy / "_proc").as_posix() for path in (copy / "_proc").rglob("*.ipynb")}
+    assert staged == set(NOTEBOOKS)
 
 
 def staged_text(site: Path, name: str) -> str:

@@ -11,10 +11,14 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_training import CONFIG, word_tokenizer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bertlab.model import encoder
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
+from bertlab.model.activation_checkpointing import checkpoint_activations
+from bertlab.model.config import BertLabConfig
+from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.losses import LossParts
 from bertlab.model.losses import token_bytes
 from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
@@ -153,6 +157,47 @@ def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_tra
     trainer, record = fit(module, data_of(), 4, accumulate_grad_batches=2)
     state = next(iter(trainer.optimizers[0].state.values()))
     assert np.isfinite(record.column("loss")).all() and any("hessian" in key for key in state)
+
+
+@pytest.mark.parametrize("mode", [True, {"mode": "selected_blocks", "interval": 2},
+                                  {"mode": "selected_modules", "modules": ["*.mlp"]}])  # fmt: skip
+def test_sophia_looks_at_the_same_curvature_through_recomputed_activations(mode):
+    def trained(checkpointing):
+        module = module_of(optimizer_class="sophiah", learning_rate=1e-3, gradient_checkpointing=checkpointing,
+                           optimizer_kwargs={"update_period": 2})  # fmt: skip
+        trainer, _ = fit(module, data_of(), 3)
+        hessians = [state["hessian"] for state in trainer.optimizers[0].state.values()]
+        assert any(hessian.abs().max() > 0 for hessian in hessians)
+        return [*module.model.state_dict().values(), *hessians]
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(False), trained(mode), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of what it is about to refuse
+def test_what_sophia_is_refused_would_really_fail():
+    "The day that one of these works, the refusal goes."
+    ids = torch.randint(5, 50, (2, 8))
+
+    def second_derivative(change):
+        model = BertLabForMaskedLM(BertLabConfig(**{**SHAPE, "vocab_size": 50})).train()
+        change(model)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(ids, labels=ids).loss
+        weights = list(model.parameters())
+        slopes = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        torch.autograd.grad(sum(s.sum() for s in slopes if s is not None), weights, allow_unused=True)
+
+    second_derivative(lambda model: checkpoint_activations(model, "full"))
+    with pytest.raises(RuntimeError, match="backward once"):
+        second_derivative(lambda model: checkpoint_activations(model, "selected_ops"))
+    with pytest.raises(RuntimeError, match="double backward"):
+        second_derivative(lambda model: compile_layers(model, backend="aot_eager"))
+
+
+def test_on_a_gpu_all_is_compiled_but_what_differentiates_its_gradient():
+    gpu = torch.device("cuda")
+    assert compile_options(None, gpu) == {} and compile_options(None, gpu, "sophiah") is None
+    assert compile_options(None, torch.device("cpu")) is None
 
 
 def test_validation_sees_the_average_of_splus_and_training_goes_on_with_its_own_weights():
@@ -375,7 +420,10 @@ def test_rate_and_warmup_follow_from_where_the_weights_come_from_and_from_the_ru
 @pytest.mark.parametrize("options, words", [
     ({"model_config_kwargs": 1e-4}, ["model_config_kwargs", "0.0001", "learning_rate=0.0001"]),
     ({"learning_rate": "fast"}, ["learning_rate", "fast"]),
-    ({"optimizer_class": "sophiah", "gradient_checkpointing": True}, ["sophiah", "gradient_checkpointing=False"]),
+    ({"optimizer_class": "sophiah", "gradient_checkpointing": "selected_ops"}, ["sophiah", "selected_modules"]),
+    ({"optimizer_class": "sophiah", "gradient_checkpointing": {"mode": "budget", "budget": 0.5}},
+     ["sophiah", "selected_blocks"]),
+    ({"optimizer_class": "sophiah", "compile_model": True}, ["compile_model=True", "sophiah", "compile_model=False"]),
     ({"optimizer_class": "adamv"}, ["optimizer_class", "adamv", "adamw"]),
     ({"schedule": "wsd"}, ["schedule", "wsd", "time_budget"]),
     ({"plain_mean": True}, ["plain_mean", "diffusion", "mlm"]),

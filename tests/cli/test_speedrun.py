@@ -1,0 +1,196 @@
+"What a race holds fixed, whom it refuses, and what a forged log gives away."
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from bertlab.cli import speedrun as races
+from bertlab.cli.main import main
+from bertlab.cli.speedrun import TRACKS, Judge, arrived, check_log, load_speedrun, recipe_sha256
+from bertlab.cli.speedrun import seconds_before, speedrun
+from bertlab.data.tokenizers import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return TRACKS["laptop"].text()
+
+
+@pytest.fixture(scope="module")
+def small(corpus):
+    "A track for seconds, under the name `small`."
+    track = replace(TRACKS["laptop"], name="small", target=6.3, vocab_size=400, max_sequence_length=64)
+    TRACKS["small"] = track
+    yield track
+    del TRACKS["small"]
+
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+RECIPE = {
+    "model": {"model_config_kwargs": SHAPE, "learning_rate": 1e-2, "scheduler_warmup_steps": 1,
+              "scheduler_cooldown_steps": 3},
+    "trainer": {"max_steps": 5, "precision": "32-true"}, "data": {"collator_kwargs": {"mlm_probability": 0.15}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe, named",
+    [
+        ({"data": {"train_dataset_name_or_path": "mine.txt"}}, ["data.train_dataset_name_or_path"]),
+        ({"data": {"val_split": "test"}}, ["data.val_split"]),
+        ({"data": {"pretrained_tokenizer_name_or_path": "x"}}, ["data.pretrained_tokenizer_name_or_path"]),
+        ({"data": {"data_kwargs": {"level": "installed"}}}, ["data.data_kwargs.level"]),
+        ({"data": {"data_kwargs": {"validation_fraction": 0}}}, ["validation_fraction"]),
+        ({"trainer": {"accelerator": "cuda"}}, ["trainer.accelerator"]),
+        ({"run": {"output": "elsewhere"}}, ["run.output"]),
+        ({"model": {"objective": "diffusion"}}, ["model.objective"]),
+        ({"modle": {}}, ["modle", "did you mean 'model'"]),
+        ({"model": {"learning_rat": 1.0}}, ["learning_rat", "did you mean"]),
+        ({"model": 3}, ["model", "mapping"]),
+        ({"model": {"learning_rate": "fast"}}, ["learning_rate", "fast"]),
+    ],
+)
+def test_a_recipe_that_touches_what_the_track_fixes_is_refused_by_name(recipe, named, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    with pytest.raises(ValueError) as found:
+        load_speedrun(path)
+    assert all(name in str(found.value) for name in [*named, "mine.yaml"]), found.value
+
+
+def test_the_demo_itself_is_the_empty_recipe():
+    assert load_speedrun(None) == {}
+    config = races.speedrun_config(TRACKS["laptop"], {}, "out", seed=7)
+    assert config["trainer"]["max_steps"] == 880 and config["seed_everything"] == 7
+    assert config["model"]["learning_rate"] == 2e-3 and config["run"]["output"] == "out"
+
+
+def test_a_recipe_changes_entries_of_a_mapping_and_leaves_the_others():
+    config = races.speedrun_config(TRACKS["laptop"], {"model": {"model_config_kwargs": {"num_hidden_layers": 2}}}, "o", 0)
+    shape = config["model"]["model_config_kwargs"]
+    assert shape["num_hidden_layers"] == 2 and shape["hidden_size"] == 192
+
+
+@pytest.mark.parametrize("record", [None, {}, {"corpus_sha256": "other", "corpus": "my text"}])
+def test_a_model_that_may_have_read_the_held_out_text_is_refused(record, tmp_path):
+    if record is not None:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"record": record}))
+        (tmp_path / "metrics.json").write_text('{"train_seconds": 5}')
+    with pytest.raises(ValueError, match="pretrained_model_name_or_path"):
+        seconds_before(tmp_path, "this")
+
+
+def test_the_seconds_of_the_model_that_a_recipe_begins_with_count(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": "this"}}))
+    (tmp_path / "metrics.json").write_text('{"train_seconds": 61.5}')
+    (tmp_path / "models" / "step-5").mkdir(parents=True)
+    assert seconds_before(tmp_path / "models" / "step-5", "this") == 61.5
+
+
+def test_the_judge_hides_the_same_tokens_for_every_recipe_with_the_same_tokenizer(small, corpus):
+    tokenizer = train_tokenizer(corpus.train_texts, small.vocab_size)
+    first = Judge(small, corpus, tokenizer)
+    assert first.sha256() == Judge(small, corpus, tokenizer).sha256()
+    assert first.sha256() != Judge(replace(small, mlm_probability=0.2), corpus, tokenizer).sha256()
+    shown = next(iter(first.data.val_dataloader()))
+    share = (shown["labels"] != -100).sum() / (shown["attention_mask"] > 0).sum()
+    assert abs(share - 0.3) < 0.02
+
+
+def attempt(seed=0, loss=4.2, **changes):
+    made = {"seed": seed, "validation_loss": loss, "validation_accuracy": 0.3, "bits_per_byte": loss / 2.4,
+            "train_seconds": 100.0, "steps": 400, "tokens": 10**6, "matmul_flops": 2e11,
+            "curve": [[200, 50.0, 5.0], [400, 100.0, 4.3]]}  # fmt: skip
+    return {**made, **changes}
+
+
+def log_of(*attempts, recipe=None, hidden="a"):
+    recipe = recipe or {"model": {"learning_rate": 1e-3}}
+    return {"format": 1, "track": "laptop", "recipe": recipe, "recipe_sha256": recipe_sha256(recipe),
+            "text": "t", "text_sha256": "s", "hidden_sha256": hidden, "machine": {},
+            "target": {"nats": 4.25, "bits_per_byte": 1.8, "hidden_sha256": "a"},
+            "attempts": list(attempts)}  # fmt: skip
+
+
+def test_an_honest_log_passes():
+    assert check_log(log_of(attempt(0), attempt(1), attempt(2))) == []
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        (lambda log: log["recipe"]["model"].update(learning_rate=1.0), "recipe was changed"),
+        (lambda log: log["attempts"][1].update(train_seconds=30.0), "seed 1"),
+        (lambda log: log["attempts"][1].update(validation_loss=4.3), "seed 1 did not arrive"),
+        (lambda log: log["attempts"][1].update(seed=0), "three different seeds"),
+        (lambda log: log["attempts"].pop(), "three different seeds"),
+        (lambda log: log["attempts"][2].update(curve=[]), "curve of seed 2"),
+        (lambda log: log["attempts"][2]["curve"].reverse(), "curve of seed 2"),
+        (lambda log: log["attempts"][0].update(matmul_flops=0), "measured rate"),
+        (lambda log: log["target"].update(nats=9.0), "target"),
+        (lambda log: log.update(track="downhill"), "downhill"),
+        (lambda log: log.update(format=2), "format"),
+    ],
+)
+def test_a_forged_log_is_found_out(change, named):
+    log = copy.deepcopy(log_of(attempt(0), attempt(1), attempt(2)))
+    change(log)
+    assert any(named in wrong for wrong in check_log(log)), check_log(log)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00"])
+def test_what_is_no_log_is_one_sentence(text, tmp_path):
+    path = tmp_path / "log.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="no log of a speedrun"):
+        check_log(path)
+
+
+def test_another_vocabulary_is_compared_in_bits_per_byte():
+    low_nats = attempt(loss=3.0, bits_per_byte=1.9)
+    assert arrived(log_of(low_nats), low_nats), "the same tokens: nats decide"
+    assert not arrived(log_of(low_nats, hidden="b"), low_nats), "other tokens: bits per byte decide"
+    high_nats = attempt(loss=5.0, bits_per_byte=1.7)
+    assert arrived(log_of(high_nats, hidden="b"), high_nats)
+
+
+def test_a_race_is_run_resumed_and_repeated_to_the_same_bits(small, tmp_path):
+    recipe, place = tmp_path / "recipe.yaml", tmp_path / "race"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    first = speedrun(recipe, "small", str(place), seeds=[0])
+    kept = (place / "seed-0" / "attempt.json").read_bytes()
+    log = speedrun(recipe, "small", str(place), seeds=[0, 1], resume=True)
+    assert (place / "seed-0" / "attempt.json").read_bytes() == kept, "a finished seed is not run again"
+    assert json.loads((place / "log.json").read_text()) == json.loads(json.dumps(log))
+    assert [one["seed"] for one in log["attempts"]] == [0, 1] and log["attempts"][0]["steps"] == 5
+    # Other masks in training, the track's own in judging.
+    assert log["hidden_sha256"] == log["target"]["hidden_sha256"]
+    assert first["attempts"][0]["validation_loss"] != log["attempts"][1]["validation_loss"]
+    again = speedrun(recipe, "small", str(tmp_path / "again"), seeds=[0])
+    assert again["attempts"][0]["validation_loss"] == first["attempts"][0]["validation_loss"]
+    with pytest.raises(ValueError, match="another attempt"):
+        speedrun(None, "small", str(place), resume=True)
+    with pytest.raises(ValueError, match="--resume"):
+        speedrun(recipe, "small", str(place))
+    # A later recipe may begin with this model, and pays for its seconds.
+    before = seconds_before(place / "seed-0", log["text_sha256"])
+    assert before == pytest.approx(log["attempts"][0]["train_seconds"])
+
+
+def test_a_bigger_vocabulary_gets_other_gaps(small, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**RECIPE, "run": {"vocab_size": 500}}))
+    log = speedrun(recipe, "small", str(tmp_path / "race"), seeds=[0])
+    assert log["hidden_sha256"] != log["target"]["hidden_sha256"]
+
+
+def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("data: {streaming: true}\n")
+    for words in (["mine.yaml"], ["missing.yaml"], ["--track", "uphill"], ["--seeds", "[1, 1]"], ["--check", "none"]):
+        assert main(["speedrun", *words]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"], "nothing is made"

@@ -1,0 +1,382 @@
+"What a new user types: bare commands, wrong inputs, tables without a header, parts of one's own."
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bertlab.cli.main import main
+from bertlab.cli.options import COMMANDS
+
+SMALL = ["--model.model_config_kwargs={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
+         "intermediate_size: 32}", "--run.vocab_size", "120", "--data.max_sequence_length", "32",
+         "--trainer.accelerator", "cpu", "--run.progress", "none"]  # fmt: skip
+TOPICS = {"sports": "sport game team win goal match player coach league cup",
+          "business": "market stock price bank profit trade share firm deal growth",
+          "science": "moon star planet orbit probe laser atom cell gene virus"}  # fmt: skip
+
+
+def rows(count: int, seed: int = 0, share: float = 0.6) -> list[tuple[str, str]]:  # label, text
+    "Sentences whose words say their label, among words that do not."
+    draw, everything = random.Random(seed), " ".join(TOPICS.values()).split()
+    found = []
+    for _ in range(count):
+        label = draw.choice(list(TOPICS))
+        words = [draw.choice(TOPICS[label].split() if draw.random() < share else everything) for _ in range(12)]
+        found.append((label, " ".join(words)))
+    return found
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    "A directory to work in, with files as users have them."
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "own_parts"):  # of an earlier test's directory
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    labelled = rows(240)
+    Path("own.csv").write_text("title,label\n" + "".join(f"{t},{label}\n" for label, t in labelled))
+    # AG News's own form: a label from 1, a title, a description, all in quotes, and no header.
+    numbers = {label: n for n, label in enumerate(TOPICS, 1)}
+    Path("ag.csv").write_text("".join(f'"{numbers[k]}","{t[:9]}, now","{t}"\n' for k, t in labelled))
+    Path("own.txt").write_text("".join(f"{t}.\n" for _, t in labelled))
+    Path("utf16.txt").write_text("".join(f"{t}.\n" for _, t in labelled), encoding="utf-16")
+    Path("utf16le.txt").write_bytes("".join(f"{t}.\n" for _, t in labelled).encode("utf-16-le"))
+    Path("latin.txt").write_bytes("Größe und Maß\n".encode("latin1") * 9)
+    Path("binary.txt").write_bytes(random.Random(0).randbytes(4000))
+    Path("empty.txt").write_text("")
+    Path("empty.csv").write_text("")
+    Path("surplus.csv").write_text("title,label\nfine,a\nGoals, goals,b\nfine,b\n")
+    Path("bad.yaml").write_text("model:\n  learning_rate: [1\n")
+    Path("list.yaml").write_text("- a\n")
+    Path("typo.yaml").write_text("model:\n  lerning_rate: 0.1\n")
+    Path("empty").mkdir()
+    Path("run", "models", "step-20").mkdir(parents=True)
+    Path("run", "run.yaml").write_text("{}\n")
+    Path("mine.py").write_text("class MyCollator: pass\n")
+    return tmp_path
+
+
+def said(capsys, *words: str) -> str:
+    "The one line that a mistake gets."
+    assert main(list(words)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    return captured.err
+
+
+# --- wrong inputs, answered before anything heavy is imported -------------------------------------
+
+WRONG = [  # words, and parts of the answer: what it is about, and what to do
+    (["pretrain", "nowhere.txt"], ["nowhere.txt", "does not exist"]),
+    (["pretrain", "utf16.txt"], ["utf16.txt line", "UTF-16", "iconv -f utf-16"]),
+    (["pretrain", "utf16le.txt"], ["utf16le.txt line 1", "UTF-16"]),
+    (["pretrain", "latin.txt"], ["latin.txt line 1", "iconv -f latin1"]),
+    (["pretrain", "binary.txt"], ["binary.txt line 1", "binary", "file of text"]),
+    (["pretrain", "empty.txt"], ["empty.txt is empty"]),
+    (["pretrain", "empty.csv"], ["empty.csv is empty"]),
+    (["pretrain", "empty"], ["directory empty has no file to read"]),
+    (["pretrain", "own.csv"], ["'text'", "['title', 'label']"]),
+    (["pretrain", "own.csv", "--data.text_column", "tittle"], ["did you mean 'title'"]),
+    (["pretrain", "ag.csv", "--data.text_column", "Description"], ["'Description'", "header: false"]),
+    (["pretrain", "ag.csv", "--data.text_column", "3"], ["header: false", "by their numbers"]),
+    (["pretrain", "--config", "bad.yaml"], ["bad.yaml", "line 3"]),
+    (["pretrain", "--config", "list.yaml"], ["list.yaml must be a mapping", "list"]),
+    (["pretrain", "--config", "typo.yaml"], ["typo.yaml", "did you mean 'model.learning_rate'"]),
+    (["pretrain", "--config", "binary.txt"], ["binary.txt", "UTF-8"]),
+    (["pretrain", "--config", "empty"], ["empty is no file"]),
+    (["pretrain", "--trainer.max_step", "5"], ["did you mean 'trainer.max_steps'"]),
+    (["pretrain", "--trainer.max_steps", "five"], ["trainer.max_steps", "int", "'five'"]),
+    (["pretrain", "--model.scheduler_cooldown_kind", "inverse_sqrt"], ["did you mean 'inverse-sqrt'"]),
+    (["pretrain", "--run.shape", "modernbert_tyni"], ["did you mean 'modernbert_tiny'"]),
+    (["pretrain", "own.txt", "--data.collator", "mien.MyCollator"], ["no file mien.py", "'mine'"]),
+    (["pretrain", "own.txt", "--trainer.callbacks", "nofile.Watch"], ["no file nofile.py"]),
+    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "empty"], ["no config.json", "nothing"]),
+    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "./nowhere"], ["no directory ./nowhere"]),
+    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "own.csv"], ["own.csv is a file"]),
+    (["pretrain", "own.txt", "--model.pretrained_model_name_or_path", "run"], ["directory of a run", "run/models/step-20"]),
+    (["pretrain", "own.txt", "--run.output", "own.txt"], ["own.txt is a file", "name a directory"]),
+    (["pretrain", "own.txt", "--run.output", "own.txt/x"], ["own.txt is a file"]),
+    (["finetune", "--data.dataset_name_or_path", "nowhere.csv"], ["'nowhere.csv' does not exist"]),
+    (["finetune", "--model.pretrained_model_name_or_path", "run"], ["directory of a run"]),
+    (["predict", "empty", "own.csv"], ["empty holds no model"]),
+    (["predict", "run", "nowhere.csv"], ["no file nowhere.csv"]),
+    (["predict"], ["directory is missing"]),
+    (["demo", "--data", "utf16.txt"], ["iconv -f utf-16"]),
+    (["demo", "--dta", "own.txt"], ["did you mean 'data'"]),
+    (["demo", "--level", "all"], ["level 'all'", "stdlib, installed"]),
+    (["distill", "bad.yaml"], ["bad.yaml", "line 3"]),
+    (["fill-mask"], ["directory is missing"]),
+]  # fmt: skip
+
+
+def test_a_wrong_input_is_one_sentence_that_helps_and_needs_no_torch(place):
+    # One process for all of them: what one imports would stay there for the next.
+    program = (
+        "import contextlib, io, json, sys, time\n"
+        "from bertlab.cli.main import main\n"
+        "found = []\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    told, began = io.StringIO(), time.process_time()\n"
+        "    with contextlib.redirect_stderr(told):\n"
+        "        code = main(words)\n"
+        "    heavy = [name for name in ('torch', 'transformers', 'lightning') if name in sys.modules]\n"
+        "    found.append([code, told.getvalue(), heavy, time.process_time() - began])\n"
+        "print(json.dumps(found))\n"
+    )
+    command = [sys.executable, "-c", program, json.dumps([words for words, _ in WRONG])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=place)
+    assert done.returncode == 0, done.stderr
+    for (words, parts), (code, told, heavy, seconds) in zip(WRONG, json.loads(done.stdout), strict=True):
+        assert code == 2 and told.count("\n") == 1 and told.startswith(f"bertlab {words[0]}: "), told
+        assert all(part in told for part in parts), told
+        assert "Errno" not in told and "Traceback" not in told and "<unicode" not in told
+        assert not heavy and seconds < 2, (words, heavy, seconds)
+    assert not list(place.glob("bertlab-*"))  # nothing was begun
+
+
+@pytest.mark.parametrize("words, parts", [
+    (["--data.collator_kwargs.mlm_prob", "0.2"], ["collator_kwargs", "'mlm_prob'", "'mlm_probability'"]),
+    (["--data.collator", "mine.MyCollator"], ["collator='mine.MyCollator'", "bertlab.Collator"]),
+    (["--data.collator", "mine.MyColator"], ["collator 'mine.MyColator'", "did you mean 'MyCollator'"]),
+    (["--model.objective", "mine.MyCollator"], ["objective='mine.MyCollator'", "collator"]),
+    (["--trainer.callbacks", "EarlyStoping"], ["did you mean 'EarlyStopping'", "my_file.EarlyStoping"]),
+    (["--trainer.devices", "64"], ["devices=64", "64 processes", "cores"]),
+    (["--run.val_every_steps", "0"], ["run.val_every_steps", "1 or more", "got 0"]),
+    (["--run.checkpoint_every_steps", "0"], ["run.checkpoint_every_steps", "got 0"]),
+    (["--run.time_limit", "2x"], ["run.time_limit", "'2x'", "2h30m"]),
+    (["--run.token_limit", "many"], ["run.token_limit", "'many'"]),
+    (["--data.max_sequence_length", "3"], ["max_sequence_length", "8 or more", "got 3"]),
+    (["--data.train_batch_size", "0"], ["train_batch_size", "got 0"]),
+    (["--model.model_config_kwargs.norm", "mine.MyCollator"], ["norm 'mine.MyCollator'", "torch.nn.Module"]),
+    (["--run.shape", "bert_tiny", "--model.pretrained_model_name_or_path", "somebody/bert"], ["run.shape", "leave one"]),
+])  # fmt: skip
+def test_a_value_that_cannot_be_is_named_before_a_file_is_written(place, capsys, words, parts):
+    told = said(capsys, "pretrain", "own.txt", *SMALL, *words)
+    assert all(part in told for part in parts), told
+    assert not (place / "bertlab-run").exists()
+
+
+def test_a_full_disk_or_a_place_nobody_may_write_to_is_one_sentence(place, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    told = said(capsys, "pretrain", "own.txt", *SMALL, "--trainer.max_steps", "1")
+    assert "bertlab-run cannot be made" in told and "No space left on device" in told
+
+
+# --- a surplus cell, and rows to leave out --------------------------------------------------------
+
+
+def test_a_surplus_cell_names_line_counts_and_both_ways_out(place, capsys):
+    words = ["surplus.csv", "--data.text_column", "title", *SMALL]
+    told = said(capsys, "pretrain", *words)
+    assert all(part in told for part in ("surplus.csv line 3", "3 cells", "header has 2", "quotes", 'on_error="skip"'))
+    told = said(capsys, "finetune", "--data.dataset_name_or_path", "surplus.csv", "--data.text_column", "title", SMALL[0])
+    assert "surplus.csv line 3" in told and 'bad_rows="skip"' in told and "on_error" not in told
+    from bertlab.data.corpus import load_corpus
+
+    corpus = load_corpus("surplus.csv", "title", on_error="skip", validation_fraction=0)
+    assert corpus.train_texts == ["fine"] and any("left out" in note for note in corpus.notes)
+
+
+# --- tables without a header ----------------------------------------------------------------------
+
+
+def test_a_table_without_a_header_is_read_by_every_command(place, capsys):
+    by_number = ["--data.text_column", "3", "--data.header", "false"]
+    assert main(["pretrain", "ag.csv", *by_number, *SMALL, "--trainer.max_steps", "2", "--run.output", "p"]) == 0
+    assert "240 documents" not in (told := capsys.readouterr().out) and "train:" in told
+    assert main(["validate", "p", "--data.train_dataset_name_or_path", "ag.csv", *by_number]) == 0
+    assert main(["demo", "--data", "ag.csv", "--text-column", "3", "--header", "false", "--steps", "2", "--hidden-size",
+                 "16", "--num-hidden-layers", "1", "--vocab-size", "120", "--output", "d"]) == 0  # fmt: skip
+    capsys.readouterr()
+    model = sorted(Path("p/models").glob("step-*"))[-1]
+    assert main(["finetune", "--data.dataset_name_or_path", "ag.csv", *by_number, "--data.label_column", "1",
+                 "--model.pretrained_model_name_or_path", str(model), "--run.num_epochs", "1", "--run.output", "f",
+                 "--data.max_sequence_length", "32"]) == 0  # fmt: skip
+    report = capsys.readouterr().out
+    assert "240" in report or "216" in report  # no row was taken for a header
+    Path("new.csv").write_text('"?","a, b","goal match player"\n"?","c, d","atom cell gene"\n')
+    assert main(["predict", "f", "new.csv", "--text-column", "3", "--header", "false"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == 2 and all({"1", "2", "3"} & {str(value) for value in one.values()} for one in found), found
+
+
+# --- a bare run -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width, rate", [(768, 5e-4), (1024, 3.75e-4), (192, 2e-3), (32, 3e-3)])
+def test_a_rate_that_nobody_gives_follows_from_the_width(width, rate):
+    from bertlab.train.modules import peak_rate
+
+    assert peak_rate(width) == pytest.approx(rate)
+    assert peak_rate(width, continued=True) == 5e-5
+
+
+def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):
+    from bertlab.cli.pretrain import Run, ask_for_run, settle_shape
+
+    run = Run(ask_for_run("pretrain", ["own.txt", "--trainer.accelerator", "cpu"]).config)
+    assert run.config["data"]["train_dataset_name_or_path"] == "own.txt"
+    assert run.config["model"]["model_config_kwargs"]["hidden_size"] == 192 and "modernbert_tiny" in run.text
+    assert settle_shape(None, None, "cuda", 128)[0] == "modernbert_base"
+    assert settle_shape(None, {"hidden_size": 32}, "cpu", 128) == (None, {"hidden_size": 32})
+    settings = settle_shape("bert_tiny", {"hidden_size": 32}, "cpu", 4096)[1]
+    assert settings["hidden_size"] == 32 and settings["max_position_embeddings"] == 4096
+    assert "vocab_size" not in settings
+
+
+def test_several_texts_are_named_one_after_the_other():
+    parse = COMMANDS["pretrain"].parse
+    assert parse(["a.txt", "b.txt"]).config["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt"]
+    asked = COMMANDS["fill-mask"].parse(["model", "[MASK]", "a: [MASK]"]).config
+    assert asked["texts"] == ["[MASK]", "a: [MASK]"]  # texts, not YAML
+
+
+def test_a_bare_run_ends_below_the_guesser_that_ignores_its_input(place, capsys):
+    "The shape and the length are small here; rate, warmup and everything else are what nobody gave."
+    Path("clear.txt").write_text("".join(f"{text}.\n" for _, text in rows(300, share=1)))  # a topic a line
+    assert main(["pretrain", "clear.txt", *SMALL, "--trainer.max_steps", "150", "--run.output", "bare"]) == 0
+    told = capsys.readouterr().out
+    line = float(told.partition("line    ")[2].split()[0])
+    metrics = json.loads(Path("bare/metrics.json").read_text())
+    assert 3 < line < 5
+    assert metrics["val_loss"] < line - 0.2
+
+
+# --- parts of one's own ---------------------------------------------------------------------------
+
+OWN = '''
+import bertlab
+import torch
+from torch import nn
+from lightning.pytorch.callbacks import Callback
+
+seen = []
+
+
+class MyCollator(bertlab.MaskedLanguageModelingCollator):
+    objective = None
+
+    def compute_labels(self, tokenized):
+        seen.append("collator")
+        return super().compute_labels(tokenized)
+
+
+class MyOptimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        seen.append("optimizer")
+        return super().step(closure)
+
+
+def my_schedule(step):
+    seen.append("schedule")
+    return 1 / (1 + step)
+
+
+class MyCallback(Callback):
+    def on_train_end(self, trainer, module):
+        seen.append("callback")
+
+
+class MyNorm(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+
+    def forward(self, x):
+        seen.append("norm")
+        return self.weight * nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5
+
+
+class MyModel(bertlab.BertLabForMaskedLM):
+    def forward(self, *args, **kwargs):
+        seen.append("objective")
+        return super().forward(*args, **kwargs)
+'''
+
+
+def test_a_part_of_each_kind_is_named_on_the_command_line_and_used(place, capsys):
+    (place / "own_parts.py").write_text(OWN)
+    words = ["own.txt", *SMALL, "--data.collator", "own_parts.MyCollator", "--model.optimizer_class",
+             "own_parts.MyOptimizer", "--model.schedule", "own_parts.my_schedule", "--trainer.callbacks",
+             "own_parts.MyCallback", "--model.model_config_kwargs.norm", "own_parts.MyNorm", "--model.objective",
+             "own_parts.MyModel", "--run.output", "own"]  # fmt: skip
+    assert main(["pretrain", *words, "--trainer.max_steps", "2"]) == 0, capsys.readouterr().err
+    import own_parts
+
+    assert {"collator", "optimizer", "schedule", "callback", "norm", "objective"} <= set(own_parts.seen)
+    # It goes on, and is validated, with the same parts.
+    assert main(["pretrain", "--resume", "own", "--trainer.max_steps", "3"]) == 0, capsys.readouterr().err
+    assert main(["validate", "own"]) == 0, capsys.readouterr().err
+
+
+def test_a_model_directory_of_somebody_else_may_not_name_code_to_import(place):
+    from bertlab.model.config import BertLabConfig
+
+    (place / "evil.py").write_text("open('ran', 'w').close()\nclass Norm: pass\n")
+    (place / "theirs").mkdir()
+    (place / "theirs" / "config.json").write_text(json.dumps({"model_type": "bertlab", "norm": "evil.Norm"}))
+    with pytest.raises(ValueError, match="evil.Norm.*add_layer"):
+        BertLabConfig.from_pretrained(place / "theirs")
+    assert not (place / "ran").exists()
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_flag_has_words_of_help_and_its_choices(command):
+    options, shown = COMMANDS[command].options(), COMMANDS[command].help()
+    assert [name for name, option in options.items() if not option.help.strip()] == []
+    for name in options:
+        if name not in [one.lstrip("*") for one in COMMANDS[command].positionals]:
+            assert f"--{name} " in shown
+    flat = " ".join(shown.split())
+    for name in COMMANDS[command].choices:
+        if name in options:
+            assert f"one of {', '.join(COMMANDS[command].known_names(name))}" in flat, name
+
+
+def test_own_parts_are_found_in_the_help():
+    shown = " ".join(COMMANDS["pretrain"].help().split())
+    for part in ("--data.collator my_file.MyCollator", "--model.optimizer_class my_file.MyOptimizer",
+                 "--model.schedule my_file.my_schedule", "--trainer.callbacks my_file.MyCallback"):  # fmt: skip
+        assert part in shown
+
+
+def test_help_of_a_public_name_shows_its_parameters_and_their_comments():
+    import inspect
+
+    import bertlab
+    from bertlab.cli.options import read_options
+
+    for name, module in bertlab._PLACES.items():
+        told = inspect.getdoc(getattr(bertlab, name))
+        for option in read_options(f"{module.replace('.', '/')}.py", name):
+            assert f"{option.name}: {option.kind}" in told, (name, option.name)
+            assert option.help in told, (name, option.name)
+
+
+# --- fine-tuning a user's own rows ----------------------------------------------------------------
+
+
+def test_finetuning_from_nothing_on_own_rows_trains_a_tokenizer_and_says_what_simple_methods_reach(place, capsys):
+    Path("own.csv").write_text(Path("own.csv").read_text() + f"{'goal ' * 40},sports\n" * 3)
+    assert main(["finetune", "--data.dataset_name_or_path", "own.csv", "--data.text_column", "title", SMALL[0],
+                 "--data.vocab_size", "120", "--data.max_sequence_length", "24", "--run.num_epochs", "2",
+                 "--model.learning_rate", "3e-3", "--run.output", "f", "--trainer.accelerator", "cpu"]) == 0  # fmt: skip
+    told = capsys.readouterr().out
+    assert "epoch 1" in told and "epoch 2" in told  # a line after each, with its scores
+    line = next(line for line in told.splitlines() if line.startswith("epoch 1"))
+    assert "accuracy" in line and " s" in line, line
+    assert "truncated" in told or "cut" in told
+    assert "majority" in told and "bag of words" in told.lower().replace("-", " ")
+    metrics = json.loads(Path("f/metrics.json").read_text())
+    words = metrics["baselines"]
+    assert max(words["majority"].values()) < 0.6 < max(max(b.values()) for b in words.values())
+    assert Path("f/tokenizer/tokenizer.json").exists()

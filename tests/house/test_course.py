@@ -1,0 +1,120 @@
+"""The course's pages are on its map, are linked with each other, and their checks tell right from wrong."""
+
+import ast
+import json
+import re
+
+import pytest
+import sync
+import torch
+from conftest import ROOT
+from test_notebooks import solutions
+
+COURSE = ROOT / "nbs/course"
+LESSONS = sorted(COURSE.glob("[0-9][0-9]_*.ipynb"))
+
+
+def cells_of(path) -> list[dict]:
+    return json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+
+def prose_of(path) -> list[str]:
+    return [sync.source_of(cell) for cell in cells_of(path) if cell["cell_type"] == "markdown"]
+
+
+def test_every_page_of_the_course_is_on_the_map():
+    linked = set(re.findall(r"\]\((?:\.\./walkthroughs/)?([\w.]+\.ipynb)\)", "\n".join(prose_of(COURSE / "index.ipynb"))))
+    pages = {path.name for path in COURSE.glob("*.ipynb")} - {"index.ipynb"}
+    assert pages <= linked, f"not on the map: {pages - linked}"
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_says_at_both_ends_what_comes_before_and_after(path):
+    prose = prose_of(path)
+    for end in (prose[0], prose[-1]):
+        assert "**Before**" in end and re.search(r"\*\*Next\*\*: \[[^\]]+\]\([^)]+\.ipynb\)", end)
+    assert "(glossary.ipynb)" in prose[0] and "(notation.ipynb)" in prose[0]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_every_question_of_a_lesson_has_a_folded_answer(path):
+    text = "\n".join(prose_of(path))
+    exercises, recall = text.partition("## Exercises")[2].partition("## Recap")[::2]
+    asked = len(re.findall(r"^\d+\. \*(?:Predict|Implement|Investigate)", exercises, re.MULTILINE))
+    assert asked >= 3 and exercises.count("<details>") == asked
+    questions, answers = recall.partition("Recall:")[2].split("<details>")[:2]
+    count = lambda part: len(re.findall(r"^\d+\. ", part, re.MULTILINE))
+    assert count(questions) == count(answers) >= 3
+
+
+def is_import(node: ast.stmt) -> bool:
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+def defines(node: ast.stmt) -> bool:
+    "Functions, and constants in capitals."
+    named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).strip("()").replace(", ", "").isupper()
+    return isinstance(node, ast.FunctionDef) or named
+
+
+def load(page: str, *needed: str) -> tuple[dict, str]:
+    "What the cells with these definitions define, and the folded solutions of the page."
+    path, space = COURSE / f"{page}.ipynb", {}
+    for cell in cells_of(path):
+        source = sync.source_of(cell)
+        if cell["cell_type"] != "code" or "eval: false" in source:
+            continue
+        wanted = any(name in source for name in needed)
+        body = [node for node in ast.parse(source).body if is_import(node) or wanted and defines(node)]
+        exec(compile(ast.Module(body, []), str(path), "exec"), space)
+    return space, "\n".join(code for text in prose_of(path) for code in solutions(text))
+
+
+MASK_AFTER = """def masked_weights(q, k, real):
+    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1)
+    return weights * real[:, None, :]"""
+MASK_QUERIES = """def masked_weights(q, k, real):
+    weights = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1)
+    return weights * real[:, :, None]"""
+HEARS_ITSELF = """def find_number(names, numbers):
+    keys = F.one_hot(names, len(NAMES)).float()
+    weights = (100 * keys @ keys[numbers == HIDDEN][0]).softmax(-1)
+    return (weights @ numbers.float()).round()"""
+WHISPERS = """def find_number(names, numbers):
+    keys = 0.1 * F.one_hot(names, len(NAMES)).float()
+    values = F.one_hot(numbers, NUMBERS + 1).float()
+    query = F.one_hot(names[numbers == HIDDEN][0], len(NAMES)).float()
+    return ((keys @ query).softmax(-1) @ values)[:NUMBERS].argmax()"""
+ONE_CALL = """def gradients(forget):
+    a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
+    (a * words_N + b - chars_N).square().mean().backward()
+    return a.grad.item()"""
+NEVER_FORGETS = """def gradients(forget):
+    a, b = (torch.zeros((), requires_grad=True) for _ in range(2))
+    for _ in range(2):
+        (a * words_N + b - chars_N).square().mean().backward()
+    return a.grad.item()"""
+CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
+
+
+@pytest.mark.parametrize(
+    "page, exercise, needed, wrong, hint",
+    [
+        ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_AFTER, "before the softmax"),
+        ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_QUERIES, "queries"),
+        ("01_inside_the_encoder", "find_number", CARDS, HEARS_ITSELF, "hears itself"),
+        ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
+        ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
+        ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
+    ],
+)
+def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):
+    space, answers = load(page, *needed)
+    words_N, chars_N = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([1.5, 3.0, 6.0])  # what the refresher measures
+    space |= {"words_N": words_N, "chars_N": chars_N, "by_hand": (-2 * chars_N * words_N).mean()}
+    check = space[f"check_{exercise}"]
+    assert check(space[exercise]) == "not attempted"
+    exec(answers, space)
+    assert check(space[exercise]) == "right"
+    exec(wrong, space)
+    assert hint in check(space[exercise])

@@ -1,0 +1,123 @@
+"A part of a user's own joins by one row, one call or one argument, added while the tests run."
+
+import pytest
+import torch
+from torch import nn
+
+import bertlab
+from bertlab.model import config as shapes
+from bertlab.model import layers
+from bertlab.train.modules import OBJECTIVE_MODELS, check_batch, data_objective
+
+SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+             max_position_embeddings=16)  # fmt: skip
+IDS = torch.randint(5, 40, (2, 8), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS}
+
+
+@pytest.fixture(autouse=True)
+def tables_as_they_were():
+    tables = OBJECTIVE_MODELS, layers.NORMS, layers.MLPS, layers.ACTIVATIONS, shapes.CHOICES
+    kept = [dict(table) for table in tables]
+    yield
+    for table, rows in zip(tables, kept):
+        table.clear()
+        table.update(rows)
+
+
+class Halved(bertlab.BertLabForMaskedLM):
+    "Labels that count half."
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.loss_sum = out.loss_sum / 2
+        return out
+
+
+class Weighed(bertlab.BertLabForMaskedLM):
+    "An objective whose batches carry something of their own."
+
+    batch_key = "importance"
+
+    def forward(self, importance=None, **kwargs):
+        return super().forward(**kwargs)
+
+
+def test_an_objective_is_one_row_of_one_table():
+    OBJECTIVE_MODELS["halves"] = Halved
+    module = bertlab.PretrainingModule(SIZES, objective="halves", compile_model=False)
+    module.configure_model()
+    assert type(module.model) is Halved
+    plain = bertlab.PretrainingModule(SIZES, compile_model=False)
+    plain.configure_model()
+    plain.model.load_state_dict(module.model.state_dict())
+    halves, whole = (m.eval().label_loss(BATCH).loss_sum.item() for m in (module, plain))
+    assert halves == pytest.approx(whole / 2)
+
+
+def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class_alone():
+    OBJECTIVE_MODELS["weighed"] = Weighed
+    weighed, plain = Weighed(shapes.BertLabConfig(**SIZES)), bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES))
+    theirs = {**BATCH, "importance": torch.ones(2)}
+    check_batch(theirs, weighed, "weighed")
+    with pytest.raises(ValueError, match="objective='weighed'.*objective='mlm'"):
+        check_batch(theirs, plain, "mlm")
+    with pytest.raises(ValueError, match="no importance.*objective='weighed'"):
+        check_batch(BATCH, weighed, "weighed")
+    with pytest.raises(ValueError, match="objective='diffusion'"):
+        check_batch({**BATCH, "loss_weights": torch.ones_like(IDS).float()}, plain, "mlm")
+
+
+def test_a_model_given_as_an_argument_is_an_objective_and_scores_the_batches_of_its_base():
+    module = bertlab.PretrainingModule(SIZES, objective=Halved, compile_model=False)
+    assert OBJECTIVE_MODELS[module.hparams.objective] is Halved
+    assert data_objective(module.hparams.objective) == "mlm" and data_objective("diffusion") == "diffusion"
+    with pytest.raises(ValueError, match="no model that predicts tokens"):
+        bertlab.PretrainingModule(SIZES, objective=nn.Linear)
+
+
+class Silent(nn.Module):
+    "A norm that does nothing."
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("setting, build", [
+    ("norm", Silent), ("mlp", type("Mine", (layers.PlainMLP,), {})), ("hidden_activation", torch.sin)])  # fmt: skip
+def test_a_layer_is_one_call(setting, build):
+    with pytest.raises(ValueError, match="unknown"):
+        bertlab.BertLabConfig(**SIZES, **{setting: "mine"})
+    bertlab.add_layer(setting, "mine", build)
+    model = bertlab.BertLabForMaskedLM(bertlab.BertLabConfig(**SIZES, **{setting: "mine"}))
+    assert model(**BATCH).loss_sum.isfinite()
+    if setting != "hidden_activation":
+        assert any(isinstance(part, build) for part in model.modules())
+    with pytest.raises(ValueError, match="there already"):
+        bertlab.add_layer(setting, "mine", nn.Identity)
+    bertlab.add_layer(setting, "mine", build)  # the same once more: a notebook's cell that runs again
+
+
+def test_a_layer_is_given_as_a_class_in_the_configuration():
+    module = bertlab.PretrainingModule({**SIZES, "norm": Silent}, compile_model=False)
+    module.configure_model()
+    assert any(isinstance(part, Silent) for part in module.model.modules())
+    with pytest.raises(ValueError, match="torch.nn.Module"):
+        bertlab.PretrainingModule({**SIZES, "norm": print})
+
+
+class Plain(bertlab.MaskedLanguageModelingCollator):
+    objective = None
+
+
+def test_a_collator_is_given_as_an_argument():
+    tokenizer = bertlab.train_tokenizer(["a cat sat on the mat", "the dog ran"], vocab_size=60)
+    data = bertlab.PretrainingDataModule(["a cat sat"] * 9, tokenizer, collator=Plain, objective="diffusion")
+    assert data.collator_cls is Plain and data.objective is None
+    with pytest.raises(ValueError, match="collator=MaskedDiffusionCollator.*'diffusion'"):
+        bertlab.PretrainingDataModule(["a"], tokenizer, collator=bertlab.MaskedDiffusionCollator)
+    with pytest.raises(ValueError, match="no option 'mlm_prob'.*'mlm_probability'"):
+        bertlab.PretrainingDataModule(["a"], tokenizer, collator_kwargs={"mlm_prob": 0.2})
