@@ -88,11 +88,7 @@ from .model.vocabulary import masked_bits_per_byte as masked_bits_per_byte
 from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
 from .model.vocabulary import trim_vocabulary as trim_vocabulary
 from .model.adapters import add_adapter as add_adapter
-from .model.adapters import freeze_weights as freeze_weights
-from .model.adapters import load_adapter as load_adapter
-from .model.adapters import save_adapter as save_adapter
 from .model.context import extend_context as extend_context
-from .model.context import needle_test as needle_test
 from .model.samplers import SamplingRule as SamplingRule
 from .model.writing import generate as generate
 from .model.writing import write as write
@@ -149,8 +145,6 @@ from .train.evaluators import FillMaskEvaluator as FillMaskEvaluator
 from .train.evaluators import LossEvaluator as LossEvaluator
 from .train.evaluators import ProbeEvaluator as ProbeEvaluator
 from .train.averages import AveragedWeights as AveragedWeights
-from .train.averages import average_weights as average_weights
-from .train.averages import greedy_soup as greedy_soup
 from .train.estimate import estimate_memory as estimate_memory
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.metrics import get_metrics_for_task as get_metrics_for_task
