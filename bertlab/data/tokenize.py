@@ -575,7 +575,7 @@ def tokenize_shards(
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # put the tokens behind those that are there
     overwrite: bool = False,  # start anew
-    shard_tokens: int = SHARD_TOKENS,  # tokens after which a file ends
+    shard_tokens: int = 134_217_728,  # tokens after which a file ends: 2**27
     progress: bool | None = None,  # a bar; None: where a terminal shows it
 ) -> dict:  # the manifest; on a cluster, what was queued
     """Turn text into shards of tokens. What was stopped goes on when it is called again.
