@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BATCH_CHARS', 'BATCH_TEXTS', 'VERIFIED_BYTES', 'TextDigest', 'serialize_tokenizer', 'hash_tokenizer', 'Encoder',
-           'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents', 'id_dtype', 'remove_shards']
+           'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents', 'num_ids_of', 'id_dtype',
+           'remove_shards']
 
 # %% ../../nbs/data/13_cache.ipynb #c685ff6b
 import errno
@@ -272,17 +273,22 @@ def _encoded(
 VERIFIED_BYTES = 1 << 28  # up to so many, opening compares all checksums: a fraction of a second
 
 
-def _open_verified(path: Path, key: str) -> StoredDocuments:
-    documents = open_shards(path, key)
+def _open_verified(path: Path, key: str, num_ids: int) -> StoredDocuments:
+    documents = open_shards(path, key, num_ids)
     if documents.tokens.nbytes + documents.offsets.nbytes <= VERIFIED_BYTES:
         documents.verify()
     return documents
 
 
+def num_ids_of(tokenizer: Any) -> int:
+    "One more than the highest id that a tokenizer gives."
+    ids = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values()
+    return 1 + max(ids, default=-1)
+
+
 def id_dtype(tokenizer: Any) -> str:  # "uint16" or "int32"
     "The smallest type of a tokenizer's ids that shards are written in."
-    ids = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=True).values()
-    return "uint16" if max(ids, default=0) < 1 << 16 else "int32"
+    return "uint16" if num_ids_of(tokenizer) <= 1 << 16 else "int32"
 
 
 def _find_or_build(
@@ -294,7 +300,7 @@ def _find_or_build(
     key = f"{digest.hash.hexdigest()}-{fingerprint}"
     path = directory / f"{key}.tokens"
     try:
-        return _open_verified(path, key)
+        return _open_verified(path, key, num_ids_of(tokenizer))
     except FileNotFoundError:
         pass
     except (StaleCache, NotADirectoryError) as error:
@@ -317,7 +323,7 @@ def _find_or_build(
     finally:
         if made and path.exists() and not any(path.iterdir()):
             path.rmdir()
-    return _open_verified(path, key)
+    return _open_verified(path, key, num_ids_of(tokenizer))
 
 
 def remove_shards(path: Path) -> None:

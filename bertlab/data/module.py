@@ -401,7 +401,7 @@ def _stream_texts(
     "One stream of the texts of some sources, or of one lane, less a share that is held out."
     options = dict(sources[0].options)
     fraction = options.pop("validation_fraction", 0.1)
-    among = HELD_OUT_AMONG // num_lanes
+    among = HELD_OUT_AMONG // max(1, num_lanes)
     leave_out = partial(_leave_out, fraction=fraction, among=among) if fraction else None
     names = [source.origin for source in sources] if lane is None else lane
     return TextStream(names, **options, leave_out=leave_out if held_out else None)

@@ -917,9 +917,9 @@ def model_alone(path: Path) -> None:
 
 
 BAD_TOKENIZERS = {
-    "empty directory": (lambda p: None, "cannot be loaded"),
+    "empty directory": (lambda p: None, "holds no tokenizer"),
     "no mask token": (no_mask_token, "has no mask_token, pad_token"),
-    "a model without a tokenizer": (model_alone, "has no vocabulary"),
+    "a model without a tokenizer": (model_alone, "holds no tokenizer"),
     "broken file": (lambda p: (p / "tokenizer.json").write_text("{"), "cannot be loaded"),
 }
 

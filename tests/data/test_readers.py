@@ -73,9 +73,6 @@ def test_a_table_without_a_header_is_read_by_numbers_everywhere(shelf):
 @pytest.mark.parametrize("column", ["1", "text", "3"])
 def test_a_missing_header_is_suspected_where_names_look_like_data(column, tmp_path):
     (tmp_path / "news.csv").write_text('3,"Wall St. Bears","Short-sellers are seeing green again, said Reuters."\n1,Oslo,Votes.\n')
-    if column == "1":
-        assert [text for _, text in read_texts(tmp_path / "news.csv", column)] == ["1"], "a number that is no name is one"
-        return
     with pytest.raises(ValueError, match=r"news.csv: text_column.*'3' looks like data.*header=False \(header: false\)"):
         list(read_texts(tmp_path / "news.csv", column))
 
