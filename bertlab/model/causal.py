@@ -88,6 +88,8 @@ def read_block(
 class BertLabForCausalLM(BertLabTokenPredictor):
     "The encoder of a configuration, reading from left to right: a control of the same size."
 
+    batch_key = "row_keys"  # of the collator that hides nothing
+
     def __init__(self, config: BertLabConfig):
         if config.attention_positions == "alibi":
             raise ValueError("attention_positions='alibi' has no causal twin here; choose 'rope', "

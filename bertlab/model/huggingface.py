@@ -378,7 +378,10 @@ def load_pretrained(
     check_finite(model.state_dict(), repr(str(name)))
     if options.get("output_loading_info"):
         return model, report
-    if lost := sorted(report["missing_keys"]):  # transformers draws them, and says so in a table
+    lost = sorted(report["missing_keys"])  # transformers draws them, and says so in a table
+    if lost and all(key.startswith("pooler.") for key in lost):  # an encoder saved without one
+        return load_pretrained(model_class, name, add_pooling_layer=False, **options)
+    if lost:
         raise ValueError(f"{str(name)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all): "
                          "its files are damaged, or do not belong together")
     return model

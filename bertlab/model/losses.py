@@ -139,8 +139,9 @@ def gather_positions(
 
 def shapes_are_free(values: Tensor) -> bool:
     "Whether a shape that depends on the data costs nothing: on a CPU, outside of a compiler."
-    fake = is_fake(values)  # shapes without numbers, of an estimate
-    return values.device.type == "cpu" and not torch.compiler.is_compiling() and not fake
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not is_fake(values)  # shapes without numbers, of an estimate
 
 
 def labelled_alone(
