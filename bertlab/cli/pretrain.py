@@ -265,8 +265,8 @@ def build_objects(value: Any) -> Any:
         name = str(value["class_path"])
         if "." not in name:  # of Lightning's own callbacks, or of ours
             theirs = L.pytorch.callbacks.__all__
-            if name not in theirs and name not in bertlab.__all__:
-                hint = did_you_mean(name, [*theirs, *bertlab.__all__]) or ";"
+            if name not in theirs and name not in dir(bertlab):
+                hint = did_you_mean(name, [*theirs, *dir(bertlab)]) or ";"
                 raise ValueError(f"class {name!r} is neither of Lightning's callbacks nor in "
                                  f"bertlab{hint} your own is named by its file, as my_file.{name}")
             name = f"lightning.pytorch.callbacks.{name}" if name in theirs else f"bertlab.{name}"

@@ -112,7 +112,7 @@ def write_texts(
     max_gap: int = 6,  # tokens of a [GAP], at most
     rewrite_share: float = 0.3,  # of the words, hidden in rewriting
     ends: bool | None = None,  # may a text end early? null: if run.yaml says that it was taught
-    seed: int = 0,
+    seed: int = 0,  # of every draw: the same seed writes the same text
     live: bool | None = None,  # show the unmasking on standard error; null: on a terminal
 ) -> list[str]:  # a text for each prompt
     "Let a model write: `bertlab write`. Raises `ValueError` for one that predicts no words."

@@ -37,7 +37,7 @@ from .readers import TABLES, check_format, error_policy, kind_of
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
 from .sources import directory_files, expand_sources, is_local, rows_of
-from .sources import _load_dataset
+from .sources import open_dataset
 from .tokenizers import load_tokenizer
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
@@ -96,7 +96,7 @@ def find_parts(
         elif is_local(name):
             files += directory_files(path, notes, reading.file_format) if path.is_dir() else [path]
         else:
-            data = _load_dataset(str(path), reading.split, reading.config_name, False)
+            data = open_dataset(str(path), reading.split, reading.config_name, False)
             parts += _row_parts("dataset", str(path), len(data))
     return [*_file_parts(files), *parts]
 
@@ -158,7 +158,7 @@ def read_part(
         data = _open_mds(Path(part.names[0]))
         found = (_cell(data[n], reading, f"row {n}") for n in range(*part.rows))
     else:
-        data = _load_dataset(part.names[0], reading.split, reading.config_name, False)
+        data = open_dataset(part.names[0], reading.split, reading.config_name, False)
         chosen = data.select(range(*part.rows))
         found = (_cell(row, reading, part.names[0]) for row in chosen)
     for document in found:
@@ -575,7 +575,7 @@ def tokenize_shards(
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # put the tokens behind those that are there
     overwrite: bool = False,  # start anew
-    shard_tokens: int = SHARD_TOKENS,  # tokens after which a file ends
+    shard_tokens: int = 134_217_728,  # tokens after which a file ends: 2**27
     progress: bool | None = None,  # a bar; None: where a terminal shows it
 ) -> dict:  # the manifest; on a cluster, what was queued
     """Turn text into shards of tokens. What was stopped goes on when it is called again.

@@ -78,14 +78,19 @@ class EmbeddingModule(TrainingModule):
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: Any = "adamw",  # a name of `OPTIMIZERS`; your class, or my_file.MyClass
         optimizer_quantized: bool = False,  # moments of 8 bits
-        optimizer_kwargs: dict[str, Any] | None = None,
+        optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
+        # How the rate begins: constant, linear, cosine or exponential.
         scheduler_warmup_kind: str = "linear",
         scheduler_warmup_steps: int | None = None,  # None: 6 % of the run
-        scheduler_warmup_decay: float = 0.0,  # factors of the peak here and below
-        scheduler_training_kind: str = "linear", scheduler_training_steps: int = -1,  # rest
-        scheduler_training_decay: float = 0.1,
-        scheduler_cooldown_kind: str = "linear", scheduler_cooldown_steps: int = 0,
-        scheduler_cooldown_decay: float = 0.0,
+        scheduler_warmup_decay: float = 0.0,  # factor of the peak where the warmup begins
+        # How the rate goes on: constant, linear, cosine or exponential.
+        scheduler_training_kind: str = "linear",
+        scheduler_training_steps: int = -1,  # between warmup and cooldown; -1: the rest
+        scheduler_training_decay: float = 0.1,  # factor of the peak where this phase ends
+        # How the rate ends: constant, linear, inverse-sqrt, cosine or exponential.
+        scheduler_cooldown_kind: str = "linear",
+        scheduler_cooldown_steps: int = 0,  # optimizer steps of the cooldown
+        scheduler_cooldown_decay: float = 0.0,  # factor of the peak at the end of the run
         scheduler_kwargs: dict[str, Any] | None = None,  # shares or tokens; options of `schedule`
         schedule: Any = None,  # your own for the phases: f(step), a class, its name
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay

@@ -327,19 +327,19 @@ class EmbeddingDataModule(L.LightningDataModule):
         pretrained_tokenizer_name_or_path: Any = None,  # or a loaded one
         # A file, a directory, a hub name; None: set_datasets.
         dataset_name_or_path: Any = None,
-        dataset_config_name: str | None = None,
+        dataset_config_name: str | None = None,  # configuration of a hub dataset with several
         validation_name_or_path: Any = None,  # None: val_split, or a share is held out
         train_split: str = "train",  # or "train[:10%]", of a hub dataset
-        val_split: str | None = None,
+        val_split: str | None = None,  # split to validate on; None: a share is held out
         query_column: str | None = None,  # None: by its usual name, such as query or anchor
         positive_column: str | None = None,  # of what answers the query; None: as above
         negative_column: Any = None,  # or several
         scores_column: str | None = None,  # a teacher's, the positive's first
         max_sequence_length: int = 128,  # longer texts are cut
         train_batch_size: int = 256,  # pairs per process
-        val_batch_size: int = 256,
+        val_batch_size: int = 256,  # pairs per process in validation
         num_negatives: int | None = None,  # of each pair; None: as many as the longest list
-        num_workers: int = 0,
+        num_workers: int = 0,  # processes that make batches; 0: none beside the run itself
         *,
         packing: bool = True,  # many texts a row; False: one, so that shapes never change
         row_length: int | None = None,  # of packed rows; None: 128, or the longest text

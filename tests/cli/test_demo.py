@@ -116,7 +116,8 @@ def run_until(directory, step, then):
     return ended.returncode, ended.stdout, ended.stderr
 
 
-def test_ctrl_c_saves_and_resume_goes_on_to_the_same_bits(finished, tmp_path):
+@pytest.mark.slow  # after the first step it is quick to see
+def test_ctrl_c_before_the_first_step_loses_nothing(finished, tmp_path):
     directory = tmp_path / "run"
     started = lambda d: (d / "tokenizer" / "tokenizer.json").exists()
     status, printed, errors = run_until(directory, started, signal.SIGINT)

@@ -235,7 +235,7 @@ def test_there_is_a_configuration_for_each_kind():
         (["--model.warmup_steps", "5000", "--model.scheduler_type", "linear"], "warmup"),
         (["--model.task", "translation"], "translation"),
         (["--model.pretrained_model_name_or_path", "nowhere/at/all", "--model.model_config_kwargs", "null"], "nowhere/at/all"),
-        (["--model.pretrained_model_name_or_path", "nowhere/at/all"], "not both"),
+        (["--model.pretrained_model_name_or_path", "somebody/model"], "not both"),
         (["--trainer.max_steps", "3"], "max_steps"),
     ],
 )

