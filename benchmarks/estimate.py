@@ -45,6 +45,7 @@ def measure(case: dict) -> dict:
     from torch.utils.data import DataLoader
 
     from bertlab.core.devices import peak_memory_bytes
+    from bertlab.data.tokenizers import train_tokenizer
     from bertlab.model.config import bert_tiny, modernbert_tiny
     from bertlab.model.heads import BertLabForMaskedLM
     from bertlab.model.huggingface import save_model
@@ -61,7 +62,8 @@ def measure(case: dict) -> dict:
     options = dict(case.get("module", {}))
     with tempfile.TemporaryDirectory() as place:
         if "adapter" in options:
-            save_model(BertLabForMaskedLM(config), None, place)
+            tokenizer = train_tokenizer(["a few words of text"], 64)  # a directory has one
+            save_model(BertLabForMaskedLM(config), tokenizer, place)
             options |= {"pretrained_model_name_or_path": place}
         else:
             options |= {"model_config_kwargs": config.to_diff_dict()}
