@@ -155,8 +155,10 @@ def one_seed(seed: int, options, corpus, tokenizer, twin, counts, held) -> dict:
     "Train from the demo's model, and measure."
     seed_everything(seed)
     vocabulary = vocabulary_of(tokenizer)
+    # The rate falls with the clock, to a quarter of its peak at the end of the minutes.
     module = PretrainingModule(None, options.demo, tokenizer, "diffusion", learning_rate=options.rate, weight_decay=0.05,
-                               compile_model=False, scheduler_warmup_steps=10)  # fmt: skip
+                               compile_model=False, plain_mean=not options.weighted, schedule="time_budget",
+                               scheduler_kwargs={"budget": 60 * options.minutes, "fall": 0.5})  # fmt: skip
     run = train(module, corpus, tokenizer, "diffusion", options.minutes, options.rows, max_ends=8,
                 sampling_eps=0.02, seed=seed)  # fmt: skip
     model, demo = module.model.eval(), load_encoder(options.demo)
@@ -214,7 +216,8 @@ def main() -> None:
     parser.add_argument("--demo", required=True, help="directory of a run of bertlab demo")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, for each seed (default: 5)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--rate", type=float, default=8e-4, help="peak learning rate")
+    parser.add_argument("--weighted", action="store_true", help="train with the bound's weights, not the plain mean")
     parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
     parser.add_argument("--texts", type=int, default=200, help="held-out docstrings, and free texts")
     parser.add_argument("--draws", type=int, default=16, help="of the bound")
