@@ -44,8 +44,12 @@ PARTS = (
     Part("heads", 3, None),
     Part("checkpointing", 7, None),
     Part("memory", 4, resumes=True),
+    Part("estimate", 8, resumes=True),
+    Part("adapters", 40, resumes=True),
+    Part("context", 40, resumes=True),
     Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
     Part("finetuning_trainer", 10, resumes=True),
+    Part("embeddings", 30, None, ("build/demo",), resumes=True),
     Part("scaling", 25, resumes=True),
     Part("pretraining", 75, resumes=True),
 )

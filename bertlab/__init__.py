@@ -12,8 +12,7 @@ _FACE = {
     "core.files": "written_whole",
     "core.plots": "new_axes plot_loss",
     # data: from a text on disk to a masked batch
-    "data.documents": "Document",
-    "data.corpus": "Corpus embedded_corpus load_corpus make_corpus",
+    "data.corpus": "Corpus embedded_corpus load_corpus",
     "data.tokenizers": "load_tokenizer train_tokenizer",
     "data.masking": "MaskingRule",
     "data.diffusion": "DiffusionRule",
@@ -23,11 +22,14 @@ _FACE = {
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
     "data.packing": "PackedDataset TokenizedDocuments",
-    "data.cache": "open_tokens tokenize_documents",
+    "data.shards": "open_shards",
+    "data.cache": "tokenize_documents",
     "data.streaming": "PackedStream",
     "data.mixing": "mix_documents",
     "data.module": "PretrainingDataModule",
     "data.plain_models": "PlainModelCollator",
+    "data.tokenizer_measures": "compare_tokenizers",
+    "data.tokenize": "tokenize_shards",
     # model: from ids to a loss, one document at a time
     "model.config": """
         BertLabConfig bert_base bert_large bert_tiny modernbert_base modernbert_large modernbert_tiny neobert
@@ -35,44 +37,56 @@ _FACE = {
     "model.layers": "add_layer",
     "model.attention": "attend document_mask",
     "model.encoder": "BertLabModel",
-    "model.losses": "LossParts LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
+    "model.losses": "LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
-    "model.huggingface": "BertLabModelWithPooler from_huggingface save_model to_huggingface",
+    "model.huggingface": "from_huggingface save_model to_huggingface",
     "model.generate": "fill_mask sample_diffusion",
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
+    "model.vocabulary": "extend_vocabulary transplant_vocabulary trim_vocabulary",
+    "model.adapters": "add_adapter",
+    "model.context": "extend_context",
+    "model.samplers": "SamplingRule",
+    "model.writing": "generate",
     # optim: what moves which weight, and when
     "optim.schedulers": "InverseSqrtScheduler Schedule get_scheduler",
-    "optim.budgets": "BatchWarmup BudgetTriangle TimeBudgetLR steps_for_tokens",
-    "optim.groups": "parameter_groups parameter_table",
-    "optim.muon": "MuonWithAdamW",
-    "optim.optimizers": "get_optimizer optimizer_table",
+    "optim.budgets": "BatchWarmup TimeBudgetLR steps_for_tokens",
+    "optim.groups": "parameter_groups",
+    "optim.optimizers": "get_optimizer",
     # train: a loop that survives being killed
     "train.steps": "TrainingModule",
     "train.modules": "PretrainingModule",
     "train.history": "History",
     "train.parallel": "FullyShardedStrategy get_strategy",
-    "train.checkpoints": "CheckpointSeries RandomStates RunCheckpoint find_checkpoint",
+    "train.checkpoints": "CheckpointSeries find_checkpoint",
     "train.model_directories": "ModelDirectories",
     "train.stopping": "GrowingBatch LossBound NonFiniteGuard SpikeGuard TimeLimit TokenLimit",
     "train.monitors": "MemoryMonitor Throughput",
-    "train.histograms": "WeightHistograms read_histograms",
-    "train.previews": "CompileAhead DiffusionPreview FillMaskPreview",
+    "train.histograms": "WeightHistograms",
+    "train.previews": "DiffusionPreview FillMaskPreview",
     "train.reports": "RunReport",
     "train.trainer": "make_trainer seed_everything",
     "train.distill": "DistillationModule",
+    "train.model_cards": "push_model",
     "train.stages": "Stage load_stages train_stages",
+    "train.evaluators": "Evaluators LossEvaluator",
+    "train.averages": "AveragedWeights",
+    "train.estimate": "estimate_memory",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
-    "finetuning.metrics": "get_metrics_for_task",
     "finetuning.module": "FinetuningModule",
     "finetuning.runs": "finetune finetune_seeds",
-    "finetuning.evaluations": "evaluate_split",
     "finetuning.predictions": "TaskPredictor load_predictor",
     "finetuning.tasks": "Task load_task",
+    # embeddings: one text, one vector, and search
+    "embeddings.losses": "ContrastiveRule",
+    "embeddings.bi_encoder": "BiEncoder",
+    "embeddings.pairs": "EmbeddingDataModule",
+    "embeddings.module": "EmbeddingModule",
+    "embeddings.search": "TextIndex",
     # explorers: see it, move it
     "explorers.widgets": "mask_dial",
     "explorers.packing": "document_mask_viewer packing_visualiser",
@@ -81,11 +95,13 @@ _FACE = {
     "explorers.models": "attention_browser embedding_map",
     "explorers.fill_mask": "ask_checkpoints",
     "explorers.training_monitor": "TrainingMonitor",
-    "explorers.profiling": "measure_roofline profile_step",
+    "explorers.stepper": "stepper",
+    "explorers.profiling": "profile_step",
+    "explorers.text_map": "text_map",
     # cli: the same without Python
     "cli.demo": "Recipe load_recipe run_demo",
 }
-_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "explorers", "cli")
+_CHAPTERS = ("core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli")
 _PLACES = {name: module for module, names in _FACE.items() for name in names.split()}
 
 __all__ = ["__version__", *_CHAPTERS, *_PLACES]

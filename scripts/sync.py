@@ -35,6 +35,7 @@ CHAPTERS = {
     "optim": ("Optimization", "what moves which weight, and when"),
     "train": ("Training", "a loop that survives being killed"),
     "finetuning": ("Fine-tuning", "a checkpoint, a task, an honest number"),
+    "embeddings": ("Embeddings", "one text, one vector, and search"),
     "explorers": ("Explorers", "see it, move it"),
     "cli": ("Command line", "the same without Python"),
 }

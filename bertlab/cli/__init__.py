@@ -8,6 +8,11 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "pretrain",
     "demo",
     "finetune",
+    "write",
+    "embed",
     "speedrun",
+    "vocabularies",
+    "adapt",
+    "tune",
     "main",
 ))

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GLUE', 'FinetuneChoices', 'glue_options', 'FinetuningRun', 'ShownHistory', 'write_json', 'run_finetuning', 'predict']
 
-# %% ../../nbs/cli/04_finetune.ipynb #872c94a6
+# %% ../../nbs/cli/04_finetune.ipynb #d5292709
 import copy
 import json
 import math
@@ -35,6 +35,7 @@ from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
 from ..train.checkpoints import read_checkpoint
+from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
 
@@ -53,6 +54,7 @@ class FinetuneChoices:
     monitor: str | None = None  # metric to choose weights by, as val_loss; null: the task's
     validations_per_epoch: int = 1  # how often an epoch is interrupted for validation
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to go on from
+    average: float | None = None  # decay of a moving average to validate and keep; such as 0.99
     baselines: bool = True  # compute what simple methods reach on the same rows
     progress: str = "auto"  # how progress is shown
 
@@ -88,7 +90,7 @@ def glue_options(name: str) -> dict[str, Any]:  # of FinetuningDataModule
             "text_column": columns if len(columns) > 1 else columns[0], "label_column": "label",
             "val_split": f"validation{matched}", "test_split": f"test{matched}"}
 
-# %% ../../nbs/cli/04_finetune.ipynb #2f2f08e5
+# %% ../../nbs/cli/04_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
 
 
@@ -222,6 +224,7 @@ class FinetuningRun:
         history = ShownHistory()
         series = CheckpointSeries(place / "checkpoints", run.checkpoint_every_steps, keep_last=1)
         watchers = [history, *get_progress(run.progress, history),
+                    *([AveragedWeights(run.average)] if run.average is not None else []),
                     *[ScoreLines()] * (run.progress != "none"), *copy.deepcopy(self.callbacks),
                     series]
         checkpoint = find_checkpoint(place / "checkpoints")

@@ -208,7 +208,7 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
             return text
         raise
 
-# %% ../../nbs/cli/01_options.ipynb #65120b8d
+# %% ../../nbs/cli/01_options.ipynb #5f21afcf
 LIGHTNING = "lightning:pytorch/trainer/trainer.py"
 NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
 @dataclass(frozen=True)
@@ -222,6 +222,7 @@ class Asked:
     words: tuple[str, ...] = ()  # as they were typed
     resume: bool | str = False  # True, or the directory of the run
     overwrite: bool = False
+    estimate: bool = False  # say what the run would need, and run nothing
     shown: str | None = None  # what --help or --print_config prints; then nothing is run
 
 
@@ -250,7 +251,7 @@ def table_names(
             found += [n.value for n in inside if isinstance(n, ast.Constant)]
     return tuple(found)
 
-# %% ../../nbs/cli/01_options.ipynb #7be91227
+# %% ../../nbs/cli/01_options.ipynb #5137a215
 @dataclass(frozen=True)
 class Command:
     "A command of the program: what it is for, and what it can be asked."
@@ -262,6 +263,7 @@ class Command:
     configured: bool = False  # has --config and --print_config
     resume: str = ""  # help of --resume; "" where there is none
     overwrite: bool = False
+    estimate: str = ""  # help of --estimate; "" where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # where they are not the class's
     skip: tuple[str, ...] = ()  # options that the command decides itself
     follows: dict[str, str] = field(default_factory=dict)  # option: the one that it equals
@@ -336,11 +338,13 @@ class Command:
         if missing and shown is None:
             raise ValueError(f"{missing[0]} is missing: {known[missing[0]].help}")
         return Asked(self.name, config, given, own["files"], tuple(words),
-                     own["flags"].get("resume", False), "overwrite" in own["flags"], shown)
+                     own["flags"].get("resume", False), "overwrite" in own["flags"],
+                     "estimate" in own["flags"], shown)
 
     def _take_own(self, name: str, rest: list[str], own: dict, equals: bool) -> bool:
-        "Take --help, --config, --print_config, --resume and --overwrite, where the command has it."
+        "Take --help, --config, --print_config, --resume, --overwrite, --estimate, where it has it."
         if name == "help" or (name == "overwrite" and self.overwrite) or (
+                name == "estimate" and self.estimate) or (
                 name == "print_config" and self.configured):
             own["flags"][name] = True
         elif name == "config" and self.configured:
@@ -369,6 +373,7 @@ class Command:
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
         flags = [*known, "help", *["resume"] * bool(self.resume), *["overwrite"] * self.overwrite,
+                 *["estimate"] * bool(self.estimate),
                  *["config", "print_config"] * self.configured]
         raise ValueError(f"{name!r} is no parameter{_suggest(name, flags)}")
 
@@ -426,7 +431,9 @@ class Command:
         elif grows:
             before = given.get(name, option.default) or []
             before = before if isinstance(before, list) else [before]
-            more = convert_text(text, "Any", name)
+            # A text without a flag is meant as it is, also where YAML reads a number or a list.
+            is_text = option.kind.startswith("list[str]") and f"*{name}" in self.positionals
+            more = [text] if is_text else convert_text(text, "Any", name)
             given[name] = [*before, *(more if isinstance(more, list) else [more])]
         else:
             given[name] = convert_text(text, option.kind, f"--{name}")
@@ -473,6 +480,7 @@ class Command:
         own += [("--resume" + " [DIRECTORY]" * self.configured, self.resume)] if self.resume else []
         own += [("--overwrite", "start anew; the run that is there is moved into previous-N")
                 ] if self.overwrite else []
+        own += [("--estimate", self.estimate)] if self.estimate else []
         entries = {"": own}
         for key, option in known.items():
             section = key.rpartition(".")[0]
@@ -515,7 +523,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #86aa3ecc
+# %% ../../nbs/cli/01_options.ipynb #235471ca
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
@@ -531,6 +539,7 @@ _PRETRAIN = dict(
              "data.file_format": ("data/readers.py", "FORMATS"),
              "run.shape": ("cli/pretrain.py", "SHAPES"),
              "run.progress": ("train/monitors.py", "PROGRESS"),
+             "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_KINDS"),
              "run.loggers": ("train/monitors.py", "_LOGGERS")},
     helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
                                 "and init_args; they come after the run's own"},
@@ -540,6 +549,8 @@ _PRETRAIN = dict(
            "--model.objective my_file.MyModel, --model.model_config_kwargs.norm my_file.MyNorm "
            "(mlp and hidden_activation likewise). The guide 'Your own parts' runs one of each.",
 )
+_OF_MODEL = Option("directory", "str", None, "of a run, or of a model", required=True)
+_KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_KINDS")}
 COMMANDS = {command.name: command for command in (
     Command("demo", "train a small encoder on text, in minutes",
             {"": ("cli/demo.py", "Recipe")},
@@ -553,7 +564,8 @@ COMMANDS = {command.name: command for command in (
             "documentation), by flags and configuration files",
             positionals=("*data.train_dataset_name_or_path",),
             titles={"data.train_dataset_name_or_path": "TEXT"}, **_PRETRAIN,
-            resume="go on with a run, in run.output or in DIRECTORY", overwrite=True),
+            resume="go on with a run, in run.output or in DIRECTORY", overwrite=True,
+            estimate="say what memory the run would need and what fits here, and run nothing"),
     Command("finetune", "fine-tune a model on a task, by configuration files and flags",
             {"model": ("finetuning/module.py", "FinetuningModule"),
              "data": ("finetuning/data.py", "FinetuningDataModule"),
@@ -585,18 +597,80 @@ COMMANDS = {command.name: command for command in (
             **_PRETRAIN),
     Command("fill-mask", "let a model fill the gaps of texts",
             {"": ("cli/pretrain.py", "fill_gaps")}, ("directory", "*texts")),
+    Command("write", "let a model write: fill gaps, go on, answer, rewrite",
+            {"": ("cli/write.py", "write_texts")}, ("directory", "*prompts"),
+            choices={"mode": ("model/writing.py", "MODES"),
+                     "sampler": ("model/samplers.py", "SAMPLERS"),
+                     "schedule": ("data/diffusion.py", "NOISE")}),
     Command("distill", "train in stages, each held close to the last",
             {"": ("cli/pretrain.py", "distill"), "run": ("cli/pretrain.py", "RunChoices")},
             ("config",), resume="go on with what is in --output", overwrite=True,
             skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
-                "output", "vocab_size", "val_every_steps", "validate_first", "loggers", "models",
-                "checkpoint_every_steps", "keep_last", "keep_best", "report", "shape"))),
+                "output", "vocab_size", "tokenizer_kind", "val_every_steps", "validate_first",
+                "loggers", "models", "checkpoint_every_steps", "keep_last", "keep_best", "report",
+                "shape"))),
             choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
+    Command("tokenizer train", "train a tokenizer on text",
+            {"": ("cli/vocabularies.py", "train")}, ("*sources",), choices=_KINDS),
+    Command("tokenizer compare", "measure tokenizers, and models by bits per byte, side by side",
+            {"": ("cli/vocabularies.py", "compare")}, ("*tokenizers",)),
+    Command("tokenizer extend", "add pieces for a text to a model or tokenizer",
+            {"": ("cli/vocabularies.py", "extend")}, ("directory", "output")),
+    Command("tokenizer trim", "drop what a text never uses from a model or tokenizer",
+            {"": ("cli/vocabularies.py", "trim")}, ("directory", "output")),
+    Command("tokenizer transplant", "give a model another tokenizer",
+            {"": ("cli/vocabularies.py", "transplant")}, ("directory", "tokenizer", "output"),
+            choices={"method": ("model/vocabulary.py", "TRANSPLANTS")}),
+    Command("tokenize", "turn text into shards of tokens, to train on",
+            {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",), overwrite=True,
+            skip=("overwrite",), choices={"executor": ("data/tokenize.py", "EXECUTORS"),
+                                          "filters": ("data/tokenize.py", "FILTERS")}),
     Command("speedrun", "race a recipe to a target loss, with a log that others can check",
             {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
             more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
                                                       "it, and train nothing"),),
             resume="go on with the seeds that are not finished", overwrite=True,
             skip=("resume", "overwrite")),
+    Command("card", "write a model card beside a model",
+            {"": ("train/model_cards.py", "CardChoices")}, ("directory",), overwrite=True,
+            more=(_OF_MODEL,)),
+    Command("push", "send a model and its card to a hub, in one commit",
+            {"": ("train/model_cards.py", "CardChoices")}, ("directory", "repo"),
+            more=(_OF_MODEL, Option("repo", "str", None, "owner/name on the hub", required=True),
+                  Option("private", "bool", False, "nobody else may see a new repository"),
+                  Option("message", "str", "Model and card", "of the commit"),
+                  Option("dry_run", "bool", False, "check everything, send nothing"))),
+    Command("average", "average models of one shape, or the seeds of a fine-tuning run",
+            {"": ("cli/adapt.py", "average")}, ("*directories",)),
+    Command("lengthen", "let a model read longer rows",
+            {"": ("cli/adapt.py", "lengthen")}, ("directory",)),
+    Command("tune", "search settings over the ranges of a file",
+            {"": ("cli/tune.py", "tune")}, ("config",), resume="go on with the search in --output",
+            skip=("resume",)),
     Command("devices", "say what a run would use here", {}),
+    Command("embed finetune", "train text vectors on pairs",
+            {"model": ("embeddings/module.py", "EmbeddingModule"),
+             "data": ("embeddings/pairs.py", "EmbeddingDataModule"),
+             "trainer": (LIGHTNING, "Trainer"), "run": ("cli/embed.py", "EmbedChoices")},
+            configured=True, overwrite=True, resume="go on with a run that was stopped",
+            more=(Option("seed_everything", "int", 0, "of weights, dropout and order"),),
+            defaults={"trainer.devices": 1, "trainer.gradient_clip_val": 1.0,
+                      "trainer.max_steps": None},
+            skip=tuple(f"trainer.{name}" for name in (
+                "max_epochs", "min_steps", "min_epochs", "val_check_interval", "logger",
+                "check_val_every_n_epoch", "enable_checkpointing", "num_sanity_val_steps",
+                "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "barebones",
+                "fast_dev_run", "overfit_batches", "enable_progress_bar", "enable_model_summary")),
+            follows={"data.seed": "seed_everything"},
+            choices={"run.progress": ("train/monitors.py", "PROGRESS"),
+                     "model.pooling": ("embeddings/pooling.py", "POOLINGS"),
+                     "model.distillation": ("embeddings/losses.py", "DISTILLATIONS"),
+                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
+    Command("embed encode", "turn texts into vectors: .npy, .parquet, or an index to search in",
+            {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"), overwrite=True,
+            skip=("overwrite",)),
+    Command("embed search", "find the texts that are most like a query",
+            {"": ("cli/embed.py", "embed_search")}, ("model", "place", "*queries")),
+    Command("embed evaluate", "measure retrieval beside BM25 and TF-IDF",
+            {"": ("cli/embed.py", "embed_evaluate")}, ("model",)),
 )}

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers',
            'run_trainer', 'naming_options', 'shape_settings', 'settle_shape', 'build_objects', 'trainer_options',
-           'validation_entropy', 'Run', 'provenance', 'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate',
-           'distill']
+           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'ask_for_run', 'pretrain', 'find_model',
+           'fill_gaps', 'validate', 'distill']
 
-# %% ../../nbs/cli/02_pretrain.ipynb #6eff6b2c
+# %% ../../nbs/cli/02_pretrain.ipynb #c0ab7218
 import json
 import os
 import platform
@@ -37,7 +37,8 @@ from ..core.files import MARKER, check_run_directory, prepare_run_directory, wri
 from ..core.names import did_you_mean, find_object, look_up
 from ..core.reading import read_json, read_yaml
 from ..data.module import PretrainingDataModule, training_texts
-from ..data.tokenizers import choose_tokenizer, load_tokenizer, train_tokenizer
+from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, load_tokenizer
+from ..data.tokenizers import train_tokenizer
 from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
@@ -47,22 +48,24 @@ from ..model.layers import own_layers
 from ..model.losses import unigram_counts, unigram_entropy
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
 from ..train.checkpoints import find_checkpoint, same_random_states
+from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, data_objective, load_encoder
 from ..train.modules import pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import batch_options
+from ..train.parallel import batch_options, find_launch
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
-# %% ../../nbs/cli/02_pretrain.ipynb #5c817b8c
+# %% ../../nbs/cli/02_pretrain.ipynb #8936bee8
 @dataclass(frozen=True)
 class RunChoices:
     "Where a run writes, when it ends, and who watches it. Raises `ValueError`."
 
     output: str = "bertlab-run"  # directory of the run
-    vocab_size: int = 4096  # of the WordPiece tokenizer that is trained where none is named
+    vocab_size: int = 4096  # of the tokenizer that is trained where none is named
+    tokenizer_kind: str = "wordpiece"  # its family
     # Size of fresh weights, by name, under what model_config_kwargs says. Null, where that says
     # nothing either: modernbert_tiny on a CPU, modernbert_base on a GPU or TPU.
     shape: str | None = None
@@ -80,10 +83,12 @@ class RunChoices:
     token_limit: int | str | None = None  # real tokens, such as 10B
     loss_below: float | None = None  # training loss at which the run is done
     loss_above: float | None = None  # training loss at which the run is lost
+    average: float | None = None  # decay of a moving average to validate and write; such as 0.999
     progress: str = "auto"  # how progress is shown
     loggers: list[str] | None = None  # where numbers are logged, in logs of the directory
     preview_sentences: list[str] | None = None  # with [MASK], filled while the model trains
     preview_every_steps: int = 500  # steps between previews
+    evaluators: list[dict] | None = None  # questions while it trains: kind, name, source, ...
     histograms: list[str] | None = None  # globs of parameters, as *.qkv.weight, to record
     measure_every_steps: int = 10  # steps between looks at speed and memory; 0: never
     peak_flops: float | str | None = None  # of one device, or measured; null: looked up
@@ -95,6 +100,7 @@ class RunChoices:
         if self.shape is not None:
             look_up(self.shape, SHAPES, "run.shape")
         known, progress = COMMANDS["pretrain"].known_names("run.progress"), self.progress
+        look_up(self.tokenizer_kind, TOKENIZER_KINDS, "run.tokenizer_kind")
         if progress not in known:
             raise ValueError(f"run.progress {progress!r} is unknown; choose one of "
                              f"{', '.join(known)}")
@@ -109,10 +115,12 @@ class RunChoices:
                     limit(value)
             except ValueError as error:
                 raise ValueError(f"run.{name}: {error}") from None
+        if self.average is not None and not 0 <= self.average < 1:
+            raise ValueError(f"run.average is a decay, 0 or more and below 1, got {self.average}")
         if isinstance(self.peak_flops, str) and self.peak_flops != "measured":
             raise ValueError(f"run.peak_flops must be a number or measured: {self.peak_flops!r}")
 
-# %% ../../nbs/cli/02_pretrain.ipynb #076e6fbc
+# %% ../../nbs/cli/02_pretrain.ipynb #519c9db3
 def run_limits(run: RunChoices) -> list[Callback]:
     "What ends a run."
     callbacks: list[Callback] = []
@@ -135,6 +143,10 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
     output, every, callbacks = Path(run.output), run.measure_every_steps, []
     if every:
         callbacks = [Throughput(every, device_peak_flops=run.peak_flops), MemoryMonitor(every)]
+    if run.evaluators:
+        from bertlab.train.evaluators import Evaluators
+
+        callbacks.append(Evaluators(run.evaluators))
     if run.histograms:
         from bertlab.train.histograms import WeightHistograms
 
@@ -160,6 +172,8 @@ def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[
     output, every, history = Path(run.output), run.checkpoint_every_steps, History()
     callbacks = [history, *get_progress(run.progress, history), *run_guards(run),
                  *run_limits(run), *run_monitors(run, module)]
+    if run.average is not None:
+        callbacks.append(AveragedWeights(run.average))
     if run.models:
         callbacks.append(ModelDirectories(output / "models", module.tokenizer, every,
                                           keep_last=run.keep_last, keep_best=run.keep_best))
@@ -251,8 +265,8 @@ def build_objects(value: Any) -> Any:
         name = str(value["class_path"])
         if "." not in name:  # of Lightning's own callbacks, or of ours
             theirs = L.pytorch.callbacks.__all__
-            if name not in theirs and name not in bertlab.__all__:
-                hint = did_you_mean(name, [*theirs, *bertlab.__all__]) or ";"
+            if name not in theirs and name not in dir(bertlab):
+                hint = did_you_mean(name, [*theirs, *dir(bertlab)]) or ";"
                 raise ValueError(f"class {name!r} is neither of Lightning's callbacks nor in "
                                  f"bertlab{hint} your own is named by its file, as my_file.{name}")
             name = f"lightning.pytorch.callbacks.{name}" if name in theirs else f"bertlab.{name}"
@@ -273,7 +287,7 @@ def trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
         made["callbacks"] = [named(one) for one in several]
     return {name: build_objects(value) for name, value in made.items()}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #61a00319
+# %% ../../nbs/cli/02_pretrain.ipynb #5b9179a2
 def validation_entropy(
     data: PretrainingDataModule,  # after `setup`
 ) -> float:  # nats per token
@@ -297,6 +311,8 @@ class Run:
                        for name, part in config.items()}
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
         self.chosen_shape: str | None = None  # where nobody named one
+        if (launch := find_launch()) is not None:  # who started the processes knows how many
+            self.config["trainer"] |= {"devices": launch.devices, "num_nodes": launch.num_nodes}
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
@@ -376,7 +392,7 @@ class Run:
             self.tokenizer = choose_tokenizer(
                 [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
                 self.output / "tokenizer" if self.resume else None,
-                lambda: train_tokenizer(self._texts(), self.choices.vocab_size))
+                self._own_tokenizer)
             self.data.tokenizer = self.tokenizer
             self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             self.data.prepare_data()
@@ -385,6 +401,15 @@ class Run:
             self.data.train_dataloader()  # refuses a batch that is larger than the text
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
         self.history = self.trainer.callbacks[0]
+
+    def _own_tokenizer(self) -> Any:
+        "The one that made the tokens, where the data is shards; else one that is trained here."
+        stored = [] if self.data.streaming else [s for s in self.data.sources if s.stored]
+        beside = [source.stored.path / "tokenizer" for source in stored]
+        if beside and beside[0].is_dir():
+            return load_tokenizer(beside[0])
+        return train_tokenizer(self._texts(), self.choices.vocab_size,
+                               kind=self.choices.tokenizer_kind)
 
     def _texts(self) -> list[str]:
         "What a tokenizer is trained on; the data module keeps what is read here."
@@ -398,7 +423,8 @@ class Run:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             last = -1 if may_be_finished else self.trainer.max_steps
-            check_resume(self.checkpoint, self.module, self.data, last)
+            check_resume(self.checkpoint, self.module, self.data, last,
+                         processes=self.trainer.world_size)
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -445,7 +471,37 @@ def provenance() -> dict[str, str]:
     return {"device": str(describe_device()), "python": platform.python_version(),
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #67854a1a
+# %% ../../nbs/cli/02_pretrain.ipynb #ea40ae60
+def estimate_run(
+    asked: Asked,  # of `bertlab pretrain`
+) -> Any:  # a MemoryEstimate
+    "What a run would need, with no text read and nothing written: `bertlab pretrain --estimate`."
+    from bertlab.train.estimate import estimate_memory
+
+    config = {name: dict(part) if isinstance(part, Mapping) else part
+              for name, part in asked.config.items()}
+    model, data, trainer = config["model"], config["data"], config["trainer"]
+    choices = RunChoices(**config["run"])
+    kind = check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    rows = data["train_batch_size"]
+    if choices.batch_tokens is not None:
+        processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+        rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
+                             {"max_sequence_length": data["max_sequence_length"]},
+                             processes)[0]["train_batch_size"]
+    named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
+    with same_random_states(), naming_options():
+        if named is None and model[MODEL] is None:  # the run would train one of this size
+            size = {"vocab_size": choices.vocab_size, **(model["model_config_kwargs"] or {})}
+            model["model_config_kwargs"] = size
+        module = PretrainingModule(**{**model, TOKENIZER: named})
+        collator = PretrainingDataModule(**{
+            **data, "objective": model["objective"], TOKENIZER: "not read"}).collator_kwargs
+    return estimate_memory(
+        module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
+        trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)
+
+
 def ask_for_run(
     command: str,  # a key of COMMANDS
     words: Sequence[str] | Asked,  # of the command line
@@ -473,6 +529,10 @@ def pretrain(
     signal, with the step and the directory.
     """
     asked = ask_for_run("pretrain", words, resume)
+    if asked.estimate:
+        found = estimate_run(asked)
+        print(found.describe(), flush=True)
+        return {"peak_bytes": found.peak, "largest_rows": found.largest_rows}
     run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
               {"command": "pretrain", "record": provenance()})
     run.build()
@@ -480,6 +540,7 @@ def pretrain(
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
     run.fit()
+    run.trainer.strategy.barrier()  # the first process writes what all read here
     return read_json(run.output / "metrics.json", finite=False)
 
 # %% ../../nbs/cli/02_pretrain.ipynb #a3202d38
@@ -514,7 +575,7 @@ def fill_gaps(
     texts = [text.replace("[MASK]", tokenizer.mask_token) for text in texts or []]
     return fill_each_mask(model, tokenizer, texts, top_k)
 
-# %% ../../nbs/cli/02_pretrain.ipynb #9da59b69
+# %% ../../nbs/cli/02_pretrain.ipynb #3e4bb1a1
 def validate(
     words: Sequence[str] | Asked = (),  # of the command line
 ) -> list[dict[str, Any]]:  # a row for each validation set
@@ -531,7 +592,7 @@ def validate(
     if f"model.{MODEL}" not in asked.given:
         model[MODEL] = str(find_model(output))
     own_layers(model["model_config_kwargs"] or {})  # which the model may be made of
-    model["model_config_kwargs"] = None  # the model has its own
+    model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
     tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
     linked = {"objective": data_objective(model["objective"]),
               "seed": config["seed_everything"]}

@@ -6,13 +6,14 @@
 __all__ = ['MARKER', 'written_whole', 'recover_directory', 'written_directory', 'check_run_directory', 'move_aside',
            'prepare_run_directory']
 
-# %% ../../nbs/core/01_files.ipynb #cc12c63d
+# %% ../../nbs/core/01_files.ipynb #8f8e9e4b
 import ctypes
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import token_hex
 
 # %% ../../nbs/core/01_files.ipynb #e7b20ce8
 @contextmanager
@@ -22,7 +23,7 @@ def written_whole(
     "Give a temporary path; rename it to `path` when the block ends well, remove it otherwise."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{token_hex(4)}.tmp")
     try:
         yield temporary
         with open(temporary, "rb+") as f:

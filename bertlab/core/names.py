@@ -70,7 +70,7 @@ def _import_own(module: str, name: str, kind: str) -> ModuleType:
 
 
 def _refuse_python(module: str, name: str, kind: str) -> None:
-    "Raise `ValueError` for what is Python's own: none of it is a part of a run, and some is a tool."
+    "Raise `ValueError` for what is Python's own: none of it is a part of a run."
     top = module.partition(".")[0]
     here = Path(top + ".py").is_file() or Path(top).is_dir()  # a file of yours, by the same name
     if top in {*sys.stdlib_module_names, *sys.builtin_module_names} and not here:

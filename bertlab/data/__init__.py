@@ -15,9 +15,13 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "supervised",
     "collators",
     "packing",
+    "shards",
     "cache",
     "streaming",
     "mixing",
     "module",
     "plain_models",
+    "tokenize",
+    "tokenizer_measures",
+    "vocabularies",
 ))

@@ -11,8 +11,12 @@ from . import diffusion as diffusion
 from . import supervised as supervised
 from . import collators as collators
 from . import packing as packing
+from . import shards as shards
 from . import cache as cache
 from . import streaming as streaming
 from . import mixing as mixing
 from . import module as module
 from . import plain_models as plain_models
+from . import tokenize as tokenize
+from . import tokenizer_measures as tokenizer_measures
+from . import vocabularies as vocabularies

@@ -97,12 +97,23 @@ class MaskedDiffusionCollator(Collator):
         *,
         max_predictions: int | None = None,  # labels a row at most, M; None: the row's length
         seed: int = 0,
+        schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
+        writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
+        end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
                          max_sequence_length, **options)
+        if writing and end_token_id is None:
+            end_token_id = getattr(self.read.tokenizer, "sep_token_id", None)
+            if end_token_id is None:
+                raise ValueError("writing=True needs end_token_id, the [SEP] that closes prompts "
+                                 "and texts: give it, or a tokenizer that has one")
+        if end_token_id is not None and not writing:
+            raise ValueError(f"end_token_id={end_token_id} is read with writing=True alone: set "
+                             "it, or leave the id out")
         self.rule = DiffusionRule(num_steps, sampling_eps, noise_eps, min_masked, max_masked,
-                                  max_predictions, seed)
+                                  max_predictions, seed, schedule, end_token_id)
         self.epoch = 0  # of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['rows_of', 'directory_files', 'read_path', 'offline_if_unreachable', 'SourceNotFound', 'looks_like_hub_name',
-           'saved_to_disk', 'in_hub_form', 'read_hub', 'is_local', 'expand_sources', 'find_documents',
+           'saved_to_disk', 'in_hub_form', 'open_dataset', 'read_hub', 'is_local', 'expand_sources', 'find_documents',
            'refuse_hub_options', 'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
@@ -129,7 +129,7 @@ def in_hub_form(
     return saved_to_disk(path) or bool(re.search(r"^(configs|dataset_info):", front, re.MULTILINE))
 
 # %% ../../nbs/data/03_sources.ipynb #c36dcf2e
-def _load_dataset(name: str, split: str, config_name: str | None, streaming: bool) -> Any:
+def open_dataset(name: str, split: str, config_name: str | None, streaming: bool) -> Any:
     "A dataset through `datasets`. Raises `SourceNotFound` with the client's first line."
     import datasets  # here, because files need it not, and importing it takes most of a second
 
@@ -173,7 +173,7 @@ def read_hub(
     on_error: Callable[[ValueError], None] = raise_error,  # gets malformed rows
 ) -> Iterator[Document]:
     "The text column of a dataset, through `datasets`, batch by batch."
-    data = _load_dataset(name, split, config_name, streaming)
+    data = open_dataset(name, split, config_name, streaming)
     number = 0
     for batch in data.iter(batch_size=1000):
         if text_column not in batch:
@@ -314,7 +314,7 @@ class TextStream:
             rows = rows_of(part, *options, self.place, self.header)
             yield from (text for _, text in rows if text.strip())
             return
-        data = _load_dataset(part, self.split, self.config_name, True)
+        data = open_dataset(part, self.split, self.config_name, True)
         self.data = data.to_iterable_dataset() if hasattr(data, "select") else data
         if self.hub:
             self.data.load_state_dict(self.hub)

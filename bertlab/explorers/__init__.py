@@ -13,4 +13,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "training_monitor",
     "profiling",
     "precision",
+    "stepper",
+    "text_map",
 ))

@@ -371,7 +371,7 @@ class FinetuningDataModule(L.LightningDataModule):
         dataset_config_name: str | None = None,  # of a hub dataset that has several
         max_sequence_length: int = 512,  # longer texts are cut, longer contexts go into windows
         train_split: str | None = "train",  # split to train on, or "train[:10%]"
-        val_split: str | None = "validation",  # split to validate on; without one, rows are held out
+        val_split: str | None = "validation",  # to validate on; without one, rows are held out
         test_split: str | None = "test",  # split to test on
         # By name, or by number from 1; two are a pair of texts. None: the task's usual names.
         text_column: str | int | list[str] | None = None,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCHEDULES', 'INPUTS', 'TARGETS', 'finetuning_schedule', 'make_scores', 'readable', 'FinetuningModule']
 
-# %% ../../nbs/finetuning/07_module.ipynb #f8e150c8
+# %% ../../nbs/finetuning/07_module.ipynb #5ac7d680
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from .metrics import gold_texts, names_entities
 from .task_models import TaskLabels, build_task_model, check_weights
 from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
+from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
 from ..model.huggingface import describe_saving
 from ..model.losses import LossParts
@@ -115,7 +116,7 @@ def readable(values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:  # of the sa
     "Move what a model gave to where it can be scored."
     return apply_to_collection(values, Tensor, lambda t: t.to(_readable_device(t.device)))
 
-# %% ../../nbs/finetuning/07_module.ipynb #f260b5c8
+# %% ../../nbs/finetuning/07_module.ipynb #d0ca84d8
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 TARGETS = ("labels", "start_positions", "end_positions")
 
@@ -145,8 +146,10 @@ class FinetuningModule(TrainingModule):
         id2label: dict[int, str] | list[str] | None = None,  # None: the data's
         class_weights: list[float] | str | None = None,  # a number a label, or "balanced"
         layer_decay: float = 1.0,  # factor of the rate from a layer to the next one down
-        freeze_layers: int | str | None = None,  # blocks, with embeddings; or "encoder"
+        # Blocks from below, with the embeddings; embeddings; encoder; or patterns of names.
+        freeze_layers: int | str | list[str] | None = None,
         reinit_layers: int = 0,  # uppermost blocks that begin anew
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
         model_kwargs: dict[str, Any] | None = None,  # of MODEL_OPTIONS: dropouts, pooling, kernel
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig, for random weights
     ):
@@ -217,7 +220,10 @@ class FinetuningModule(TrainingModule):
         self._check_rows(loaded.model.config)
         self.model = loaded.model
         self.fresh = sorted({*loaded.fresh, *reinit_top(self.model, h.reinit_layers)})
-        self.frozen = freeze_bottom(self.model, h.freeze_layers)
+        if h.adapter is not None:  # the head for the task is new and learns as a whole
+            add_adapter(self.model, h.adapter, ["task_head"])
+        freeze_bottom(self.model, h.freeze_layers)
+        self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         attached = self._trainer is not None
         device = self.trainer.strategy.root_device if attached else torch.device("cpu")
         recompute(self.model, h.gradient_checkpointing, device)
@@ -360,6 +366,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError("class_weights need classes; leave them out")
     if isinstance(weights, str) and weights != "balanced":
         raise ValueError(f"class_weights must be a list or 'balanced', got {weights!r}")
+    if options["adapter"] is not None:
+        read_adapter(options["adapter"])
+        if options["reinit_layers"]:
+            raise ValueError(f"reinit_layers={options['reinit_layers']} begins blocks anew that "
+                             "adapter leaves as they are: leave one of them out")
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
     check_recomputing(options["gradient_checkpointing"], options["compile_model"],
                       options["optimizer_class"])

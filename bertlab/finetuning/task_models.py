@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TASK_MODELS', 'MODEL_OPTIONS', 'TaskLabels', 'settle_labels', 'describe_labels', 'without_reports', 'LoadedModel',
-           'load_ours', 'load_theirs', 'forgets_answers', 'load_task_model', 'build_task_model', 'layer_depth',
-           'freeze_bottom', 'rates_by_depth', 'rate_overrides', 'finetuning_groups', 'reinit_top', 'count_and_balance',
-           'check_weights', 'save_for_pipeline']
+           'load_ours', 'load_theirs', 'forgets_answers', 'load_task_model', 'build_task_model', 'freeze_bottom',
+           'rates_by_depth', 'rate_overrides', 'finetuning_groups', 'reinit_top', 'count_and_balance', 'check_weights',
+           'save_for_pipeline']
 
-# %% ../../nbs/finetuning/04_task_models.ipynb #996e62d6
+# %% ../../nbs/finetuning/04_task_models.ipynb #f047109e
 import copy
 import os
 import re
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..model.adapters import adapter_overrides, freeze_weights, layer_depth, save_adapter
 from ..model.config import BertLabConfig
-from ..model.huggingface import find_kind, from_huggingface, load_pretrained, read_shape
-from ..model.huggingface import save_model, their_class
+from ..model.huggingface import find_kind, from_huggingface, has_adapter, load_pretrained
+from ..model.huggingface import read_shape, save_model, their_class
 from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
@@ -116,8 +117,9 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
     renamed = {r"^head\.(dense|norm)\.": r"task_head.\1."}
     config = read_shape(name)
     model, report = load_pretrained(
-        TASK_MODELS[task], name, dtype=torch.float32, num_labels=num_labels, ignore_mismatched_sizes=True,
-        output_loading_info=True, key_mapping=renamed if config.classifier_head != "tanh" else None)
+        TASK_MODELS[task], name, dtype=torch.float32, num_labels=num_labels,
+        ignore_mismatched_sizes=True, output_loading_info=True,
+        key_mapping=renamed if config.classifier_head != "tanh" else None)
     odd = {weight for weight, *_ in report["mismatched_keys"]}
     return LoadedModel(model, sorted(report["missing_keys"] | odd))
 
@@ -126,8 +128,8 @@ def load_theirs(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMo
     "Let transformers put its own head for the task on a checkpoint, and convert both."
     kind, head = find_kind(read_shape(name)), TASK_MODELS[task].__name__.removeprefix("BertLab")
     theirs, report = load_pretrained(
-        their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels, ignore_mismatched_sizes=True,
-        output_loading_info=True)
+        their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels,
+        ignore_mismatched_sizes=True, output_loading_info=True)
     model = from_huggingface(theirs)
     odd = report["missing_keys"] | {weight for weight, *_ in report["mismatched_keys"]}
     table = key_table(kind, head)
@@ -188,36 +190,13 @@ def build_task_model(
     model = TASK_MODELS[task](BertLabConfig(**{**config_kwargs, **labels.settings(), **options}))
     return LoadedModel(model, list(model.state_dict()))
 
-# %% ../../nbs/finetuning/04_task_models.ipynb #a3791570
-def layer_depth(
-    name: str,  # of a weight, as in `named_parameters`
-    num_layers: int,  # n
-) -> int:  # 0: embeddings; 1 ... n: the blocks; n + 1: what stands above them
-    "How far above the tokens a weight sits."
-    if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
-        return int(block[1]) + 1
-    return 0 if re.search(r"(?:^|\.)embeddings\.", name) else num_layers + 1
-
-# %% ../../nbs/finetuning/04_task_models.ipynb #7be49ef1
+# %% ../../nbs/finetuning/04_task_models.ipynb #4065f90f
 def freeze_bottom(
     model: nn.Module,  # with an `encoder`, or an encoder itself
-    freeze_layers: int | str | None,  # blocks, with the embeddings; "encoder": all but the head
+    freeze_layers: int | str | list[str] | None,  # as of `freeze_weights`
 ) -> list[str]:  # names of the weights that no longer move
-    "Let the lower layers be. Raises `ValueError` for more blocks than there are."
-    num_layers = model.config.num_hidden_layers
-    if freeze_layers is None:
-        return []
-    whole = freeze_layers == "encoder"
-    if not whole and (type(freeze_layers) is not int or not 0 <= freeze_layers <= num_layers):
-        raise ValueError(f"freeze_layers must be None, 'encoder' or a number of blocks from 0 (the "
-                         f"embeddings alone) to {num_layers}, got {freeze_layers!r}")
-    frozen = []
-    for name, parameter in model.named_parameters():
-        in_head = re.match(r"(task_)?head\.", name) is not None
-        if not in_head if whole else layer_depth(name, num_layers) <= freeze_layers:
-            parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen
+    "Let weights be. Raises `ValueError` for more blocks than there are, or a pattern of nothing."
+    return freeze_weights(model, freeze_layers, "freeze_layers")
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #2c792c62
 def rates_by_depth(
@@ -258,6 +237,7 @@ def finetuning_groups(
     # Muon and GaLore are for hidden matrices; the rest goes to AdamW, in the same optimizer.
     apart = hparams.optimizer_class in ("muon", "galore")
     overrides = rate_overrides(model, hparams.learning_rate, hparams.layer_decay)
+    overrides = adapter_overrides(model, overrides)
     groups = parameter_groups(model, hparams.weight_decay, hidden_apart=apart, overrides=overrides)
     return sorted(groups, key=lambda group: "lr" in group)
 
@@ -316,8 +296,11 @@ def save_for_pipeline(
     tokenizer: Any,
     kind: str | None = None,  # bert, roberta or modernbert; None: what fits, else our own class
 ) -> Path:  # the directory
-    "Write a directory for `transformers.pipeline`, file by whole file, the weights last."
+    "Write a directory for `transformers.pipeline`, file by whole file; adapters merged and alone."
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = model.config.max_position_embeddings  # not what it was made for
     with without_reports():
-        return save_model(model, tokenizer, directory, kind)
+        written = save_model(model, tokenizer, directory, kind)
+    if has_adapter(model):  # merged above; alone here
+        save_adapter(model, written / "adapter", kind=kind)
+    return written

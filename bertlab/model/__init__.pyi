@@ -10,6 +10,13 @@ from . import task_heads as task_heads
 from . import loading as loading
 from . import huggingface as huggingface
 from . import generate as generate
+from . import samplers as samplers
+from . import writing as writing
+from . import causal as causal
+from . import text_measures as text_measures
 from . import growth as growth
 from . import activation_checkpointing as activation_checkpointing
 from . import float8 as float8
+from . import adapters as adapters
+from . import context as context
+from . import vocabulary as vocabulary

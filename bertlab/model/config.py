@@ -45,7 +45,7 @@ CHOICES = {  # settings by name, and the names that each knows
 SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bias", "mlp_bias",
             "head_bias", "decoder_bias", "qk_norm")  # fmt: skip
 
-# %% ../../nbs/model/01_config.ipynb #8a597db9
+# %% ../../nbs/model/01_config.ipynb #029e82c3
 def _check_each(config: PretrainedConfig) -> None:
     "Raise `ValueError` for a setting that is wrong whatever the others are."
     for name, (least, hint) in _LEAST.items():
@@ -68,6 +68,35 @@ def _check_each(config: PretrainedConfig) -> None:
     for name in SWITCHES:
         if type(value := getattr(config, name)) is not bool:
             raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+_STRETCHES = {  # kinds of rope_stretch: what each needs, and what it takes besides
+    "linear": ({"factor"}, set()),
+    "yarn": ({"factor", "original_max_position_embeddings"},
+             {"attention_factor", "beta_fast", "beta_slow"}),
+}
+
+
+def _check_stretch(stretch: dict | None) -> None:
+    "Raise `ValueError` for a stretch of rotary positions that cannot be."
+    if stretch is None:
+        return
+    kind = stretch.get("rope_type") if isinstance(stretch, dict) else None
+    if kind not in _STRETCHES:
+        raise ValueError(f"rope_stretch must be None or a dict with rope_type, one of "
+                         f"{', '.join(_STRETCHES)}, and factor; got {stretch!r}")
+    needed, more = _STRETCHES[kind]
+    given = stretch.keys() - {"rope_type"}
+    if missing := sorted(needed - given):
+        raise ValueError(f"rope_stretch {kind!r} needs {missing[0]!r}, got {stretch!r}")
+    if unknown := sorted(given - needed - more):
+        raise ValueError(f"rope_stretch {kind!r} takes {', '.join(sorted(needed | more))}, not "
+                         f"{unknown[0]!r}")
+    for name in given:
+        value, least = stretch[name], 1 if name in needed else 0
+        if type(value) not in (int, float) or not least <= value < float("inf"):
+            raise ValueError(f"rope_stretch: {name} must be a number, {least} or more, got "
+                             f"{value!r}")
 
 
 def _check_together(config: "BertLabConfig") -> None:
@@ -138,6 +167,8 @@ class BertLabConfig(PretrainedConfig):
     global_rope_theta: float = 160000.0
     local_rope_theta: float = 10000.0
     rope_share: float = 1.0  # of each head's numbers that are turned
+    # Longer rows, in global layers: {rope_type: linear, factor: 4}, or yarn; as in transformers.
+    rope_stretch: dict | None = None
     global_attention_every_n_layers: int = 3  # layers 0, n, 2n, ... see the whole document
     local_attention: int = 128  # the others see half of this on each side
     attention_bias: bool = False
@@ -175,6 +206,7 @@ class BertLabConfig(PretrainedConfig):
     def check(self) -> None:
         "Raise `ValueError` where no model can be built, naming the setting, its value and the fix."
         _check_each(self)
+        _check_stretch(self.rope_stretch)
         _check_together(self)
 
     @property

@@ -156,7 +156,8 @@ def layer_context(
         slopes_H = alibi_slopes(config.num_attention_heads).to(documents_BL.device)
     if config.attention_positions == "rope":
         theta = config.global_rope_theta if whole else config.local_rope_theta
-        table = rotary_table(position_ids, config.rotary_size, theta)
+        stretch = config.rope_stretch if whole else None  # a window is as wide as it was
+        table = rotary_table(position_ids, config.rotary_size, theta, stretch)
     pattern = Pattern(documents_BL, None if whole else config.window, slopes_H, max_length)
     return LayerContext(kernel, KERNELS[kernel].prepare(pattern), table)
 

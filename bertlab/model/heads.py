@@ -164,7 +164,7 @@ class BertLabForMaskedLM(BertLabTokenPredictor):
         scored = self.score(encoded[0], labels, label_positions, loss_rule)
         return make_output(encoded, *scored)
 
-# %% ../../nbs/model/06_heads.ipynb #2aa2f3b4
+# %% ../../nbs/model/06_heads.ipynb #02689b39
 def count_ordinary(
     input_ids: Tensor | None,  # (B, L); None: nothing is known to be special
     documents_BL: Tensor,  # 0 for padding
@@ -203,6 +203,7 @@ class BertLabForMaskedDiffusion(BertLabTokenPredictor):
         labels: Tensor | None = None,  # (B, L): true ids, -100 where nothing is predicted
         label_positions: Tensor | None = None,  # (B, M): predict only here; spares have no label
         loss_weights: Tensor | None = None,  # (B, L): 1 / t at labels; None: 1, a plain mean
+        token_shares: Tensor | None = None,  # (B, L): what each token counts for; None: ids tell
         token_type_ids: Tensor | None = None,  # (B, L), where the configuration has segments
         inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
         output_hidden_states: bool | None = None,
@@ -215,8 +216,12 @@ class BertLabForMaskedDiffusion(BertLabTokenPredictor):
                                return_dict=True)
         logits, parts = self.score(encoded[0], labels, label_positions, loss_rule, loss_weights)
         if parts is not None and loss_weights is not None:
-            mask = all_one_document(encoded[0]) if attention_mask is None else attention_mask
-            parts = parts._replace(num_labels=count_ordinary(input_ids, mask, self.config))
+            if token_shares is None:
+                mask = all_one_document(encoded[0]) if attention_mask is None else attention_mask
+                count = count_ordinary(input_ids, mask, self.config)
+            else:
+                count = token_shares.sum()
+            parts = parts._replace(num_labels=count)
         return make_output(encoded, logits, parts)
 
 # %% ../../nbs/model/06_heads.ipynb #6287b79a

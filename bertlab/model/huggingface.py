@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
            'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'from_huggingface', 'give_weights',
-           'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving', 'save_model']
+           'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving', 'has_adapter', 'plain_copy',
+           'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -110,6 +111,8 @@ def _say_config(
         said["layer_types"] = [_LAYERS[kind] for kind in config.layer_kinds]
         said["rope_parameters"] = {name: {"rope_type": "default", "rope_theta": theta[kind]}
                                    for kind, name in _LAYERS.items()}
+        if config.rope_stretch is not None:
+            said["rope_parameters"][_LAYERS["global"]].update(config.rope_stretch)
     elif config.classifier_dropout == config.hidden_dropout:
         said["classifier_dropout"] = None  # as hidden_dropout_prob
     if kind == "roberta":  # it counts positions on from the id of its padding
@@ -154,6 +157,12 @@ def _read_bert(theirs: PretrainedConfig, kind: str) -> dict[str, Any]:
     }
 
 
+def _read_stretch(rope: dict[str, Any]) -> dict[str, Any] | None:
+    "What their rotary positions have besides a base."
+    kept = {name: value for name, value in rope.items() if name != "rope_theta"}
+    return None if kept == {"rope_type": "default"} else kept
+
+
 def _read_modernbert(theirs: PretrainedConfig) -> dict[str, Any]:
     "Read what ModernBERT means."
     kinds, rope = theirs.layer_types, theirs.rope_parameters
@@ -165,6 +174,7 @@ def _read_modernbert(theirs: PretrainedConfig) -> dict[str, Any]:
         **{ours: getattr(theirs, name) for ours, name in _MODERNBERT_WORDS.items()},
         "global_attention_every_n_layers": every,
         "global_rope_theta": rope[whole]["rope_theta"],
+        "rope_stretch": _read_stretch(rope[whole]),
         "local_rope_theta": rope[near]["rope_theta"],
         "hidden_activation": inner,
         "head_activation": None if outer == inner else outer,
@@ -220,7 +230,7 @@ def unread_settings(
     "What the scores of a trained model of this shape do not depend on."
     unread = set(_TRAINING)
     if config.attention_positions != "rope":
-        unread |= {"global_rope_theta", "local_rope_theta", "rope_share"}
+        unread |= {"global_rope_theta", "local_rope_theta", "rope_share", "rope_stretch"}
     if "local" not in config.layer_kinds:
         unread |= {"local_attention", "local_rope_theta"}
     if head != "ForSequenceClassification":
@@ -434,6 +444,7 @@ def to_huggingface(
 ) -> PreTrainedModel:  # of transformers, on the CPU, same type of numbers, in evaluation mode
     "Copy a model into transformers' own class. Raises `ValueError` for what has no place there."
     kind, head, config = _their_shape(model, kind)
+    model = plain_copy(model) if has_adapter(model) else model
     options = {}
     if head == "Model" and kind != "modernbert":
         options["add_pooling_layer"] = isinstance(model, BertLabModelWithPooler)
@@ -475,7 +486,7 @@ def match_tokens(
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
 
-# %% ../../nbs/model/09_huggingface.ipynb #0e2d1adc
+# %% ../../nbs/model/09_huggingface.ipynb #db56dc36
 def describe_saving(
     model: BertLabPreTrainedModel,  # with any head
     kind: str | None = None,  # as of `save_model`
@@ -495,13 +506,36 @@ def _say_once(line: str) -> None:
     logging.getLogger(__name__).warning("%s", line)
 
 
-def _own_copy(model: BertLabPreTrainedModel) -> BertLabPreTrainedModel:
-    "The same model on the CPU, with a configuration of its own."
-    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+def has_adapter(model: nn.Module) -> bool:
+    "Whether layers of a model carry what `add_adapter` put beside them."
+    return bool(getattr(model, "peft_config", None))
+
+
+def plain_copy(
+    model: BertLabPreTrainedModel,
+    weights: dict[str, Tensor] | None = None,  # in place of its own, such as gathered ones
+) -> BertLabPreTrainedModel:  # on the CPU, in evaluation mode, without adapters
+    "Copy a model, with a configuration of its own; what adapters add is added to the weights."
+    weights = model.state_dict() if weights is None else weights
+    weights = {name: weight.detach().cpu() for name, weight in weights.items()}
+    adapters = getattr(model, "peft_config", None) or {}
     with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
         fresh = type(model)(copy.deepcopy(model.config))
+        for name, adapter in adapters.items():
+            from peft import inject_adapter_in_model
+
+            inject_adapter_in_model(copy.deepcopy(adapter), fresh, name)
+    if adapters:  # merging writes into the weights, which are still the model's
+        weights = {name: weight.clone() for name, weight in weights.items()}
     fresh.load_state_dict(weights, assign=True)
-    return fresh.eval()
+    for name, layer in list(fresh.named_modules()):
+        if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
+            layer.merge(safe_merge=True)  # raises where a merged weight is not finite
+            parent, _, last = name.rpartition(".")
+            setattr(fresh.get_submodule(parent), last, layer.get_base_layer())
+    if adapters:
+        del fresh.peft_config
+    return fresh.requires_grad_(True).eval()
 
 
 # A place that cannot change its name: a mounted drive, or one beside which nobody may write.
@@ -531,7 +565,7 @@ def save_model(
         if kind is not None:
             raise
         _say_once(describe_saving(model))
-        written = _own_copy(model)
+        written = plain_copy(model)
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
     def write(place: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +139,8 @@ def gather_positions(
 
 def shapes_are_free(values: Tensor) -> bool:
     "Whether a shape that depends on the data costs nothing: on a CPU, outside of a compiler."
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+    fake = is_fake(values)  # shapes without numbers, of an estimate
+    return values.device.type == "cpu" and not torch.compiler.is_compiling() and not fake
 
 
 def labelled_alone(

@@ -19,4 +19,8 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "trainer",
     "distill",
     "stages",
+    "evaluators",
+    "averages",
+    "estimate",
+    "model_cards",
 ))

@@ -15,3 +15,7 @@ from . import reports as reports
 from . import trainer as trainer
 from . import distill as distill
 from . import stages as stages
+from . import evaluators as evaluators
+from . import averages as averages
+from . import estimate as estimate
+from . import model_cards as model_cards

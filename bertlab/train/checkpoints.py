@@ -281,7 +281,8 @@ def _rate_of(checkpoint: dict[str, Any]) -> float | None:
                   for group in state["param_groups"]]
         return float(groups[0]["lr"]) if groups else None
     except (KeyError, TypeError, ValueError):
-        raise ValueError("the checkpoint's optimizer_states are damaged: no rates in them") from None
+        raise ValueError("the checkpoint's optimizer_states are damaged: they have no "
+                         "rates") from None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #f4eec6e7
 def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every machine
@@ -304,12 +305,14 @@ def documents_identity(
     length: int = 1024,  # of a stretch
 ) -> str:
     "Hash how many tokens and documents there are, and stretches of tokens all over them."
+    if getattr(documents, "num_blocks", 1) > 1:  # shards: their checksums say all of it, unread
+        return _short_hash([shard["crc32"] for shard in documents.manifest["shards"]])
     tokens, ends = documents.tokens, np.asarray(documents.offsets)
     starts = np.linspace(0, max(0, len(tokens) - length), num_samples).astype(int)
     read = [np.asarray(tokens[s:s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
     return _short_hash(len(tokens), len(ends), ends[:: max(1, len(ends) // 4096)].tolist(), *read)
 
-# %% ../../nbs/train/06_checkpoints.ipynb #7630dd00
+# %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
                   "streaming", "seed", "data_kwargs", "collator_kwargs")  # fmt: skip
 # What a configuration says besides the model's shape.
@@ -318,7 +321,8 @@ _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype",
 
 def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     hparams, config = getattr(module, "hparams", {}), getattr(module, "config", None)
-    names = ("objective", "optimizer_class", "optimizer_quantized")
+    names = ("objective", "optimizer_class", "optimizer_quantized", "adapter", "freeze",
+             "freeze_layers")
     known = {name: hparams[name] for name in names if name in hparams}
     shape = config.to_diff_dict() if config is not None else {}
     return known | {name: value for name, value in shape.items() if name not in _UNRELATED}
@@ -353,9 +357,16 @@ def refuse_differences(
     kept: dict[str, Any],  # its fingerprint
     now: dict[str, Any],  # of this run; what only one of them knows is not compared
 ) -> None:
-    "Raise `ValueError` that names what differs, where a checkpoint is of another run."
+    """Raise `ValueError` that names what differs, where a checkpoint is of another run.
+
+    Another number of processes is the same run where all of them together take as many rows.
+    """
+    together = {facts.get("train_batch_size", 0) * facts.get("processes", 0)
+                for facts in (kept, now)}
+    shared = ("train_batch_size", "processes") if len(together) == 1 and together != {0} else ()
     found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
-             for name in kept if name in now and kept[name] != now[name]]  # fmt: skip
+             for name in kept
+             if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
     if found:
         raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
                          "new run (load_weights takes the weights alone)")
@@ -432,6 +443,7 @@ def check_resume(
     data: L.LightningDataModule | None,
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
+    processes: int | None = None,  # that will share the run; None: not known yet
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
@@ -443,11 +455,12 @@ def check_resume(
     if 0 <= max_steps <= step:
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
-    refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+    known = {} if processes is None else {"processes": processes}
+    refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
         data.prepare_data()
         data.setup("fit")
-        refuse_differences(checkpoint, kept, run_fingerprint(module, data))
+        refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
         say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "

@@ -29,6 +29,7 @@ class RunRecord:
     def __init__(self):
         self.rows: list[tuple[float, ...]] = []  # of COLUMNS; tokens and seconds accumulate
         self.validation: list[dict[str, float]] = []  # step, val_loss, val_accuracy, ...
+        self.evaluations: list[dict[str, Any]] = []  # step, evaluator, and what it found
 
     def column(self, name: str) -> np.ndarray:
         "One column over all steps."
@@ -116,6 +117,7 @@ class History(Clock):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.record.rows, self.record.validation = list(state["rows"]), list(state["validation"])
+        self.record.evaluations = list(state.get("evaluations", []))
         self._tokens, self._seconds = state["tokens"], state["train_seconds"]
 
 # %% ../../nbs/train/03_history.ipynb #50eb251a

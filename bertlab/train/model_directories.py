@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['MODEL_MARKER', 'whole_weights', 'rebuild', 'read_marker', 'remove_model', 'ModelShelf', 'ModelDirectories']
 
-# %% ../../nbs/train/07_model_directories.ipynb #2e3ec2a0
-import copy
+# %% ../../nbs/train/07_model_directories.ipynb #3476c58f
 import json
 import os
 import shutil
@@ -23,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.files import recover_directory, written_directory
 from ..core.reading import check_beside, read_json
-from ..model.huggingface import check_tokenizer, save_model
+from ..model.adapters import save_adapter
+from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
 from .parallel import gather_weights
 from .checkpoints import check_writable, same_random_states, validation_follows
 
@@ -39,13 +39,11 @@ def rebuild(
     model: PreTrainedModel,
     weights: dict[str, Tensor],  # of `whole_weights`
 ) -> PreTrainedModel:  # on the CPU, in evaluation mode
-    "Build a model anew around gathered weights."
+    "Build a model anew around gathered weights; adapters are merged into them."
     with same_random_states():  # building a model draws its first weights
-        fresh = type(model)(copy.deepcopy(model.config))
-    fresh.load_state_dict(weights, assign=True)
-    return fresh.eval()
+        return plain_copy(model, weights)
 
-# %% ../../nbs/train/07_model_directories.ipynb #7ce02bf5
+# %% ../../nbs/train/07_model_directories.ipynb #e7f9734d
 MODEL_MARKER = "bertlab-model.json"  # says: this directory was written by `ModelDirectories`
 
 
@@ -66,7 +64,8 @@ def read_marker(directory: Path) -> dict[str, Any] | None:  # None: not one of o
 def remove_model(directory: Path) -> None:
     "Remove the files that were written there; what somebody added stays."
     for name in (read_marker(directory) or {}).get("files", []):
-        (directory / name).unlink(missing_ok=True)
+        path = directory / name  # a directory: the adapter's
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     (directory / MODEL_MARKER).unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()
@@ -228,9 +227,14 @@ class ModelDirectories(Callback):
             weights = whole_weights(pl_module.model)
         self._written = trainer.global_step
         if trainer.is_global_zero:
-            model = rebuild(pl_module.model, weights)
-            self.shelf.put(self._written, value,
-                           lambda directory: save_model(model, self.tokenizer, directory))
+            trained = pl_module.model
+
+            def fill(directory: Path) -> None:
+                save_model(rebuild(trained, weights), self.tokenizer, directory)
+                if has_adapter(trained):
+                    save_adapter(trained, directory / "adapter", weights)
+
+            self.shelf.put(self._written, value, fill)
 
     def on_train_end(self, trainer, pl_module) -> None:
         if self._written != trainer.global_step:

@@ -6,10 +6,9 @@
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'HIGHEST_RATE', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
            'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model',
            'settings_from', 'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options',
-           'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule']
+           'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
 
-# %% ../../nbs/train/02_modules.ipynb #5da018ed
-import copy
+# %% ../../nbs/train/02_modules.ipynb #4f3f6a4e
 import inspect
 import math
 import os
@@ -26,14 +25,16 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
+from ..model.causal import BertLabForCausalLM
 from ..model.config import BertLabConfig
 from ..core.durations import read_amount
 from ..core.names import find_part
 from ..data.collators import COLLATORS
-from ..data.rows import BOOKKEEPING
+from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
-from ..model.huggingface import read_shape, save_model
+from ..model.huggingface import plain_copy, read_shape, save_model
 from ..data.tokenizers import count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
@@ -48,14 +49,14 @@ from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
 from .steps import TrainingModule
 
-# %% ../../nbs/train/02_modules.ipynb #dc21fdfa
+# %% ../../nbs/train/02_modules.ipynb #bb3a719c
 OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
     "mlm": BertLabForMaskedLM,
     "enhanced_mlm": BertLabForEnhancedMaskedLM,
     "diffusion": BertLabForMaskedDiffusion,
 }
 BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "label_positions",
-              "loss_weights", "row_keys")  # what the models of the objectives take
+              "loss_weights", "token_shares", "row_keys")  # what the models of the objectives take
 
 
 def settle_objective(
@@ -183,8 +184,9 @@ def settings_from(
                          f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs")
     return settings
 
-# %% ../../nbs/train/02_modules.ipynb #c4842d8b
-PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5}  # where no learning_rate is given; at width 768
+# %% ../../nbs/train/02_modules.ipynb #d488a5e9
+# Where no learning_rate is given; of fresh weights at width 768.
+PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5, "adapter": 5e-4}
 HIGHEST_RATE = 3e-3  # of a narrow model whose rate nobody has chosen
 WARMUP_SHARE = 0.06  # of the run, where no warmup is given (RoBERTa's: Liu et al. 2019, table 9)
 OPEN_WARMUP_STEPS = 1000  # where the run has no known end
@@ -209,7 +211,7 @@ def pretraining_optimizer(
     h = hparams
     groups = parameter_groups(model, weight_decay=h.weight_decay,
                               hidden_apart=optimizer_facts(h.optimizer_class).hidden_apart,
-                              overrides=h.parameter_overrides)  # fmt: skip
+                              overrides=adapter_overrides(model, h.parameter_overrides))
     options = {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}
     optimizer = get_optimizer(h.optimizer_class, groups, options, quantized=h.optimizer_quantized)
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
@@ -279,7 +281,7 @@ def recompute(
     if mode is not None:
         checkpoint_activations(model, mode, **options)
 
-# %% ../../nbs/train/02_modules.ipynb #25c73633
+# %% ../../nbs/train/02_modules.ipynb #a90a63a0
 class DirectoriesBeside(_WrappingCheckpointIO):
     "Write a directory for transformers beside each checkpoint, and remove both together."
 
@@ -293,11 +295,10 @@ class DirectoriesBeside(_WrappingCheckpointIO):
         # Building a model draws its first weights, which must not move the run's generator. The
         # weights in the checkpoint are the model's own, so that averages are written where kept.
         with torch.random.fork_rng(devices=[]), module.evaluation_weights():
-            model = OBJECTIVE_MODELS[module.hparams.objective](copy.deepcopy(module.config))
-            model.load_state_dict({name.removeprefix("model."): weight.detach().cpu()
-                                   for name, weight in weights.items()})  # fmt: skip
+            model = plain_copy(module.model, {name.removeprefix("model."): weight.clone()
+                                              for name, weight in weights.items()})  # fmt: skip
         with torch.random.fork_rng(devices=[]):
-            save_model(model.eval(), module.tokenizer, Path(path).with_suffix(""))
+            save_model(model, module.tokenizer, Path(path).with_suffix(""))
 
     def load_checkpoint(self, path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
@@ -308,7 +309,7 @@ class DirectoriesBeside(_WrappingCheckpointIO):
         if Path(path).suffix and (beside / "config.json").is_file() and not beside.is_symlink():
             shutil.rmtree(beside, ignore_errors=True)
 
-# %% ../../nbs/train/02_modules.ipynb #ecaefb0d
+# %% ../../nbs/train/02_modules.ipynb #baac0b75
 class PretrainingModule(TrainingModule):
     "Pretrain an encoder, from a configuration or going on with one that is there."
 
@@ -318,7 +319,8 @@ class PretrainingModule(TrainingModule):
         pretrained_model_name_or_path: str | None = None,  # to go on with; None: fresh weights
         pretrained_tokenizer_name_or_path: Any = None,  # name, path or loaded; None: the model's
         objective: Any = "mlm",  # what is learned, by name; or your own model, as my_file.MyModel
-        # The schedule's peak; None: 5e-5 where weights are continued, else by width: 5e-4 at 768.
+        # The schedule's peak; None: 5e-5 where all weights go on, 5e-4 for an adapter, else by
+        # width: 5e-4 at 768.
         learning_rate: float | None = None,
         weight_decay: float = 0.001,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = None,  # None: on a GPU; or a mode
@@ -345,6 +347,8 @@ class PretrainingModule(TrainingModule):
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay
         budget_tokens: int | str | None = None,  # the run ends with it: 10_000_000 or "10M"
         save_directories: bool = True,  # one for transformers beside each of ModelCheckpoint's
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
+        freeze: int | str | list[str] | None = None,  # blocks from below, embeddings, or patterns
     ):
         super().__init__()
         for name, given in (("model_config_kwargs", model_config_kwargs),
@@ -364,6 +368,11 @@ class PretrainingModule(TrainingModule):
         find_part(optimizer_class, OPTIMIZERS, "optimizer_class")
         if schedule is not None:
             find_part(schedule, SCHEDULES, "schedule")
+        if adapter is not None:
+            read_adapter(adapter)
+            if float8:
+                raise ValueError(f"float8={float8!r} casts the layers that adapter={adapter!r} "
+                                 "leaves frozen: leave one of them out")
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
@@ -383,7 +392,9 @@ class PretrainingModule(TrainingModule):
             self.config = self.model.config
             settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
         if learning_rate is None:
-            self.hparams["learning_rate"] = peak_rate(self.config.hidden_size, source is not None)
+            self.hparams["learning_rate"] = (
+                PEAK_RATES["adapter"] if adapter
+                else peak_rate(self.config.hidden_size, source is not None))
         self.hparams["objective"] = objective
         name = getattr(tokenizer, "name_or_path", None)
         self.hparams["pretrained_tokenizer_name_or_path"] = name or None
@@ -400,7 +411,11 @@ class PretrainingModule(TrainingModule):
             check_batch(batch, self.model, h.objective, h.plain_mean)
             self._checked = True
         left_out = {*BOOKKEEPING, "loss_weights" if h.plain_mean else None}
-        return {name: value for name, value in batch.items() if name not in left_out}
+        inputs = {name: value for name, value in batch.items() if name not in left_out}
+        if h.plain_mean and "token_shares" in batch:  # a mean of words; ends count for one together
+            shares_BL = batch["token_shares"].masked_fill(batch["labels"] == IGNORED, 0.0)
+            inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
+        return inputs
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
@@ -425,6 +440,10 @@ class PretrainingModule(TrainingModule):
         if theirs not in (None, asked, data_objective(asked)):
             raise ValueError(f"the data module has objective={theirs!r} and the module "
                              f"objective={asked!r}; give both the same")
+        if (stage == "fit" and self.hparams.adapter is not None and not self.trainer.ckpt_path
+                and self.hparams.pretrained_model_name_or_path is None):
+            raise ValueError(f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
+                             "that is random: name pretrained_model_name_or_path")
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
@@ -437,6 +456,9 @@ class PretrainingModule(TrainingModule):
             return
         h = self.hparams
         model = self.model or OBJECTIVE_MODELS[h.objective](self.config)
+        if h.adapter is not None:
+            add_adapter(model, h.adapter)
+        freeze_weights(model, h.freeze)
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.float8:
             convert_to_float8(model, h.float8, device)
@@ -489,3 +511,25 @@ class PretrainingModule(TrainingModule):
                 found = found and own.__module__ != "__main__"
                 plain[name] = f"{own.__module__}.{own.__qualname__}" if found else usual
         checkpoint["hyper_parameters"] = plain
+
+# %% ../../nbs/train/02_modules.ipynb #28bffdab
+class CausalModule(PretrainingModule):
+    "Train the causal twin of an encoder: a control, on batches in which nothing is hidden."
+
+    def __init__(
+        self,
+        model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
+        **kwargs: Any,  # of `PretrainingModule`, without an objective and without old weights
+    ):
+        for name in ("objective", "pretrained_model_name_or_path"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}={kwargs[name]!r} is not for a causal twin, which begins "
+                                 "fresh and predicts the next token; leave it out")
+        super().__init__(model_config_kwargs, **{"save_directories": False, **kwargs,
+                                                 "objective": "enhanced_mlm"})
+
+    def configure_model(self) -> None:
+        "Build the twin, once."
+        if self.model is None:
+            self.model = BertLabForCausalLM(self.config)
+        super().configure_model()

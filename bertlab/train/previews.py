@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from ..core.files import written_whole
 from .checkpoints import same_random_states
 from .history import RunProgress
-from ..model.generate import encode_masked, fill_each_mask, sample_diffusion
-from ..data.rows import Vocabulary
+from ..model.generate import encode_masked, fill_each_mask
+from ..model.samplers import SamplingRule
+from ..model.writing import generate
 
 # %% ../../nbs/train/11_previews.ipynb #81baefeb
 @contextmanager
@@ -190,18 +191,15 @@ class DiffusionPreview(Preview):
         temperature: float = 1.0,
         seed: int = 0,  # the same draws in each preview: what changes is the model
         path: str | os.PathLike | None = None,
+        sampler: str = "ancestral",  # a key of SAMPLERS
     ):
         super().__init__(texts, tokenizer, every_steps, path)
-        self.sampling = dict(num_steps=num_steps, temperature=temperature, seed=seed)
+        self.sampling = dict(sampler=sampler, num_steps=num_steps, temperature=temperature,
+                             seed=seed)
+        SamplingRule(**self.sampling)  # or refuse now, not in the first preview
 
     def ask(self, model: nn.Module) -> list[str]:
-        tokenizer, device = self.tokenizer, next(model.parameters()).device
-        encoded = encode_masked(tokenizer, self.texts, model.config.max_position_embeddings)
-        vocabulary = Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id,
-                                tuple(tokenizer.all_special_ids))  # fmt: skip
-        ids_BL, mask_BL = (encoded[key].to(device) for key in ("input_ids", "attention_mask"))
-        filled_BL = sample_diffusion(model, ids_BL, vocabulary, mask_BL, **self.sampling)[-1]
-        return tokenizer.batch_decode(filled_BL, skip_special_tokens=True)
+        return generate(model, self.tokenizer, self.texts, mode="infill", **self.sampling)
 
     def describe(self, answers: list[str]) -> list[str]:
         return answers

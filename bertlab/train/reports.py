@@ -181,6 +181,14 @@ def _spread(items: Sequence, count: int = 20) -> list:  # the first and the last
     return [items[i] for i in indices]
 
 
+def _evaluator_sections(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    "A table for each evaluator of the run."
+    names = dict.fromkeys(row["evaluator"] for row in rows)
+    of = lambda name: [{k: v for k, v in row.items() if k != "evaluator"}  # noqa: E731
+                       for row in rows if row["evaluator"] == name]
+    return {f"Evaluator {name}": markdown_table(_spread(of(name))) for name in names}
+
+
 def report_sections(
     trainer: L.Trainer,
     module: L.LightningModule,
@@ -198,6 +206,7 @@ def report_sections(
         "Curves": "![Training and validation loss](loss.png)\n\n"
                   "![Learning rate and gradient norm](rate.png)",
         "Validation": markdown_table(_spread(record.validation)),
+        **_evaluator_sections(record.evaluations),
         "Model": markdown_table([{"part": k, "weights": v} for k, v in (counts or {}).items()]),
         "Data": markdown_table(data_facts(trainer.datamodule)),
         "Cost": pairs(_cost_section(module, trainer.datamodule, metrics)),

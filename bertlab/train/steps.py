@@ -8,7 +8,7 @@ __all__ = ['LOSS_SCALE', 'whole', 'scale_gradient', 'can_flag', 'skip_step', 'av
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
@@ -97,7 +97,10 @@ def bytes_scored(
         labels = labels_of(batch)
         return bytes_V[labels.clamp_min(0)].mul(labels != IGNORED).sum()
     labels = batch["labels"]  # weighed labels bound the likelihood of the whole text
-    return bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)].sum()
+    bytes_BL = bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)]
+    if "token_shares" in batch:  # what is given is not part of it
+        bytes_BL = bytes_BL * (batch["token_shares"] > 0)
+    return bytes_BL.sum()
 
 
 def summed_up(
@@ -220,9 +223,16 @@ class TrainingModule(L.LightningModule):
 
     # --- validation and test --------------------------------------------------------------------
 
-    def evaluation_weights(self) -> AbstractContextManager[None]:
-        "Inside, what the optimizer keeps for use stands for the weights; see `averaged_weights`."
-        return averaged_weights(self.trainer.optimizers if self._trainer is not None else [])
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        "Inside, averages that the optimizer or a callback keeps for use stand for the weights."
+        with ExitStack() as stack:
+            if self._trainer is not None:
+                stack.enter_context(averaged_weights(self.trainer.optimizers))
+                for callback in self.trainer.callbacks:
+                    if hasattr(callback, "evaluation_weights"):  # such as `AveragedWeights`
+                        stack.enter_context(callback.evaluation_weights(self))
+            yield
 
     def begin_scoring(self, stage: str) -> None:  # val or test
         "Make room for the sums of a round over a split."

@@ -82,11 +82,11 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["pretrain", "own.csv", "--data.text_column", "tittle"], ["did you mean 'title'"]),
     (["pretrain", "ag.csv", "--data.text_column", "Description"], ["'Description'", "header: false"]),
     (["pretrain", "ag.csv", "--data.text_column", "3"], ["header: false", "by their numbers"]),
-    (["pretrain", "--config", "bad.yaml"], ["bad.yaml is not YAML at line 3", "bracket"]),
+    (["pretrain", "--config", "bad.yaml"], ["bad.yaml", "line 3"]),
     (["pretrain", "--config", "list.yaml"], ["list.yaml must be a mapping", "list"]),
     (["pretrain", "--config", "typo.yaml"], ["typo.yaml", "did you mean 'model.learning_rate'"]),
-    (["pretrain", "--config", "binary.txt"], ["binary.txt is not YAML", "UTF-8"]),
-    (["pretrain", "--config", "empty"], ["empty cannot be read", "directory"]),
+    (["pretrain", "--config", "binary.txt"], ["binary.txt", "UTF-8"]),
+    (["pretrain", "--config", "empty"], ["empty is no file"]),
     (["pretrain", "--trainer.max_step", "5"], ["did you mean 'trainer.max_steps'"]),
     (["pretrain", "--trainer.max_steps", "five"], ["trainer.max_steps", "int", "'five'"]),
     (["pretrain", "--model.scheduler_cooldown_kind", "inverse_sqrt"], ["did you mean 'inverse-sqrt'"]),
@@ -107,7 +107,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["demo", "--data", "utf16.txt"], ["iconv -f utf-16"]),
     (["demo", "--dta", "own.txt"], ["did you mean 'data'"]),
     (["demo", "--level", "all"], ["level 'all'", "stdlib, installed"]),
-    (["distill", "bad.yaml"], ["bad.yaml is not YAML at line 3"]),
+    (["distill", "bad.yaml"], ["bad.yaml", "line 3"]),
     (["fill-mask"], ["directory is missing"]),
 ]  # fmt: skip
 

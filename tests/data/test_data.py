@@ -162,7 +162,7 @@ def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
     assert len(files) == 2
     monkeypatch.setattr("bertlab.data.module.Source.corpus", None)  # reading the text again would fail
     second = set_up(path, cache_dir=cache)
-    assert isinstance(second.train_dataset.documents.tokens, np.memmap)
+    assert isinstance(second.train_dataset.documents.tokens[:5].base, np.memmap)
     assert texts_of(first.train_dataset) == texts_of(second.train_dataset)
 
 

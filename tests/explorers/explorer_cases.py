@@ -155,6 +155,25 @@ explorer = mask_dial(tokenizer, TEXT, probability=0.3)
             ("sentence", "  ", "type a sentence"),
         ),
     ),
+    "stepper": Case(
+        """
+from bertlab.explorers.stepper import stepper
+
+explorer = stepper(small_model(3), tokenizer, "the [MASK] of the [MASK] [MASK]", num_steps=4, seed=1)
+""",
+        (
+            # Three gaps in four steps: 3 * 3/4, 3 * 1/2, 3 * 1/4 and 0 are open, rounded half up.
+            Act("step", "press", "ArrowRight", r"step 1 of 4; wrote \S+ \(\d+%\); 2 open"),
+            Act("step", "press", "End", r"step 4 of 4; wrote \S+ \(\d+%\); 0 open"),
+            Act("step", "press", "Home", r"step 0 of 4; the prompt; 3 open"),
+            Act("prompt", "type", "the [MASK]", r"step 0 of 4; the prompt; 1 open"),
+            Act("prompt", "type", " ", r"type a prompt, such as"),
+            Act("prompt", "type", "in the", r"step 0 of 4; the prompt; 12 open"),
+            Act("step", "press", "ArrowRight", r"step 1 of 4; wrote .*; 9 open"),
+        ),
+        {"step 0": r"the prompt; 3 open", "step 4": r"wrote \S+ \(\d+%\); 0 open"},
+        (("prompt", "", "type a prompt"),),
+    ),
     "packing_visualiser": Case(
         """
 from bertlab.explorers.packing import packing_visualiser
@@ -313,5 +332,24 @@ explorer = embedding_map(small_model(4), tokenizer, ["the", "string"])
         ),
         {"the": r"this model[\s\S]*nearest to the:[\s\S]*untrained twin[\s\S]*nearest to the:"},
         (("token", "", "type a token"), ("token", "no such words", "is not in the vocabulary")),
+    ),
+    "text_map": Case(
+        """
+from bertlab.embeddings.bi_encoder import BiEncoder
+from bertlab.explorers.text_map import text_map
+
+encoder = small_model(5).encoder.eval()
+explorer = text_map({"this model": BiEncoder(encoder, tokenizer, max_sequence_length=16)},
+                    ["the name of a file", "a string", "the list of names", "return a number", "an object", "close a file"],
+                    ["the name", "a list"])
+""",
+        (
+            Act("query", "type", "a number", r"query: a number\b"),
+            Act("texts", "press", "ArrowLeft ArrowLeft", r"this model, \d+% of the variance; query: a number"),
+            Act("query", "type", "", r"type a query"),
+            Act("query", "type", "close a file", r"query: close a file[\s\S]*1\.00 close a file"),
+        ),
+        {"query 1": r"query: the name", "query 2": r"query: a list"},
+        (("query", " ", "type a query"),),
     ),
 }

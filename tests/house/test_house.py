@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "optim": {"core"},
     "train": {"core", "data", "model", "optim"},
     "finetuning": {"core", "data", "model", "optim", "train"},
-    "explorers": {"core", "data", "model", "optim", "train"},
-    "cli": {"core", "data", "model", "optim", "train", "finetuning", "explorers"},
+    "embeddings": {"core", "data", "model", "optim", "train"},
+    "explorers": {"core", "data", "model", "optim", "train", "embeddings"},
+    "cli": {"core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers"},
 }
 WITHOUT_LIGHTNING = {"core", "model", "optim"}
 # What the command reads before it knows that it must train.
@@ -503,9 +504,10 @@ def requirements() -> tuple[set[str], dict[str, set[str]]]:
 
 
 PACKAGE_OF = {"yaml": "pyyaml", "IPython": "ipython", "PIL": "pillow", "torch_xla": "torch-xla", "mpl_toolkits": "matplotlib",
-              "sklearn": "scikit-learn"}
+              "sklearn": "scikit-learn", "streaming": "streaming-community"}
 # In an extra; flash-attn is taken where somebody has built it; ipython comes with ipywidgets.
-ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython"}
+ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython", "datatrove", "loguru", "streaming-community",
+             "mteb", "optuna", "peft", "sentence-transformers"}  # fmt: skip
 
 
 def test_declared_dependencies_are_those_that_the_package_imports():

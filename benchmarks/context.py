@@ -1,0 +1,160 @@
+"""Short rows first: loss by cost of a two-stage recipe beside long rows throughout; time and memory by length.
+
+    python benchmarks/context.py [--quick]
+
+A small encoder learns the embedded corpus on rows of 512 throughout, or on rows of 128 and then, for the last
+tenth of its tokens, of 512, each for three seeds. The long run is validated as it goes; the recipe at its end.
+Judged: the share of the long run's cost (seconds of training on this machine, and operations by the shape) at
+which the recipe reaches the long run's final bits per byte. Then the needle test of both, and the seconds and
+bytes of a step at lengths from 128 to 4,096 with each attention kernel that runs here.
+"""
+
+import json
+import time
+from pathlib import Path
+
+from sides import Ledger, common_parser, fingerprint, judge, machine, say, write_result
+
+import bertlab
+from bertlab.core.plots import BLUE, GREY, new_axes
+
+SHORT, LONG, ROWS = 128, 512, 8  # positions; rows of 512 in a batch, and as many positions in short ones
+SHAPE = dict(hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=3, local_attention=64,
+             max_position_embeddings=LONG, initializer_range=0.04, global_attention_every_n_layers=2)  # fmt: skip
+
+
+def train(place: str, seed: int, lengths: list, share: float) -> dict:
+    "Train by stages of (length, steps); seconds of training, operations, and bits per byte at the end."
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.module import PretrainingDataModule
+    from bertlab.data.tokenizers import choose_tokenizer, train_tokenizer
+    from bertlab.model.huggingface import save_model
+    from bertlab.train.modules import PretrainingModule
+    from bertlab.train.trainer import make_trainer, seed_everything
+
+    folder = Path(place)
+    tokenizer = choose_tokenizer([], None, folder / "tokenizer",
+                                 lambda: train_tokenizer(embedded_corpus().train_texts, 4096))  # fmt: skip
+    tokenizer.save_pretrained(folder / "tokenizer")
+    seconds, flops, previous, found = 0.0, 0.0, None, {}
+    for number, (length, steps) in enumerate(lengths):
+        seed_everything(seed + number)
+        rows = ROWS * LONG // length
+        data = PretrainingDataModule(None, tokenizer, max_sequence_length=length, train_batch_size=rows, seed=seed)
+        last = number == len(lengths) - 1
+        options = dict(learning_rate=2e-3 if number == 0 else 1e-3, scheduler_warmup_steps=max(1, steps // 20),
+                       scheduler_cooldown_steps=steps // 2 if last else 0)  # fmt: skip
+        start = {"pretrained_model_name_or_path": previous} if previous else {"model_config_kwargs": dict(SHAPE)}
+        module = PretrainingModule(**start, **options, pretrained_tokenizer_name_or_path=tokenizer)
+        trainer = make_trainer(steps, "32-true")
+        began = time.perf_counter()
+        trainer.fit(module, data)
+        seconds += time.perf_counter() - began
+        flops += module.config.flops_per_token(length / 2, 0.3) * steps * ROWS * LONG
+        if last:
+            judge_data = PretrainingDataModule(None, tokenizer, max_sequence_length=LONG, train_batch_size=ROWS, seed=0)
+            found = make_trainer(1, "32-true").validate(module, judge_data, verbose=False)[0]
+        previous = str(save_model(module.model, tokenizer, folder / f"model-{seed}-{len(lengths)}-{share}"))
+    return {"seconds": seconds, "flops": flops, "bits_per_byte": found["val_bits_per_byte"], "model": previous}
+
+
+def needles(model: str) -> list:
+    "The needle test of a trained model."
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import load_tokenizer
+    from bertlab.model.context import needle_test
+    from bertlab.train.modules import load_encoder
+
+    return needle_test(load_encoder(model), load_tokenizer(model), embedded_corpus().validation_texts, [128, 512])
+
+
+def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
+    "Seconds of a step, and bytes of its tensors."
+    import torch
+
+    from bertlab.model.activation_checkpointing import MemoryLedger
+    from bertlab.model.config import modernbert_tiny
+    from bertlab.model.heads import BertLabForMaskedLM
+
+    torch.manual_seed(0)
+    config = modernbert_tiny(**{**SHAPE, "max_position_embeddings": max(length, LONG)})
+    config._attn_implementation = kernel
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = BertLabForMaskedLM(config).to(device).train()
+    ids = torch.randint(5, config.vocab_size, (max(1, positions // length), length), device=device)
+    places = torch.rand(ids.shape, device=device).argsort(1)[:, : int(0.3 * length)]
+    best = float("inf")
+    for number in range(3):
+        if number == 2:
+            with MemoryLedger() as ledger:
+                model(ids, labels=ids, label_positions=places).loss.backward()
+            break
+        began = time.perf_counter()
+        model(ids, labels=ids, label_positions=places).loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return {"seconds_per_1000": 1000 * best / ids.numel(), "bytes_per_token": max(ledger.history) / ids.numel()}
+
+
+def draw(result: dict):
+    "Bits per byte against cost."
+    figure, axes = new_axes("training (seconds)", "bits per byte of validation, rows of 512")
+    for name, colour in (("long", GREY), ("recipe", BLUE)):
+        runs = [run for by_share in result["cases"][name].values() for run in by_share]
+        axes.plot([r["seconds"] for r in runs], [r["bits_per_byte"] for r in runs], "o", color=colour, label=name)
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> None:
+    parser = common_parser(__doc__.splitlines()[0], "context", rounds=1)
+    parser.add_argument("--steps", type=int, default=600, help="of the long run")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[128, 512, 1024, 2048, 4096])
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.seeds, options.lengths = 10, [0], [128]
+    import torch
+
+    from bertlab.model.attention import KERNELS
+
+    torch.set_num_threads(options.threads)
+    ledger = Ledger(options.kept / "context.json", fingerprint(__file__), options.fresh)
+    place = options.kept / "context"
+    place.mkdir(parents=True, exist_ok=True)
+
+    def ask(key: list, work) -> dict:
+        return ledger.ask(json.dumps([options.steps, *key]), work)[0]
+
+    cases = {"long": {}, "recipe": {}}
+    for share in (0.6, 0.8, 1.0):  # of the long run's steps
+        steps = round(share * options.steps)
+        stages = [(SHORT, steps - max(1, steps // 10)), (LONG, max(1, steps // 10))]
+        for name, lengths in (("long", [(LONG, steps)]), ("recipe", stages)):
+            cases[name][str(share)] = [
+                ask([name, share, seed], lambda: train(str(place), seed, lengths, share)) for seed in options.seeds]  # noqa: B023
+            runs = cases[name][str(share)]
+            print(f"  {name:7} {share:.0%} of the steps: {[round(r['bits_per_byte'], 3) for r in runs]} bits per byte, "
+                  f"{[round(r['seconds']) for r in runs]} s", flush=True)  # fmt: skip
+    mean = lambda runs, figure: sum(run[figure] for run in runs) / len(runs)  # noqa: E731
+    target = cases["long"]["1.0"]
+    reached = [runs for runs in cases["recipe"].values() if mean(runs, "bits_per_byte") <= mean(target, "bits_per_byte")]
+    costs = {figure: min((mean(runs, figure) / mean(target, figure) for runs in reached), default=float("inf"))
+             for figure in ("seconds", "flops")}  # fmt: skip
+    judged = [judge("least cost of the recipe that reaches the long run, share of its seconds",
+                    min(costs["seconds"], 99.0), at_most=0.6)]  # fmt: skip
+    say(judged)
+    kernels = [name for name in KERNELS if name in ("eager", "sdpa") or torch.cuda.is_available()]
+    by_length = {name: {length: ask(["step", name, length], lambda: step_cost(name, length))  # noqa: B023
+                        for length in options.lengths} for name in kernels}  # fmt: skip
+    write_result(Path(options.output), {
+        "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": machine(options.threads),
+        "steps": options.steps, "seeds": options.seeds, "judged": judged,
+        "share_of_operations": min(costs["flops"], 99.0), "cases": cases,
+        "needles": {name: needles(cases[name]["1.0"][0]["model"]) for name in cases},
+        "by_length": by_length}, draw)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What a cache of a billion tokens costs to open and to plan, and what a second process gives to tokenizing.
+
+    python benchmarks/shards.py [--tokens 1000000000] [--megabytes 40]
+
+Each figure is taken in a process of its own. Open: until `open_shards` returns. First batch: from the start of opening
+until 32 rows of 128 are there, in a directory where no row was ever counted ("first time") and again ("after that").
+Memory: the largest resident size of that process, and what is its own (not shared pages of files). Tokenizing: the same
+embedded text, repeated to a size, by `tokenize_shards` with 1 and 2 processes in turns, the median of three.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+RESULT = Path(__file__).parent / "results" / "shards.json"
+
+READ = """
+import json, resource, sys, time
+from bertlab.data.shards import BlockedDataset, open_shards
+def own():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()[1:]
+    found = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return (found["Private_Clean"] + found["Private_Dirty"]) / 1024
+before = own()
+start = time.perf_counter()
+documents = open_shards(sys.argv[1])
+opened = time.perf_counter()
+rows = BlockedDataset(documents, 128, pad_token_id=0, cls_token_id=2, sep_token_id=3)
+rows.build([(0, n) for n in range(32)])
+batch = time.perf_counter()
+for n in range(0, 100_000, 32):
+    rows.build([(0, n + k) for k in range(32)])
+later = time.perf_counter()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({"open_s": opened - start, "first_batch_s": batch - start, "rows": len(rows),
+    "rows_per_s_after": 100_000 / (later - batch), "largest_resident_mb": peak, "own_mb": own(),
+    "own_before_mb": before, "efficiency": rows.efficiency}))
+"""
+
+TOKENIZE = """
+import json, sys, time
+from bertlab.data.tokenize import tokenize_shards
+start = time.perf_counter()
+manifest = tokenize_shards(sys.argv[1], sys.argv[2], sys.argv[3], workers=int(sys.argv[4]), progress=False)
+print(json.dumps({"seconds": time.perf_counter() - start, "tokens": manifest["tokens"]}))
+"""
+
+
+def in_process(code: str, *words: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def repeated(directory: Path, num_tokens: int) -> dict:
+    "Shards of so many tokens: the same million documents' lengths and ids, over and over."
+    from bertlab.data.shards import finish_shards, write_part
+
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(5.5, 1, 4000).astype(np.int64)
+    ids = rng.integers(5, 4096, lengths.sum()).astype(np.int32)
+    parts = 4
+    times = -(-num_tokens // len(ids) // parts)
+    start = time.perf_counter()
+    for part in range(parts):
+        write_part(directory, part, lambda first: ((ids, lengths) for _ in range(times)), "repeated", "uint16")
+    manifest = finish_shards(directory, parts, "repeated")
+    return {"tokens": manifest["tokens"], "documents": manifest["documents"], "shards": len(manifest["shards"]),
+            "blocks": manifest["blocks"]["count"], "write_s": time.perf_counter() - start}
+
+
+def tokenizing(folder: Path, megabytes: float) -> dict:
+    "Seconds of 1 and 2 processes on the same files."
+    from bertlab.data.corpus import embedded_corpus
+    from bertlab.data.tokenizers import train_tokenizer
+
+    texts = embedded_corpus().train_texts
+    train_tokenizer(texts, 4096).save_pretrained(folder / "tokenizer")
+    text = "\n".join(json.dumps({"text": one}) for one in texts) + "\n"
+    (folder / "text").mkdir()
+    # As many files for each size: parts are what processes share out.
+    copies = max(1, round(megabytes * 1e6 / len(text) / 8))
+    for n in range(8):
+        (folder / "text" / f"{n}.jsonl").write_text(text * copies)
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for round_ in range(3):
+        for workers in seconds:
+            target = folder / f"out-{round_}-{workers}"
+            found = in_process(TOKENIZE, str(folder / "text"), str(folder / "tokenizer"), str(target), str(workers))
+            seconds[workers].append(found["seconds"])
+    middle = {workers: statistics.median(times) for workers, times in seconds.items()}
+    return {"megabytes": len(text) * copies * 8 / 1e6, "tokens": found["tokens"], "seconds": seconds,
+            "tokens_per_s_of_one": found["tokens"] / middle[1], "times_as_fast": middle[1] / middle[2]}
+
+
+def on_paper(tokens_per_s: float, bytes_per_token: float) -> dict:
+    "Hours for 1 TB of text on machines of 16 cores, if cores are the bottleneck, and the rate that storage must give."
+    found = {}
+    for machines in (1, 16, 256):
+        rate = tokens_per_s * 16 * machines
+        found[machines] = {"hours": 1e12 / bytes_per_token / rate / 3600, "read_mb_per_s": rate * bytes_per_token / 1e6,
+                           "write_mb_per_s": rate * 2 / 1e6}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tokens", type=int, default=1_000_000_000)
+    parser.add_argument("--megabytes", type=float, default=40)
+    parser.add_argument("--skip-tokenizing", action="store_true")
+    options = parser.parse_args()
+    result = {"python": platform.python_version(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder, "shards")
+        result["cache"] = repeated(directory, options.tokens)
+        result["first_time"] = in_process(READ, str(directory))
+        result["after_that"] = in_process(READ, str(directory))
+        if not options.skip_tokenizing:
+            found = result["tokenizing"] = tokenizing(Path(folder), options.megabytes)
+            result["one_terabyte"] = on_paper(found["tokens_per_s_of_one"], found["megabytes"] * 1e6 / found["tokens"])
+    result["load_after"] = os.getloadavg()[0]
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"`bertlab embed`: from a table of pairs to an answer, resumable, with one line for every mistake."
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from embedding_cases import WORDS, draw_pairs, small_config, small_tokenizer
+
+from bertlab.cli.main import main
+from bertlab.cli.options import COMMANDS
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A folder with pairs, texts, a configuration, and the model that was trained by it."
+    place = tmp_path_factory.mktemp("embed")
+    pairs = draw_pairs(120)
+    rows = [{"query": q, "positive": p} for q, p in zip(pairs.queries, pairs.positives)]
+    (place / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / "texts").mkdir()
+    (place / "texts/a.txt").write_text("\n".join(pairs.positives))
+    small_tokenizer().save_pretrained(place / "tokenizer")
+    config = {
+        "model": {"model_config_kwargs": {k: v for k, v in small_config().items() if k.startswith(("hidden_size", "inter", "num_"))},
+                  "pretrained_tokenizer_name_or_path": str(place / "tokenizer"), "learning_rate": 3e-3, "chunk_rows": 4},
+        "data": {"dataset_name_or_path": str(place / "pairs.jsonl"), "max_sequence_length": 16, "train_batch_size": 16},
+        "trainer": {"max_steps": 8}, "run": {"output": str(place / "run"), "progress": "none"},
+    }  # fmt: skip
+    (place / "embed.yaml").write_text(yaml.safe_dump(config))
+    assert main(["embed", "finetune", "--config", str(place / "embed.yaml")]) == 0
+    return place
+
+
+def run(capsys, *words):
+    status = main(["embed", *map(str, words)])
+    found = capsys.readouterr()
+    return status, found.out, found.err
+
+
+def test_a_run_leaves_a_model_its_configuration_and_its_numbers(place):
+    numbers = json.loads((place / "run/metrics.json").read_text())
+    assert {"val_loss", "val_mrr", "val_recall_10", "train_loss"} <= numbers.keys()
+    assert yaml.safe_load((place / "run/run.yaml").read_text())["trainer"]["max_steps"] == 8
+    assert {"modules.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (place / "run").iterdir()}
+
+
+def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place, capsys, tmp_path):
+    config = str(place / "embed.yaml")
+    status, _, error = run(capsys, "finetune", "--config", config)
+    assert status == 2 and "already holds a run" in error and error.count("\n") == 1
+    output = tmp_path / "again"
+    assert run(capsys, "finetune", "--config", config, "--run.output", output, "--trainer.max_steps", "4")[0] == 0
+    first = json.loads((output / "metrics.json").read_text())
+    status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "8")
+    assert status == 0, error
+    assert json.loads((output / "metrics.json").read_text())["val_loss"] != first["val_loss"]
+
+
+@pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
+def test_texts_become_vectors_in_a_file(place, capsys, tmp_path, output):
+    status, said, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output, "--width", "8")
+    assert status == 0 and "120 texts" in said, error
+    if output == "v.npy":
+        assert np.load(tmp_path / output).shape == (120, 8)
+    status, _, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output)
+    assert status == 2 and "exists" in error
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_query_finds_its_text_in_an_index_and_in_a_folder(place, capsys, tmp_path, indexed):
+    where = place / "texts"
+    if indexed:
+        where = tmp_path / "index"
+        assert run(capsys, "encode", place / "run", place / "texts", "--output", where)[0] == 0
+    query = (place / "texts/a.txt").read_text().splitlines()[7]
+    status, said, error = run(capsys, "search", place / "run", where, query, "--top_k", "2", "--as_json")
+    assert status == 0, error
+    hits = [json.loads(line) for line in said.splitlines()]
+    assert hits[0]["text"] == query and hits[0]["source"] == "a.txt:8" and len(hits) == 2
+    assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_evaluation_has_the_baselines_in_its_table(place, capsys, tmp_path):
+    status, said, error = run(capsys, "evaluate", place / "run", "--data", place / "pairs.jsonl", "--late",
+                              "--output", tmp_path / "numbers.json")  # fmt: skip
+    assert status == 0, error
+    numbers = json.loads((tmp_path / "numbers.json").read_text())["data"]
+    assert list(numbers) == ["model", "model, MaxSim", "BM25", "TF-IDF", "mean of word vectors"]
+    assert all(low <= mean <= high for one in numbers.values() for mean, low, high in one.values())
+    assert "BM25" in said
+
+
+MISTAKES = {
+    "no model": (("search", "no/model", "{texts}", "x"), "no model"),
+    "no place": (("search", "{run}", "no/folder", "x"), "no/folder"),
+    "no query": (("search", "{run}", "{texts}", ""), "queries"),
+    "no pairs": (("finetune", "--model.model_config_kwargs", "{{}}", "--run.output", "new", "--model.pretrained_tokenizer_name_or_path",
+                  "{tokenizer}", "--data.dataset_name_or_path", "no.jsonl"), "no.jsonl"),
+    "nothing to start from": (("finetune", "--data.dataset_name_or_path", "{pairs}", "--run.output", "new"), "start from"),
+    "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
+    "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
+    "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),
+    "no such command": (("serach", "x"), "search"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_that_names_it(place, capsys, name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words, expected = MISTAKES[name]
+    named = {"run": place / "run", "texts": place / "texts", "pairs": place / "pairs.jsonl", "tokenizer": place / "tokenizer"}
+    status, _, error = run(capsys, *(word.format(**named) for word in words))
+    assert status == 2 and expected in error
+    assert name == "no such command" or error.count("\n") == 1, error
+
+
+def test_the_family_lists_its_commands(capsys):
+    status, said, _ = run(capsys, "--help")
+    assert status == 0 and all(name in said for name in COMMANDS if name.startswith("embed "))
+    assert main(["embed"]) == 2
+    assert len(WORDS) > 20

@@ -1,0 +1,55 @@
+"`bertlab write`: finished texts on standard output, the show on standard error, one line for every mistake."
+
+import pytest
+import torch
+import yaml
+
+from bertlab.cli.main import main
+from bertlab.cli.write import was_taught_ends, write_texts
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedDiffusion
+from bertlab.model.huggingface import save_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
+    torch.manual_seed(0)
+    model = BertLabForMaskedDiffusion(modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16,
+                                                      num_hidden_layers=1, num_attention_heads=1, max_position_embeddings=32))  # fmt: skip
+    return save_model(model, tokenizer, tmp_path_factory.mktemp("write") / "model")
+
+
+PROMPTS = ["the [MASK] sat on the [MASK]", "the cat"]
+
+
+def test_the_texts_are_on_standard_output_and_the_show_is_not(place, capsys):
+    texts = write_texts(str(place), PROMPTS, max_new_tokens=5, sampler="random", seed=3)
+    words = [str(place), *PROMPTS, "--max_new_tokens", "5", "--sampler", "random", "--seed", "3"]
+    for live in ("false", "true"):
+        assert main(["write", *words, "--live", live]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.splitlines() == texts
+        assert ("\x1b[" in shown.err) == (live == "true")
+
+
+@pytest.mark.parametrize("words, said", [
+    (["{place}-not", "x"], "no such directory"), (["{place}", "x", "--sampler", "confidense"], "confidence"),
+    (["{place}", "no gap", "--mode", "infill"], "no gap"), (["{place}", "x", "--temprature", "1"], "temperature"),
+    (["{place}", "x", "--max_new_tokens", "99"], "max_position_embeddings"),
+])  # fmt: skip
+def test_a_mistake_is_answered_in_one_line(place, capsys, words, said):
+    assert main(["write", *[word.replace("{place}", str(place)) for word in words]]) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bertlab")]
+    assert len(err) == 1 and said in err[0]
+
+
+def test_a_run_remembers_whether_its_model_may_end_a_text(place, tmp_path):
+    assert not was_taught_ends(place)
+    (tmp_path / "models" / "step-5").mkdir(parents=True)
+    for ends, known in ((0, False), (8, True)):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"data": {"max_ends": ends}}))
+        assert was_taught_ends(tmp_path / "models" / "step-5") is known

@@ -1,0 +1,154 @@
+"Lanes: rows do not depend on readers, every token comes once in a pass, and each reader reads its own files."
+
+import json
+import warnings
+from itertools import islice
+from math import gcd
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.data.module import PretrainingDataModule
+from bertlab.data.streaming import LanedStream, StreamBatches
+from bertlab.data.tokenizers import train_tokenizer
+
+SPECIAL = dict(pad_token_id=0, shuffle_buffer=3, buffer_size=5)
+LANES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+class Source(list):
+    "Documents that say when they are read."
+
+    def __init__(self, documents):
+        super().__init__(documents)
+        self.opened = 0
+
+    def __iter__(self):
+        self.opened += 1
+        return super().__iter__()
+
+
+def sources(lanes: list[list[int]]) -> list[Source]:
+    "Documents whose tokens are all different, from 10 on."
+    first, found = 10, []
+    for lengths in lanes:
+        found.append(Source([]))
+        for length in lengths:
+            found[-1].append(np.arange(first, first + length))
+            first += length
+    return found
+
+
+def collate(rows):
+    return [(row["epoch"], row["index"], row["input_ids"].tolist()) for row in rows]
+
+
+def batches(lanes, number, block, state=None, workers=0, **who):
+    stream = LanedStream(lanes, 16, **SPECIAL, block_size=block, **who)
+    loader = StreamBatches(stream, collate, workers, snapshot_every=2, endless=True)
+    if state is not None:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    return list(islice(iter(loader), number)), loader
+
+
+@given(LANES, st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_any_number_of_readers_deals_out_the_rows_of_one(lanes, world, block, seed):
+    alone, _ = batches(sources(lanes), 24, block, seed=seed)
+    found = [batches(sources(lanes), 24 // world, block, rank=rank, world_size=world, seed=seed)[0] for rank in range(world)]
+    assert [batch for turn in zip(*found) for batch in turn] == alone[: 24 // world * world]
+
+
+@given(LANES, st.integers(1, 6))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_a_reader_opens_the_lanes_of_its_own_share_alone(lanes, world):
+    for rank in range(world):
+        own = sources(lanes)
+        _, loader = batches(own, 2 * len(lanes), 1, rank=rank, world_size=world)
+        share = gcd(world, len(lanes))
+        assert loader.stream.share(world) == share
+        assert {n for n, source in enumerate(own) if source.opened} == {n for n in range(len(lanes)) if n % share == rank % share}
+
+
+@given(LANES, st.sampled_from([1, 2, 3]))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_every_token_of_a_lane_comes_once_in_a_pass_and_no_address_twice(lanes, block):
+    own = sources(lanes)
+    rows = [row for batch in batches(own, 150, block)[0] for row in batch]
+    assert len({(epoch, index) for epoch, index, _ in rows}) == len(rows)
+    for number, source in enumerate(own):
+        passes = {}
+        for epoch, index, ids in rows:
+            if index % len(lanes) == number:
+                passes.setdefault(epoch, []).extend(i for i in ids if i)
+        whole = sorted(token for document in source for token in document.tolist())
+        for tokens in [passes[p] for p in sorted(passes)][:-1]:
+            assert sorted(tokens) == whole
+
+
+@given(LANES, st.integers(1, 3), st.sampled_from([(1, 2), (2, 1), (2, 4), (4, 2), (3, 1), (2, 2)]), st.integers(1, 4))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_a_stopped_stream_goes_on_at_another_number_of_processes(lanes, block, worlds, rounds):
+    before, after = worlds
+    stop = rounds * before * after  # blocks in all: a multiple of both
+    alone, _ = batches(sources(lanes), stop + 12, block)
+    states = []
+    for rank in range(before):
+        _, loader = batches(sources(lanes), stop // before, block, rank=rank, world_size=before)
+        states.append(loader.state_dict())
+    first = LanedStream(sources(lanes), 16, **SPECIAL, block_size=block, world_size=before, gather=lambda state: states)
+    gathered = first.gather_states(states[0])
+    for state in (gathered, states[0]):  # of all processes, or of the first alone: others' lanes are read again
+        found = [batches(sources(lanes), 12 // after, block, state, rank=rank, world_size=after)[0] for rank in range(after)]
+        assert [batch for turn in zip(*found) for batch in turn] == alone[stop : stop + 12]
+
+
+def test_workers_change_nothing_and_resume_in_the_middle():
+    lanes = [[3, 9, 14, 2, 7]] * 4
+    alone, _ = batches(sources(lanes), 20, 2)
+    found, loader = batches(sources(lanes), 13, 2, workers=2)
+    assert found == alone[:13]
+    assert batches(sources(lanes), 7, 2, loader.state_dict(), workers=3)[0] == alone[13:]
+    assert loader.describe()["rows"] > 0
+
+
+def test_what_cannot_go_on_is_named():
+    _, loader = batches(sources([[5], [6]]), 2, 2)
+    state = loader.state_dict()
+    for change, words in (({"block_size": 3}, "block_size=2"), ({"lanes": sources([[5]] * 3)}, "num_lanes=2")):
+        options = {"lanes": sources([[5], [6]]), "block_size": 2} | change
+        with pytest.raises(ValueError, match=words):
+            LanedStream(capacity=16, **SPECIAL, **options).load_state_dict(state)
+    with pytest.raises(ValueError, match="lanes is empty"):
+        LanedStream([], 16, **SPECIAL)
+    with pytest.raises(ValueError, match="lane 1 .* no document"):
+        batches([Source([np.arange(3)]), Source([])], 4, 1)
+
+
+def test_a_stream_of_files_is_shared_out_holds_out_and_says_what_does_not_divide(tmp_path):
+    texts = [[f"file {n} says line {i} of {n * i}" for i in range(60)] for n in range(4)]
+    for n, lines in enumerate(texts):
+        (tmp_path / f"{n}.txt").write_text("\n".join(lines))
+    tokenizer = train_tokenizer([line for lines in texts for line in lines], 300)
+    make = lambda **options: PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, max_sequence_length=32,  # noqa: E731
+                                                   train_batch_size=2, **options)  # fmt: skip
+    data = make()
+    data.setup("fit")
+    assert len(data.stream_lanes) == 4 and data.val_dataset.describe()["documents"] == 24
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == (2, 32)
+    held = {line for lines in texts for number, line in enumerate(lines) if number % 10 == 9}
+    assert not held & set(data.training_texts()) and len(data.training_texts()) == 216
+    uneven = make(num_workers=3)
+    uneven.setup("fit")
+    with pytest.warns(UserWarning, match="4 lanes .* 3 readers .* reads 1/1"):
+        uneven.train_dataloader()
+    even = make(num_workers=2, data_kwargs={"lanes": 2})
+    even.setup("fit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        even.train_dataloader()
+    with pytest.raises(ValueError, match="lanes=9"):
+        make(data_kwargs={"lanes": 9}).training_texts()

@@ -1,0 +1,277 @@
+"Text becomes the same shards on any number of processes; what is stopped goes on; what is asked for wrongly is named."
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from bertlab.data import tokenize as module
+from bertlab.data.shards import StaleCache, open_shards
+from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_shards
+from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
+
+TEXTS = [f"Document {n} tells of {n * 7 % 50} things, " + "and more " * (n % 9) for n in range(600)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    "Five files of lines, and a tokenizer."
+    folder = tmp_path_factory.mktemp("text")
+    train_tokenizer(TEXTS, 300).save_pretrained(folder / "tokenizer")
+    (folder / "text").mkdir()
+    for n in range(5):
+        lines = [json.dumps({"text": one}) for one in TEXTS[n * 120 : (n + 1) * 120]]
+        (folder / "text" / f"{n}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(module, "PART_BYTES", (8_000, 9_000))
+    monkeypatch.setattr(module, "PART_ROWS", 50)
+
+
+def expected(folder, texts=TEXTS) -> list[list[int]]:
+    return load_tokenizer(folder / "tokenizer")(texts, add_special_tokens=False).input_ids
+
+
+def made(folder, output, source="text", **options):
+    return tokenize_shards(str(folder / source), folder / "tokenizer", output, progress=False, **options)
+
+
+def shards_of(directory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).glob("*.shard")}
+
+
+def test_one_and_several_processes_write_the_same_bytes_in_the_order_of_the_source(text, tmp_path):
+    manifests = [made(text, tmp_path / str(n), workers=n) for n in (1, 2, 7)]
+    assert manifests[0] == manifests[1] == manifests[2] and len(manifests[0]["shards"]) == 5
+    assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "7")
+    assert [d.tolist() for d in open_shards(tmp_path / "2")] == expected(text)
+
+
+def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(text, tmp_path, monkeypatch):
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.txt").write_text("One more line.\nAnd another.\n")
+    out = tmp_path / "out"
+    first = made(text, out)
+    monkeypatch.setattr(module, "run_locally", lambda *a: pytest.fail("tokenized again"))
+    assert made(text, out) == first
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="--append"):
+        tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out)
+    before = shards_of(out)
+    appended = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
+    again = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
+    assert appended == again and before.items() < shards_of(out).items()
+    assert [d.tolist() for d in open_shards(out)][-2:] == expected(text, ["One more line.", "And another."])
+    train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="another tokenizer"):
+        tokenize_shards(str(text / "text" / "0.jsonl"), tmp_path / "other", out, append=True)
+    anew = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, overwrite=True)
+    assert anew["documents"] == 2 and len(shards_of(out)) == 1
+
+
+def test_a_changed_file_is_other_text(text, tmp_path):
+    (tmp_path / "a.txt").write_text("One line.\nTwo lines.\n")
+    tokenize_shards(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
+    (tmp_path / "a.txt").write_text("One line.\nTwo lines, changed.\n")
+    with pytest.raises(ValueError, match="other tokens"):
+        tokenize_shards(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
+
+
+def write_parquet(folder: Path) -> None:
+    "Two files as datatrove and `datasets` write them: text, id, metadata."
+    import pyarrow
+    from pyarrow import parquet
+
+    (folder / "data").mkdir(parents=True)
+    for n in range(2):
+        some = TEXTS[n * 60 : (n + 1) * 60]
+        table = {"text": some, "id": [f"{n}/{i}" for i in range(60)], "metadata": [{"url": "x"}] * 60}
+        parquet.write_table(pyarrow.table(table), folder / "data" / f"train-{n:05d}-of-00002.parquet")
+
+
+def test_layouts_of_others_and_token_ids_are_read(text, tmp_path):
+    write_parquet(tmp_path / "hub")
+    made_ = tokenize_shards(str(tmp_path / "hub"), text / "tokenizer", tmp_path / "a")
+    assert made_["documents"] == 120 and [d.tolist() for d in open_shards(tmp_path / "a")] == expected(text, TEXTS[:120])
+    import datasets
+
+    datasets.Dataset.from_dict({"text": TEXTS[:130]}).save_to_disk(tmp_path / "saved")
+    assert len(find_parts(str(tmp_path / "saved"))) == 3
+    tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", workers=2)
+    assert [d.tolist() for d in open_shards(tmp_path / "b")] == expected(text, TEXTS[:130])
+    arrays = [np.arange(n % 5, dtype=np.int64) + 7 for n in range(120)]
+    tokenize_shards(arrays, text / "tokenizer", tmp_path / "c")
+    assert [d.tolist() for d in open_shards(tmp_path / "c")] == [a.tolist() for a in arrays]
+    rows = "\n".join(json.dumps({"input_ids": a.tolist()}) for a in arrays)
+    (tmp_path / "ids.jsonl").write_text(rows)
+    tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "d", text_column="input_ids")
+    assert [d.tolist() for d in open_shards(tmp_path / "d")] == [a.tolist() for a in arrays]
+
+
+def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path):
+    (tmp_path / "mds").mkdir()
+    (tmp_path / "mds" / "index.json").write_text('{"version": 2, "shards": []}')
+    try:
+        from streaming import MDSWriter
+    except ImportError:
+        with pytest.raises(ValueError, match=r"bertlab\[mds\]"):
+            tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
+        return
+    with MDSWriter(out=str(tmp_path / "mds"), columns={"text": "str"}, exist_ok=True) as writer:
+        for one in TEXTS[:120]:
+            writer.write({"text": one})
+    tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
+    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, TEXTS[:120])
+
+
+def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monkeypatch):
+    (tmp_path / "my_own_filter.py").write_text("def keep(text):\n    return 'and more' not in text\n")
+    monkeypatch.chdir(tmp_path)
+    found = made(text, tmp_path / "out", filters=["my_own_filter.keep"], workers=1)
+    kept = [one for one in TEXTS if "and more" not in one]
+    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, kept)
+    assert found["notes"] == {"left out by my_own_filter.keep": len(TEXTS) - len(kept)}
+    pytest.importorskip("datatrove")
+    short = made(text, tmp_path / "gopher", filters=["gopher_quality"], workers=2)
+    assert short["documents"] + short["notes"].get("left out by gopher_quality", 0) == len(TEXTS)
+
+
+def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
+    pytest.importorskip("datatrove")
+    lots = random.Random(0)
+    words = ["".join(lots.choices("abcdefghij", k=6)) for _ in range(500)]  # numbers would be made equal
+    originals = [" ".join(lots.choices(words, k=80)) for _ in range(30)]
+    copies = [one + " end" for one in originals[:12]]
+    (tmp_path / "text").mkdir()
+    for n, some in enumerate((originals[:15], originals[15:], copies)):
+        (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n")
+    found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", near_duplicates=True, workers=2)
+    assert found["notes"] == {"left out as near duplicates": 12} and found["documents"] == 30
+
+
+FAKE_SBATCH = """#!/bin/bash
+# Runs each task of the array at once, as a cluster would, and says the job's number.
+script="${@: -1}"
+array=$(grep -oE -- '--array=[0-9]+-[0-9]+' "$script" | grep -oE '[0-9]+-[0-9]+')
+for n in $(seq ${array%-*} ${array#*-}); do SLURM_ARRAY_TASK_ID=$n SLURM_JOB_ID=1 bash "$script" >> "$(dirname "$0")/log" 2>&1; done
+echo "Submitted batch job $$"
+"""
+
+
+@pytest.mark.slow
+def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
+    pytest.importorskip("datatrove")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(FAKE_SBATCH)
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    srun = '#!/bin/bash\nshift 3  # -l -n 1\nexec "$@"\n'
+    (tmp_path / "bin" / "srun").write_text(srun)
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    options = {"time": "01:00:00", "partition": "cpu"}
+    queued = made(text, tmp_path / "slurm", executor="slurm", executor_options=options)
+    made(text, tmp_path / "local", workers=1)
+    assert queued["queued"] == 5
+    assert shards_of(tmp_path / "slurm") == shards_of(tmp_path / "local"), (tmp_path / "bin" / "log").read_text()[-2000:]
+    assert len(open_shards(tmp_path / "slurm")) == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"filters": ["gofer_quality"]}, "did you mean 'gopher_quality'"),
+        ({"executor": "cloud"}, "executor='cloud'"),
+        ({"workers": 0}, "workers must be 1"),
+        ({"shard_tokens": 0}, "shard_tokens must be 1"),
+        ({"file_format": "pdf"}, "file_format"),
+        ({"on_error": "maybe"}, "on_error"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_written(text, tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        made(text, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_with_other_files_is_left_alone(text, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    for options in ({}, {"overwrite": True}):
+        with pytest.raises(ValueError, match="thesis.txt"):
+            made(text, tmp_path, **options)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_parts_follow_from_the_source_and_every_text_is_in_one(text):
+    parts = find_parts(str(text / "text"))
+    found = [one for part in parts for one in read_part(part, Reading(), Counter())]
+    assert found == TEXTS and len(parts) == 5
+
+
+def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_path, monkeypatch):
+    def die(job, number, num_proc=1, count=None):
+        if number == 3:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(job, number, num_proc, count)
+
+    whole = module.tokenize_part
+    monkeypatch.setattr(module, "tokenize_part", die)
+    with pytest.raises(ValueError, match="has died"):
+        made(text, tmp_path / "out", workers=2)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "PART_BYTES", (8_000, 9_000))
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.shard")}
+    assert before
+    made(text, tmp_path / "out", workers=2)
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.shard")}
+    assert before.items() <= after.items() and len(after) == 5
+
+
+def run_killed(text: Path, output: Path, seed: int) -> None:
+    "A command that is killed after a while, then run to its end."
+    command = [sys.executable, "-m", "bertlab.cli", "tokenize", str(text / "text"), "--tokenizer", str(text / "tokenizer"),
+               "--output", str(output), "--workers", "2", "--shard_tokens", "500"]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.time() + 120
+    while not list(output.glob("part-*")) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.005)
+    time.sleep(random.Random(seed).random() * 0.3)
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_a_killed_command_goes_on(text, tmp_path, seed):
+    run_killed(text, tmp_path / "out", seed)
+    stored = open_shards(tmp_path / "out")
+    stored.verify()
+    assert [d.tolist() for d in stored] == expected(text)
+
+
+def test_damage_is_found_by_verify(text, tmp_path):
+    made(text, tmp_path / "out")
+    path = sorted((tmp_path / "out").glob("*.shard"))[2]
+    data = bytearray(path.read_bytes())
+    data[600] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StaleCache, match=path.name):
+        open_shards(tmp_path / "out").verify()

@@ -1,0 +1,184 @@
+"Three families of tokenizers, trained the same each time, on any source, and what they leave on disk."
+
+import json
+import random
+import unicodedata
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import (
+    SPECIAL_TOKENS,
+    TOKENIZER_KINDS,
+    CutLattice,
+    gather_texts,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+TEXTS = embedded_corpus().train_texts[:400]
+KINDS = sorted(TOKENIZER_KINDS)
+FOREIGN = "Ωμέγα שָׁלוֹם مَرْحَبًا 今日は सुप्रभात 👩‍💻 \t x"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_texts_give_an_equal_tokenizer_whatever_their_order_of_hashing(kind):
+    states = {train_tokenizer(TEXTS, 900, kind=kind).backend_tokenizer.to_str() for _ in range(3)}
+    assert len(states) == 1
+
+
+def test_unigram_does_not_depend_on_the_order_of_the_texts():
+    shuffled = random.Random(0).sample(TEXTS, len(TEXTS))
+    one, other = (train_tokenizer(texts, 700, kind="unigram") for texts in (TEXTS, shuffled))
+    assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_tokenizer_loads_in_plain_transformers_and_reads_the_same(kind, tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 900, kind=kind, model_max_length=96)
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    texts = [*TEXTS[:50], FOREIGN, "", "the [MASK] sat"]
+    assert again(texts, verbose=False).input_ids == tokenizer(texts, verbose=False).input_ids
+    assert again.model_max_length == 96 and again.padding_side == "right"
+    assert [getattr(again, name) for name in SPECIAL_TOKENS] == [*SPECIAL_TOKENS.values()]
+    assert again.convert_tokens_to_ids([*SPECIAL_TOKENS.values()]) == [0, 1, 2, 3, 4]
+    assert load_tokenizer(tmp_path).get_vocab() == tokenizer.get_vocab()
+    pair = again("one", "two").input_ids
+    assert pair.count(again.sep_token_id) == 2 and pair[0] == again.cls_token_id
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_the_mask_takes_the_space_on_its_left_as_a_word_does(kind, tmp_path):
+    train_tokenizer(TEXTS, 900, kind=kind).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with_word, with_mask = (tokenizer(f"return {word} value").input_ids for word in ("self", "[MASK]"))
+    (own,) = tokenizer(" self", add_special_tokens=False).input_ids
+    assert own in with_word
+    assert [id if id != own else tokenizer.mask_token_id for id in with_word] == with_mask
+
+
+def test_byte_level_bpe_gives_every_text_back():
+    tokenizer = train_tokenizer(TEXTS, 500, kind="bpe")
+    for text in (FOREIGN, "  two  spaces\n\n", "\x00\x07", "".join(map(chr, range(300, 1000, 7)))):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert tokenizer.unk_token_id not in ids
+
+
+def probabilities(tokenizer):
+    scored = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
+    return {piece: score for piece, score in scored if piece not in SPECIAL_TOKENS.values()}
+
+
+def test_unigram_takes_the_most_probable_of_all_cuts():
+    tokenizer = train_tokenizer(TEXTS, 600, kind="unigram")
+    scores = probabilities(tokenizer)
+
+    def best(word):  # every cut, one by one
+        if not word:
+            return 0.0
+        return max((scores[word[:i]] + best(word[i:]) for i in range(1, len(word) + 1) if word[:i] in scores),
+                   default=-1e9)
+
+    words = {w for text in TEXTS for w in text.split() if w.isalpha() and len(w) <= 9}
+    for word in sorted(words)[:200]:
+        pieces = tokenizer.tokenize(word)
+        assert sum(scores[p] for p in pieces) == pytest.approx(best("▁" + word), abs=1e-5)
+
+
+def test_expected_counts_are_the_mean_over_all_cuts_by_enumeration():
+    pieces = {p: i for i, p in enumerate(["a", "b", "c", "ab", "bc", "abc", "ca"])}
+    p_V = np.array([0.2, 0.1, 0.15, 0.2, 0.1, 0.05, 0.2])
+    words, counts = ["abc", "abcab", "a"], np.array([3.0, 2.0, 5.0])
+    wanted = Counter()
+    for word, number in zip(words, counts):
+        cuts = [[]]
+        found = []
+        while cuts:
+            cut = cuts.pop()
+            done = len("".join(cut))
+            if done == len(word):
+                found.append((np.prod([p_V[pieces[x]] for x in cut]), cut))
+            else:
+                cuts += [[*cut, x] for x in pieces if word.startswith(x, done)]
+        total = sum(weight for weight, _ in found)
+        for weight, cut in found:
+            for piece in cut:
+                wanted[piece] += number * weight / total
+    got = CutLattice(words, pieces).expect(p_V, counts)
+    np.testing.assert_allclose(got, [wanted[p] for p in pieces], rtol=1e-12)
+
+
+def test_unigram_fits_text_better_than_characters_and_sums_to_one():
+    tokenizer = train_tokenizer(TEXTS, 900, kind="unigram")
+    assert sum(np.exp(list(probabilities(tokenizer).values()))) == pytest.approx(1, abs=1e-3)
+    small, large = (len(train_tokenizer(TEXTS, size, kind="unigram").tokenize(TEXTS[0])) for size in (300, 900))
+    assert large < small
+
+
+@pytest.mark.slow
+def test_unigram_cuts_held_out_text_as_shortly_as_the_librarys_trainer():
+    from tokenizers import Tokenizer, models, trainers
+
+    ours = train_tokenizer(TEXTS, 900, kind="unigram")
+    theirs = Tokenizer(models.Unigram())
+    theirs.normalizer = ours.backend_tokenizer.normalizer
+    theirs.pre_tokenizer = ours.backend_tokenizer.pre_tokenizer
+    theirs.train_from_iterator(TEXTS, trainers.UnigramTrainer(
+        vocab_size=900, special_tokens=[*SPECIAL_TOKENS.values()], unk_token="[UNK]", show_progress=False))
+    held_out = embedded_corpus().validation_texts[:100]
+    lengths = [sum(len(one.encode(text, add_special_tokens=False).ids) for text in held_out)
+               for one in (ours.backend_tokenizer, theirs)]
+    assert lengths[0] < 1.03 * lengths[1]
+
+
+def test_files_directories_datasets_rows_and_generators_are_read_alike(tmp_path):
+    texts = ["the cat sat", "the rat ran", "a mat"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("the cat sat\nthe rat ran\n")
+    (tmp_path / "folder" / "b.txt").write_text("a mat\n")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"body": t}) for t in texts))
+    assert gather_texts(tmp_path / "folder") == texts
+    assert gather_texts([tmp_path / "rows.jsonl"], "body") == texts
+    assert gather_texts(Dataset.from_dict({"body": texts}), "body") == texts
+    assert gather_texts(Dataset.from_dict({"text": texts}).to_iterable_dataset()) == texts
+    assert gather_texts(text for text in texts) == texts
+    assert gather_texts(embedded_corpus()) == embedded_corpus().train_texts
+
+
+@pytest.mark.parametrize("arguments, words", [
+    ({"texts": "one string"}, ["texts", "list"]),
+    ({"texts": [" ", ""]}, ["texts", "no text"]),
+    ({"texts": [{"body": "x"}]}, ["text_column='text'", "'body'"]),
+    ({"texts": [3]}, ["int", "text_column"]),
+    ({"texts": ["x"], "kind": "wordpeice"}, ["kind='wordpeice'", "wordpiece"]),
+    ({"texts": ["x"], "kind": "bpe", "vocab_size": 260}, ["vocab_size=260", "261"]),
+    ({"texts": ["abc"], "kind": "unigram", "vocab_size": 8}, ["vocab_size=8", "9"]),
+    ({"texts": ["abc"], "kind": "unigram", "limit_alphabet": 0}, ["limit_alphabet", "0"]),
+])  # fmt: skip
+def test_a_mistake_is_a_value_error_that_names_argument_value_and_fix(arguments, words):
+    with pytest.raises(ValueError) as caught:
+        train_tokenizer(**arguments)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match="nowhere.txt"):
+        train_tokenizer(Path("nowhere.txt"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_marks_of_letters_never_stand_in_a_word_of_their_own(kind):
+    tokenizer = train_tokenizer([FOREIGN] * 5, 400, kind=kind, lowercase=False)
+    encoded = tokenizer(FOREIGN, add_special_tokens=False, return_offsets_mapping=True)
+    if kind == "bpe":
+        pytest.skip("GPT-2's pattern cuts marks off; bytes lose nothing by it")
+    words = encoded.word_ids()
+    starts = {words[i]: start for i, (start, _) in reversed(list(enumerate(encoded.offset_mapping)))}
+    assert not any(unicodedata.category(FOREIGN[start]).startswith("M") for start in starts.values())

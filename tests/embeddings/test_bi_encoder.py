@@ -1,0 +1,142 @@
+"A bi-encoder's vectors do not depend on the batch, and others open its directory without bertlab."
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from embedding_cases import WORDS, small_config, small_tokenizer
+from torch.nn import functional as F
+
+from bertlab.embeddings.bi_encoder import BiEncoder, plan_batches, read_layout
+from bertlab.model.config import BertLabConfig
+from bertlab.model.encoder import BertLabModel
+
+
+def make_model(kind="modernbert", **options):
+    torch.manual_seed(0)
+    config = BertLabConfig(**small_config(kind))
+    return BiEncoder(BertLabModel(config), small_tokenizer(), **options).eval()
+
+
+def draw_texts(count=70, seed=0):
+    rng = np.random.default_rng(seed)
+    return [" ".join(rng.choice(WORDS, n)) for n in rng.integers(1, 12, count)]
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "bert"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_texts_together_have_the_vectors_that_they_have_alone(kind, pooling):
+    model, texts = make_model(kind, pooling=pooling), draw_texts()
+    together = model.encode(texts, batch_tokens=64)
+    alone = []
+    for text in texts:
+        states = model.encoder(**small_tokenizer()(text, return_tensors="pt")).last_hidden_state[0]
+        alone.append(F.normalize(states.mean(0) if pooling == "mean" else states[0], dim=0).detach().numpy())
+    assert np.abs(together - np.stack(alone)).max() < 2e-6
+    assert np.abs(model.encode(texts[::-1])[::-1] - together).max() < 2e-6
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 300])
+def test_the_plan_takes_each_text_once_and_no_row_is_too_short(count):
+    lengths = np.random.default_rng(count).integers(1, 200, count)
+    plan = list(plan_batches(lengths, 512, 64))
+    assert sorted(n for members, _ in plan for n in members) == list(range(count))
+    assert all(lengths[members].max() <= row_length for members, row_length in plan)
+
+
+def test_a_prefix_of_a_vector_is_normed_anew():
+    model, texts = make_model(), draw_texts(10)
+    cut = model.encode(texts, width=8)
+    assert cut.shape == (10, 8) and np.allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
+    whole = model.encode(texts)[:, :8]
+    assert np.allclose(cut, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind, pooling, normalize", [("modernbert", "mean", True), ("bert", "cls", False)])
+def test_a_saved_model_loads_with_all_its_choices(tmp_path, kind, pooling, normalize):
+    model, texts = make_model(kind, pooling=pooling, normalize=normalize, max_sequence_length=10), draw_texts(20)
+    model.save(tmp_path)
+    again = BiEncoder.load(tmp_path)
+    assert (again.pooling, again.normalize, again.max_sequence_length) == (pooling, normalize, 10)
+    assert np.abs(again.encode(texts) - model.encode(texts)).max() < 1e-6
+    assert BiEncoder.load(tmp_path, pooling="mean").pooling == "mean"
+
+
+OPENED_WITHOUT_US = """
+import sys, json
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "bertlab":
+            raise ModuleNotFoundError("bertlab is not here")
+sys.meta_path.insert(0, Refuse())
+from sentence_transformers import SentenceTransformer
+model = SentenceTransformer(sys.argv[1], device="cpu")
+texts = json.load(open(sys.argv[2]))
+vectors = model.encode(texts)
+import numpy
+numpy.save(sys.argv[3], vectors)
+assert "bertlab" not in sys.modules
+print(model.max_seq_length, len(list(model.children())))
+"""
+
+
+@pytest.mark.parametrize("kind, options", [("modernbert", {}), ("bert", {"pooling": "cls", "normalize": False})])
+def test_sentence_transformers_opens_the_directory_where_bertlab_is_not_installed(tmp_path, kind, options):
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    model = make_model(kind, max_sequence_length=12, **options)
+    texts = [*draw_texts(20), " ".join(WORDS)]  # the last is cut
+    model.save(tmp_path / "model")
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    command = [sys.executable, "-c", OPENED_WITHOUT_US, "model", "texts.json", "vectors.npy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["12", "3" if model.normalize else "2"]
+    assert np.abs(np.load(tmp_path / "vectors.npy") - model.encode(texts)).max() < 2e-6
+
+
+def test_what_sentence_transformers_wrote_is_read(tmp_path):
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    from sentence_transformers import SentenceTransformer
+
+    model = make_model("bert", max_sequence_length=12)
+    model.save(tmp_path / "ours")
+    SentenceTransformer(str(tmp_path / "ours"), device="cpu").save(str(tmp_path / "theirs"))
+    again = BiEncoder.load(tmp_path / "theirs")
+    assert (again.pooling, again.normalize) == ("mean", True)
+    assert np.abs(again.encode(draw_texts(9)) - model.encode(draw_texts(9))).max() < 1e-6
+
+
+def test_modules_that_we_do_not_have_are_refused(tmp_path):
+    make_model().save(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    modules.append({"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match="Dense"):
+        read_layout(tmp_path)
+    config = {"word_embedding_dimension": 32, "pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}
+    (tmp_path / "modules.json").write_text(json.dumps(modules[:3]))
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="max_tokens"):
+        read_layout(tmp_path)
+
+
+@pytest.mark.parametrize("options, word", [({"pooling": "max"}, "pooling"), ({"max_sequence_length": 2}, "max_sequence_length"),
+                                           ({"max_sequence_length": 10**6}, "max_position_embeddings")])
+def test_a_model_that_cannot_be_is_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        make_model(**options)
+
+
+def test_texts_that_are_none_are_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="one string"):
+        model.encode("a text")
+    with pytest.raises(ValueError, match=r"texts\[1\]"):
+        model.encode(["a", None])
+    with pytest.raises(ValueError, match="width"):
+        model.encode(["a"], width=33)
+    assert model.encode([]).shape == (0, 32)
+    assert np.isfinite(model.encode([""])).all()

@@ -1,0 +1,180 @@
+"The embedding module keeps the contracts of training: sums, resume, rates, guards, and what it saves."
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from embedding_cases import draw_pairs, fit, small_config, small_data, small_module, small_tokenizer, weights_of
+from lightning.pytorch.callbacks import Callback
+from torch.nn import functional as F
+
+from bertlab.embeddings.losses import Embedded
+from bertlab.embeddings.module import EmbeddingModule, ranks_of
+from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.history import History
+from bertlab.train.stopping import NonFiniteGuard
+from bertlab.train.trainer import make_trainer, seed_everything
+
+
+def test_training_finds_the_documents_of_held_out_queries():
+    data, module = small_data(draw_pairs(300), batch=32), small_module()
+    trainer = fit(module, data, 40, val_check_steps=20)
+    found = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    held = len(data.pairs["validation"])
+    assert found["val_recall_10"] > 3 * 10 / held and found["val_loss"] < math.log(16)
+    assert 0 <= found["val_mean_cosine"] < 0.7 and 0 < found["val_mrr"] <= 1
+
+
+def test_ranks_are_those_of_counting_by_hand():
+    rng = np.random.default_rng(0)
+    q, d = (torch.tensor(rng.normal(size=(9, 4))) for _ in range(2))
+    groups = torch.tensor([0, 1, 2, 3, 4, 4, 6, 7, -1])
+    expected = []
+    for i in range(8):
+        cos = lambda n, i=i: float(F.cosine_similarity(q[i], d[n], dim=0))  # noqa: E731
+        expected.append(1 + sum(cos(n) >= cos(i) for n in range(8) if groups[n] != groups[i]))
+    assert ranks_of(Embedded(q, groups), Embedded(d, groups), block=4).tolist() == expected
+
+
+def test_ties_count_against_a_query_so_that_a_collapse_is_not_a_success():
+    same = Embedded(torch.ones(5, 3), torch.arange(5))
+    assert ranks_of(same, same).tolist() == [5] * 5
+
+
+def test_a_step_is_the_gradient_of_the_mean_over_queries():
+    data, module = small_data(), small_module(optimizer_class="sgd", learning_rate=0.1, weight_decay=0.0,
+                                              scheduler_warmup_steps=0, scheduler_training_decay=1.0)  # fmt: skip
+    data.setup()
+    batch = next(iter(data.train_dataloader()))
+    before = [p.detach().clone() for p in module.parameters()]
+    q, d = module.eval().embed(batch)
+    loss = F.cross_entropy(q.vectors_ND @ d.vectors_ND.T / 0.05, torch.arange(8))
+    grads = torch.autograd.grad(loss, list(module.parameters()))
+    data.batches = None
+    fit(module, data, 1)
+    for p, old, grad in zip(module.parameters(), before, grads):
+        torch.testing.assert_close(p.detach(), old - 0.1 * grad, atol=1e-5, rtol=1e-4)
+
+
+class StopAt(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        trainer.should_stop = trainer.global_step >= self.step
+
+
+def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
+    def run(stop_at, seed=0, checkpoint=None):
+        keeper, history = RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_steps=100), History()
+        module, data = small_module(seed, dropout=0.2, chunk_rows=2, learn_temperature=True), small_data(draw_pairs(64))
+        callbacks = [history, keeper, StopAt(stop_at)]
+        trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=callbacks)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        return weights_of(module), history.record.column("loss")
+
+    whole, losses = run(8)
+    run(3)
+    resumed, later = run(8, seed=1, checkpoint=tmp_path / "3-0.ckpt")  # other first weights, which must not matter
+    assert torch.equal(whole, resumed)
+    assert list(later)[-5:] == list(losses)[-5:]
+
+
+def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
+    module, data = small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True), small_data()
+    trainer = fit(module, data, 1)
+    names = {id(p): name for name, p in module.named_parameters()}
+    rates = {names[id(p)]: (g["initial_lr"], g["weight_decay"]) for g in trainer.optimizers[0].param_groups for p in g["params"]}
+    by_layer = {"blocks.1.mlp": 0.04, "blocks.0.mlp": 0.02, "embeddings.tokens": 0.01, "log_temperature": 0.08}
+    for part, rate in by_layer.items():
+        assert all(r == pytest.approx(rate) for name, (r, _) in rates.items() if part in name), part
+    assert rates["log_temperature"][1] == 0
+
+
+def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
+    module = small_module(learn_temperature=True, learning_rate=0.05)
+    fit(module, small_data(draw_pairs(64)), 5)
+    assert abs(module.temperature().item() - 0.05) > 1e-3
+    with torch.no_grad():
+        module.log_temperature.fill_(-100)
+    assert module.temperature().item() == pytest.approx(0.005)
+
+
+def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
+    pairs = draw_pairs(64, negatives=2, scores=True)
+    weights = {}
+    for weight in (0.0, 5.0):
+        module = small_module(distillation="kl", distillation_weight=weight)
+        trainer = fit(module, small_data(pairs), 2, val_check_steps=2)
+        weights[weight] = weights_of(module)
+        assert {"train_distillation", "val_distillation"} <= trainer.callback_metrics.keys()
+    assert (weights[0.0] - weights[5.0]).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="scores_column"):
+        fit(small_module(distillation="kl"), small_data(), 1)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_the_guard():
+    module, data = small_module(), small_data()
+    before = weights_of(module)
+    with torch.no_grad():
+        module.model.encoder.embeddings.tokens.weight[7:].fill_(float("inf"))
+    spoiled = weights_of(module)
+    fit(module, data, 1, callbacks=[NonFiniteGuard()])
+    after = weights_of(module)
+    assert torch.equal(after.nan_to_num(0.5), spoiled.nan_to_num(0.5)) and before.shape == after.shape
+
+
+def test_lora_adapters_train_and_the_encoder_below_stays():
+    peft = pytest.importorskip("peft", reason="needs peft")
+
+    def adapt(encoder):
+        config = peft.LoraConfig(r=2, target_modules=["qkv"])
+        peft.inject_adapter_in_model(config, encoder)  # freezes what is not an adapter
+        for name, parameter in encoder.named_parameters():
+            parameter.requires_grad = "lora_" in name
+
+    module = small_module(prepare_encoder=adapt, chunk_rows=2)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    fit(module, small_data(), 3)
+    moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and all("lora_" in name for name in moved)
+
+
+def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
+    from bertlab.embeddings.bi_encoder import BiEncoder
+
+    module = small_module(pooling="cls")
+    fit(module, small_data(), 2)
+    module.save(tmp_path / "first")
+    again = EmbeddingModule(str(tmp_path / "first"))
+    again.configure_model()
+    assert again.model.pooling == "cls" and again.model.max_sequence_length == 16
+    vectors = [m.encode(["alpha beta", "gamma"]) for m in (module.model, again.model, BiEncoder.load(tmp_path / "first"))]
+    assert np.abs(vectors[0] - vectors[1]).max() < 1e-6 and np.abs(vectors[0] - vectors[2]).max() < 1e-6
+
+
+@pytest.mark.parametrize("options, word", [
+    ({"temperature": 0.0}, "temperature"), ({"chunk_rows": 0}, "chunk_rows"), ({"pooling": "sum"}, "pooling"),
+    ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "trained"),
+    ({"chunk_rows": 2, "gradient_checkpointing": True}, "chunk_rows"), ({"prefixes": [4, 4]}, "prefixes"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused_before_anything_is_built(options, word):
+    with pytest.raises(ValueError, match=word):
+        EmbeddingModule(**options)
+
+
+def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
+    with pytest.raises(ValueError, match="tokenizer"):
+        EmbeddingModule(model_config_kwargs=small_config()).configure_model()
+    with pytest.raises(ValueError, match="prefix"):
+        small_module(prefixes=[32])
+    other = EmbeddingModule(model_config_kwargs={**small_config(), "vocab_size": len(small_tokenizer())},
+                            pretrained_tokenizer_name_or_path=small_tokenizer())  # fmt: skip
+    seed_everything(0)
+    data = small_data()
+    from bertlab.data.tokenizers import train_tokenizer
+
+    data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
+    with pytest.raises(ValueError, match="both the same"):
+        fit(other, data, 1)

@@ -1,0 +1,185 @@
+"Gradient caching gives the loss and the gradient of the one big batch: packed, with dropout, on two processes."
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from embedding_cases import draw_pairs, small_data, small_module
+from torch.nn import functional as F
+
+from bertlab.embeddings.gradcache import encode_in_chunks, gather_numbers, gather_vectors, split_rows
+
+
+def first_batch(data, rows=32):
+    data.setup()
+    return data.collator([data.datasets["train"][0, n] for n in range(rows)])
+
+
+def loss_and_gradient(module, batch, chunk_rows, seed=None):
+    "Of all weights, in one vector; the loss is a sum over queries."
+    module.hparams["chunk_rows"] = chunk_rows
+    module.zero_grad()
+    if seed is not None:
+        torch.manual_seed(seed)
+    loss = module.label_loss(batch).loss_sum
+    loss.backward()
+    after = torch.rand(1).item()
+    return loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]), after
+
+
+def relative(one, two):
+    return ((one - two).norm() / two.norm()).item()
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("options", [{}, {"learn_temperature": True, "both_directions": True, "prefixes": [8]}])
+def test_chunks_have_loss_and_gradient_of_the_one_big_batch(packing, options):
+    data = small_data(draw_pairs(60, negatives=1), packing=packing)
+    module = small_module(**options).eval()
+    batch = first_batch(data)
+    whole, grad, _ = loss_and_gradient(module, batch, None)
+    for chunk_rows in (1, 3, 1000):
+        loss, cached, _ = loss_and_gradient(module, batch, chunk_rows)
+        assert loss == pytest.approx(whole, rel=1e-6)
+        assert relative(cached, grad) < 2e-6
+    if options:
+        assert module.log_temperature.grad.abs() > 1e-4
+
+
+def test_the_gradient_is_right_to_machine_precision_in_float64():
+    "In float32 the order of sums leaves 1e-6; in float64 a wrong term of any size would show."
+    module, batch = small_module(learn_temperature=True).double().eval(), first_batch(small_data())
+    _, grad, _ = loss_and_gradient(module, batch, None)
+    _, cached, _ = loss_and_gradient(module, batch, 2)
+    assert relative(cached, grad) < 1e-11
+
+
+def test_dropout_is_replayed_chunk_by_chunk():
+    module, data = small_module(dropout=0.3).double().train(), small_data()
+    batch = first_batch(data)
+
+    def kept(seed):
+        "The same chunks with all activations kept: what caching must equal."
+        module.zero_grad()
+        torch.manual_seed(seed)
+        rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
+        vectors = encode_in_chunks(module.model._pool_rows, split_rows(rows, 2), cached=False)[batch["text_order"]]
+        q, d = (type(e)(v, e.groups_N) for e, v in zip(module.embed(batch), F.normalize(vectors, dim=1).split(len(vectors) // 2)))
+        torch.manual_seed(99)
+        loss = module.score_pairs(q, d, batch).loss_sum
+        module.zero_grad()
+        loss.backward()
+        return loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+    loss, cached, _ = loss_and_gradient(module, batch, 2, seed=5)
+    expected, grad = kept(5)
+    assert loss == pytest.approx(expected, rel=1e-12) and relative(cached, grad) < 1e-11
+    _, other, _ = loss_and_gradient(module, batch, 2, seed=6)
+    assert relative(other, grad) > 1e-2, "dropout does nothing here, so the test would show nothing"
+
+
+def test_replaying_leaves_the_run_s_own_random_numbers_where_they_were():
+    "Else losses after a resume would depend on the chunks' size."
+    module, batch = small_module(dropout=0.3).train(), first_batch(small_data())
+    rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
+    torch.manual_seed(5)
+    encode_in_chunks(module.model._pool_rows, [rows], cached=False)
+    expected = torch.rand(1).item()
+    torch.manual_seed(5)
+    encode_in_chunks(module.model._pool_rows, [rows]).sum().backward()
+    assert torch.rand(1).item() == expected
+
+
+def test_only_one_chunk_s_activations_live_at_a_time():
+    module, data = small_module().train(), small_data(draw_pairs(60), packing=False)
+    batch = first_batch(data, 32)
+
+    def held(chunk_rows):
+        module.hparams["chunk_rows"], storages = chunk_rows, {}
+
+        def keep(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module.label_loss(batch)
+        return sum(storages.values())
+
+    assert held(2) < held(None) / 10
+
+
+def test_a_batch_of_unequal_tensors_and_no_rows_are_refused():
+    with pytest.raises(ValueError, match="chunk_rows"):
+        split_rows({"a": torch.zeros(2, 1)}, 0)
+    with pytest.raises(ValueError, match="as many rows"):
+        split_rows({"a": torch.zeros(2, 1), "b": torch.zeros(3)}, 1)
+    assert [len(c["a"]) for c in split_rows({"a": torch.zeros(5, 1)}, 2)] == [2, 2, 1]
+    one = torch.ones(2, 3)
+    assert gather_vectors(one) is one and gather_numbers(one) is one
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+
+def _gathered(rank: int, port: str, place: str) -> None:
+    "A loss of everybody's vectors, by one of two processes."
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    vectors = torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank
+    vectors.requires_grad_()
+    together = gather_vectors(vectors)
+    loss = (together * (rank + 1)).square().sum()  # the two losses differ
+    loss.backward()
+    numbers = gather_numbers(torch.tensor([rank, rank + 5]))
+    torch.save({"together": together.detach(), "grad": vectors.grad, "numbers": numbers}, f"{place}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def free_port() -> str:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def test_a_gathered_vector_gets_the_gradient_of_all_processes(tmp_path):
+    torch.multiprocessing.spawn(_gathered, (free_port(), str(tmp_path)), nprocs=2)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    everything = torch.cat([torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10]).double()
+    for rank, one in enumerate(found):
+        assert torch.equal(one["together"], everything) and one["numbers"].tolist() == [0, 5, 1, 6]
+        own = everything[2 * rank:2 * rank + 2]
+        torch.testing.assert_close(one["grad"], 2 * own * (1 + 4))  # d/dv of v^2 + (2 v)^2
+
+
+def _trained(rank: int, port: str, place: str, options: dict) -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0",
+                   "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # fmt: skip
+    from embedding_cases import fit, weights_of
+
+    torch.set_num_threads(1)
+    module, data = small_module(**options), small_data(draw_pairs(60, negatives=1), batch=8, shuffle_train=True)
+    fit(module, data, 3, devices=2, strategy=DDPStrategy(process_group_backend="gloo"), val_check_steps=3)
+    if rank == 0:
+        values = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
+        torch.save((weights_of(module), values), f"{place}/two.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"chunk_rows": 3, "learn_temperature": True}, {"both_directions": True}])
+def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
+    from embedding_cases import fit, weights_of
+
+    torch.multiprocessing.spawn(_trained, (free_port(), str(tmp_path), options), nprocs=2)
+    two, logged = torch.load(tmp_path / "two.pt")
+    # One process of 16 pairs sees the same pairs in the same order as two of 8.
+    module, data = small_module(**options), small_data(draw_pairs(60, negatives=1), batch=16)
+    trainer = fit(module, data, 3, val_check_steps=3)
+    assert (weights_of(module) - two).abs().max() < 2e-5
+    assert logged["train_loss"] == pytest.approx(float(trainer.callback_metrics["train_loss"]), rel=1e-5)
+    assert logged["val_mrr"] == pytest.approx(float(trainer.callback_metrics["val_mrr"]), rel=1e-3)
+    assert np.isfinite(logged["val_loss"])

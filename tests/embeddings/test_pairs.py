@@ -1,0 +1,172 @@
+"Pairs are read from any table, duplicates are found, and the order is a function of seed and epoch."
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from embedding_cases import draw_pairs, small_data, small_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bertlab.embeddings.pairs import EmbeddingDataModule, PairSet, clean_pairs, group_texts, hold_out_pairs, read_pairs
+
+ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
+        {"query": "how long", "positive": "an hour", "negative": ["green"]}]  # fmt: skip
+
+
+def write(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    elif path.suffix == ".csv":
+        cell = lambda v: json.dumps(v).replace('"', '""') if isinstance(v, list) else v  # noqa: E731
+        path.write_text("\n".join([",".join(rows[0]), *(",".join(f'"{cell(v)}"' for v in r.values()) for r in rows)]))
+    elif path.suffix == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_every_kind_of_table_gives_the_same_pairs(tmp_path, suffix):
+    pairs = read_pairs(write(tmp_path / f"pairs{suffix}", ROWS))
+    assert pairs.queries == ["how far", "how long"] and pairs.positives == ["two miles", "an hour"]
+    assert pairs.negatives == [["red", "blue"], ["green"]] and pairs.scores is None
+
+
+def test_a_hub_dataset_is_read_by_its_name(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert read_pairs(tmp_path / "saved").negatives == [["red", "blue"], ["green"]]
+    assert read_pairs(tmp_path / "saved", split="train[:1]").queries == ["how far"]
+
+
+def test_columns_have_their_usual_names_or_the_given_ones(tmp_path):
+    rows = [{"anchor": "a", "answer": "b", "wrong": "c", "worse": "d"}]
+    path = write(tmp_path / "x.jsonl", rows)
+    assert read_pairs(path).positives == ["b"]
+    pairs = read_pairs(path, query_column="wrong", positive_column="worse", negative_column=["anchor", "answer"])
+    assert (pairs.queries, pairs.positives, pairs.negatives) == (["c"], ["d"], [["a", "b"]])
+    with pytest.raises(ValueError, match="positive_column"):
+        read_pairs(path, positive_column="asnwer")
+    with pytest.raises(ValueError, match="query.*'x', 'y'"):
+        read_pairs([{"x": "1", "y": "2"}])
+
+
+@pytest.mark.parametrize("row, word", [({"query": "a", "positive": ""}, "positive"), ({"query": None, "positive": "b"}, "query"),
+                                       ({"query": "a", "positive": 3}, "no text"),
+                                       ({"query": "a", "positive": "b", "negative": ["c", " "]}, "negative"),
+                                       ({"query": "a", "positive": "b", "scores": [1.0, 2.0]}, "scores")])  # fmt: skip
+def test_a_bad_row_is_named_by_its_line_or_left_out_and_counted(tmp_path, row, word):
+    good = {"query": "q", "positive": "p"} | ({"scores": [1.0]} if "scores" in row else {})
+    path = write(tmp_path / "bad.jsonl", [good, row])
+    with pytest.raises(ValueError, match="line 2") as error:
+        read_pairs(path)
+    assert word in str(error.value)
+    pairs = read_pairs(path, on_error="skip")
+    assert pairs.queries == ["q"] and sum(pairs.notes.values()) == 1
+
+
+def test_repeated_pairs_and_negatives_that_are_answers_are_left_out_with_their_scores():
+    pairs = PairSet(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
+                    [[1, 0.5, 0.1], [1, 0.5, 0.1], [1, 0.9, 0.2], [1]])  # fmt: skip
+    found = clean_pairs(pairs)
+    assert found.queries == ["a", "b"] and found.negatives == [["B", "x"], ["y"]]
+    assert found.scores == [[1, 0.5, 0.1], [1, 0.2]]
+    assert sorted(found.notes.values()) == [1, 1, 1]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(10, 19)), min_size=1, max_size=25))
+def test_groups_are_the_connected_parts_of_the_graph_of_pairs(edges):
+    pairs = PairSet([str(a) for a, _ in edges], [str(b) for _, b in edges], [[] for _ in edges])
+    groups = group_texts(pairs)
+    reach = {text: {text} for text in groups}  # by spreading, until nothing changes
+    for _ in groups:
+        for a, b in edges:
+            both = reach[str(a)] | reach[str(b)]
+            for text in both:
+                reach[text] = both
+    for one in groups:
+        for other in groups:
+            assert (groups[one] == groups[other]) == (other in reach[one])
+
+
+def test_no_text_stands_on_both_sides_of_a_split():
+    rng = np.random.default_rng(0)
+    pairs = PairSet([f"q{n}" for n in rng.integers(0, 60, 90)], [f"p{n}" for n in range(90)], [[] for _ in range(90)])
+    train, held = hold_out_pairs(pairs, 0.2, seed=1)
+    assert not set(train.texts()) & set(held.texts()) and len(train) + len(held) == 90
+    assert 10 <= len(held) <= 45
+    with pytest.raises(ValueError, match="too few"):
+        hold_out_pairs(PairSet(["a", "a"], ["b", "c"], [[], []]), 0.5)
+
+
+def test_a_batch_holds_each_text_where_it_says():
+    data = small_data(draw_pairs(40, negatives=2))
+    data.setup()
+    rows = data.datasets["train"]
+    batch = data.collator([rows[0, n] for n in range(4)] + [rows[-1]])
+    slots = [(r, d) for r in range(len(batch["attention_mask"])) for d in range(1, int(batch["attention_mask"][r].max()) + 1)]
+    tokenizer, order = small_tokenizer(), rows.order(0)
+    pairs = data.pairs["train"]
+    wanted = [pairs.queries[n] for n in order[:4]] + [None] + [pairs.positives[n] for n in order[:4]] + [None]
+    wanted += [text for n in order[:4] for text in pairs.negatives[n]] + [None, None]
+    for slot, text, group in zip(batch["text_order"].tolist(), wanted, batch["groups"].tolist(), strict=True):
+        row, number = slots[slot]
+        ids = batch["input_ids"][row][batch["attention_mask"][row] == number].tolist()
+        assert (group == -1) == (text is None)
+        if text is not None:
+            assert ids == tokenizer(text)["input_ids"]
+    assert batch["labels"].tolist() == [0, 1, 2, 3, -100]
+    assert (batch["groups"][:4] == batch["groups"][5:9]).all()
+
+
+def test_a_pair_with_fewer_negatives_has_blanks_in_their_place():
+    data = small_data(PairSet(["one two", "three four"] * 4, [f"five {n}" for n in range(8)],
+                              [["red", "blue"] if n % 2 else ["green"] for n in range(8)]), batch=2)  # fmt: skip
+    data.fraction = 0
+    data.setup()
+    batch = data.collator([data.datasets["train"][n] for n in range(8)])
+    assert batch["groups"][16:].view(8, 2).lt(0).tolist() == [[False, bool(n % 2 == 0)] for n in range(8)]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_and_a_resume_goes_on_at_the_next_batch():
+    data = small_data(draw_pairs(64), batch=8)
+    data.setup()
+    loader = data.train_dataloader()
+    seen = [batch["input_ids"] for _ in range(2) for batch in loader]  # two epochs
+    resumed = data.train_dataloader()
+    resumed.load_state_dict({"delivered": 4})
+    for expected, batch in zip(seen[4:6], resumed):
+        assert torch.equal(batch["input_ids"], expected)
+    orders = [data.datasets["train"].order(epoch).tolist() for epoch in range(2)]
+    assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+
+
+def test_processes_get_disjoint_pairs_that_together_are_the_batch():
+    data = small_data(draw_pairs(64), batch=8)
+    data.setup()
+    from bertlab.data.module import EpochBatches
+
+    rows = data.datasets["train"]
+    keys = [EpochBatches(rows, data.collator, 4, rank=r, world_size=2).keys(0, 1) for r in range(2)]
+    assert keys[0] + keys[1] == EpochBatches(rows, data.collator, 8).keys(0, 1)
+
+
+def test_texts_are_cut_and_counted():
+    data = EmbeddingDataModule(small_tokenizer(), max_sequence_length=5, validation_fraction=0)
+    data.set_datasets([{"query": "alpha", "positive": "one two three four five six seven"}, {"query": "beta", "positive": "two"}])
+    data.setup()
+    assert data.num_cut == 1 and max(map(len, data.datasets["train"].ids)) == 5
+    assert "cut" in data.describe()
+
+
+@pytest.mark.parametrize("options, word", [({"train_batch_size": 1}, "train_batch_size"), ({"row_length": 8}, "row_length"),
+                                           ({"validation_fraction": 1.0}, "validation_fraction")])
+def test_options_that_cannot_be_are_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        EmbeddingDataModule(small_tokenizer(), **{"max_sequence_length": 16, **options})

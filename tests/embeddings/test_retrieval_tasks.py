@@ -1,0 +1,147 @@
+"Tasks hold no leak, measures are those worked out by hand, and baselines follow their formulas."
+
+import math
+
+import numpy as np
+import pytest
+from embedding_cases import WORDS
+
+from bertlab.data.corpus import make_corpus
+from bertlab.data.documents import Document
+from bertlab.embeddings.few_labels import draw_labels, few_label_curve, probe_accuracy
+from bertlab.embeddings.tasks import (TASKS, EncoderScorer, WordVectors, alignment, bm25_scores, bootstrap, evaluate_retrieval,
+                                      first_sentence, load_retrieval, make_task, retrieval_table, score_queries, signatures,
+                                      tfidf_scores, uniformity)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    rng, documents = np.random.default_rng(0), []
+    for module in range(30):
+        for n in range(8):
+            head, rest = (" ".join(rng.choice(WORDS, k)) for k in (5, 14))
+            documents.append(Document(f"{head} does {n}.\n\nIt is about {head.split()[0]}, and {rest} of {module}.", f"m{module}:f{n}"))
+    return make_corpus("small", documents, 0.2)
+
+
+def test_training_and_test_share_no_module_and_no_text(corpus):
+    task = load_retrieval("docstring", corpus)
+    assert len(task.queries) > 20 and len(task.train) > 100
+    assert not set(task.train.texts()) & set(task.queries + task.documents)
+    modules = [{text.rpartition(" ")[2] for text in side} for side in (task.train.positives, task.documents)]
+    assert not modules[0] & modules[1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
+    task = load_retrieval(name)
+    assert len(task.queries) > 30 and len(task.train) > 300
+    assert all(answers and max(answers) < len(task.documents) for answers in task.relevant)
+    assert not set(task.train.texts()) & set(task.queries + task.documents)
+    scores = score_queries(bm25_scores(task.queries, task.documents), task.relevant)
+    assert scores["recall_10"].mean() > 5 * 10 / len(task.documents), "words in common must help"
+
+
+def test_one_query_with_two_answers_and_one_document_for_two_queries():
+    task = make_task("x", "y", [], [("a", "A"), ("a", "B"), ("b", "A"), ("a", "A")])
+    assert (task.queries, task.documents, task.relevant) == (["a", "b"], ["A", "B"], [[0, 1], [0]])
+
+
+def test_a_docstring_is_parted_after_its_first_sentence():
+    text = "Return the name, e.g. a word.\n\nThe rest of it says considerably more than that first line does."
+    query, rest = first_sentence(text)
+    assert query.startswith("Return the name") and rest.endswith("line does.") and query + " " + rest == " ".join(text.split())
+    assert first_sentence("Short. no") is None
+
+
+def test_signatures_are_those_of_documented_functions(tmp_path):
+    path = tmp_path / "m.py"
+    long = "Say what it does in a line that is long enough to count."
+    path.write_text(f'class A:\n  def f(self, x: int = 3):\n    "{long}"\n  def g(self): pass\n  def __h__(self):\n    "{long}"\n')
+    assert list(signatures(path)) == [("f(self, x: int=3)", long)]
+    path.write_text("def broken(:\n")
+    assert list(signatures(path)) == []
+
+
+def test_measures_of_two_answers_worked_out_by_hand():
+    scores = np.array([[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0, -1, -2]])
+    found = {k: v[0] for k, v in score_queries(scores, [[1, 4]]).items()}  # ranks 2 and 5
+    ideal = 1 / math.log2(2) + 1 / math.log2(3)
+    assert found["recall_1"] == 0 and found["recall_10"] == 1 and found["mrr"] == 0.5
+    assert found["ndcg_10"] == pytest.approx((1 / math.log2(3) + 1 / math.log2(6)) / ideal)
+    late = score_queries(scores, [[0, 11]])  # ranks 1 and 12
+    assert late["recall_10"][0] == 0.5 and late["recall_1"][0] == 1 and late["mrr"][0] == 1
+
+
+def test_a_model_that_knows_nothing_scores_nothing():
+    found = score_queries(np.zeros((4, 50)), [[n] for n in range(4)])
+    assert all(values.max() <= 1 / 50 for values in found.values())
+
+
+def test_bm25_is_its_formula():
+    documents = ["red red blue", "green", "red four five six seven"]
+    n, lengths = len(documents), [3, 1, 5]
+    def expected(d, words, k1=1.5, b=0.75):  # noqa: E306
+        total = 0.0
+        for word in words:
+            holders = sum(word in text.split() for text in documents)
+            f = documents[d].split().count(word)
+            idf = math.log(1 + (n - holders + 0.5) / (holders + 0.5))
+            total += idf * f * (k1 + 1) / (f + k1 * (1 - b + b * lengths[d] / 3))
+        return total
+    got = bm25_scores(["red blue", "green unknown"], documents)
+    assert np.allclose(got[0], [expected(d, ["red", "blue"]) for d in range(3)])
+    assert np.allclose(got[1], [expected(d, ["green"]) for d in range(3)])
+
+
+def test_baselines_find_a_text_by_its_own_words_and_survive_unknown_ones(corpus):
+    texts = corpus.train_texts[:60]
+    for scorer in (bm25_scores, tfidf_scores, WordVectors(corpus.train_texts, 16)):
+        scores = scorer([*texts[:5], "zzz qqq"], texts)
+        assert scores.shape == (6, 60) and np.isfinite(scores).all()
+        assert scores[:5].argmax(1).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_interval_holds_its_mean_and_narrows_with_more_queries():
+    rng = np.random.default_rng(0)
+    widths = []
+    for count in (50, 800):
+        mean, low, high = bootstrap(rng.random(count))
+        assert low < mean < high
+        widths.append(high - low)
+    assert widths[1] == pytest.approx(widths[0] / 4, rel=0.3)
+
+
+def test_alignment_and_uniformity_tell_a_collapse_from_a_sphere():
+    same = np.ones((20, 4)) / 2
+    assert alignment(same, same) == 0 and uniformity(same) == 0
+    circle = np.array([[1.0, 0], [-1, 0]])
+    assert uniformity(circle) == pytest.approx(-8) and alignment(circle, -circle) == 4
+
+
+def test_a_table_has_a_line_for_each_scorer(corpus):
+    task = load_retrieval("docstring", corpus)
+
+    class Model:
+        def encode(self, texts):
+            return np.random.default_rng(0).normal(size=(len(texts), 4))
+
+    table = retrieval_table(evaluate_retrieval(task, {"random": EncoderScorer(Model()), "BM25": bm25_scores}))
+    assert [line.split()[0] for line in table.splitlines()[1:]] == ["random", "BM25"]
+    with pytest.raises(ValueError, match="docstring"):
+        load_retrieval("dcstring", corpus)
+
+
+def test_labels_are_drawn_by_class_and_shared_by_all_arms():
+    labels = ["a"] * 30 + ["b"] * 3
+    rows = draw_labels(labels, 5, 0)
+    assert sorted(labels[n] for n in rows) == ["a"] * 5 + ["b"] * 3
+    assert (rows == draw_labels(labels, 5, 0)).all() and not np.array_equal(rows, draw_labels(labels, 5, 1))
+    with pytest.raises(ValueError, match="per_class"):
+        draw_labels(labels, 0, 0)
+    rng = np.random.default_rng(0)
+    good = np.array([[1.0, 0] if label == "a" else [0, 1.0] for label in labels]) + 0.01 * rng.normal(size=(33, 2))
+    noise = rng.normal(size=(33, 2))
+    curves = few_label_curve({"good": (good, good), "noise": (noise, noise)}, labels, labels, (1, 3))
+    assert curves["good"].shape == (2, 3) and (curves["good"] == 1).all() and curves["noise"].mean() < 0.95
+    assert probe_accuracy(good, labels, good, labels) == 1

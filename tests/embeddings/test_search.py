@@ -1,0 +1,140 @@
+"Search is exact, encoding goes on where it stopped, and an index answers to its own model alone."
+
+import json
+
+import numpy as np
+import pytest
+from embedding_cases import WORDS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_bi_encoder import draw_texts, make_model
+
+from bertlab.data.documents import Document
+from bertlab.embeddings.late_interaction import LateScorer, maxsim, token_vectors
+from bertlab.embeddings.search import TextIndex, encode_texts, model_fingerprint, search_vectors, source_documents
+
+
+def documents(count=50):
+    return [Document(text, f"x:{n}") for n, text in enumerate(draw_texts(count))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 30), st.integers(0, 99))
+def test_search_by_blocks_is_a_sort_of_everything(count, top_k, block, seed):
+    rng = np.random.default_rng(seed)
+    vectors, queries = rng.integers(-2, 3, (count, 3)).astype(np.float32), rng.integers(-2, 3, (4, 3)).astype(np.float32)
+    scores, found = search_vectors(queries, vectors, top_k, block)
+    exact = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :top_k]
+    assert np.array_equal(found, exact), "also where scores tie: the first one wins"
+    assert np.array_equal(scores, np.take_along_axis(queries @ vectors.T, exact, 1))
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("output", ["v.npy", "v.parquet", "index"])
+def test_stopped_at_any_part_and_started_again_it_writes_the_same(tmp_path, output):
+    model, docs, read = make_model(), documents(), []
+    expected = model.encode([d.text for d in docs])
+
+    def source():
+        for document in docs:
+            read.append(document)
+            yield document
+
+    for stop in (0, 10, 20, 40):
+
+        def watch(count, stop=stop):
+            if count >= stop:
+                raise Stop
+
+        with pytest.raises(Stop):
+            encode_texts(model, source, tmp_path / output, part_size=10, progress=watch)
+        assert not (tmp_path / output).exists()
+    assert encode_texts(model, source, tmp_path / output, part_size=10) == 50
+    if output == "v.npy":
+        found = np.load(tmp_path / output)
+    elif output == "v.parquet":
+        from pyarrow import parquet
+
+        table = parquet.read_table(tmp_path / output)
+        assert table["text"].to_pylist() == [d.text for d in docs] and table["source"][3].as_py() == "x:3"
+        found = np.array(table["vector"].to_pylist())
+    else:
+        index = TextIndex.open(tmp_path / output)
+        assert [index.read(n)[0] for n in (0, 11, 49)] == [docs[n].text for n in (0, 11, 49)]
+        found = np.asarray(index.vectors_ND)
+    assert np.abs(found - expected).max() < 2e-6
+    assert not list(tmp_path.glob(".*.parts"))
+
+
+def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_path):
+    model = make_model()
+
+    def stop(count):
+        if count:
+            raise Stop
+
+    with pytest.raises(Stop):
+        encode_texts(model, documents, tmp_path / "v.npy", part_size=10, progress=stop)
+    other = make_model(pooling="cls")
+    assert model_fingerprint(other) != model_fingerprint(model) == model_fingerprint(make_model())
+    for wrong, options in ((other, {}), (model, {"name": "else"}), (model, {"width": 8})):
+        with pytest.raises(ValueError, match="stopped"):
+            encode_texts(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
+
+
+def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
+    model, docs = make_model(), documents(30)
+    encode_texts(model, lambda: docs, tmp_path / "index", width=16)
+    index = TextIndex.open(tmp_path / "index")
+    index.check_model(model)
+    for n, hits in enumerate(index.search(model, [d.text for d in docs], 1)):
+        assert hits[0].text == docs[n].text and hits[0].score == pytest.approx(1, abs=1e-5)
+    with pytest.raises(ValueError, match="another model"):
+        index.check_model(make_model("bert"))
+    with pytest.raises(ValueError, match="no index"):
+        TextIndex.open(tmp_path)
+
+
+def test_blank_texts_are_left_out_and_none_at_all_is_an_error(tmp_path):
+    model = make_model()
+    some = [Document("", "a:1"), Document("one two", "a:2"), Document("  ", "a:3")]
+    assert encode_texts(model, lambda: some, tmp_path / "v.npy") == 1
+    with pytest.raises(ValueError, match="no text"):
+        encode_texts(model, lambda: [], tmp_path / "w.npy")
+
+
+def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
+    model = make_model()
+    (tmp_path / "old.npy").write_bytes(b"x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("x")
+    for name, word in (("v.txt", "must end"), ("old.npy", "exists"), ("full", "no empty directory")):
+        with pytest.raises(ValueError, match=word):
+            encode_texts(model, documents, tmp_path / name)
+    assert encode_texts(model, documents, tmp_path / "old.npy", overwrite=True) == 50
+    with pytest.raises(ValueError, match="dimensions"):
+        search_vectors(np.zeros((1, 3)), np.zeros((2, 4)))
+
+
+def test_texts_of_a_folder_keep_their_places(tmp_path):
+    (tmp_path / "a.txt").write_text("first line\nsecond line\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "third"}))
+    found = list(source_documents([str(tmp_path)])())
+    assert [(d.text, d.source) for d in found] == [("first line", "a.txt:1"), ("second line", "a.txt:2"), ("third", "b.jsonl:1")]
+    with pytest.raises(ValueError):
+        source_documents([str(tmp_path / "missing.txt")])
+
+
+def test_maxsim_adds_up_each_query_token_s_best_match_whatever_the_batch():
+    model, texts = make_model(), [*draw_texts(12), " ".join(WORDS[:20])]
+    vectors = token_vectors(model, texts, 64)
+    for n, text in enumerate(texts):
+        assert np.abs(vectors[n].numpy() - token_vectors(model, [text])[0].numpy()).max() < 2e-6
+    scores = LateScorer(model)(texts[:3], texts)
+    for q in range(3):
+        by_hand = [sum(max(float(a @ b) for b in d) for a in vectors[q]) for d in vectors]
+        assert np.allclose(scores[q], by_hand, atol=1e-4)
+        assert maxsim(vectors[q], [vectors[q]]).item() == pytest.approx(len(vectors[q]), abs=1e-4)

@@ -1,0 +1,214 @@
+"Adapters: nothing changes at first, they learn alone, they merge exactly, and plain peft opens what is written."
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+from bertlab.model.adapters import (  # noqa: E402
+    ADAPTERS, add_adapter, find_targets, freeze_weights, load_adapter, read_adapter, save_adapter,
+)  # fmt: skip
+from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base  # noqa: E402
+from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
+from bertlab.model.huggingface import plain_copy, save_model, to_huggingface  # noqa: E402
+from bertlab.model.task_heads import BertLabForSequenceClassification  # noqa: E402
+from bertlab.optim.groups import parameter_groups  # noqa: E402
+from bertlab.optim.optimizers import get_optimizer, state_bytes  # noqa: E402
+
+SIZE = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=32)  # fmt: skip
+SHAPES = {
+    "bert": bert_tiny(**SIZE),
+    "modernbert": modernbert_tiny(**SIZE),
+    "roberta": roberta_base(**SIZE, pad_token_id=1),
+    "ours alone": modernbert_tiny(**SIZE, qk_norm=True),
+}
+IDS = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def build(shape="modernbert", head=BertLabForMaskedLM, **more):
+    torch.manual_seed(0)
+    config = copy.deepcopy(SHAPES[shape])
+    for name, value in more.items():
+        setattr(config, name, value)
+    return head(config).eval()
+
+
+def move(model):
+    "Let every free weight be somewhere else."
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_changes_nothing_at_first_learns_alone_and_merges_to_the_same_scores(kind):
+    model = build()
+    before, old = model(IDS).logits, copy.deepcopy(model.state_dict())
+    options = {"oft_block_size": 8} if kind == "oft" else {}
+    moving = add_adapter(model, {"type": kind, **options})
+    torch.testing.assert_close(model(IDS).logits, before)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(IDS, labels=IDS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name not in moving)
+    for name, weight in model.state_dict().items():
+        if name not in moving and (plain := name.replace("base_layer.", "")) in old:
+            assert torch.equal(weight, old[plain])
+    trained = model(IDS).logits
+    merged = plain_copy(model)
+    assert set(merged.state_dict()) == set(old)
+    torch.testing.assert_close(merged(IDS).logits, trained, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(IDS).logits, trained, rtol=0, atol=0)  # the model itself stays as it was
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_merged_model_is_written_with_equal_scores(shape, tmp_path):
+    import transformers
+
+    model = build(shape)
+    add_adapter(model, "lora")
+    move(model)
+    save_model(model, None, tmp_path)
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__module__.startswith("transformers") == (shape != "ours alone")
+    torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "rslora", "ia3", "loha"])
+@pytest.mark.parametrize("shape", ["bert", "modernbert"])
+def test_plain_peft_opens_an_adapter_on_plain_transformers(shape, kind, tmp_path):
+    "Where one of theirs is three of ours in one (BERT's query, key, value), for those that can be split."
+    from peft import PeftModel
+
+    if shape == "bert" and not ADAPTERS[kind].splits:
+        pytest.skip("written under our own names, see the next test")
+    model = build(shape)
+    theirs = to_huggingface(model)
+    add_adapter(model, kind)
+    move(model)
+    save_adapter(model, tmp_path)
+    theirs = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    torch.testing.assert_close(theirs(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_split_is_written_for_our_own_class(tmp_path):
+    from peft import PeftModel
+
+    model = build("bert")
+    ours = copy.deepcopy(model)
+    add_adapter(model, "loha")
+    move(model)
+    save_adapter(model, tmp_path)
+    opened = PeftModel.from_pretrained(ours, tmp_path).eval()
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "lokr"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_saved_adapter_comes_back(shape, kind, tmp_path):
+    model = build(shape)
+    fresh = copy.deepcopy(model)
+    add_adapter(model, kind)
+    move(model)
+    save_adapter(model, tmp_path)
+    load_adapter(fresh, tmp_path)
+    torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["bert", "modernbert"])
+def test_the_head_of_a_task_goes_along(shape, tmp_path):
+    from peft import PeftModel
+
+    model = build(shape, BertLabForSequenceClassification, num_labels=3)
+    fresh, theirs = copy.deepcopy(model), to_huggingface(model)
+    moving = add_adapter(model, "lora", ["task_head"])
+    assert any(name.startswith("task_head.classifier") for name in moving)
+    move(model)
+    save_adapter(model, tmp_path)
+    load_adapter(fresh, tmp_path)
+    torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    opened = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_three_different_matrices_are_refused_beside_one(tmp_path):
+    "An adapter that was trained on BERT's own three layers."
+    from peft import LoraConfig, get_peft_model
+
+    model = build("bert")
+    theirs = get_peft_model(to_huggingface(model), LoraConfig(r=2, target_modules=["query", "key", "value"]))
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="merge"):
+        load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("setting, word", [
+    ("lorra", "lora"), ({"type": "lora", "rank": 2}, "rank"), ({"r": 0}, "0"), (7, "7"),
+])  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused(setting, word):
+    with pytest.raises(ValueError, match=word):
+        read_adapter(setting)
+
+
+def test_layers_are_named_by_end_or_pattern():
+    model = build()
+    assert find_targets(model, ["qkv"]) == [f"encoder.blocks.{i}.attention.qkv" for i in (0, 1)]
+    assert find_targets(model, "*.blocks.1.mlp.*") == [f"encoder.blocks.1.mlp.{n}" for n in ("expand", "contract")]
+    assert len(find_targets(model)) == 8
+    with pytest.raises(ValueError, match="qvk"):
+        add_adapter(model, {"target_modules": ["qvk"]})
+
+
+def test_a_second_adapter_is_refused():
+    model = build()
+    add_adapter(model)
+    with pytest.raises(ValueError, match="adapter"):
+        add_adapter(model)
+
+
+@pytest.mark.parametrize("freeze, free", [
+    ("embeddings", {"blocks.0", "blocks.1", "final_norm", "head"}),
+    (1, {"blocks.1", "final_norm", "head"}),
+    ("encoder", {"head"}),
+    (["*.attention.*", "head.*"], {"embeddings", "blocks.0.mlp", "blocks.1.mlp", "blocks.1.attention_norm",
+                                   "final_norm"}),
+])  # fmt: skip
+def test_frozen_weights_get_no_gradient_and_no_state(freeze, free):
+    model = build()
+    frozen = freeze_weights(model, freeze)
+    moving = [n.removeprefix("encoder.") for n, p in model.named_parameters() if p.requires_grad]
+    assert {part for part in free for n in moving if n.startswith(part)} == free
+    assert all(any(n.startswith(part) for part in free) for n in moving)
+    optimizer = get_optimizer("adamw", parameter_groups(model), {"lr": 1e-3})
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (name in frozen) == (parameter not in optimizer.state)
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert 8 * numbers <= state_bytes(optimizer) <= 8 * numbers + 8 * len(moving)
+
+
+@pytest.mark.parametrize("freeze", [3, -1, 1.0, True, "nothing.*", ["head.*", "hed.*"]])
+def test_a_freeze_that_cannot_be_is_refused(freeze):
+    with pytest.raises(ValueError, match="freeze"):
+        freeze_weights(build(), freeze)
+
+
+def test_a_directory_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="adapter_config.json"):
+        load_adapter(build(), tmp_path)
+    with pytest.raises(ValueError, match="no adapter"):
+        save_adapter(build(), Path(tmp_path))

@@ -1,0 +1,115 @@
+"The causal twin: nothing looks ahead, packed is alone, the cache changes no number, and it learns."
+
+import pytest
+import torch
+
+from bertlab.data.collators import EnhancedMaskedLanguageModelingCollator
+from bertlab.data.rows import Vocabulary
+from bertlab.model.causal import BertLabForCausalLM, Memory, continue_ids
+from bertlab.model.config import bert_tiny, modernbert_tiny
+from bertlab.model.samplers import SamplingRule
+from bertlab.train.modules import CausalModule
+
+torch.set_num_threads(1)
+V = 40
+WORDS = Vocabulary(V, 0, 4, (1, 2, 3))
+SHAPE = dict(vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+             max_position_embeddings=48, initializer_range=0.3)  # fmt: skip
+CONFIGS = {"modernbert": lambda: modernbert_tiny(**SHAPE), "bert": lambda: bert_tiny(**SHAPE),
+           "windows": lambda: modernbert_tiny(**{**SHAPE, "num_hidden_layers": 4}, sliding_window=8)}  # fmt: skip
+
+
+def twin(kind="modernbert"):
+    torch.manual_seed(0)
+    return BertLabForCausalLM(CONFIGS[kind]()).eval()
+
+
+def ids(rows=2, length=20, seed=0):
+    return torch.randint(5, V, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "bert"])
+def test_no_score_knows_its_own_token_or_a_later_one(kind):
+    model, text = twin(kind), ids()
+    for place in (1, 7, 19):
+        other = text.clone()
+        other[:, place] = (other[:, place] - 4) % (V - 5) + 5
+        with torch.no_grad():
+            moved = (model(text).logits - model(other).logits).abs().amax((0, 2))
+        assert moved[: place + 1].max() < 1e-6
+        assert place == 19 or moved[place + 1] > 1e-4
+
+
+def test_packed_documents_are_computed_as_if_alone_with_their_gradients():
+    model, text = twin(), ids(1, 18)
+    numbers = torch.tensor([[1] * 7 + [2] * 8 + [0] * 3])
+    labels = text.clone()
+    labels[numbers == 0] = -100
+    grads = []
+    for parts in ([(text, numbers, labels)], [(text[:, :7], None, labels[:, :7]), (text[:, 7:15], None, labels[:, 7:15])]):
+        model.zero_grad()
+        found = [model(a, m, labels=b) for a, m, b in parts]
+        sum(f.loss_sum for f in found).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+        count = sum(int(f.num_labels) for f in found)
+        assert count == 6 + 7  # the first token of a document is nobody's label
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "bert"])
+def test_the_cache_changes_no_vector(kind):
+    model, text = twin(kind), ids(2, 30)
+    with torch.no_grad():
+        whole, memory = model.read(text), Memory(30)
+        parts = [model.read(text[:, a:b], memory=memory) for a, b in ((0, 11), (11, 12), (12, 30))]
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+
+def test_writing_is_the_same_with_and_without_the_cache_alone_and_in_company():
+    model, start = twin(), ids(3, 4)
+    rule = SamplingRule(seed=2, temperature=0.9, top_p=0.9)
+    together = continue_ids(model, start, WORDS, 20, rule)
+    assert torch.equal(together, continue_ids(model, start, WORDS, 20, rule, use_cache=False))
+    assert torch.equal(together[2:], continue_ids(model, start[2:], WORDS, 20, rule, prompt_numbers=[2]))
+    assert (together[:, 4:] >= 5).all() and torch.equal(together[:, :4], start)
+
+
+def test_words_are_drawn_from_the_models_law():
+    model, start = twin(), torch.full((4000, 1), 2)
+    with torch.no_grad():
+        p = model.head(model.read(start[:1])[0, 0], model.get_input_embeddings().weight)
+    p[:5] = -torch.inf
+    p = p.softmax(-1).double()
+    counts = torch.bincount(continue_ids(model, start, WORDS, 1)[:, 1], minlength=V).double()
+    common = p * 4000 >= 5
+    chi = ((counts - 4000 * p) ** 2 / (4000 * p))[common].sum()
+    freedom = int(common.sum()) - 1
+    assert chi < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_the_module_trains_it_on_the_rows_of_the_encoder():
+    module = CausalModule({k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"})
+    module.configure_model()
+    collate = EnhancedMaskedLanguageModelingCollator(0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12)
+    batch = collate([[1, *range(5, 14), 2]] * 8)  # each word follows from the one before it
+    assert module.model.num_parameters() == module.config.num_params()
+    optimizer, losses = torch.optim.Adam(module.model.parameters(), 1e-2), []
+    for _ in range(60):
+        parts = module.label_loss(batch)
+        optimizer.zero_grad()
+        parts.mean().backward()
+        optimizer.step()
+        losses.append(parts.mean().item())
+    assert losses[-1] < 0.1 < losses[0]
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda: continue_ids(twin(), ids(1, 4), WORDS, 45), "max_position_embeddings"),
+    (lambda: continue_ids(twin(), ids(1, 4), WORDS, 0), "num_new=0"),
+    (lambda: continue_ids(twin(), ids(1, 4)[0], WORDS, 3), "input_ids must be"),
+    (lambda: BertLabForCausalLM(modernbert_tiny(**SHAPE, attention_positions="alibi")), "alibi"),
+    (lambda: CausalModule({}, objective="mlm"), "objective='mlm'"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -1,0 +1,114 @@
+"Longer rows: angles as transformers has them, tables by hand, equal scores after saving."
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bertlab.data.packing import TokenizedDocuments
+from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
+from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_place, mix_lengths
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.huggingface import from_huggingface, save_model
+from bertlab.model.layers import rotary_frequencies
+
+SIZE = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SHAPES = {"bert": bert_tiny(**SIZE, max_position_embeddings=12),
+          "roberta": roberta_base(**SIZE, max_position_embeddings=12, pad_token_id=1),
+          "modernbert": modernbert_tiny(**SIZE, max_position_embeddings=12, local_attention=4)}  # fmt: skip
+PAIRS = [(shape, how) for how, kind in CONTEXT_WAYS.items() for shape in SHAPES
+         if (kind == "rope") == (shape == "modernbert")]  # fmt: skip
+
+
+def build(shape):
+    torch.manual_seed(0)
+    return BertLabForMaskedLM(copy.deepcopy(SHAPES[shape])).eval()
+
+
+@pytest.mark.parametrize("shape, how", PAIRS)
+def test_a_longer_model_is_saved_and_plain_transformers_gives_equal_scores(shape, how, tmp_path):
+    longer = extend_context(build(shape), 40, how, 5000.0 if how == "base" else None)
+    save_model(longer, None, tmp_path)
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__module__.startswith("transformers")
+    ids = torch.randint(5, 60, (2, 40))
+    torch.testing.assert_close(theirs(ids).logits, longer(ids).logits, rtol=0, atol=1e-5)
+    back = from_huggingface(tmp_path)
+    torch.testing.assert_close(back(ids).logits, longer(ids).logits, rtol=0, atol=1e-5)
+    assert back.config.max_position_embeddings == 40
+
+
+@pytest.mark.parametrize("stretch", [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+    {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "attention_factor": 1.0},
+])  # fmt: skip
+def test_stretched_angles_are_those_of_transformers(stretch):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.ModernBertConfig(
+        hidden_size=128, num_attention_heads=2, num_hidden_layers=2,
+        rope_parameters={"full_attention": {"rope_theta": 10_000.0, **stretch},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}})  # fmt: skip
+    want, scale = ROPE_INIT_FUNCTIONS[stretch["rope_type"]](config, layer_type="full_attention")
+    got, ours = rotary_frequencies(64, 10_000.0, stretch)
+    torch.testing.assert_close(got, want)
+    assert math.isclose(ours, scale)
+
+
+def test_a_table_is_repeated_or_interpolated_and_what_stands_in_front_of_it_stays():
+    model = build("roberta")
+    table = model.encoder.embeddings.positions.weight
+    assert len(table) == 14
+    again = extend_context(model, 30, "repeat").encoder.embeddings.positions.weight
+    assert len(again) == 32 and torch.equal(again[:14], table) and torch.equal(again[14:26], table[2:])
+    between = extend_context(model, 23, "interpolate").encoder.embeddings.positions.weight
+    assert torch.equal(between[:2], table[:2])
+    torch.testing.assert_close(between[2::2], table[2:])
+    torch.testing.assert_close(between[3], (table[2] + table[3]) / 2)
+
+
+@pytest.mark.parametrize("shape, length, how, theta, word", [
+    ("bert", 40, "yarn", None, "learned"), ("modernbert", 40, "repeat", None, "rope"), ("bert", 12, "repeat", None, "12"),
+    ("modernbert", 40, "base", None, "theta"), ("modernbert", 40, "ntk", 5.0, "theta"),
+    ("modernbert", 40, "yarrn", None, "yarn"),
+])  # fmt: skip
+def test_a_way_that_does_not_fit_is_refused(shape, length, how, theta, word):
+    with pytest.raises(ValueError, match=word):
+        context_config(SHAPES[shape], length, how, theta)
+
+
+@pytest.mark.parametrize("stretch", [
+    {"rope_type": "dynamic", "factor": 2}, {"rope_type": "linear"}, {"rope_type": "linear", "factor": 0.5}, "yarn",
+    {"rope_type": "linear", "factor": 2, "beta_fast": 3},
+])  # fmt: skip
+def test_a_stretch_that_cannot_be_is_refused(stretch):
+    with pytest.raises(ValueError, match="rope_stretch"):
+        BertLabConfig(rope_stretch=stretch)
+
+
+def test_loss_by_place_counts_places_and_lengths_within_documents():
+    model = build("modernbert")
+    mask = torch.tensor([[1, 1, 1, 2, 2, 0]])
+    labels = torch.tensor([[7, -100, 8, 9, 10, -100]])
+    ids = torch.tensor([[7, 11, 8, 9, 10, 0]])
+    found = loss_by_place(model, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
+    logits = model(ids, attention_mask=mask).logits[0]
+    loss = torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").double().detach().numpy()
+    assert found["place_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][:4].tolist() == [0, 0, 2, 2]
+    np.testing.assert_allclose(found["place_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5)
+    np.testing.assert_allclose(found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5)
+
+
+def test_mixed_lengths_keep_every_token_in_order():
+    documents = TokenizedDocuments.from_sequences([range(n) for n in (0, 5, 17, 40)])
+    mixed = mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3)
+    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(mixed.offsets)
+    assert np.diff(mixed.offsets).max() <= 16
+    assert np.array_equal(mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3).offsets, mixed.offsets)
+    with pytest.raises(ValueError, match="shares"):
+        mix_lengths(documents, {0: 1.0})

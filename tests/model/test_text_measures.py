@@ -1,0 +1,163 @@
+"The bound against every order, its error against its scatter, and counts worked out by hand."
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from bertlab.data.diffusion import DiffusionRule, NOISE, hidden_share, weigh_times
+from bertlab.data.rows import Vocabulary
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.text_measures import causal_score, count_repeats, diffusion_bound, generative_perplexity
+from bertlab.model.text_measures import hide_share, is_expression, library_expressions
+
+torch.set_num_threads(1)
+TABLE = torch.from_numpy(np.random.default_rng(3).normal(size=(5**5, 5, 9))).float() * 1.5
+TOY = Vocabulary(9, pad_token_id=0, mask_token_id=4, special_token_ids=(1, 2, 3))
+PLACES = torch.tensor([625, 125, 25, 5, 1])
+
+
+class Tables(torch.nn.Module):
+    "Scores of five places from a random table of all states, masks included."
+
+    def forward(self, input_ids, attention_mask=None):
+        return SimpleNamespace(logits=TABLE[((input_ids - 4).clamp(min=0) * PLACES).sum(1)])
+
+
+def cost(state: list, place: int, word: int) -> float:
+    scores = TABLE[int(((torch.tensor(state) - 4) * PLACES).sum()), place, 5:].double()
+    return -(scores[word - 5] - scores.logsumexp(0)).item()
+
+
+def all_orders(text: list[int]) -> float:  # nats: mean over 120 orders of the chain rule
+    total = 0.0
+    for order in itertools.permutations(range(5)):
+        state = [4] * 5
+        for place in order:
+            total += cost(state, place, text[place])
+            state[place] = text[place]
+    return total / 120
+
+
+ALL = [[6, 8, 5, 6, 7], [5, 5, 5, 5, 5], [8, 7, 6, 5, 8]]
+
+
+def test_the_bound_is_the_mean_over_all_orders():
+    found = diffusion_bound(Tables(), torch.tensor(ALL), TOY, num_draws=None)
+    assert found.nats == pytest.approx([all_orders(text) for text in ALL], abs=1e-4)
+    assert (found.variance == 0).all() and found.num_tokens.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("schedule", NOISE)
+def test_the_weighted_loss_of_training_integrates_to_the_same_bound(schedule):
+    # Every set of hidden tokens at every time of a fine grid, weighed as `noise_tokens` does.
+    rule, text = DiffusionRule(noise_eps=0.0, sampling_eps=0.0, schedule=schedule), ALL[0]
+    costs = {}
+    for hidden in itertools.product([False, True], repeat=5):
+        state = [4 if h else word for h, word in zip(hidden, text)]
+        costs[hidden] = sum(cost(state, i, text[i]) for i in range(5) if hidden[i])
+    times = (np.arange(20_000) + 0.5) / 20_000
+    share, weight = hidden_share(times, rule.noise_eps, schedule), weigh_times(times, schedule)
+    total = sum(c * (weight * share ** sum(h) * (1 - share) ** (5 - sum(h))).mean() for h, c in costs.items())
+    assert total == pytest.approx(all_orders(text), abs=1e-4)
+
+
+def test_drawn_sets_are_unbiased_and_their_error_is_as_large_as_is_said():
+    truth, found = all_orders(ALL[0]), []
+    for seed in range(60):
+        found.append(diffusion_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed))
+    means = np.array([one.nats.mean() for one in found])
+    said = np.array([one.standard_error * 5 for one in found])
+    assert abs(means.mean() - truth) < 4 * means.std(ddof=1) / math.sqrt(60)
+    # The scatter of 60 means is known to about 9 %; four times that, and the error's own scatter.
+    assert 0.6 < means.std(ddof=1) / math.sqrt((said**2).mean()) < 1.45
+
+
+def test_padding_and_special_tokens_cost_nothing():
+    class Uniform(torch.nn.Module):
+        def forward(self, input_ids, attention_mask=None):
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
+
+    ids = torch.tensor([[1, 6, 7, 8, 2, 0, 0], [1, 5, 2, 0, 0, 0, 0]])
+    for draws in (None, 8):
+        found = diffusion_bound(Uniform(), ids, TOY, (ids > 0).long(), num_draws=draws)
+        assert found.num_tokens.tolist() == [3, 1]
+        assert found.nats == pytest.approx(np.array([3, 1]) * math.log(4))  # four words
+
+
+def test_bits_per_byte_by_hand():
+    tokenizer = train_tokenizer(["the cat sat"] * 9, vocab_size=60)
+
+    class Uniform(torch.nn.Module):
+        def forward(self, input_ids, attention_mask=None):
+            return SimpleNamespace(logits=torch.zeros(*input_ids.shape, len(tokenizer)))
+
+    ids = tokenizer("the cat", return_tensors="pt").input_ids
+    words = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tuple(tokenizer.all_special_ids))
+    found = diffusion_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
+    ordinary = len(tokenizer) - len(tokenizer.all_special_ids)
+    assert found.num_bytes == 6 and found.bits_per_byte == pytest.approx(found.num_tokens[0] * math.log2(ordinary) / 6)
+
+
+@pytest.mark.parametrize("options, said", [(dict(num_draws=3), "num_draws must be"), (dict(num_draws=2), "num_draws")])
+def test_a_number_of_draws_that_gives_no_variance_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        diffusion_bound(Tables(), torch.tensor(ALL), TOY, **options)
+
+
+def test_long_texts_are_not_enumerated_and_empty_ones_refused():
+    with pytest.raises(ValueError, match="at most 12"):
+        diffusion_bound(Tables(), torch.full((1, 13), 6), TOY, num_draws=None)
+    with pytest.raises(ValueError, match="text 1 has no token"):
+        diffusion_bound(Tables(), torch.tensor([[5] * 5, [1] * 5]), TOY)
+
+
+def test_a_causal_reader_adds_up_its_scores_of_words():
+    torch.manual_seed(0)
+    twin = BertLabForCausalLM(modernbert_tiny(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                                              num_attention_heads=1, initializer_range=0.5)).eval()  # fmt: skip
+    ids = torch.tensor([[1, 6, 7, 2, 0], [1, 8, 8, 5, 2]])
+    found = causal_score(twin, ids, TOY, (ids > 0).long())
+    with torch.no_grad():
+        alone = [twin(row[None]).logits[0, :, 5:].double().log_softmax(-1) for row in (ids[0, :4], ids[1])]
+    by_hand = [-(alone[0][1, 1] + alone[0][2, 2]).item(), -(alone[1][1, 3] + alone[1][2, 3] + alone[1][3, 0]).item()]
+    assert found.nats == pytest.approx(by_hand, abs=1e-4) and found.num_tokens.tolist() == [2, 3]
+    assert generative_perplexity(twin, ids, TOY, (ids > 0).long()) == pytest.approx(math.exp(sum(by_hand) / 5), rel=1e-4)
+
+
+def test_repeats_by_hand():
+    found = count_repeats([[1, 2, 1, 2, 1, 2], [3, 3]])
+    assert found["distinct_1"] == 3 / 8 and found["distinct_2"] == 3 / 6 and found["distinct_3"] == 2 / 4
+    assert found["repeated_4"] == 1 / 3  # 1212 2121 1212
+    assert found["stutter"] == 1 / 6
+    p = np.array([3, 3, 2]) / 8
+    assert found["entropy"] == pytest.approx(-(p * np.log(p)).sum())
+    assert math.isnan(count_repeats([[1]])["distinct_2"])
+    with pytest.raises(ValueError, match="no token"):
+        count_repeats([[], []])
+
+
+def test_expressions_parse_and_statements_do_not():
+    assert is_expression(" f ( x , 1 ) [ 2 ] ") and is_expression("not a")
+    assert not is_expression("x = 1") and not is_expression("f(") and not is_expression("") and not is_expression("\0")
+
+
+def test_expressions_of_the_library_survive_the_tokenizer_and_half_is_hidden():
+    tokenizer = train_tokenizer(["f ( x , y ) [ 1 ] + self . name - 2 * 3 == is not none"] * 9, vocab_size=200)
+    found = library_expressions(tokenizer, 20, max_files=12)
+    assert len(set(found)) == 20 and all(map(is_expression, found))
+    gapped, whole = hide_share(tokenizer, found, 0.5, seed=1)
+    for shown, ids, text in zip(gapped, whole, found):
+        assert tokenizer.decode(ids) == text and len(shown) == len(ids)
+        hidden = [i for i, t in enumerate(shown) if t == tokenizer.mask_token_id]
+        assert len(hidden) == max(1, round(len(ids) / 2)) and all(a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id)
+    assert hide_share(tokenizer, found, seed=2)[0] != gapped
+    with pytest.raises(ValueError, match="count=100000"):
+        library_expressions(tokenizer, 100_000, max_files=2)
+    with pytest.raises(ValueError, match="share must be"):
+        hide_share(tokenizer, found, 0)

@@ -1,0 +1,289 @@
+"Extending, trimming and transplanting a vocabulary: what must not change, and what must."
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+from bertlab.data.corpus import embedded_corpus
+from bertlab.data.tokenizers import TOKENIZER_KINDS, train_tokenizer
+from bertlab.data.vocabularies import extend_tokenizer, find_counterparts, spell_pieces, trim_tokenizer
+from bertlab.model.config import bert_tiny, modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.huggingface import from_huggingface, save_model
+from bertlab.model.vocabulary import (
+    TRANSPLANTS,
+    UNREACHABLE,
+    extend_vocabulary,
+    masked_bits_per_byte,
+    mean_rows,
+    transplant_vocabulary,
+    trim_vocabulary,
+)
+
+TRAIN = embedded_corpus().train_texts
+HOME, AWAY = TRAIN[:250], TRAIN[3000:3060]
+KINDS = sorted(TOKENIZER_KINDS)
+TOKENIZERS = {kind: train_tokenizer(HOME, 840, kind=kind) for kind in KINDS}
+SHAPE = dict(hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hidden_layers=2,
+             max_position_embeddings=64)  # fmt: skip
+
+
+def make_model(tokenizer, seed=0, preset=modernbert_tiny, **changes):
+    torch.manual_seed(seed)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
+    model = BertLabForMaskedLM(preset(vocab_size=len(tokenizer), **{**SHAPE, **special, **changes}))
+    for parameter in model.parameters():  # a fresh bias is zero, which would hide a wrong row
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def encode(tokenizer, texts):
+    return tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
+
+
+@torch.no_grad()
+def logits(model, tokenizer, texts):
+    batch = encode(tokenizer, texts)
+    return model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+
+
+# --- tokenizers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trimmed_tokenizer_cuts_the_kept_text_as_before_and_survives_saving(kind, tmp_path):
+    old = TOKENIZERS[kind]
+    small, kept = trim_tokenizer(old, AWAY)
+    small.save_pretrained(tmp_path)
+    for one in (small, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(one) == len(kept) < len(old)
+        assert [[kept[id] for id in row] for row in one(AWAY, verbose=False).input_ids] == old(
+            AWAY, verbose=False).input_ids
+        assert one.convert_ids_to_tokens(list(range(len(kept)))) == old.convert_ids_to_tokens(kept)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_what_the_text_needs_stays_where_characters_may_go(kind):
+    old = TOKENIZERS[kind]
+    extra = max(set(old.get_vocab()) - set(old.tokenize(" ".join(AWAY[:3]))))
+    small, kept = trim_tokenizer(old, AWAY[:3], keep=[extra], keep_characters=False)
+    used = {id for row in old(AWAY[:3], verbose=False).input_ids for id in row}
+    assert used <= set(kept) and old.get_vocab()[extra] in kept
+    if kind != "bpe":  # bytes and halves stay there
+        assert set(kept) == used | {old.get_vocab()[extra]} | set(old.all_special_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extended_tokenizer_knows_of_what_its_pieces_are_made(kind, tmp_path):
+    old = TOKENIZERS[kind]
+    more, parts = extend_tokenizer(old, AWAY, 40, min_count=2)
+    assert len(more) == len(old) + len(parts) and list(parts) == list(range(len(old), len(more)))
+    spelled = spell_pieces(more)
+    for id, part in parts.items():
+        assert len(part) > 1 and max(part) < len(old)
+        written = [b" " * (one.begins and kind != "wordpiece") + one.text for one in (spelled[p] for p in [id, *part])]
+        assert written[0] == b"".join(written[1:])
+    before, after = (sum(map(len, one(AWAY, verbose=False).input_ids)) for one in (old, more))
+    assert after < 0.97 * before
+    more.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(AWAY, verbose=False).input_ids == more(AWAY, verbose=False).input_ids
+    assert extend_tokenizer(old, AWAY, 40, min_count=2).tokenizer.get_vocab() == more.get_vocab()
+
+
+def test_a_text_without_new_pieces_is_cut_by_bpe_as_before():
+    old = TOKENIZERS["bpe"]
+    more, parts = extend_tokenizer(old, AWAY, 60, min_count=2)
+    cut = 0
+    for text in HOME:
+        new_ids = more(text, verbose=False).input_ids
+        if not set(parts) & set(new_ids):
+            assert new_ids == old(text, verbose=False).input_ids
+            cut += 1
+        undone = [part for id in new_ids for part in parts.get(id, [id])]
+        assert undone == old(text, verbose=False).input_ids
+    assert cut
+
+
+def test_the_most_frequent_neighbours_are_joined_first_and_ties_by_their_text():
+    tokenizer = train_tokenizer(["ab ba cd dc xy yx"], 17)
+    assert tokenizer.tokenize("xy") == ["x", "##y"]
+    more, parts = extend_tokenizer(tokenizer, ["xy xy xy ab ab cd cd"], 3, min_count=2)
+    assert [more.convert_ids_to_tokens(id) for id in parts] == ["xy", "ab", "cd"]
+
+
+def test_counterparts_find_the_same_piece_in_another_spelling():
+    old = train_tokenizer(["the inner thing, the singing thing"] * 3, 60)
+    new = train_tokenizer(["the inner thing, the singing thing The"] * 3, 300, kind="bpe")
+    found = find_counterparts(old, new)
+    token = lambda tokenizer, piece: tokenizer.convert_tokens_to_ids(piece)
+    assert found.parts[token(new, "Ġthe")] == [token(old, "the")]
+    assert found.parts[token(new, ",")] == [token(old, ",")]
+    for role in ("pad", "cls", "sep", "mask", "unk"):
+        assert found.parts[getattr(new, f"{role}_token_id")] == [getattr(old, f"{role}_token_id")]
+    inside = [id for id, part in enumerate(found.parts) if len(part) > 1]
+    names = spell_pieces(old)
+    for id in inside:
+        spelled = spell_pieces(new)[id]
+        assert b"".join(names[part].text for part in found.parts[id]) == spelled.text.lower().strip()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_its_own_counterpart(kind):
+    found = find_counterparts(TOKENIZERS[kind], TOKENIZERS[kind])
+    assert found.parts == [[id] for id in range(len(TOKENIZERS[kind]))]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_trimming_leaves_every_kept_score_equal_bit_for_bit(kind, tied):
+    old = TOKENIZERS[kind]
+    model = make_model(old, tie_word_embeddings=tied)
+    assert model.config.vocab_size % 8 == 0
+    small, tokenizer = trim_vocabulary(model, old, AWAY)
+    kept = trim_tokenizer(old, AWAY).kept
+    for texts in (AWAY[:1], AWAY[:20]):
+        got, wanted = logits(small, tokenizer, texts), logits(model, old, texts)
+        assert torch.equal(got[..., : len(kept)], wanted[..., kept])
+    assert small.config.vocab_size % 64 == 0 and (got[..., len(kept):] < UNREACHABLE / 2).all()
+    assert small.config.num_params() < model.config.num_params()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_rows_are_the_means_of_their_parts_in_embedding_decoder_and_bias(tied):
+    old = TOKENIZERS["wordpiece"]
+    model = make_model(old, tie_word_embeddings=tied)
+    before = copy.deepcopy(model.state_dict())
+    longer, tokenizer = extend_vocabulary(model, old, AWAY, 30, min_count=2)
+    parts = extend_tokenizer(old, AWAY, 30, min_count=2).parts
+    tables = {"encoder.embeddings.tokens.weight", "head.bias", *["head.decoder"] * (not tied)}
+    for name, weight in longer.state_dict().items():
+        wanted = before[name]
+        if name in tables:
+            wanted = torch.cat([wanted, *(wanted[part].mean(0, keepdim=True) for part in parts.values())])
+        torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight[: len(before[name])], before[name])
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    assert longer.config.vocab_size == len(tokenizer)
+    texts = ["zq zq"]  # no new piece: old scores stay what they were
+    got, wanted = logits(longer, tokenizer, texts), logits(model, old, texts)
+    torch.testing.assert_close(got[..., : len(old)], wanted, rtol=0, atol=1e-5)
+
+
+def test_a_mean_of_one_is_a_copy_of_nothing_the_mean_of_all_and_half_precision_is_kept():
+    table = torch.randn(5, 3).bfloat16()
+    rows = mean_rows(table, [[4], [], [0, 1]])
+    assert rows.dtype == torch.bfloat16 and torch.equal(rows[0], table[4])
+    torch.testing.assert_close(rows[1], table.float().mean(0).bfloat16())
+
+
+@pytest.mark.parametrize("method", sorted(TRANSPLANTS))
+def test_a_transplant_gives_twins_their_rows_whatever_the_method(method):
+    old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
+    model = make_model(old, tie_word_embeddings=False)
+    moved, _ = transplant_vocabulary(model, old, new, method, HOME)
+    found = find_counterparts(old, new)
+    assert len(found.twins) > 100
+    for name in ("encoder.embeddings.tokens.weight", "head.bias", "head.decoder"):
+        for id in found.twins:
+            assert torch.equal(moved.state_dict()[name][id], model.state_dict()[name][found.parts[id][0]])
+        assert torch.isfinite(moved.state_dict()[name]).all()
+    assert moved.config.mask_token_id == new.mask_token_id and moved.config.vocab_size == len(new)
+
+
+def test_the_linear_map_finds_a_linear_relation_again():
+    from bertlab.data.vocabularies import Counterparts
+
+    torch.manual_seed(0)
+    use_VU, map_UD = torch.nn.functional.normalize(torch.randn(200, 8)), torch.randn(8, 5)
+    old_VD = (use_VU @ map_UD)[:150]  # the last fifty have no twin
+    found = Counterparts([[id] for id in range(150)] + [[0, 1]] * 50, set(range(150)))
+    got = TRANSPLANTS["linear"](old_VD, found, use_VU, 1e-4)
+    torch.testing.assert_close(got[150:], (use_VU @ map_UD)[150:], rtol=0, atol=1e-2)
+    nearest = TRANSPLANTS["nearest"](old_VD, found, torch.cat((use_VU[:150], use_VU[:50])))
+    likeness = torch.nn.functional.cosine_similarity(nearest[150:], old_VD[:50])
+    assert likeness.mean() > 0.9  # those fifty are used exactly as the first fifty
+
+
+@pytest.mark.parametrize("theirs", ["bert", "roberta"])
+def test_models_of_transformers_are_changed_and_open_in_plain_transformers(theirs, tmp_path):
+    tokenizer = TOKENIZERS["wordpiece" if theirs == "bert" else "bpe"]
+    shape = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+                 intermediate_size=48, max_position_embeddings=66, bos_token_id=2, eos_token_id=3)  # fmt: skip
+    torch.manual_seed(0)
+    plain = (BertForMaskedLM(BertConfig(**shape)) if theirs == "bert"
+             else RobertaForMaskedLM(RobertaConfig(**shape, pad_token_id=1, type_vocab_size=1)))
+    model = from_huggingface(plain)
+    for name, change in {"longer": lambda: extend_vocabulary(model, tokenizer, AWAY, 20, min_count=2),
+                         "shorter": lambda: trim_vocabulary(model, tokenizer, AWAY),
+                         "moved": lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["unigram"])}.items():
+        changed, new = change()
+        save_model(changed, new, tmp_path / name)
+        opened = AutoModelForMaskedLM.from_pretrained(tmp_path / name).eval()
+        again = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert "BertLab" not in json.loads((tmp_path / name / "config.json").read_text())["architectures"][0]
+        batch = again(AWAY[:8], padding=True, truncation=True, max_length=60, return_tensors="pt")
+        with torch.no_grad():
+            wanted = changed(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+            got = opened(**batch).logits
+        real = batch.attention_mask.bool()
+        torch.testing.assert_close(got[real], wanted[real], rtol=0, atol=1e-5)
+
+
+def test_a_model_of_another_size_than_its_tokenizer_is_refused_before_any_work():
+    model = make_model(TOKENIZERS["bpe"])
+    larger = train_tokenizer(HOME, 900, kind="bpe")
+    for work in (lambda: extend_vocabulary(model, larger, AWAY, 5), lambda: trim_vocabulary(model, larger, AWAY),
+                 lambda: transplant_vocabulary(model, larger, TOKENIZERS["bpe"])):
+        with pytest.raises(ValueError, match="tokenizer has 900 entries .* vocab_size is 840"):
+            work()
+
+
+@pytest.mark.parametrize("work, words", [
+    (lambda m, t: transplant_vocabulary(m, t, t, "linaer"), ["method='linaer'", "linear"]),
+    (lambda m, t: transplant_vocabulary(m, t, t, "nearest"), ["method='nearest'", "texts"]),
+    (lambda m, t: extend_vocabulary(m, t, AWAY, 0), ["num_pieces", "0"]),
+    (lambda m, t: extend_vocabulary(m, t, ["a b"], 5), ["min_count"]),
+    (lambda m, t: trim_vocabulary(m, t, AWAY, multiple_of=0), ["multiple_of", "0"]),
+    (lambda m, t: trim_vocabulary(m, t, AWAY, keep=["☃☃"]), ["keep", "☃☃"]),
+])  # fmt: skip
+def test_a_mistake_names_argument_value_and_fix(work, words):
+    tokenizer = TOKENIZERS["wordpiece"]
+    with pytest.raises(ValueError) as caught:
+        work(make_model(tokenizer), tokenizer)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_equal_chances():
+    tokenizer = TOKENIZERS["wordpiece"]
+    model = make_model(tokenizer)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    got = masked_bits_per_byte(model, tokenizer, AWAY, 64, mlm_probability=0.999)
+    ids = [id for row in tokenizer(AWAY, add_special_tokens=False, verbose=False).input_ids for id in row]
+    from bertlab.model.losses import token_bytes
+
+    num_bytes = float(token_bytes(tokenizer, len(tokenizer))[ids].sum())
+    wanted = len(ids) * torch.log2(torch.tensor(float(len(tokenizer)))).item() / num_bytes
+    assert got == pytest.approx(wanted, rel=0.02)
+
+
+def test_positions_of_bert_stay_where_they_were():
+    tokenizer = TOKENIZERS["wordpiece"]
+    model = make_model(tokenizer, preset=bert_tiny)
+    small, fewer = trim_vocabulary(model, tokenizer, AWAY)
+    name = "encoder.embeddings.positions.weight"
+    assert torch.equal(small.state_dict()[name], model.state_dict()[name])

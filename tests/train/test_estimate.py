@@ -1,0 +1,109 @@
+"The estimate counts what a real step allocates, and moves nothing."
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bertlab.model.activation_checkpointing import MemoryLedger
+from bertlab.model.config import bert_tiny, modernbert_tiny
+from bertlab.train.checkpoints import random_states
+from bertlab.train.estimate import available_bytes, estimate_memory
+from bertlab.train.modules import PretrainingModule, pretraining_optimizer
+
+SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=2,
+             max_position_embeddings=64)  # fmt: skip
+CASES = {
+    "plain": dict(),
+    "bert": dict(model_config_kwargs=bert_tiny(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0).to_diff_dict()),
+    "recomputed": dict(gradient_checkpointing="full"),
+    "embeddings frozen": dict(freeze="embeddings"),
+    "lion": dict(optimizer_class="lion"),
+    "in chunks": dict(loss_kwargs={"chunk_size": 16}),
+}
+
+
+def real_peak(module, rows, length, num_labels):
+    "The most bytes of a real step's tensors, counted while they live."
+    with MemoryLedger() as ledger:
+        module.configure_model()
+        made = sum(p.numel() * p.element_size() for p in module.model.parameters())
+        base = ledger.now - made
+        ledger.history.clear()
+        optimizer = pretraining_optimizer(module.model, module.hparams, 1000)["optimizer"]
+        for _ in range(2):
+            ids = torch.randint(5, 300, (rows, length))
+            places = torch.rand(rows, length).argsort(1)[:, :num_labels]
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids,
+                     "position_ids": torch.arange(length).expand(rows, -1).clone(), "label_positions": places}  # fmt: skip
+            module.model.train()
+            module.train()
+            loss = module.label_loss(batch).loss_sum
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    return max(ledger.history) - base
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_within_a_tenth_of_a_real_step(name):
+    options = {"model_config_kwargs": modernbert_tiny(**SHAPE).to_diff_dict(), **CASES[name]}
+    module = PretrainingModule(**copy.deepcopy(options))
+    said = estimate_memory(module, 12, 64, 0.25, "32-true", find_largest=False)
+    real = real_peak(module, 12, 64, 16)
+    assert abs(said.step.peak / real - 1) < 0.1, (said.step, real)
+
+
+def test_an_adapter_saves_gradients_and_states():
+    pytest.importorskip("peft")
+    kwargs = modernbert_tiny(**SHAPE).to_diff_dict()
+    full, thin = (estimate_memory(PretrainingModule(copy.deepcopy(kwargs), adapter=adapter), 2, 64,
+                                  precision="32-true", find_largest=False).step for adapter in (None, {"r": 2}))  # fmt: skip
+    assert thin.states < full.states / 5 and thin.weights >= full.weights
+
+
+def test_nothing_moves_and_nothing_is_allocated():
+    module = PretrainingModule(modernbert_tiny(vocab_size=50_000, hidden_size=1024, num_attention_heads=16,
+                                               intermediate_size=2048, num_hidden_layers=8).to_diff_dict())  # fmt: skip
+    before, states = available_bytes(), random_states()["torch"].clone()
+    said = estimate_memory(module, 64, 512, precision="32-true", find_largest=False)
+    assert said.step.peak > 2**34  # which this process never held
+    assert torch.equal(states, random_states()["torch"]) and module.model is None
+    assert before is None or available_bytes() > before - 2**31
+
+
+def test_the_largest_micro_batch_fits_and_more_does_not(monkeypatch):
+    import bertlab.train.estimate as estimate
+
+    module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
+    room = 40 * 2**20
+    monkeypatch.setattr(estimate, "process_bytes", lambda: 0)
+    monkeypatch.setattr(estimate, "available_bytes", lambda device="cpu": room)
+    said = estimate_memory(module, 4, 64, precision="32-true", saves_models=False)
+    peak = lambda rows: estimate_memory(module, rows, 64, precision="32-true", find_largest=False).step.peak
+    assert peak(said.largest_rows) <= room < peak(said.largest_rows + 2)
+
+
+@pytest.mark.parametrize("options, word", [
+    ({"rows": 0}, "rows"), ({"length": 65}, "length"), ({"label_rate": 0.0}, "label_rate"),
+    ({"precision": "64-true"}, "precision"),
+])  # fmt: skip
+def test_what_cannot_be_estimated_is_refused(options, word):
+    module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
+    with pytest.raises(ValueError, match=word):
+        estimate_memory(module, **{"rows": 2, "length": 64, "precision": "32-true", **options})
+
+
+def test_the_command_says_what_a_run_needs_and_writes_nothing(tmp_path):
+    words = ["pretrain", "--estimate", "--run.output", str(tmp_path / "run"), "--data.train_batch_size", "4",
+             "--data.max_sequence_length", "64", "--trainer.accelerator", "cpu", "--model.model_config_kwargs",
+             json.dumps({k: v for k, v in SHAPE.items() if k != "vocab_size"})]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "bertlab.cli.main", *words], capture_output=True, text=True,
+                          env=os.environ, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "largest micro-batch" in done.stdout and not (tmp_path / "run").exists()

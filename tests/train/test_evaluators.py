@@ -1,0 +1,130 @@
+"Evaluators measure what they say, at their pace, and change nothing of the run that they watch."
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+
+from bertlab.data.module import PretrainingDataModule
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.train.evaluators import BatchSpec, Evaluator, Evaluators, FillMaskEvaluator, LossEvaluator, ProbeEvaluator
+from bertlab.train.evaluators import make_evaluator
+from bertlab.train.history import History
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.trainer import make_trainer
+
+TEXTS = [f"the {noun} {verb} the {other} ." for noun in ("cat", "dog", "cow") for verb in ("sees", "hears", "likes")
+         for other in ("bird", "fish", "hen", "fox")]  # fmt: skip
+SHAPE = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, 100)
+
+
+def run(tokenizer, evaluators, steps=6, **options):
+    L.seed_everything(0, verbose=False)
+    module = PretrainingModule(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer)
+    data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=4)
+    data.set_datasets(TEXTS, TEXTS[:6])
+    history = History()
+    callback = Evaluators(evaluators, quiet=True)
+    trainer = make_trainer(steps, callbacks=[history, callback], precision="32-true", **options)
+    trainer.fit(module, data)
+    return module, data, history, callback, trainer
+
+
+def test_a_named_set_has_the_loss_of_a_validation_over_the_same_rows(tokenizer):
+    for spec in ({"rows": 5}, {"tokens": 64}, {"rows": 3, "fixed": False}):
+        module, data, history, callback, trainer = run(tokenizer, [LossEvaluator("held", TEXTS[:6], batch=spec)])
+        found = trainer.validate(module, data, verbose=False)[0]
+        last = callback.results[-1]
+        for name in ("loss", "accuracy", "perplexity", "bits_per_byte"):
+            assert last[name] == pytest.approx(found[f"val_{name}"], rel=1e-5), (spec, name)
+        assert history.record.evaluations == callback.results
+
+
+def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
+    (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees|hears|likes\n")
+    table = "text,label\n" + "".join(f"{text},{number % 2}\n" for number, text in enumerate(TEXTS))
+    (tmp_path / "table.csv").write_text(table)
+    asked = [LossEvaluator("a", TEXTS[:4], every_steps=2), ProbeEvaluator("b", tmp_path / "table.csv", every_steps=3),
+             FillMaskEvaluator("c", tmp_path / "facts.tsv", every_steps=1, at_start=False)]  # fmt: skip
+    with_, without = run(tokenizer, asked), run(tokenizer, [])
+    assert np.array_equal(with_[2].record.column("loss"), without[2].record.column("loss"))
+    steps = {name: with_[3].column(name, "accuracy")[0].tolist() for name in "abc"}
+    assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
+
+
+def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_path):
+    rows = [(text, text.split()[1]) for text in TEXTS * 3]
+    (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{t},{l}\n" for t, l in rows))
+    lots = np.random.default_rng(0)
+    (tmp_path / "noise.csv").write_text("text,label\n" + "".join(f"{t},{lots.integers(2)}\n" for t, _ in rows))
+    module, data, *_ = run(tokenizer, [])
+    found = {}
+    for name in ("nouns", "noise"):
+        probe = ProbeEvaluator(name, tmp_path / f"{name}.csv")
+        probe.prepare(tokenizer, data.collator, 32)
+        with torch.no_grad():
+            found[name] = probe.measure(module.eval())["accuracy"]
+    assert found["nouns"] > 0.95 and found["noise"] < 0.8
+
+
+def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(tokenizer, tmp_path):
+    (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat|dog|cow\n")
+    module, data, *_ = run(tokenizer, [])
+    one = FillMaskEvaluator("facts", tmp_path / "facts.tsv", top_k=len(tokenizer))
+    one.prepare(tokenizer, data.collator, 32)
+    found = one.measure(module.eval())
+    assert found[f"top_{len(tokenizer)}"] == 1.0 and 0 <= found["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("duration, batches", [(None, 3), (1, 1), (2, 2), ("64 tokens", 1), ("130 tokens", 2)])
+def test_a_duration_ends_an_evaluation(tokenizer, duration, batches):
+    one = LossEvaluator("a", TEXTS, batch={"rows": 2}, duration=duration)
+    data = PretrainingDataModule(None, tokenizer, max_sequence_length=32)
+    data.set_datasets(TEXTS)
+    data.setup()
+    one.prepare(tokenizer, data.collator, 32)
+    found = list(one.batches())
+    assert all(len(batch["input_ids"]) == 2 for batch in found)
+    assert len(found) == (batches if duration is not None else -(-len(one.rows) // 2))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: make_evaluator({"kind": "los", "name": "a"}), "did you mean 'loss'"),
+        (lambda: make_evaluator({"kind": "loss", "name": "a", "surce": 1}), "surce|source"),
+        (lambda: BatchSpec(rows=1, tokens=2), "rows=1"),
+        (lambda: BatchSpec(rows=0), "rows must be 1"),
+        (lambda: BatchSpec(tokens=8).num_rows(32), "tokens=8"),
+        (lambda: LossEvaluator("a/b", []), "without /"),
+        (lambda: LossEvaluator("a", [], every_steps=0), "every_steps"),
+        (lambda: LossEvaluator("a", [], duration=0), "duration"),
+        (lambda: ProbeEvaluator("a", "x.csv", test_fraction=1.0), "test_fraction"),
+        (lambda: Evaluators([LossEvaluator("a", []), LossEvaluator("a", [])]), "'a'"),
+    ],
+)
+def test_mistakes_are_named(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("line", ["no gap\tword", "one [MASK] only", "two [MASK] [MASK]\tword", "the [MASK]\tunheardofword"])
+def test_a_file_of_gaps_is_refused_by_line(tokenizer, tmp_path, line):
+    (tmp_path / "a.tsv").write_text(f"the [MASK] sees .\tcat\n{line}\n")
+    with pytest.raises(ValueError, match="line 2"):
+        FillMaskEvaluator("a", tmp_path / "a.tsv").prepare(tokenizer, None, 32)
+
+
+def test_a_users_own_evaluator_is_asked(tokenizer):
+    class Norm(Evaluator):
+        def measure(self, module):
+            return {"norm": float(sum(p.norm() for p in module.parameters()))}
+
+    *_, callback, _ = run(tokenizer, [Norm("norm", every_steps=3)])
+    steps, values = callback.column("norm", "norm")
+    assert steps.tolist() == [0, 3, 6] and (values > 0).all() and len(set(values.tolist())) == 3

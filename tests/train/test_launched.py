@@ -1,0 +1,185 @@
+"`torchrun -m bertlab.cli pretrain` and the same under SLURM's variables are one run: equal losses, kills, resumes."
+
+import csv
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from bertlab.train.parallel import find_launch
+
+ROWS = 8  # of an optimizer step, over all processes
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A text whose rows no number of processes divides, and the run of one process."
+    folder = tmp_path_factory.mktemp("launched")
+    lots = random.Random(0)
+    words = ["".join(lots.choices("abcdefghij", k=5)) for _ in range(80)]
+    text = "\n".join(" ".join(lots.choices(words, k=lots.randint(5, 40))) for _ in range(301))
+    (folder / "text.txt").write_text(text + "\n")
+    assert run(folder, "one", 0).returncode == 0
+    return folder
+
+
+def words_of(output: str, rows: int, steps: int, *more: str) -> list[str]:
+    model = "{hidden_size: 32, intermediate_size: 32, num_hidden_layers: 2, num_attention_heads: 2}"
+    return ["-m", "bertlab.cli", "pretrain", "--model.model_config_kwargs", model, "--data.train_dataset_name_or_path", "text.txt",
+            "--data.max_sequence_length", "64", "--data.train_batch_size", str(rows), "--trainer.max_steps", str(steps),
+            "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--run.vocab_size", "300", "--run.progress", "none",
+            "--run.checkpoint_every_steps", "2", "--run.keep_last", "9", "--run.val_every_steps", "6", "--run.measure_every_steps",
+            "0", "--run.output", output, *more]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, output: str, processes: int, *more: str, steps: int = 8, rows: int | None = None) -> subprocess.Popen:
+    "One process without a launcher (0), or so many of torchrun."
+    own = words_of(output, rows or ROWS // max(1, processes), steps, *more)
+    launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *own] if processes else [sys.executable, *own]
+    return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            start_new_session=True)  # fmt: skip
+
+
+def run(folder: Path, output: str, processes: int, *more: str, **options) -> subprocess.CompletedProcess:
+    process = start(folder, output, processes, *more, **options)
+    said = process.communicate(timeout=300)[0]
+    return subprocess.CompletedProcess(process.args, process.returncode, said)
+
+
+def losses(folder: Path, output: str) -> list[float]:
+    with open(folder / output / "history.csv") as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def same(folder: Path, output: str, tolerance: float = 2e-5) -> None:
+    one, found = losses(folder, "one"), losses(folder, output)
+    assert len(one) == len(found) == 8
+    assert found == pytest.approx(one, abs=tolerance)
+
+
+def test_two_processes_of_torchrun_have_the_losses_of_one(place):
+    done = run(place, "ddp", 2)
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, "ddp")
+    assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
+
+
+def test_launchers_are_read_as_they_say_it():
+    assert find_launch({"PATH": "/bin", "LOCAL_RANK": "0"}) is None, "Lightning's own processes ask nobody"
+    assert find_launch({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) is None, "a shell on a cluster is one process"
+    four = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert (find_launch(four).devices, find_launch(four).num_nodes, find_launch(four).rank) == (4, 2, 5)
+    with pytest.raises(ValueError, match="3 processes"):
+        find_launch({"SLURM_NTASKS": "3", "SLURM_NNODES": "2"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-shards"])
+def test_fsdp2_has_the_losses_of_one(place, strategy):
+    done = run(place, strategy, 2, "--trainer.strategy", strategy)
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, strategy)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_slurm_have_the_losses_of_one(place):
+    port = free_port()
+    started = []
+    for rank in range(2):
+        slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": str(rank),
+                 "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "bert",
+                 "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port)}  # fmt: skip
+        command = [sys.executable, *words_of("slurm", ROWS // 2, 8)]
+        started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True))  # fmt: skip
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said[0][-2000:] + said[1][-2000:]
+    same(place, "slurm")
+
+
+@pytest.fixture(scope="module")
+def halfway(place):
+    "A run of two processes that stopped after 4 of 8 steps, with a distributed checkpoint."
+    done = run(place, "whole", 2, "--trainer.strategy", "fsdp-shards")
+    assert done.returncode == 0, done.stdout[-3000:]
+    for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
+        shutil.rmtree(place / "whole" / "checkpoints" / newer)
+    return place / "whole"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(place, halfway, processes):
+    shutil.copytree(halfway, place / f"on-{processes}")
+    done = run(place, f"on-{processes}", processes, "--trainer.strategy", "fsdp-shards", "--resume")
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, f"on-{processes}")
+
+
+def child_of(process: subprocess.Popen) -> list[int]:
+    "The workers of torchrun."
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(number) for number in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_one_process_is_killed_and_the_run_goes_on_bit_by_bit(place, seed):
+    output, lots = f"killed-{seed}", random.Random(seed)
+    assert run(place, f"calm-{seed}", 2).returncode == 0
+    process = start(place, output, 2)
+    deadline = time.time() + 120
+    while not list((place / output / "checkpoints").glob("step-*")) and time.time() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(lots.random() * 0.2)
+    victims = child_of(process) if process.poll() is None else []
+    if victims:
+        os.kill(lots.choice(victims), signal.SIGKILL)
+    began = time.time()
+    process.communicate(timeout=120)
+    assert time.time() - began < 60, "nobody waits for the one that is gone"
+    done = run(place, output, 2, "--resume")
+    if "already passed" in done.stdout:  # it was killed after its last step
+        return
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert losses(place, output) == losses(place, f"calm-{seed}")
+
+
+@pytest.mark.slow
+def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(place):
+    "Under SLURM's variables nobody ends the others: the one that is left must notice."
+    port, started = free_port(), []
+    for rank in range(2):
+        slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": str(rank),
+                 "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_JOB_ID": "78", "SLURM_JOB_NAME": "bert",
+                 "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        command = [sys.executable, *words_of("lost", ROWS // 2, 4000)]
+        started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True))  # fmt: skip
+    deadline = time.time() + 120
+    while not list((place / "lost" / "checkpoints").glob("step-*")) and time.time() < deadline:
+        time.sleep(0.05)
+    started[1].kill()
+    errors = started[0].communicate(timeout=90)[1]
+    started[1].wait(10)
+    assert started[0].returncode == 3, errors[-2000:]
+    assert "another process of this run has died" in errors and "Traceback" not in errors, errors[-2000:]

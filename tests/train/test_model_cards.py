@@ -1,0 +1,186 @@
+"A card says what is known, refuses what the hub would, and a push is one commit to a stand-in of the hub."
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.huggingface import save_model
+from bertlab.train.model_directories import ModelShelf
+from bertlab.train.model_cards import CardChoices, check_card, estimate_energy, make_card, push_model, write_card
+
+
+@pytest.fixture()
+def run(tmp_path):
+    "A run with one model, as `bertlab pretrain` leaves it."
+    tokenizer = train_tokenizer(["the cat sat on the mat"] * 3, 60)
+    torch.manual_seed(0)
+    model = BertLabForMaskedLM(modernbert_tiny(
+        vocab_size=len(tokenizer), hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=1,
+        max_position_embeddings=32, local_attention=8))  # fmt: skip
+    ModelShelf(tmp_path / "my-run" / "models").put(10, 2.5, lambda place: save_model(model, tokenizer, place))
+    (tmp_path / "my-run" / "run.yaml").write_text(yaml.safe_dump({
+        "data": {"train_dataset_name_or_path": "poems/"}, "trainer": {"devices": 2, "max_steps": 10},
+        "record": {"device": "NVIDIA H100 80GB HBM3, 79.1 GiB; bf16-mixed"}}))  # fmt: skip
+    (tmp_path / "my-run" / "metrics.json").write_text(json.dumps(
+        {"val_loss": 2.5, "val_bits_per_byte": 1.5, "tokens": 12345, "train_seconds": 3600.0}))
+    return tmp_path / "my-run"
+
+
+def place_of(run):
+    return run / "models" / "step-00000010"
+
+
+def test_a_card_holds_data_recipe_measures_limits_machine_and_energy(run):
+    text = make_card(place_of(run), CardChoices(license="mit", language=["en", "de"], base_model="some/model"))
+    for said in ("poems/", "12,345", "1.5", "max_steps: 10", "H100", "1.00 h", "2.21 kWh", "## Limits"):
+        assert said in text, said  # 1.58 x 2 devices x 0.7 kW x 1 h
+    config = json.loads((place_of(run) / "config.json").read_text())
+    assert f"vocabulary: {config['vocab_size']}" in text
+
+
+def test_the_block_goes_through_the_hubs_own_class_and_comes_back(run):
+    text = make_card(place_of(run), CardChoices(name="Cats", license="mit"))
+    card = ModelCard(text)
+    assert isinstance(card.data, ModelCardData)
+    assert card.data.pipeline_tag == "fill-mask" and card.data.library_name == "transformers"
+    found = {one.metric_type: one.metric_value for one in card.data.eval_results}
+    assert found == {"loss": 2.5, "bits_per_byte": 1.5} and card.data.model_name == "Cats"
+    assert check_card(text) == yaml.safe_load(card.data.to_yaml())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "2.5"])
+def test_what_is_no_finite_number_is_no_measure(run, value):
+    (run / "metrics.json").write_text(json.dumps({"val_loss": value}))
+    assert "model-index" not in check_card(make_card(place_of(run)))
+
+
+def test_a_model_without_its_run_says_what_is_unknown(run, tmp_path):
+    alone = tmp_path / "elsewhere" / "a" / "b"
+    alone.parent.mkdir(parents=True)
+    place_of(run).rename(alone)
+    assert make_card(alone).count("unknown") >= 4
+
+
+@pytest.mark.parametrize("device, watts, kwh", [
+    ("NVIDIA H100 80GB HBM3", None, 1.106), ("NVIDIA H100 PCIe", None, 0.553), ("Tesla V100-SXM2-16GB", None, 0.474),
+    ("some CPU", None, None), ("some CPU", 100, 0.158),
+])  # fmt: skip
+def test_energy_is_power_times_time_times_overhead(device, watts, kwh):
+    got = estimate_energy(device, 3600, watts=watts)
+    assert got is None if kwh is None else got == pytest.approx(kwh)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"language": "English"}, ["language", "English"]), ({"license": "MIT License"}, ["license", "MIT License"]),
+    ({"datasets": "my texts"}, ["datasets", "my texts"]), ({"watts": 0}, ["watts", "0"]),
+])  # fmt: skip
+def test_a_choice_that_the_hub_would_refuse_is_named(options, words):
+    with pytest.raises(ValueError) as caught:
+        CardChoices(**options)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_card_that_is_there_is_kept_unless_asked(run):
+    path = write_card(place_of(run))
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="README.md is there"):
+        write_card(place_of(run))
+    assert path.read_text() == "mine"
+    with pytest.raises(ValueError, match="must begin with a block"):
+        push_model(place_of(run), "me/model", dry_run=True)
+    assert write_card(place_of(run), overwrite=True).read_text().startswith("---\n")
+
+
+class Hub(BaseHTTPRequestHandler):
+    "As much of the hub's interface as a push asks for; keeps what it is sent."
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, content, status=200):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer({"error": "not found"}, 404)
+
+    def do_POST(self):
+        hub = self.server
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        hub.asked.append((self.path, self.headers.get("Authorization")))
+        if hub.refuses:
+            return self.answer({"error": "you may not"}, 403)
+        if self.path == "/api/repos/create":
+            return self.answer({"url": f"http://127.0.0.1:{hub.server_port}/me/{json.loads(body)['name']}", "name": json.loads(body)["name"]})
+        if self.path == "/api/validate-yaml":
+            return self.answer({"errors": [], "warnings": []})
+        if "/preupload/" in self.path:
+            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for f in json.loads(body)["files"]]  # fmt: skip
+            return self.answer({"files": files})
+        if "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            hub.commits.append({line["value"]["path"]: base64.b64decode(line["value"]["content"])
+                                for line in lines if line["key"] == "file"})  # fmt: skip
+            return self.answer({"success": True, "commitOid": "0" * 40, "hookOutput": "",
+                                "commitUrl": f"http://127.0.0.1:{hub.server_port}/me/cats/commit/{'0' * 40}"})
+        return self.answer({"error": f"nobody knows {self.path}"}, 404)
+
+
+@pytest.fixture()
+def hub():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.commits, server.refuses = [], [], False
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+def push(hub, *words, token="hf_test"):
+    "The command in a process of its own, because the hub's client reads its address when it is imported."
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0",
+                   "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        environment.pop(name, None)
+    return subprocess.run([sys.executable, "-m", "bertlab.cli.main", "push", *map(str, words)], env=environment,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+def test_a_push_of_a_run_is_one_commit_that_holds_its_best_model_and_the_card(run, hub):
+    done = push(hub, run, "me/cats", "--license", "mit", "--language", "en")
+    assert done.returncode == 0, done.stderr
+    (commit,) = hub.commits
+    there = {path.name: path.read_bytes() for path in place_of(run).iterdir()}
+    assert {name: content for name, content in commit.items() if name != "README.md"} == {
+        name: there[name] for name in commit if name != "README.md"}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(commit)
+    assert check_card(commit["README.md"].decode())["license"] == "mit"
+    assert all(token == "Bearer hf_test" for path, token in hub.asked if "/commit/" in path)
+    assert "/me/cats/commit/" in done.stdout
+
+
+def test_a_hub_that_refuses_is_one_sentence_and_a_dry_run_asks_nobody(run, hub):
+    done = push(hub, run, "me/cats", "--dry_run")
+    assert done.returncode == 0 and not hub.asked and "nothing was sent" in done.stdout
+    hub.refuses = True
+    done = push(hub, run, "me/cats")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "me/cats" in done.stderr
+    assert not hub.commits
