@@ -122,6 +122,11 @@ class BiEncoder(nn.Module):
                               padding=False, return_attention_mask=False,
                               return_token_type_ids=False)["input_ids"]
 
+    @property
+    def row_length(self) -> int:
+        "Positions of packed rows, which are no more than the encoder has."
+        return min(128, getattr(self.encoder.config, "max_position_embeddings", None) or 128)
+
     @torch.inference_mode()
     def encode(
         self,
@@ -136,7 +141,7 @@ class BiEncoder(nn.Module):
         was_training = self.training
         self.eval()
         found_ND = np.empty((len(ids), self.width), np.float32)
-        for members, row_length in plan_batches([*map(len, ids)], batch_tokens):
+        for members, row_length in plan_batches([*map(len, ids)], batch_tokens, self.row_length):
             pad = self.encoder.config.pad_token_id or 0
             rows = pack_texts([ids[n] for n in members], row_length, pad)
             batch = {name: torch.from_numpy(value).to(device) for name, value in rows.items()}

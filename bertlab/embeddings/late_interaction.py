@@ -27,7 +27,8 @@ def token_vectors(
     "Encode texts and keep the vector of each token."
     ids, found = model.tokenize(texts), [torch.empty(0)] * len(texts)
     pad = model.encoder.config.pad_token_id or 0
-    for members, row_length in plan_batches([*map(len, ids)], batch_tokens):
+    lengths = [*map(len, ids)]
+    for members, row_length in plan_batches(lengths, batch_tokens, model.row_length):
         batch = {name: torch.from_numpy(value).to(model.encoder.device) for name, value in
                  pack_texts([ids[n] for n in members], row_length, pad).items()}
         order = batch.pop("text_order")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
-           'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'from_huggingface', 'give_weights',
-           'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving', 'has_adapter', 'plain_copy',
+           'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'from_huggingface', 'has_adapter',
+           'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving',
            'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
@@ -409,6 +409,38 @@ def from_huggingface(
     return ours.eval()
 
 # %% ../../nbs/model/09_huggingface.ipynb #73e2dad5
+def has_adapter(model: nn.Module) -> bool:
+    "Whether layers of a model carry what `add_adapter` put beside them."
+    return bool(getattr(model, "peft_config", None))
+
+
+def plain_copy(
+    model: BertLabPreTrainedModel,
+    weights: dict[str, Tensor] | None = None,  # in place of its own, such as gathered ones
+) -> BertLabPreTrainedModel:  # on the CPU, in evaluation mode, without adapters
+    "Copy a model, with a configuration of its own; what adapters add is added to the weights."
+    weights = model.state_dict() if weights is None else weights
+    weights = {name: weight.detach().cpu() for name, weight in weights.items()}
+    adapters = getattr(model, "peft_config", None) or {}
+    with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
+        fresh = type(model)(copy.deepcopy(model.config))
+        for name, adapter in adapters.items():
+            from peft import inject_adapter_in_model
+
+            inject_adapter_in_model(copy.deepcopy(adapter), fresh, name)
+    if adapters:  # merging writes into the weights, which are still the model's
+        weights = {name: weight.clone() for name, weight in weights.items()}
+    fresh.load_state_dict(weights, assign=True)
+    for name, layer in list(fresh.named_modules()):
+        if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
+            layer.merge(safe_merge=True)  # raises where a merged weight is not finite
+            parent, _, last = name.rpartition(".")
+            setattr(fresh.get_submodule(parent), last, layer.get_base_layer())
+    if adapters:
+        del fresh.peft_config
+    return fresh.requires_grad_(True).eval()
+
+
 def give_weights(
     ours: dict[str, Tensor],  # a state dict of ours
     wanted: list[str],  # their names of weights
@@ -507,38 +539,6 @@ def describe_saving(
 def _say_once(line: str) -> None:
     "Tell a user something that stays true for the rest of the process."
     logging.getLogger(__name__).warning("%s", line)
-
-
-def has_adapter(model: nn.Module) -> bool:
-    "Whether layers of a model carry what `add_adapter` put beside them."
-    return bool(getattr(model, "peft_config", None))
-
-
-def plain_copy(
-    model: BertLabPreTrainedModel,
-    weights: dict[str, Tensor] | None = None,  # in place of its own, such as gathered ones
-) -> BertLabPreTrainedModel:  # on the CPU, in evaluation mode, without adapters
-    "Copy a model, with a configuration of its own; what adapters add is added to the weights."
-    weights = model.state_dict() if weights is None else weights
-    weights = {name: weight.detach().cpu() for name, weight in weights.items()}
-    adapters = getattr(model, "peft_config", None) or {}
-    with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
-        fresh = type(model)(copy.deepcopy(model.config))
-        for name, adapter in adapters.items():
-            from peft import inject_adapter_in_model
-
-            inject_adapter_in_model(copy.deepcopy(adapter), fresh, name)
-    if adapters:  # merging writes into the weights, which are still the model's
-        weights = {name: weight.clone() for name, weight in weights.items()}
-    fresh.load_state_dict(weights, assign=True)
-    for name, layer in list(fresh.named_modules()):
-        if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
-            layer.merge(safe_merge=True)  # raises where a merged weight is not finite
-            parent, _, last = name.rpartition(".")
-            setattr(fresh.get_submodule(parent), last, layer.get_base_layer())
-    if adapters:
-        del fresh.peft_config
-    return fresh.requires_grad_(True).eval()
 
 
 # A place that cannot change its name: a mounted drive, or one beside which nobody may write.

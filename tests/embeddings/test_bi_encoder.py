@@ -11,7 +11,7 @@ from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
 from bertlab.embeddings.bi_encoder import BiEncoder, plan_batches, read_layout
-from bertlab.model.config import BertLabConfig
+from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
 
@@ -140,3 +140,15 @@ def test_texts_that_are_none_are_refused():
         model.encode(["a"], width=33)
     assert model.encode([]).shape == (0, 32)
     assert np.isfinite(model.encode([""])).all()
+
+
+def test_packed_rows_are_no_longer_than_the_encoders_positions():
+    tokenizer = small_tokenizer()
+    small = modernbert_tiny(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=1,
+        pad_token_id=tokenizer.pad_token_id, max_position_embeddings=32,
+    )  # fmt: skip
+    model = BiEncoder(BertLabModel(small), tokenizer, max_sequence_length=16)
+    texts = draw_texts(30)
+    one_by_one = np.concatenate([model.encode([text]) for text in texts])
+    assert np.abs(model.encode(texts) - one_by_one).max() < 1e-5

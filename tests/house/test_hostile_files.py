@@ -29,8 +29,9 @@ from bertlab.cli.pretrain import find_model, trainer_options
 from bertlab.core.files import check_run_directory, recover_directory, written_directory
 from bertlab.core.names import find_object
 from bertlab.core.reading import check_beside, parse_json, parse_yaml, read_json, read_text, read_yaml
-from bertlab.data.cache import HEADER_BYTES, MAGIC, StaleCache, open_tokens, tokenize_documents
+from bertlab.data.cache import tokenize_documents
 from bertlab.data.readers import TABLES, read_texts
+from bertlab.data.shards import HEADER_BYTES, MAGIC, MANIFEST, StaleCache, finish_shards, open_shards, write_shard
 from bertlab.data.sources import find_documents
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.finetuning.data import load_reading
@@ -638,59 +639,92 @@ def cache(tmp_path):
     return documents.path, tokenizer
 
 
-def forge(path, body_of=lambda body: body, rest_of=lambda rest: rest, **changes):
-    "Change a token file, and let every checksum fit."
+SHARD = "part-00000-0000.shard"
+
+
+def with_sum(record):
+    "A manifest or a part's record whose checksum fits."
+    plain = {name: value for name, value in record.items() if name != "crc32"}
+    return {**plain, "crc32": zlib.crc32(json.dumps(plain, sort_keys=True).encode())}
+
+
+def forge_manifest(directory, change):
+    path = directory / MANIFEST
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(with_sum(record)))
+
+
+def forge_header(directory, body_of=lambda body: body, **changes):
+    "Change what a shard says of itself, in the shard and in the manifest; every checksum fits."
+    path = directory / SHARD
     data = path.read_bytes()
-    header = json.loads(data[len(MAGIC) + 8 : HEADER_BYTES])
-    rest = rest_of(bytearray(data[HEADER_BYTES:]))
-    header.update({"crc32": zlib.crc32(rest)}, **changes)
-    body = body_of(json.dumps({k: v for k, v in header.items() if v != "gone"}).encode())
-    body = body.ljust(HEADER_BYTES - len(MAGIC) - 8)
-    path.write_bytes(MAGIC + b"%08x" % zlib.crc32(body) + body + bytes(rest))
+    header = {**json.loads(data[len(MAGIC) + 8 : HEADER_BYTES]), **changes}
+    header = {name: value for name, value in header.items() if value != "gone"}
+    body = body_of(json.dumps(header).encode()).ljust(HEADER_BYTES - len(MAGIC) - 8)
+    path.write_bytes(MAGIC + b"%08x" % zlib.crc32(body) + body + data[HEADER_BYTES:])
+    forge_manifest(directory, lambda record: record.update(shards=[{"file": SHARD, **header}]))
 
 
-def with_offset(value):
-    def change(rest):
-        rest[-16:-8] = struct.pack("<q", value)
-        return rest
-    return change
+def forge_content(directory, change):
+    "Tokens and lengths that somebody else chose, written as the library writes them."
+    stored = open_shards(directory)
+    key, dtype = stored.manifest["key"], stored.manifest["shards"][0]["dtype"]
+    ids, lengths = np.array(stored.tokens).copy(), np.diff(np.array(stored.offsets))
+    change(ids, lengths)
+    facts = write_shard(directory / SHARD, [(ids, lengths)], key, dtype)
+    part = directory / "part-00000.json"
+    part.write_text(json.dumps(with_sum({**json.loads(part.read_text()), "shards": [facts]})))
+    finish_shards(directory, 1, key, {"tokenizer": stored.manifest["tokenizer"]})
 
 
-def with_token(value):
-    def change(rest):
-        rest[:2] = struct.pack("<H", value)
-        return rest
-    return change
+def before_the_first(ids, lengths):
+    lengths[0], lengths[1] = -100, lengths[1] + lengths[0] + 100
+
+
+def beyond_the_last(ids, lengths):
+    lengths[-1] = 10**12
+
+
+def no_word(ids, lengths):
+    ids[0] = 60_000
 
 
 CACHES = {
-    "numbers that are objects": lambda p: forge(p, dtype="object"),
-    "numbers of eight bytes": lambda p: forge(p, dtype="float64"),
-    "a type that is none": lambda p: forge(p, dtype="O8,(10000000,)f8"),
-    "tokens beyond all memory": lambda p: forge(p, tokens=1 << 61),
-    "fewer tokens than none": lambda p: forge(p, tokens=-8, documents=13),
-    "tokens that are text": lambda p: forge(p, tokens="many"),
-    "true tokens": lambda p: forge(p, tokens=True),
-    "no documents": lambda p: forge(p, documents="gone"),
-    "a header that is a list": lambda p: forge(p, lambda body: b"[1, 2]"),
-    "a header that is nested": lambda p: forge(p, lambda body: b"[" * 450),
-    "a document before the first": lambda p: forge(p, rest_of=with_offset(-100)),
-    "a document beyond the last": lambda p: forge(p, rest_of=with_offset(10**12)),
-    "an id of no word": lambda p: forge(p, rest_of=with_token(60_000)),
-    "cut": lambda p: p.write_bytes(p.read_bytes()[:300]),
-    "a pickle": lambda p: p.write_bytes(pickle.dumps(Trap(p.parent / "was run"))),
+    "numbers that are objects": lambda d: forge_header(d, dtype="object"),
+    "numbers of eight bytes": lambda d: forge_header(d, dtype="float64"),
+    "a type that is none": lambda d: forge_header(d, dtype="O8,(10000000,)f8"),
+    "tokens beyond all memory": lambda d: forge_header(d, tokens=1 << 61),
+    "fewer tokens than none": lambda d: forge_header(d, tokens=-8, documents=13),
+    "tokens that are text": lambda d: forge_header(d, tokens="many"),
+    "true tokens": lambda d: forge_header(d, tokens=True),
+    "no documents": lambda d: forge_header(d, documents="gone"),
+    "a header that is a list": lambda d: forge_header(d, lambda body: b"[1, 2]"),
+    "a header that is nested": lambda d: forge_header(d, lambda body: b"[" * 450),
+    "a document before the first": lambda d: forge_content(d, before_the_first),
+    "a document beyond the last": lambda d: forge_content(d, beyond_the_last),
+    "an id of no word": lambda d: forge_content(d, no_word),
+    "a shard elsewhere": lambda d: forge_manifest(d, lambda m: m["shards"][0].update(file="../../secret.shard")),
+    "blocks elsewhere": lambda d: forge_manifest(d, lambda m: m["blocks"].update(file="/etc/passwd")),
+    "more blocks than there are": lambda d: forge_manifest(d, lambda m: m["blocks"].update(count=10**12)),
+    "shards that are text": lambda d: forge_manifest(d, lambda m: m.update(shards="all")),
+    "a manifest that is nested": lambda d: (d / MANIFEST).write_text("[" * 5000),
+    "cut": lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:300]),
+    "a pickle": lambda d: (d / SHARD).write_bytes(pickle.dumps(Trap(d.parent / "was run"))),
+    "pickled blocks": lambda d: next(d.glob("blocks-*.npy")).write_bytes(pickle.dumps(Trap(d.parent / "was run"))),
 }
 
 
 @pytest.mark.parametrize("wrong", CACHES)
 def test_a_forged_cache_is_built_anew_though_its_checksums_fit(cache, wrong):
     path, tokenizer = cache
-    want = path.read_bytes()
+    want = (path / SHARD).read_bytes()
     CACHES[wrong](path)
     with pytest.raises(StaleCache):
-        open_tokens(path, num_ids=len(tokenizer))
-    documents = tokenize_documents(TEXTS[:9], tokenizer, cache_dir=path.parent, num_proc=1)
-    assert path.read_bytes() == want and len(documents) == 9 and not (path.parent / "was run").exists()
+        open_shards(path, num_ids=len(tokenizer)).verify()
+    with pytest.warns(UserWarning, match="built anew"):
+        documents = tokenize_documents(TEXTS[:9], tokenizer, cache_dir=path.parent, num_proc=1)
+    assert (path / SHARD).read_bytes() == want and len(documents) == 9 and not (path.parent / "was run").exists()
 
 
 # ---- texts and tables -----------------------------------------------------------------------------

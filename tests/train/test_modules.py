@@ -190,7 +190,7 @@ def test_what_sophia_is_refused_would_really_fail():
     second_derivative(lambda model: checkpoint_activations(model, "full"))
     with pytest.raises(RuntimeError, match="backward once"):
         second_derivative(lambda model: checkpoint_activations(model, "selected_ops"))
-    with pytest.raises(RuntimeError, match="double backward"):
+    with pytest.raises(RuntimeError, match="double backward|create_graph"):
         second_derivative(lambda model: compile_layers(model, backend="aot_eager"))
 
 
@@ -410,7 +410,8 @@ def test_rate_and_warmup_follow_from_where_the_weights_come_from_and_from_the_ru
     fresh.model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     continued = PretrainingModule(pretrained_model_name_or_path=str(tmp_path))
-    assert fresh.hparams.learning_rate == 10 * continued.hparams.learning_rate
+    assert continued.hparams.learning_rate == 5e-5
+    assert fresh.hparams.learning_rate == min(3e-3, 5e-4 * 768 / fresh.config.hidden_size), "narrower is faster"
     _, record = fit(module_of(scheduler_warmup_steps=None), data_of(), 50)
     rates = record.column("learning_rate")
     assert (rates == rates.max()).argmax() == 2, "the third of 50 updates has the peak: 6 %"
