@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,10 @@ def rows(count: int, seed: int = 0, share: float = 0.6) -> list[tuple[str, str]]
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
+def place(tmp_path, monkeypatch) -> Iterator[Path]:
     "A directory to work in, with files as users have them."
     monkeypatch.chdir(tmp_path)
-    for name in ("mine", "own_parts"):  # of an earlier test's directory
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     labelled = rows(240)
     Path("own.csv").write_text("title,label\n" + "".join(f"{t},{label}\n" for label, t in labelled))
     # AG News's own form: a label from 1, a title, a description, all in quotes, and no header.
@@ -56,7 +56,9 @@ def place(tmp_path, monkeypatch) -> Path:
     Path("run", "models", "step-20").mkdir(parents=True)
     Path("run", "run.yaml").write_text("{}\n")
     Path("mine.py").write_text("class MyCollator: pass\n")
-    return tmp_path
+    yield tmp_path
+    for name in ("mine", "own_parts"):  # a later test may have files of these names
+        sys.modules.pop(name, None)
 
 
 def said(capsys, *words: str) -> str:
