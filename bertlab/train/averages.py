@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..model.loading import read_weights
+from ..model.tensor_parallel import find_cuts
 from .model_directories import ModelShelf, written_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -51,7 +52,8 @@ class AveragedWeights(Callback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         moving = self._moving(pl_module)
-        if any(hasattr(p, "device_mesh") for p in moving.values()):
+        spread = any(hasattr(p, "device_mesh") for p in moving.values())
+        if spread or find_cuts(pl_module.model):
             raise ValueError("AveragedWeights keeps whole weights, and the strategy spreads them "
                              "over processes: take strategy='ddp'")
         if any(callable(getattr(o, "eval", None)) for o in trainer.optimizers):
