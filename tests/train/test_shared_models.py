@@ -125,8 +125,8 @@ class Recorded(PretrainingModule):
     def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         names = find_cuts(self.model)
         full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g  # noqa: E731
-        self.gradients = {k: full(p.grad) if k not in names else gather_cut(full(p.grad), *names[k])
-                          for k, p in self.model.named_parameters()}  # fmt: skip
+        self.gradients = {k: full(p.grad).clone() if k not in names else gather_cut(full(p.grad), *names[k])
+                          for k, p in self.model.named_parameters() if p.grad is not None}  # fmt: skip
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
@@ -523,3 +523,4 @@ def test_a_mesh_skips_the_step_that_one_process_cannot_take(meshes):
     assert all(result["guarded"]["skipped"] == 1 for result in meshes)
     first, second, third = meshes[0]["guarded"]["weights"]
     assert all(torch.equal(first[name], second[name]) for name in first)
+
