@@ -56,7 +56,7 @@ class RowShare:
         "The stretches of all processes in their order; gradients come back added up."
         return _Gather.apply(x, axis, self.group)
 
-# %% ../../nbs/model/22_context_parallel.ipynb #2846daca
+# %% ../../nbs/model/22_context_parallel.ipynb #4c6553d4
 def share_rows(
     model: BertLabTokenPredictor,  # changed in place
     group: Any,  # the processes that compute the same rows
@@ -71,7 +71,7 @@ def share_rows(
     model.encoder.row_share = RowShare(group)
     return model
 
-
+# %% ../../nbs/model/22_context_parallel.ipynb #f807c958
 def deal_labels(
     batch: dict[str, Tensor],  # the same in each of the processes
     rank: int,
