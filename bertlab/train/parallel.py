@@ -128,11 +128,13 @@ def count_sharers(
     processes: int,  # of the run
 ) -> int:
     "How many processes read the same rows, of a strategy that may not be built yet."
+    if strategy is None:
+        return 1
     if isinstance(strategy, Mapping):
         strategy = FullyShardedStrategy(**{
             name: value for name, value in (strategy.get("init_args") or {}).items()
             if name in ("tensor_parallel_size", "context_parallel_size", "replicas")})
-    found = get_strategy(strategy or "auto")
+    found = get_strategy(strategy)
     return found.sharers(processes) if hasattr(found, "sharers") else 1
 
 
