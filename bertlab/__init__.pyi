@@ -70,13 +70,14 @@ from .model.huggingface import from_huggingface as from_huggingface
 from .model.huggingface import save_model as save_model
 from .model.huggingface import to_huggingface as to_huggingface
 from .model.generate import fill_mask as fill_mask
-from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.vocabulary import extend_vocabulary as extend_vocabulary
 from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
 from .model.vocabulary import trim_vocabulary as trim_vocabulary
+from .model.tensor_parallel import split_model as split_model
+from .model.context_parallel import share_rows as share_rows
 from .model.adapters import add_adapter as add_adapter
 from .model.context import extend_context as extend_context
 from .model.samplers import SamplingRule as SamplingRule

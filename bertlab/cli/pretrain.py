@@ -257,6 +257,23 @@ def settle_shape(
     return name, {**shape_settings(shape), **longest, **(settings or {})}
 
 
+def _settle_shape(
+    config: dict[str, Any],  # sections of a run; the model's settings become whole
+) -> str | None:  # the shape's name, where nobody asked for one
+    "Size of fresh weights in a run; a model that is continued has its own. Raises `ValueError`."
+    model, asked = config["model"], config["run"]["shape"]
+    if model[MODEL] is not None:
+        if asked is not None:
+            raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
+                             "brings its own shape: leave one of them out")
+        return None
+    kind = find_accelerator(config["trainer"]["accelerator"])
+    name, settings = settle_shape(asked, model["model_config_kwargs"], kind,
+                                  config["data"]["max_sequence_length"])
+    config["run"]["shape"], model["model_config_kwargs"] = name, settings
+    return None if name == asked else name
+
+
 def build_objects(value: Any) -> Any:
     "Make objects of what names a class: class_path with init_args; everything else stays."
     if isinstance(value, list):
@@ -288,7 +305,7 @@ def trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
         made["callbacks"] = [named(one) for one in several]
     return {name: build_objects(value) for name, value in made.items()}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #5b9179a2
+# %% ../../nbs/cli/02_pretrain.ipynb #b8bc1931
 def validation_entropy(
     data: PretrainingDataModule,  # after `setup`
 ) -> float:  # nats per token
@@ -320,7 +337,7 @@ class Run:
             check_run_directory(self.output, resume, overwrite)
         if self.choices.batch_tokens is not None:
             self._split_batch()
-        self._settle_shape()
+        self.chosen_shape = _settle_shape(self.config)
         linked = {"objective": data_objective(self.config["model"]["objective"]),
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
@@ -348,20 +365,6 @@ class Run:
             section[name] = found[name]
         if data["val_batch_size"] == defaults["data.val_batch_size"].default:
             data["val_batch_size"] = rows["val_batch_size"]
-
-    def _settle_shape(self) -> None:
-        "Size of fresh weights; a model that is continued has its own."
-        model, trainer, asked = self.config["model"], self.config["trainer"], self.choices.shape
-        if model[MODEL] is not None:
-            if asked is not None:
-                raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
-                                 "brings its own shape: leave one of them out")
-            return
-        name, settings = settle_shape(asked, model["model_config_kwargs"],
-                                      find_accelerator(trainer["accelerator"]),
-                                      self.config["data"]["max_sequence_length"])
-        self.chosen_shape = None if name == asked else name
-        self.config["run"]["shape"], model["model_config_kwargs"] = name, settings
 
     def _check(self) -> None:
         "Refuse device, shape, loss, optimizer or schedule that cannot be, before long work."
@@ -480,7 +483,7 @@ def provenance() -> dict[str, str]:
     return {"device": str(describe_device()), "python": platform.python_version(),
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #ea40ae60
+# %% ../../nbs/cli/02_pretrain.ipynb #69bafc46
 def estimate_run(
     asked: Asked,  # of `bertlab pretrain`
 ) -> Any:  # a MemoryEstimate
@@ -499,6 +502,7 @@ def estimate_run(
         rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
                              {"max_sequence_length": data["max_sequence_length"]},
                              processes)[0]["train_batch_size"]
+    _settle_shape(config)
     named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
     with same_random_states(), naming_options():
         if named is None and model[MODEL] is None:  # the run would train one of this size
@@ -506,7 +510,7 @@ def estimate_run(
             model["model_config_kwargs"] = size
         module = PretrainingModule(**{**model, TOKENIZER: named})
         collator = PretrainingDataModule(**{
-            **data, "objective": model["objective"], TOKENIZER: "not read"}).collator_kwargs
+            **data, "objective": data_objective(model["objective"]), TOKENIZER: "not read"}).collator_kwargs
     return estimate_memory(
         module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
         trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)

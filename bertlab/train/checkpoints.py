@@ -390,7 +390,7 @@ def find_checkpoint(
             print(f"passed by: {error}", file=sys.stderr, flush=True)
     return None
 
-# %% ../../nbs/train/06_checkpoints.ipynb #419b87e7
+# %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
 class CheckpointSeries(RunCheckpoint):
     """Save `directory/step-N.ckpt` when `RunCheckpoint` would, and keep the last ones.
 
@@ -399,9 +399,9 @@ class CheckpointSeries(RunCheckpoint):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike,  # of the run's checkpoints
         every_steps: int = 100,  # optimizer steps
-        keep_last: int = 3,
+        keep_last: int = 3,  # newest checkpoints that stay
     ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")

@@ -175,7 +175,7 @@ def send_to_tensorboard(writer: Any, summary: TensorSummary) -> None:
         bucket_counts=counts.tolist(), global_step=summary.step,
     )  # fmt: skip
 
-# %% ../../nbs/train/10_histograms.ipynb #6cc75c3e
+# %% ../../nbs/train/10_histograms.ipynb #94395055
 class WeightHistograms(Callback):
     "Record histograms of weights and of gradients, chosen by globs of parameter names."
 
@@ -183,7 +183,7 @@ class WeightHistograms(Callback):
         self,
         patterns: Sequence[str],  # such as ["*.qkv.weight", "*.norm*"]
         every_steps: int = 500,  # optimizer steps
-        bins: int = 64,
+        bins: int = 64,  # of each histogram
         max_recordings: int = 64,  # in memory and in the file; then every second one is dropped
         path: str | os.PathLike | None = None,  # npz, written whole at each recording; None: none
     ):

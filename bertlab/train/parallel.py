@@ -266,7 +266,7 @@ def _dtype(asked: torch.dtype | str | None, name: str) -> torch.dtype | None:
         raise ValueError(f"{name}={asked!r} is no type of torch's, such as bfloat16")
     return found
 
-# %% ../../nbs/train/04_parallel.ipynb #4b623b28
+# %% ../../nbs/train/04_parallel.ipynb #7de213da
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 for any LightningModule whose weights are in models that it calls.
 
@@ -278,10 +278,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init__(
         self,
         param_dtype: torch.dtype | str | None = None,  # as in `shard_model`, here and below
-        reshard_after_forward: bool = True,
-        reduce_dtype: torch.dtype | str | None = None,
-        blocks_per_group: int = 1,
-        prefetch_blocks: int = 0,
+        reshard_after_forward: bool = True,  # free gathered weights before backward
+        reduce_dtype: torch.dtype | str | None = None,  # gradients travel in it; None: float32
+        blocks_per_group: int = 1,  # blocks that are put together at once
+        prefetch_blocks: int = 0,  # groups that are put together ahead of time
         tensor_parallel_size: int | None = 1,  # processes that share each layer; None: all
         context_parallel_size: int | None = 1,  # processes that share each row; None: all the rest
         replicas: int = 1,  # groups of processes that each hold all weights, in shares

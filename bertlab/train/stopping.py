@@ -238,11 +238,11 @@ class LossBound(RunLimit):
         if len(state["values_N"]) == len(self.running.values_N):  # else a new reach was asked for
             vars(self.running).update(state)
 
-# %% ../../nbs/train/08_stopping.ipynb #89010c87
+# %% ../../nbs/train/08_stopping.ipynb #71b0fad0
 class GrowingBatch(Callback):
     "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
 
-    def __init__(self, warmup: BatchWarmup):
+    def __init__(self, warmup: BatchWarmup):  # how the batch grows
         self.warmup = warmup
 
     def on_train_start(self, trainer, pl_module) -> None:
