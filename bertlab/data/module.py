@@ -609,8 +609,10 @@ class PretrainingDataModule(L.LightningDataModule):
         "Which process this is, of how many; one of one without a trainer."
         trainer = self.trainer
         # Of those with rows of their own: some may compute the same rows together.
-        share = (trainer.distributed_sampler_kwargs if trainer else None) or {}
-        return {"rank": share.get("rank", 0), "world_size": share.get("num_replicas", 1)}
+        share = getattr(trainer, "distributed_sampler_kwargs", None) or {}
+        rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        return {"rank": share.get("rank", rank),
+                "world_size": share.get("num_replicas", world_size)}
 
     def train_dataloader(self) -> EpochBatches | StreamBatches:
         if self.streaming:
