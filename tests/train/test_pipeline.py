@@ -1,15 +1,13 @@
 """Stages of an encoder in a pipeline are the encoder: blocks dealt once, loss and gradients those of one process."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_on_ranks
 from test_parallel import CONFIG, batch_of
 
 from bertlab.model.config import BertLabConfig
@@ -61,7 +59,8 @@ def test_what_cannot_be_scheduled_is_refused():
         make_schedule(stage, BATCH, 4, "zigzag")
 
 
-def worker(folder, rank):
+def worker(folder):
+    rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     found = {}
     for name in SHAPES:
@@ -76,16 +75,7 @@ def worker(folder, rank):
 
 @pytest.mark.slow
 def test_two_stages_have_the_loss_and_the_gradients_of_one_process(tmp_path):
-    code = ("import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nfrom test_pipeline import worker\n"
-            "worker(Path(sys.argv[2]), int(sys.argv[3]))")  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    jobs = [subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(Path(__file__).parent), str(tmp_path), str(r)],
-                             env=environment) for r in range(2)]  # fmt: skip
-    try:
-        assert [job.wait(timeout=240) for job in jobs] == [0, 0]
-    finally:
-        for job in jobs:
-            job.kill()
+    run_on_ranks(worker, tmp_path, timeout=300)
     found = [torch.load(tmp_path / f"{r}.pt") for r in range(2)]
     for name in SHAPES:
         model = model_of(name)

@@ -1,15 +1,12 @@
 """Processes that compute one model together (tensor parallel), or one row (context parallel), take the step of one."""
 
 import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_on_ranks
 from test_parallel import CONFIG, LENGTH, MOST, ROWS, Batches, Losses, assert_same_step, batch_of, probe
 
 from bertlab.data.corpus import embedded_corpus
@@ -240,27 +237,10 @@ def slow_worker(folder):
     torch.save(results, folder / f"slow-{os.environ['RANK']}.pt")
 
 
-def launch(work, folder, processes):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\nimport test_shared_models as tests\n"
-    code += "getattr(tests, sys.argv[3])(Path(sys.argv[2]))"
-    command = [sys.executable, "-W", "ignore", "-c", code, Path(__file__).parent, folder, work]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
-              "LOCAL_WORLD_SIZE": str(processes), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-              "OMP_NUM_THREADS": "1"}  # fmt: skip
-    return [subprocess.Popen(list(map(str, command)), env={**common, "RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(processes)]  # fmt: skip
-
-
-def finish(jobs, folder, name):
-    try:
-        assert [job.wait(timeout=280) for job in jobs] == [0] * len(jobs)
-    finally:
-        for job in jobs:
-            job.kill()
-    return [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(len(jobs))]
+def on_ranks(work, folder, name, count=2):
+    "What each process has found."
+    run_on_ranks(work, folder, count=count, timeout=400)
+    return [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -276,12 +256,12 @@ def one(folder):
 
 @pytest.fixture(scope="module")
 def results(folder, one):
-    return finish(launch("worker", folder, 2), folder, "result")
+    return on_ranks(worker, folder, "result")
 
 
 @pytest.fixture(scope="module")
 def more(folder, one):
-    return finish(launch("slow_worker", folder, 2), folder, "slow")
+    return on_ranks(slow_worker, folder, "slow")
 
 
 WAYS = pytest.mark.parametrize("way", ["tensor", "context"])
@@ -496,7 +476,7 @@ def mesh_worker(folder):
 
 @pytest.fixture(scope="module")
 def meshes(folder, one):
-    return finish(launch("mesh_worker", folder, 4), folder, "mesh")
+    return on_ranks(mesh_worker, folder, "mesh", 4)
 
 
 MESHES = ["tensor x shards", "context x shards", "tensor x context", "replicas x shards"]
