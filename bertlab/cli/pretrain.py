@@ -483,7 +483,7 @@ def provenance() -> dict[str, str]:
     return {"device": str(describe_device()), "python": platform.python_version(),
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #69bafc46
+# %% ../../nbs/cli/02_pretrain.ipynb #f48184b5
 def estimate_run(
     asked: Asked,  # of `bertlab pretrain`
 ) -> Any:  # a MemoryEstimate
