@@ -110,7 +110,7 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     from bertlab.train.trainer import seed_everything
 
     quieten()
-    start, rows = time.perf_counter(), SHAPES[case["model"]][-1]
+    start, rows = time.perf_counter(), case.get("rows") or SHAPES[case["model"]][-1]
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=rows,
                                  collator_kwargs={"mlm_probability": PROBABILITY}, seed=case["seed"])  # fmt: skip
     data.setup()

@@ -1,6 +1,7 @@
 """Cost per token as the corpus, the rows and the number of processes grow.
 
     python benchmarks/scaling.py [--documents N] [--growth 1 10 100] [--lengths 128 512 2048 8192]
+    python benchmarks/scaling.py --parts ways --output benchmarks/results/sharing.json
 
 Corpus: a text file, which PretrainingDataModule reads, deduplicates, divides, tokenizes, plans and
 delivers for one epoch; a larger one holds more copies, each with its words shuffled in its own way, so
@@ -10,7 +11,8 @@ by more than the growth that is looked for; so the sizes run side by side in sli
 one at a time, and the small ones again and again until the largest is through, each time with other
 copies, for a text that was read a moment ago may be cheaper. Rows: a step on as many positions
 in rows of other lengths, packed with the same documents. Processes: one thread each, together training
-on twice as many rows.
+on twice as many rows. Ways: how two processes of one thread each share a step of the same rows (DDP and
+FSDP2 deal the rows, tensor parallel deals each layer, context parallel each row), beside one process.
 """
 
 import json
@@ -47,6 +49,8 @@ from bertlab.core.plots import BLUE, GREEN, ORANGE, new_axes
 
 FLAT = 1.1  # the dearest token of any size over that of the smallest corpus
 PROCESSES = (1, 2)
+# Of two processes, and the share of a step's rows that each reads; one process stands beside them.
+WAYS = {"one": (1, 1), "ddp": (2, 2), "fsdp": (2, 2), "tensor": (2, 1), "context": (2, 1)}
 
 
 def grown_file(case: dict) -> Path:
@@ -144,7 +148,21 @@ def processes_case(case: dict, folder: str) -> dict:
     return {"tokens": all_tokens, "microseconds": 1e6 * figures["wall_seconds"] / all_tokens}
 
 
-CASES = {"corpus": corpus_case, "rows": rows_case, "processes": processes_case}
+def ways_case(case: dict, folder: str) -> dict:
+    "Steps of `bertlab pretrain` on the same rows, shared by two processes in one way."
+    corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
+    processes, readers = WAYS[case["way"]]
+    trainer = {"devices": processes, "accelerator": "cpu"}
+    if processes > 1:
+        trainer["strategy"] = case["way"]
+    settings = {"kind": "modernbert", "precision": "fp32", "seconds": 0, "seed": 0, "warm": 2, "warmup": 1}
+    rows = SHAPES[case["model"]][-1] // readers
+    figures, _ = our_side({**case, **settings, "trainer": trainer, "rows": rows}, corpus, tokenizer, folder)
+    tokens = figures["real_tokens"] * readers
+    return {"tokens": tokens, "microseconds": 1e6 * figures["wall_seconds"] / tokens}
+
+
+CASES = {"corpus": corpus_case, "rows": rows_case, "processes": processes_case, "ways": ways_case}
 
 
 def measure(case: dict) -> dict:
@@ -219,7 +237,14 @@ def corpus_rounds(cases: dict[str, dict], rounds: int, ledger: Ledger, show) -> 
 def draw(result: dict):
     "Cost of a token along each axis, as multiples of the first."
     figure, axes = new_axes("growth", "cost of a token, as multiples of the first", size=(7, 4))
-    for (part, found), colour in zip(result["parts"].items(), (BLUE, ORANGE, GREEN)):
+    if list(result["parts"]) == ["ways"]:
+        found = result["parts"]["ways"]
+        figure, axes = new_axes("", "microseconds of wall time per token", size=(6, 3.5))
+        axes.bar(list(found), [f["microseconds"]["median"] for f in found.values()], color=BLUE)
+        axes.set_title(result["machine"]["processor"], fontsize=9)
+        return figure
+    grown = [(part, found) for part, found in result["parts"].items() if part != "ways"]
+    for (part, found), colour in zip(grown, (BLUE, ORANGE, GREEN)):
         sizes = [int(name) for name in found]
         costs = [f["microseconds"]["median"] for f in found.values()]
         axes.plot([s / sizes[0] for s in sizes], [c / costs[0] for c in costs], "o-", color=colour,
@@ -240,7 +265,8 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=8192, help="of a step (default: 8192)")
     parser.add_argument("--steps", type=int, default=4, help="of each process (default: 4)")
     parser.add_argument("--model", default="small", choices=list(SHAPES))
-    parser.add_argument("--parts", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--parts", nargs="+", choices=list(CASES),
+                        default=[part for part in CASES if part != "ways"])  # fmt: skip
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(json.loads(options.case))))
@@ -251,7 +277,7 @@ def main() -> None:
     base = {"documents": options.documents, "kept": str(options.kept), "model": options.model,
             "steps": options.steps + 2, "positions": options.positions, "copies": max(options.growth)}  # fmt: skip
     sizes = {"corpus": ("growth", options.growth), "rows": ("length", options.lengths),
-             "processes": ("processes", PROCESSES)}  # fmt: skip
+             "processes": ("processes", PROCESSES), "ways": ("way", list(WAYS))}  # fmt: skip
     place = machine(options.threads)
     ledger = Ledger(options.kept / "scaling.json", fingerprint(__file__), options.fresh)
     shared_text(SHAPES[options.model][3], options.documents, options.kept)

@@ -47,6 +47,8 @@ _FACE = {
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
     "model.vocabulary": "extend_vocabulary transplant_vocabulary trim_vocabulary",
+    "model.tensor_parallel": "split_model",
+    "model.context_parallel": "share_rows",
     "model.adapters": "add_adapter",
     "model.context": "extend_context",
     "model.samplers": "SamplingRule",

@@ -76,6 +76,8 @@ from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.vocabulary import extend_vocabulary as extend_vocabulary
 from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
 from .model.vocabulary import trim_vocabulary as trim_vocabulary
+from .model.tensor_parallel import split_model as split_model
+from .model.context_parallel import share_rows as share_rows
 from .model.adapters import add_adapter as add_adapter
 from .model.context import extend_context as extend_context
 from .model.samplers import SamplingRule as SamplingRule

@@ -54,7 +54,8 @@ from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, data_objective, load_encoder
 from ..train.modules import pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import batch_options, find_launch
+from ..train.parallel import batch_options, count_processes, find_launch, get_strategy
+from ..train.steps import count_readers
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
@@ -304,7 +305,7 @@ def trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
         made["callbacks"] = [named(one) for one in several]
     return {name: build_objects(value) for name, value in made.items()}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #5b9179a2
+# %% ../../nbs/cli/02_pretrain.ipynb #b8bc1931
 def validation_entropy(
     data: PretrainingDataModule,  # after `setup`
 ) -> float:  # nats per token
@@ -349,7 +350,8 @@ class Run:
     def _split_batch(self) -> None:
         "Rows and accumulation from `run.batch_tokens`."
         data, trainer, run = self.config["data"], self.config["trainer"], self.choices
-        processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+        known = ("devices", "num_nodes", "accelerator", "strategy")
+        processes = {name: trainer[name] for name in known}
         rows, window = batch_options(run.batch_tokens, run.microbatch_tokens,
                                      {"max_sequence_length": data["max_sequence_length"]},
                                      processes)
@@ -385,6 +387,13 @@ class Run:
                 convert_to_float8(toy, model["float8"], torch.device("xla" if kind == "tpu"
                                                                      else kind))
             PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
+            strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
+            if hasattr(strategy, "check"):  # whether so many processes can share this run
+                count = count_processes({name: trainer[name] for name in
+                                         ("devices", "num_nodes", "accelerator")})
+                shape = None if model[MODEL] is not None else module.config
+                strategy.check(count, shape, model["optimizer_class"],
+                               self.data_options["max_sequence_length"])
 
     def build(self) -> None:
         "Read the text; make tokenizer, data, module and trainer, each once."
@@ -427,7 +436,7 @@ class Run:
         if self.checkpoint is not None:
             last = -1 if may_be_finished else self.trainer.max_steps
             check_resume(self.checkpoint, self.module, self.data, last,
-                         processes=self.trainer.world_size)
+                         processes=count_readers(self.trainer))
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -474,7 +483,7 @@ def provenance() -> dict[str, str]:
     return {"device": str(describe_device()), "python": platform.python_version(),
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
-# %% ../../nbs/cli/02_pretrain.ipynb #ea40ae60
+# %% ../../nbs/cli/02_pretrain.ipynb #f48184b5
 def estimate_run(
     asked: Asked,  # of `bertlab pretrain`
 ) -> Any:  # a MemoryEstimate
@@ -488,7 +497,8 @@ def estimate_run(
     kind = check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
     rows = data["train_batch_size"]
     if choices.batch_tokens is not None:
-        processes = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+        known = ("devices", "num_nodes", "accelerator", "strategy")
+        processes = {name: trainer[name] for name in known}
         rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
                              {"max_sequence_length": data["max_sequence_length"]},
                              processes)[0]["train_batch_size"]

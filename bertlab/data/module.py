@@ -608,8 +608,11 @@ class PretrainingDataModule(L.LightningDataModule):
     def process(self) -> dict[str, int]:
         "Which process this is, of how many; one of one without a trainer."
         trainer = self.trainer
+        # Of those with rows of their own: some may compute the same rows together.
+        share = getattr(trainer, "distributed_sampler_kwargs", None) or {}
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return {"rank": rank, "world_size": world_size}
+        return {"rank": share.get("rank", rank),
+                "world_size": share.get("num_replicas", world_size)}
 
     def train_dataloader(self) -> EpochBatches | StreamBatches:
         if self.streaming:
@@ -667,7 +670,7 @@ class PretrainingDataModule(L.LightningDataModule):
         "The states of all processes, which all must ask for."
         states = [state] * self.trainer.world_size
         torch.distributed.all_gather_object(states, state)
-        return states
+        return states[:: len(states) // self.process()["world_size"]]  # of neighbours, one
 
     def _laned_stream(self, **options: Any) -> LanedStream:
         "The stream whose lanes readers share out; says so where they cannot do it evenly."

@@ -24,13 +24,14 @@ from ..core.devices import default_attention, find_varlen
 def document_mask(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
     window: int | None = None,  # also at most this many places apart; None: the whole document
+    queries: slice = slice(None),  # the places whose tokens ask
 ) -> Tensor:  # (B, 1, L, L) bool: may the query (row) see the key (column)?
     "Let tokens see each other exactly where their document numbers are equal and not 0."
-    mask_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]
+    mask_BLL = documents_BL[:, queries, None] == documents_BL[:, None, :]
     mask_BLL = mask_BLL & (documents_BL != 0)[:, None, :]
     if window is not None:
         place_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
-        mask_BLL = mask_BLL & ((place_L[:, None] - place_L[None, :]).abs() <= window)
+        mask_BLL = mask_BLL & ((place_L[queries, None] - place_L[None, :]).abs() <= window)
     return mask_BLL[:, None]
 
 # %% ../../nbs/model/03_attention.ipynb #139dac54
@@ -50,15 +51,17 @@ class Pattern:
     window: int | None = None  # places to each side; None: the whole document
     slopes_H: Tensor | None = None  # ALiBi: nats that a head takes off per place of distance
     max_length: int | None = None  # no document is longer; None: the row's length
+    queries: slice | None = None  # the places whose tokens ask, where processes share a row; or all
 
 
 def alibi_bias(
     slopes_H: Tensor,  # nats per place of distance
     length: int,  # L
+    queries: slice = slice(None),  # the places whose tokens ask
 ) -> Tensor:  # (1, H, L, L), 0 on the diagonal and falling to both sides
     "Take off in proportion to the distance (Press et al. 2022, sec. 3, to both sides)."
     place_L = torch.arange(length, device=slopes_H.device)
-    distance_LL = (place_L[:, None] - place_L[None, :]).abs()
+    distance_LL = (place_L[queries, None] - place_L[None, :]).abs()
     return (-slopes_H[:, None, None] * distance_LL)[None]
 
 # %% ../../nbs/model/03_attention.ipynb #467faa1b
@@ -71,10 +74,11 @@ class Scoring(NamedTuple):
 
 def write_out(pattern: Pattern) -> Scoring:
     "Make the mask of a pattern, and its bias where distance counts."
-    mask_B1LL = document_mask(pattern.documents_BL, pattern.window)
+    queries = pattern.queries or slice(None)
+    mask_B1LL = document_mask(pattern.documents_BL, pattern.window, queries)
     if pattern.slopes_H is None:
         return Scoring(mask_B1LL)
-    return Scoring(mask_B1LL, alibi_bias(pattern.slopes_H, mask_B1LL.shape[-1]))
+    return Scoring(mask_B1LL, alibi_bias(pattern.slopes_H, mask_B1LL.shape[-1], queries))
 
 
 def share_heads(
@@ -150,16 +154,18 @@ def write_blocks(pattern: Pattern) -> FlexPattern:
     from torch.nn.attention.flex_attention import create_block_mask  # slow to import
 
     documents_BL, window, slopes_H = pattern.documents_BL, pattern.window, pattern.slopes_H
+    B, L = documents_BL.shape
+    first, end, _ = (pattern.queries or slice(None)).indices(L)  # the kernel counts queries from 0
 
     def may_look(b, h, i, j):
+        i = i + first
         same = (documents_BL[b, i] == documents_BL[b, j]) & (documents_BL[b, i] != 0)
         return same if window is None else same & ((i - j).abs() <= window)
 
     def take_off(score, b, h, i, j):
-        return score - slopes_H[h] * (i - j).abs()
+        return score - slopes_H[h] * (i + first - j).abs()
 
-    B, L = documents_BL.shape
-    blocks = create_block_mask(may_look, B, None, L, L, device=str(documents_BL.device))
+    blocks = create_block_mask(may_look, B, None, end - first, L, device=str(documents_BL.device))
     return FlexPattern(blocks, None if slopes_H is None else take_off)
 
 # %% ../../nbs/model/03_attention.ipynb #0757476c

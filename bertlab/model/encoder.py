@@ -8,6 +8,7 @@ __all__ = ['make_norm', 'Embeddings', 'Rows', 'make_rows', 'LayerContext', 'laye
 
 # %% ../../nbs/model/04_encoder.ipynb #ecc24130
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,11 @@ class Rows:
     positions: Tensor
     segments: Tensor | None
 
+    def part(self, places: slice) -> "Rows":
+        "Some of the places; all document numbers, since keys and values come from everywhere."
+        take = lambda t: None if t is None else t[:, places]
+        return Rows(take(self.tokens), self.documents, take(self.positions), take(self.segments))
+
     def unpadded(self) -> tuple["Rows", Tensor]:  # (1, N) each; where each token was in B * L
         "Leave the padding out."
         places_N, documents_1N = unpad(self.documents)
@@ -140,6 +146,7 @@ class LayerContext:
     kernel: str  # a key of KERNELS
     prepared: Any  # of the kernel's `prepare`
     table: tuple[Tensor, Tensor] | None  # cosine and sine of rotary positions
+    gather: Callable[[Tensor, int], Tensor] | None = None  # keys and values of the whole row
 
 
 def layer_context(
@@ -149,17 +156,21 @@ def layer_context(
     position_ids: Tensor,  # (B, L)
     kernel: str,  # a key of KERNELS
     max_length: int | None = None,  # no document is longer
+    heads: slice = slice(None),  # those that this process computes
+    places: slice = slice(None),  # of the row, likewise; `position_ids` are theirs
+    gather: Callable[[Tensor, int], Tensor] | None = None,  # the whole row, along an axis
 ) -> LayerContext:
     "Make what all layers of a kind share, once per forward pass."
     whole, slopes_H, table = kind == "global", None, None
     if config.attention_positions == "alibi":
-        slopes_H = alibi_slopes(config.num_attention_heads).to(documents_BL.device)
+        slopes_H = alibi_slopes(config.num_attention_heads)[heads].to(documents_BL.device)
     if config.attention_positions == "rope":
         theta = config.global_rope_theta if whole else config.local_rope_theta
         stretch = config.rope_stretch if whole else None  # a window is as wide as it was
         table = rotary_table(position_ids, config.rotary_size, theta, stretch)
-    pattern = Pattern(documents_BL, None if whole else config.window, slopes_H, max_length)
-    return LayerContext(kernel, KERNELS[kernel].prepare(pattern), table)
+    window = None if whole else config.window
+    pattern = Pattern(documents_BL, window, slopes_H, max_length, places)
+    return LayerContext(kernel, KERNELS[kernel].prepare(pattern), table, gather)
 
 # %% ../../nbs/model/04_encoder.ipynb #06093580
 def split_heads(
@@ -187,6 +198,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         c, D, bias = config, config.hidden_size, config.attention_bias
         self.config = config
+        self.num_heads = c.num_attention_heads  # fewer, where processes share them
         self.qkv = nn.Linear(D, D + 2 * c.num_kv_heads * c.head_size, bias=bias)
         self.out = nn.Linear(D, D, bias=bias)
         self.out.starts_narrow = True  # it adds to the residual stream
@@ -200,10 +212,12 @@ class SelfAttention(nn.Module):
     def forward(
         self, x_BLD: Tensor, context: LayerContext, with_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:  # (B, L, D); (B, H, L, L) where asked for
-        c, H = self.config, self.config.num_attention_heads
+        c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
         heads_BLXK = self.qkv(x_BLD).unflatten(-1, (-1, c.head_size))
         q, k, v = split_heads(heads_BLXK, H, norms, context.table)
+        if context.gather is not None:
+            k, v = context.gather(torch.cat((k, v), 1), 2).chunk(2, 1)
         dropout = c.attention_dropout if self.training else 0.0
         y_BLHK = KERNELS[context.kernel].attend(q, k, v, context.prepared, dropout).transpose(1, 2)
         if self.gate is not None:
@@ -291,7 +305,11 @@ def run_layers(
 ) -> dict[str, Any]:  # fields of BaseModelOutput
     "Embed, run the blocks, norm."
     c = model.config
-    contexts = {kind: layer_context(c, kind, rows.documents, rows.positions, kernel, max_length)
+    share = model.row_share if rows.positions.shape != rows.documents.shape else None
+    part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
+                                     "gather": share.gather}  # fmt: skip
+    contexts = {kind: layer_context(c, kind, rows.documents, rows.positions, kernel, max_length,
+                                    model.heads_here, **part)
                 for kind in dict.fromkeys(c.layer_kinds)}
     x_BLD = model.embeddings(rows.tokens, rows.positions, rows.segments)
     states, attentions = [], []
@@ -314,6 +332,9 @@ class BertLabModel(BertLabPreTrainedModel):
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.final_norm = make_norm(config, config.norms_before)
         self.compiled_layers = None  # `run_layers`, compiled by who trains
+        # Where several processes compute this model together (see tensor and context parallel):
+        self.heads_here = slice(None)  # of all heads, those of this process
+        self.row_share = None  # of a row, the places of this process; None: all
         self._kernels_said = set()  # names of kernels that the log has seen
         self.post_init()
 
@@ -333,6 +354,8 @@ class BertLabModel(BertLabPreTrainedModel):
         asked = {"hidden_states": output_hidden_states, "attentions": output_attentions}
         want = [getattr(c, f"output_{k}") if v is None else v for k, v in asked.items()]
         (B, L), run = rows.documents.shape, self.compiled_layers or run_layers
+        if self.row_share is not None and self.row_share.divides(L):
+            return self._shared_rows(rows, want)
         kernel, _ = self.attention_kernel(rows.tokens.device, L, want[1])
         if not KERNELS[kernel].unpads:
             return BaseModelOutput(**run(self, rows, kernel, L, *want))
@@ -342,6 +365,19 @@ class BertLabModel(BertLabPreTrainedModel):
         states = out["hidden_states"] and tuple(map(back, out["hidden_states"]))
         return BaseModelOutput(back(out["last_hidden_state"]), hidden_states=states)
 
+    def _shared_rows(self, rows: Rows, want: list[bool]) -> BaseModelOutput:
+        "Compute this process's places, and put the rows together again."
+        L, share = rows.documents.shape[1], self.row_share
+        if any(want):
+            raise ValueError("output_hidden_states and output_attentions are not there while "
+                             "processes share rows (context parallel): load the saved model")
+        kernel, _ = self.attention_kernel(rows.tokens.device, L)
+        if KERNELS[kernel].unpads:
+            raise ValueError(f"the kernel {kernel!r} takes rows apart, which processes share here "
+                             "(context parallel); choose attn_implementation='sdpa'")
+        out = run_layers(self, rows.part(share.places(L)), kernel, L)
+        return BaseModelOutput(share.gather(out["last_hidden_state"], 1))
+
     def attention_kernel(
         self,
         device: torch.device,
@@ -350,7 +386,8 @@ class BertLabModel(BertLabPreTrainedModel):
     ) -> tuple[str, str]:  # a key of KERNELS, and why
         "The kernel of a forward pass here and now: the one that was asked for, or the fastest."
         c, kind, tracing = self.config, device.type, torch.compiler.is_compiling()
-        compiled = tracing or self.compiled_layers is not None  # no shape may hang on the data
+        # Where this is so, no shape may hang on the data.
+        compiled = tracing or self.compiled_layers is not None or self.row_share is not None
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else next(self.parameters()).dtype
         setting = Setting(

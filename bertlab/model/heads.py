@@ -38,6 +38,7 @@ class MaskedLMHead(nn.Module):
         self.norm = make_norm(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.decoder = None
+        self.split = None  # of the vocabulary, where processes share it (see tensor parallel)
         if not config.tie_word_embeddings:
             self.decoder = nn.Parameter(torch.zeros(config.vocab_size, config.hidden_size))
 
@@ -67,7 +68,8 @@ class MaskedLMHead(nn.Module):
     ) -> Tensor:  # (..., V)
         # Tied in the computation, not by sharing an object: that tie survives a move to any device.
         weight_VD = embedding_VD if self.decoder is None else self.decoder
-        return F.linear(self.norm(self.activation(self.dense(x))), weight_VD, self.bias)
+        x = self.norm(self.activation(self.dense(x)))
+        return F.linear(x if self.split is None else self.split.enter(x), weight_VD, self.bias)
 
 # %% ../../nbs/model/06_heads.ipynb #391954bd
 @dataclass
@@ -110,15 +112,18 @@ class BertLabTokenPredictor(BertLabPreTrainedModel):
         if positions_BM is not None:
             x, labels, weights = (None if t is None else gather_positions(t, positions_BM)
                                   for t in (x, labels, weights))
-        head = lambda x: self.head(x, embedding_VD)
+        head, split = lambda x: self.head(x, embedding_VD), self.head.split
         embedding_VD = self.get_input_embeddings().weight
         if labels is None:
-            return head(x), None
+            return head(x) if split is None else split.whole(head(x)), None
         if rule.only_loss and shapes_are_free(x):
             x, labels, weights = labelled_alone(x, labels, weights)
         if rule.chunk_size:
-            return None, score_in_chunks(head, x, labels, rule, weights)
+            chunks = head, x, labels, rule, weights
+            return None, score_in_chunks(*chunks, *(() if split is None else (split.score,)))
         logits = head(x)
+        if split is not None:
+            return None, split.score(logits, labels, rule, weights)
         return None if rule.only_loss else logits, score_logits(logits, labels, rule, weights)
 
 
@@ -288,7 +293,7 @@ class BlindAttention(SelfAttention):
         context: LayerContext,
         places_BLD: Tensor,  # what the embedding adds for a place; zeros where it adds nothing
     ) -> Tensor:  # (B, L, D); nothing but a bias where nobody may be seen
-        c, H = self.config, self.config.num_attention_heads
+        c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
         heads_of = lambda t_BLD: split_heads(
             self.qkv(t_BLD).unflatten(-1, (-1, c.head_size)), H, norms, context.table)
@@ -324,9 +329,10 @@ def rebuilding_context(
     documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to
     position_ids: Tensor,  # (B, L)
     row_keys: Tensor | None,  # (B,) int64; None: every token sees all others
+    heads: slice = slice(None),  # those that this process computes
 ) -> LayerContext:
     "What the extra block needs beside the states: who sees whom, how far, at which angle."
-    context = layer_context(config, "global", documents_BL, position_ids, "sdpa")
+    context = layer_context(config, "global", documents_BL, position_ids, "sdpa", heads=heads)
     mask_B1LL = others_mask(context.prepared.mask_B1LL, row_keys)
     return replace(context, prepared=context.prepared._replace(mask_B1LL=mask_B1LL))
 
@@ -380,7 +386,8 @@ class BertLabForEnhancedMaskedLM(BertLabTokenPredictor):
         position_ids = restart_positions(documents_BL) if position_ids is None else position_ids
         places_BLD = self.encoder.embeddings.position_vectors(position_ids, x_BLD.dtype)
         places_BLD = torch.zeros_like(x_BLD) if places_BLD is None else places_BLD
-        context = rebuilding_context(self.config, documents_BL, position_ids, row_keys)
+        context = rebuilding_context(self.config, documents_BL, position_ids, row_keys,
+                                     self.encoder.heads_here)
         return self.rebuilt_norm(self.rebuilder(x_BLD, context, places_BLD))
 
 

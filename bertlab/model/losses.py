@@ -217,11 +217,12 @@ def score_in_chunks(
     labels: Tensor,  # (...)
     rule: LossRule,  # with a chunk_size
     weights: Tensor | None = None,  # (...): of each label's cross-entropy; None: 1
+    score: Callable[..., LossParts] = score_logits,  # what is done with a chunk's scores
 ) -> LossParts:
     "The same sums, while no more than one chunk's scores exist, in both directions."
 
     def sums_of(x_nD: Tensor, labels_n: Tensor, weights_n: Tensor | None) -> LossParts:
-        return score_logits(head(x_nD), labels_n, rule, weights_n)
+        return score(head(x_nD), labels_n, rule, weights_n)
 
     labels_N = labels.flatten()
     size = rule.chunk_size or max(len(labels_N), 1)

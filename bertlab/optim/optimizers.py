@@ -132,6 +132,8 @@ class OptimizerFacts:
     foreach: bool = True  # whether its batched kernel has a rule for shards
     hidden_apart: bool = False  # whether it wants hidden matrices in groups of their own
     second_backward: bool = False  # whether it differentiates the gradient: on one process alone
+    # Whether each number moves by itself, so that any part of a matrix moves as in the whole.
+    elementwise: bool = False
     adapt: Callable[..., Adapted] | None = None  # what its class needs besides
     more_options: tuple[str, ...] = ()  # that the class takes without naming them
     # Of bitsandbytes or torchao; the first that works is taken. Left out: LAMB8bit and LARS8bit,
@@ -147,10 +149,10 @@ OPTIMIZERS = {
     "adafactor": OptimizerFacts("Adafactor", False,
         "reads a norm of each parameter back to the host", False, _NORMS),
     "adagrad": OptimizerFacts("Adagrad", fsdp_note="element by element, without its fused kernel",
-        foreach=False, eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
-    "adam": OptimizerFacts("Adam",
+        foreach=False, elementwise=True, eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
+    "adam": OptimizerFacts("Adam", elementwise=True,
         eight_bit=("bitsandbytes.optim.Adam8bit", "torchao.optim.Adam8bit")),
-    "adamw": OptimizerFacts("AdamW",
+    "adamw": OptimizerFacts("AdamW", elementwise=True,
         eight_bit=("bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")),
     "galore": OptimizerFacts("GaLore", False,
         "its SVD runs on the host, every update_proj_gap updates", True,
@@ -159,14 +161,15 @@ OPTIMIZERS = {
     "lamb": OptimizerFacts("Lamb", True, "norms and torch.where, all on the device", False, _NORMS),
     "lars": OptimizerFacts("LARS", True, "norms and torch.where, all on the device", True,
         "with foreach=False, set for it", foreach=False),
-    "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS,
+    "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS, elementwise=True,
         eight_bit=("bitsandbytes.optim.Lion8bit",)),
     "muon": OptimizerFacts("Muon", True, "matrix products of fixed shapes", True,
         "gathers whole matrices; equal within bfloat16's rounding", hidden_apart=True,
         adapt=_adapt_muon),
-    "rmsprop": OptimizerFacts("RMSprop", eight_bit=("bitsandbytes.optim.RMSprop8bit",)),
+    "rmsprop": OptimizerFacts("RMSprop", elementwise=True,
+        eight_bit=("bitsandbytes.optim.RMSprop8bit",)),
     "sgd": OptimizerFacts("SGD", fsdp_note="element by element, without its fused kernel",
-        foreach=False, eight_bit=("bitsandbytes.optim.SGD8bit",)),
+        foreach=False, elementwise=True, eight_bit=("bitsandbytes.optim.SGD8bit",)),
     "shampoo": OptimizerFacts("Shampoo", False, "roots of matrices by SVD on the host", False,
         f"multiplies shards with {_SHARDS}"),
     "soap": OptimizerFacts("SOAP", False, "eigenvectors and QR on the host", False,
@@ -180,10 +183,11 @@ OPTIMIZERS = {
 
 
 def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, or a user's own
-    "What is known of an optimizer; of a user's own, whether it says `backward_options`."
+    "What is known of an optimizer; of your own, its `backward_options` and `elementwise`."
     known = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else None
     return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)),
-                                   second_backward=hasattr(optimizer, "backward_options"))
+                                   second_backward=hasattr(optimizer, "backward_options"),
+                                   elementwise=getattr(optimizer, "elementwise", False))
 
 
 def optimizer_table() -> str:  # one line a name

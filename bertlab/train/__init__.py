@@ -23,4 +23,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "averages",
     "estimate",
     "model_cards",
+    "pipeline",
 ))

@@ -19,3 +19,4 @@ from . import evaluators as evaluators
 from . import averages as averages
 from . import estimate as estimate
 from . import model_cards as model_cards
+from . import pipeline as pipeline

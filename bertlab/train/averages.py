@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AveragedWeights', 'average_weights', 'greedy_soup', 'find_models', 'write_average']
 
-# %% ../../nbs/train/17_averages.ipynb #aa45c094
+# %% ../../nbs/train/17_averages.ipynb #482bb942
 import json
 import os
 import shutil
@@ -21,6 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from ..core.reading import read_json
 from ..model.loading import read_weights
+from ..model.tensor_parallel import find_cuts
 from .model_directories import ModelShelf, written_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -52,7 +53,8 @@ class AveragedWeights(Callback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         moving = self._moving(pl_module)
-        if any(hasattr(p, "device_mesh") for p in moving.values()):
+        spread = any(hasattr(p, "device_mesh") for p in moving.values())
+        if spread or find_cuts(pl_module.model):
             raise ValueError("AveragedWeights keeps whole weights, and the strategy spreads them "
                              "over processes: take strategy='ddp'")
         if any(callable(getattr(o, "eval", None)) for o in trainer.optimizers):

@@ -34,6 +34,7 @@ from ..core.files import written_whole
 from ..data.cache import serialize_tokenizer
 from ..model.loading import read_torch_file
 from .history import say
+from .steps import count_readers
 
 # %% ../../nbs/train/06_checkpoints.ipynb #be0d4f8c
 def random_states() -> dict[str, Any]:
@@ -389,7 +390,7 @@ def find_checkpoint(
             print(f"passed by: {error}", file=sys.stderr, flush=True)
     return None
 
-# %% ../../nbs/train/06_checkpoints.ipynb #419b87e7
+# %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
 class CheckpointSeries(RunCheckpoint):
     """Save `directory/step-N.ckpt` when `RunCheckpoint` would, and keep the last ones.
 
@@ -409,14 +410,14 @@ class CheckpointSeries(RunCheckpoint):
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = {
-            **run_fingerprint(pl_module, trainer.datamodule), "processes": trainer.world_size}
+            **run_fingerprint(pl_module, trainer.datamodule), "processes": count_readers(trainer)}
         checkpoint["max_steps"] = trainer.max_steps
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if trainer.state.fn == "fit":
             now = run_fingerprint(pl_module, trainer.datamodule)
-            now["processes"] = trainer.world_size
+            now["processes"] = count_readers(trainer)
             refuse_differences(trainer.ckpt_path, checkpoint.get("fingerprint", {}), now)
 
     def on_train_start(self, trainer, pl_module) -> None:
@@ -443,7 +444,7 @@ def check_resume(
     data: L.LightningDataModule | None,
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
-    processes: int | None = None,  # that will share the run; None: not known yet
+    processes: int | None = None,  # with rows of their own; None: not known yet
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 

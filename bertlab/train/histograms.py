@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 from ..core.files import written_whole
+from ..model.tensor_parallel import find_cuts, gather_cut
 from .steps import whole
 
 # %% ../../nbs/train/10_histograms.ipynb #1d34ed7c
@@ -174,7 +175,7 @@ def send_to_tensorboard(writer: Any, summary: TensorSummary) -> None:
         bucket_counts=counts.tolist(), global_step=summary.step,
     )  # fmt: skip
 
-# %% ../../nbs/train/10_histograms.ipynb #6cc75c3e
+# %% ../../nbs/train/10_histograms.ipynb #94395055
 class WeightHistograms(Callback):
     "Record histograms of weights and of gradients, chosen by globs of parameter names."
 
@@ -215,12 +216,15 @@ class WeightHistograms(Callback):
 
     def record(self, trainer, pl_module) -> None:
         "Summarize weights after a step, and the gradients that it followed: divided and clipped."
-        summaries = []
+        summaries, cuts = [], find_cuts(pl_module)
+        cuts = {id(p): cuts[name] for name, p in pl_module.named_parameters() if name in cuts}
         for name, parameter in parameters_like(pl_module, self.patterns).items():
             for kind, tensor in (("weight", parameter), ("gradient", parameter.grad)):
                 if tensor is None:
                     continue
                 tensor = whole(tensor.detach())  # all processes take part
+                if id(parameter) in cuts:
+                    tensor = gather_cut(tensor, *cuts[id(parameter)])
                 if trainer.is_global_zero:
                     summary = summarize_tensor(tensor, trainer.global_step, name, kind, self.bins)
                     summaries.append(summary)

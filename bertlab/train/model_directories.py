@@ -24,13 +24,15 @@ from ..core.files import recover_directory, written_directory
 from ..core.reading import check_beside, read_json
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
+from ..model.tensor_parallel import find_cuts
 from .parallel import gather_weights
 from .checkpoints import check_writable, same_random_states, validation_follows
 
 # %% ../../nbs/train/07_model_directories.ipynb #473c4443
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    "Copy all weights to the CPU, whole, also of a model that is spread over processes (FSDP2)."
-    if any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters()):
+    "Copy all weights to the CPU, whole, also of a model that is spread over processes."
+    spread = any(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+    if spread or find_cuts(model):
         return gather_weights(model)
     return {name: weight.detach().cpu().clone() for name, weight in model.state_dict().items()}
 

@@ -47,7 +47,7 @@ from ..model.losses import token_bytes
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
-from .steps import TrainingModule
+from .steps import TrainingModule, count_readers
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
 OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
@@ -463,7 +463,10 @@ class PretrainingModule(TrainingModule):
         if h.float8:
             convert_to_float8(model, h.float8, device)
         recompute(model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device, h.optimizer_class)
+        together = self._trainer is not None and (
+            count_readers(self.trainer) < self.trainer.world_size)  # who share layers or rows
+        asked = False if together and h.compile_model is None else h.compile_model
+        options = compile_options(asked, device, h.optimizer_class)
         if options is not None:
             compile_layers(model, **options)
         self.model, self._configured = model, True
@@ -483,7 +486,7 @@ class PretrainingModule(TrainingModule):
             raise ValueError("budget_tokens needs a PretrainingDataModule, which knows how many "
                              "tokens a batch has; give one to fit, or give max_steps instead")
         per_step = (data.train_batch_size * data.max_sequence_length
-                    * self.trainer.accumulate_grad_batches * self.trainer.world_size)  # fmt: skip
+                    * self.trainer.accumulate_grad_batches * count_readers(self.trainer))
         paid = read_amount(h.budget_tokens, "tokens", "budget_tokens") // per_step
         if paid < 1:
             raise ValueError(f"budget_tokens={h.budget_tokens!r} is less than one step of "

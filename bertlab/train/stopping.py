@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from ..core.durations import Duration, read_amount
 from ..optim.budgets import BatchWarmup, Stopwatch
 from .history import say
+from .steps import count_readers
 
 # %% ../../nbs/train/08_stopping.ipynb #a78507aa
 class RunLimit(Callback):
@@ -109,11 +110,14 @@ class TokenLimit(RunLimit):
         "Real tokens so far. Waits for the device, and every process must ask."
         if self._sum is not None:
             own = torch.as_tensor(self._own, device=self._device)
-            self._total, self._own = self._total + int(self._sum(own, reduce_op="sum")), 0
+            # Processes that compute the same rows have counted the same tokens.
+            new = int(self._sum(own, reduce_op="sum")) // self._sharers
+            self._total, self._own = self._total + new, 0
         return self._total
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._sum, self._device = trainer.strategy.reduce, pl_module.device
+        self._sharers = trainer.world_size // count_readers(trainer)
         self._looked, self._next_look = (trainer.global_step, self._total), 0
         super().on_train_start(trainer, pl_module)
 
@@ -234,7 +238,7 @@ class LossBound(RunLimit):
         if len(state["values_N"]) == len(self.running.values_N):  # else a new reach was asked for
             vars(self.running).update(state)
 
-# %% ../../nbs/train/08_stopping.ipynb #89010c87
+# %% ../../nbs/train/08_stopping.ipynb #71b0fad0
 class GrowingBatch(Callback):
     "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
 
@@ -242,7 +246,7 @@ class GrowingBatch(Callback):
         self.warmup = warmup
 
     def on_train_start(self, trainer, pl_module) -> None:
-        accumulate, processes = trainer.accumulate_grad_batches, trainer.world_size
+        accumulate, processes = trainer.accumulate_grad_batches, count_readers(trainer)
         if accumulate != 1 or trainer.strategy.handles_gradient_accumulation:
             raise ValueError(
                 "GrowingBatch sets the accumulation: give the Trainer accumulate_grad_batches=1 "

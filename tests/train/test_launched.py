@@ -100,6 +100,36 @@ def test_fsdp2_has_the_losses_of_one(place, strategy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["tensor", "context"])
+def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
+    done = run(place, strategy, 2, "--trainer.strategy", strategy, rows=ROWS)
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, strategy)
+    for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
+        (place / strategy / "checkpoints" / newer).unlink()
+    done = run(place, strategy, 0, "--resume", "--trainer.strategy", "auto", "--trainer.devices", "1")  # where 2 stopped, 1 goes on
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, strategy)
+
+
+@pytest.mark.parametrize("more, words", [
+    (["--trainer.strategy", "tensor", "--trainer.devices", "3"], ["tensor_parallel_size=3", "num_attention_heads=2"]),
+    (["--trainer.strategy", "tensor:2", "--trainer.devices", "3"], ["3 process"]),
+    (["--trainer.strategy", "tensor", "--trainer.devices", "2", "--model.optimizer_class", "muon"], ["muon", "adamw"]),
+    (["--trainer.strategy", "context", "--trainer.devices", "3"], ["max_sequence_length=64", "63 or 66"]),
+    (["--trainer.strategy", "tensors"], ["tensors", "tensor", "context"]),
+])  # fmt: skip
+def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(tmp_path, monkeypatch, more, words):
+    from bertlab.cli.pretrain import pretrain
+
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some words\n" * 50)
+    with pytest.raises(ValueError) as refused:
+        pretrain(words_of("run", 4, 2, *more)[3:])
+    assert all(word in str(refused.value) for word in words) and not Path("run").exists()
+
+
+@pytest.mark.slow
 def test_two_nodes_of_slurm_have_the_losses_of_one(place):
     port = free_port()
     started = []
