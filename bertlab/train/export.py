@@ -406,7 +406,7 @@ def held_out_texts(
 ) -> list[str]:
     "Text to check with: held out of the embedded corpus, or the first of your own."
     if texts is None:
-        return load_corpus(max_documents=4000).validation_texts[:count]
+        return load_corpus().validation_texts[:count]
     if isinstance(texts, str):
         documents = find_documents(texts, "text", "auto", {})
         texts = [document.text for document, _ in zip(documents, range(count))]

@@ -12,16 +12,16 @@ export function make(tag, properties = {}, ...children) {
 
 export const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
 
-function bar(share) {
+function bar(share, className = "bar") {
   const inside = make("div");
   inside.style.width = `${100 * share}%`;
-  const cell = make("td", { className: "bar" }, inside);
+  const cell = make("td", { className }, inside);
   cell.setAttribute("aria-hidden", "true");
   return cell;
 }
 
 function table(caption, titles, rows) {
-  const head = make("tr", {}, ...titles.map((title) => make("th", { scope: "col" }, title)));
+  const head = make("tr", {}, ...titles.map((title) => (title ? make("th", { scope: "col" }, title) : make("td", { className: "wide" }))));
   return make("table", {}, make("caption", {}, caption), make("thead", {}, head),
     make("tbody", {}, ...rows.map((cells) => make("tr", {}, ...cells))));
 }
@@ -36,7 +36,7 @@ export function lensTable(piece, states) {
   const last = states.length - 1;
   const rows = states.map((words, state) => [
     make("th", { scope: "row" }, state === 0 ? "embedding" : state === last ? `layer ${state}, the answer` : `layer ${state}`),
-    make("td", {}, words[0][0]), make("td", { className: "number" }, percent(words[0][1])), bar(words[0][1]),
+    make("td", {}, words[0][0]), make("td", { className: "number" }, percent(words[0][1])), bar(words[0][1], "bar wide"),
     make("td", { className: "soft" }, words.slice(1).map(([word]) => word).join(", "))]);
   return table(`For ${piece}`, ["after", "best guess", "probability", "", "then"], rows);
 }
@@ -53,15 +53,14 @@ export function looks(attention, shape, layer, head, from) {
   return shares;
 }
 
-export function pieceButton(word, share, pressed, isGap) {
+export function pieceButton(word, share, most, pressed, isGap) {
   const fill = make("div");
-  fill.style.height = `${100 * share}%`;
+  fill.style.height = `${(100 * share) / most}%`; // the number below is the share itself
   const tower = make("div", { className: "tower" }, fill);
   tower.setAttribute("aria-hidden", "true");
   return make("button", {
     type: "button", className: isGap ? "piece gap" : "piece", "aria-pressed": String(pressed),
-    "aria-label": `${word}, gets ${percent(share)}`,
-  }, tower, make("span", { className: "word" }, word), make("span", { className: "share" }, percent(share)));
+  }, tower, make("span", { className: "word" }, word), " ", make("span", { className: "share" }, percent(share)));
 }
 
 export function headPicture(canvas, attention, shape, layer, head, colour) {
@@ -72,7 +71,7 @@ export function headPicture(canvas, attention, shape, layer, head, colour) {
   for (let from = 0; from < length; from++) {
     const shares = looks(attention, shape, layer, head, from);
     for (let to = 0; to < length; to++) {
-      pen.globalAlpha = Math.min(1, shares[to]);
+      pen.globalAlpha = Math.min(1, Math.sqrt(shares[to])); // the root lets faint ones be seen
       pen.fillRect(to, from, 1, 1);
     }
   }

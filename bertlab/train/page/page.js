@@ -65,8 +65,9 @@ function shapeOf(answer) {
 function showChosen() {
   const { answer, chosen, layer, head } = state;
   const shares = looks(answer.attention, shapeOf(answer), layer, head, chosen);
+  const highest = Math.max(...shares);
   const buttons = answer.pieces.map((word, place) => {
-    const button = pieceButton(word, shares[place], place === chosen, answer.gaps.includes(place));
+    const button = pieceButton(word, shares[place], highest, place === chosen, answer.gaps.includes(place));
     button.addEventListener("click", () => choose(place));
     button.tabIndex = place === chosen ? 0 : -1;
     return button;
