@@ -75,10 +75,9 @@ class GlassEncoder(nn.Module):
         if "attentions" in self.parts:
             answers["attentions"] = torch.stack(found.attentions, 1)
         if "lens" in self.parts:
-            # The last state has been normed already.
-            *inner, last = found.hidden_states
-            states = [*map(encoder.final_norm, inner), last]
-            seen = [head(gather_positions(x_BLD, positions), embedding_VD) for x_BLD in states]
+            states = [gather_positions(x_BLD, positions) for x_BLD in found.hidden_states[:-1]]
+            seen = [head(encoder.final_norm(x_BMD), embedding_VD) for x_BMD in states]
+            seen.append(gather_positions(answers["logits"], positions))  # the last is the answer
             answers["lens"] = torch.stack(seen, 1)
         return tuple(answers[part] for part in self.parts)
 
