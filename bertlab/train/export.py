@@ -136,6 +136,9 @@ def write_onnx(
         program = torch.onnx.export(
             glass, tuple(example), dynamo=True, input_names=list(names), verbose=False,
             output_names=list(parts), dynamic_shapes=axes, opset_version=OPSET)
+        # The tracer notes which line of which file each operation came from: paths of this machine.
+        for one in (program.model.graph, *program.model.graph.all_nodes()):
+            one.metadata_props.clear()
         program.save(path, external_data=False)
 
 # %% ../../nbs/train/20_export.ipynb #08dc4d13

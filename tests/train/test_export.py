@@ -163,6 +163,8 @@ def test_models_that_transformers_does_not_have_are_exported_too(name, tokenizer
     np.testing.assert_allclose(found["lens"][:, -1, 0], found["logits"][:, 0], atol=1e-3)
     write_int8(tmp_path / "model.onnx", tmp_path / "small.onnx")
     assert (tmp_path / "small.onnx").stat().st_size < 0.75 * (tmp_path / "model.onnx").stat().st_size
+    for path in (tmp_path / "model.onnx", tmp_path / "small.onnx"):
+        assert b".py" not in path.read_bytes(), "the file names sources of the machine that wrote it"
 
 
 def test_what_cannot_be_exported_is_refused_before_a_weight_is_read(place, tokenizer, tmp_path, monkeypatch):
