@@ -10,10 +10,11 @@ pytest.importorskip("onnxruntime")
 
 from page_cases import EXAMPLES, SENTENCES, TEXTS, make_model, served
 
-from bertlab.train.export import FILES, PARTS, OnnxModel
-from bertlab.train.web_page import answer_for_page, export_web_page
+from bertlab.train import web_page
+from bertlab.train.export import FILES, OnnxModel
+from bertlab.train.web_page import answer_for_page, export_web_page, fetch_packages, integrity_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -21,34 +22,32 @@ FLAGS = [
 KINDS = ("wordpiece", "bpe", "unigram")
 
 
+class Pages(dict):
+    "The page of each kind of tokenizer with its model, made when somebody asks for it."
+
+    def __init__(self, place):
+        self.place = place
+        fetch_packages(place / "packages")  # npm is asked once
+
+    def __missing__(self, kind):
+        tokenizer, folder = make_model(self.place / kind, kind), self.place / f"page-{kind}"
+        bring = lambda target: shutil.copytree(self.place / "packages", target)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(web_page, "fetch_packages", bring)
+            export_web_page(self.place / kind, folder, True, EXAMPLES, texts=TEXTS)
+        self[kind] = folder, OnnxModel(folder / FILES["int8"], tokenizer)
+        return self[kind]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    "A page for each kind of tokenizer, with its packages beside it; skipped where npm cannot bring them."
-    place, made = tmp_path_factory.mktemp("pages"), {}
-    if shutil.which("npm") is None:
-        pytest.skip("needs npm, which comes with Node.js")
-    for kind in KINDS:
-        tokenizer = make_model(place / kind, kind)
-        if made:  # npm is asked once
-            export_web_page(place / kind, place / f"page-{kind}", examples=EXAMPLES, texts=TEXTS)
-            use_packages(place / f"page-{kind}", place / f"page-{KINDS[0]}")
-        else:
-            try:
-                export_web_page(place / kind, place / f"page-{kind}", True, EXAMPLES, texts=TEXTS)
-            except ValueError as error:
-                if "npm" not in str(error):
-                    raise
-                pytest.skip(f"npm brought no packages: {error}")
-        made[kind] = place / f"page-{kind}", OnnxModel(place / f"page-{kind}" / FILES["int8"], tokenizer)
-    return made
-
-
-def use_packages(folder, other):
-    "Let a page use the packages of another one."
-    shutil.copytree(other / "packages", folder / "packages")
-    page, given = (json.loads((one / "page.json").read_text()) for one in (folder, other))
-    (folder / "page.json").write_text(json.dumps({**page, "packages": given["packages"]}))
-    (folder / "index.html").write_text((folder / "index.html").read_text().replace("https://", "nowhere:"))
+    "Pages with their packages beside them; skipped where npm cannot bring these."
+    try:
+        return Pages(tmp_path_factory.mktemp("pages"))
+    except ValueError as error:
+        if "npm" not in str(error):
+            raise
+        pytest.skip(f"no packages: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +89,7 @@ def open_page(browser):
 
 def ask(page, text):
     "Type a sentence, and wait for the answer or the complaint."
+    page.wait_for_selector("#guesses table", state="attached")  # the page has begun
     page.fill("#text", text)
     page.evaluate("() => { document.getElementById('status').textContent = '' }")
     page.click("#go")
@@ -148,6 +148,21 @@ def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, ope
         assert page.locator(".share").all_inner_texts() != before
 
 
+def test_what_is_typed_before_the_page_has_begun_is_kept(folders, browser):
+    with served(folders["wordpiece"][0]) as (address, _):
+        page, held = browser.new_page(), []
+        page.route("**/page.json", held.append)
+        page.goto(address)
+        page.fill("#text", "a [MASK] was faster.")
+        page.wait_for_function("() => true")
+        while not held:
+            page.wait_for_timeout(50)
+        held[0].continue_()
+        page.wait_for_selector("#guesses table")
+        assert page.input_value("#text") == "a [MASK] was faster."
+        page.close()
+
+
 def test_text_of_the_reader_stays_text(folders, open_page):
     with served(folders["wordpiece"][0]) as (address, _):
         page = open_page(address)
@@ -196,8 +211,6 @@ def test_a_missing_or_damaged_file_gets_one_sentence_in_the_page(folders, open_p
 
 
 def test_a_model_that_passes_for_the_right_file_and_is_none_gets_one_sentence(folders, open_page, tmp_path):
-    from bertlab.train.web_page import integrity_of
-
     folder = shutil.copytree(folders["wordpiece"][0], tmp_path / "page")
     (folder / "model_int8.onnx").write_bytes(b"Dear reader")
     page_json = json.loads((folder / "page.json").read_text())
@@ -239,4 +252,3 @@ def test_no_width_scrolls_sideways_and_letters_keep_their_contrast(folders, open
         named = page.evaluate("""() => [...document.querySelectorAll('button, select, textarea')].filter(one =>
             !(one.innerText || '').trim() && !one.getAttribute('aria-label') && !one.labels?.length).length""")
         assert named == 0
-    assert set(PARTS) == {"logits", "attentions", "lens"}

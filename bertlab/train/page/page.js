@@ -154,7 +154,7 @@ export async function start() {
   state.page = page;
   state.layer = page.layers - 1;
   fillControls(page);
-  at("text").value = page.first.text;
+  at("text").value ||= page.first.text; // a reader may have been faster
   at("cost").textContent = `The first question loads ${(page.bytes / 1e6).toFixed(1)} MB.`;
   const first = { ...page.first, attention: Float32Array.from(page.first.attention.flat(3)) };
   show(first, first.gaps[0]);
