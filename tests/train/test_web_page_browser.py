@@ -102,6 +102,7 @@ def test_the_page_answers_as_python_does(folders, open_page, kind):
     folder, exported = folders[kind]
     with served(folder) as (address, _):
         page = open_page(address)
+        page.wait_for_function("() => globalThis.bertlab")  # the page has begun
         for text in SENTENCES:
             wanted = answer_for_page(exported, text)
             got = page.evaluate("async text => { const a = await bertlab.ask(text);"
@@ -151,10 +152,9 @@ def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, ope
 def test_what_is_typed_before_the_page_has_begun_is_kept(folders, browser):
     with served(folders["wordpiece"][0]) as (address, _):
         page, held = browser.new_page(), []
-        page.route("**/page.json", held.append)
+        page.route("**/page.json", lambda route: held.append(route))
         page.goto(address)
         page.fill("#text", "a [MASK] was faster.")
-        page.wait_for_function("() => true")
         while not held:
             page.wait_for_timeout(50)
         held[0].continue_()
