@@ -207,7 +207,7 @@ class OnnxModel:
         path: str | os.PathLike,  # of the ONNX file
         tokenizer: Any,  # of transformers
         max_length: int | None = None,  # tokens of the longest row; None: no limit
-        num_threads: int = 1,
+        num_threads: int = 1,  # of one product
     ):
         content = read_onnx(path)
         import onnxruntime
@@ -232,7 +232,7 @@ class OnnxModel:
         cls,
         directory: str | os.PathLike,  # of `export_model`
         precision: str | None = None,  # fp32 or int8; None: int8 where it is there
-        num_threads: int = 1,
+        num_threads: int = 1,  # of one product
     ) -> "OnnxModel":
         "Open an exported directory."
         if precision is not None and precision not in FILES:
@@ -269,7 +269,7 @@ class OnnxModel:
     def fill(
         self,
         texts: Sequence[str],  # each with one or more [MASK]
-        top_k: int = 5,
+        top_k: int = 5,  # guesses for each gap
     ) -> list[list[list[tuple[str, float]]]]:  # text -> gap -> (word, probability)
         "Guess the words of gaps, best first. Raises `ValueError` for a text without one."
         mask = self.tokenizer.mask_token
@@ -290,7 +290,7 @@ class OnnxModel:
 # %% ../../nbs/train/20_export.ipynb #2188d776
 def write_int8(
     source: str | os.PathLike,  # of `write_onnx`
-    target: str | os.PathLike,
+    target: str | os.PathLike,  # of the small file
 ) -> None:
     "Write the weights of products and of the embedding as bytes (Jacob et al. 2018, eq. 1)."
     check_extra()
@@ -313,7 +313,7 @@ class GappedRows:
 
 def gapped_rows(
     tokenizer: Any,  # of transformers
-    texts: Sequence[str],
+    texts: Sequence[str],  # of which each becomes a row, or a part of it
     max_length: int = 64,  # tokens of a row; the rest of a text is left out
     batch_size: int = 8,
     share: float = 0.15,  # of the tokens that become gaps; at least one in each row
