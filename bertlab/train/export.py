@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -410,7 +411,7 @@ def held_out_texts(
     if texts is None:
         return load_corpus().validation_texts[:count]
     if isinstance(texts, str):
-        documents = find_documents(texts, "text", "auto", {})
+        documents = find_documents(texts, "text", "auto", Counter())
         texts = [document.text for document, _ in zip(documents, range(count))]
     if not [text for text in texts if text.strip()]:
         raise ValueError("the texts to check with are empty")

@@ -59,8 +59,8 @@ PACKAGES = (
             "sha512-LidMHe1FpcSYH4vcSjXooda34pC0M8m1gmDOv7SQi6Iv+ib1zX7J3sHBCC9/3FPCkn2k1b55FneVqMR"
             "xrr99pg==",
             {"tokenizers": ("dist/tokenizers.min.mjs",
-                            "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHhOoqEs"
-                            )}),
+                            "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHh"
+                            "OoqEs")}),
 )
 RUNTIME_BYTES = 14_349_552  # of these files together
 
