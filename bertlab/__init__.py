@@ -77,6 +77,8 @@ _FACE = {
     "train.evaluators": "Evaluators LossEvaluator",
     "train.averages": "AveragedWeights",
     "train.estimate": "estimate_memory",
+    "train.export": "OnnxModel export_model",
+    "train.web_page": "export_web_page",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
     "finetuning.module": "FinetuningModule",

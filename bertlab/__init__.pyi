@@ -121,6 +121,9 @@ from .train.evaluators import Evaluators as Evaluators
 from .train.evaluators import LossEvaluator as LossEvaluator
 from .train.averages import AveragedWeights as AveragedWeights
 from .train.estimate import estimate_memory as estimate_memory
+from .train.export import OnnxModel as OnnxModel
+from .train.export import export_model as export_model
+from .train.web_page import export_web_page as export_web_page
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.module import FinetuningModule as FinetuningModule
 from .finetuning.runs import finetune as finetune

@@ -44,7 +44,8 @@ LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
-GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "diagnose", "migrate", "own_parts")
+GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "diagnose", "migrate",
+          "own_parts")  # fmt: skip
 # Between these two lines of nbs/index.ipynb stands the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 

@@ -11,3 +11,4 @@ from . import vocabularies as vocabularies
 from . import adapt as adapt
 from . import tune as tune
 from . import main as main
+from . import export as export

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,6 @@ def quieten() -> None:
     "Keep the engine's greetings and advice out of a person's terminal."
     import logging
     import warnings
-    from importlib import import_module
 
     import_module("lightning.pytorch")  # which sets its loggers when it is imported
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
@@ -383,6 +383,22 @@ def _card(asked: Asked) -> None:
     print("\n".join(sent["files"]), sent["commit"] or "nothing was sent", sep="\n", flush=True)
 
 
+def _export(asked: Asked) -> None:
+    "Write a model for other runtimes, and say what that cost."
+    config = asked.config
+    output = config["output"] or f"bertlab-{config['to']}"
+    if not Path(config["directory"]).is_dir():
+        raise ValueError(f"no such directory: {config['directory']}")
+    if os.path.lexists(output):
+        raise ValueError(f"output {output} is there already; choose another one")
+    if missing := [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]:
+        raise ValueError(f"ONNX files need {', '.join(missing)}: pip install \"bertlab[export]\"")
+    export = import_module("bertlab.cli.export").export  # torch: seconds
+
+    quieten()
+    print(export(**config), flush=True)
+
+
 def _average(asked: Asked) -> None:
     "Average models, and say where the mean is."
     from bertlab.cli.adapt import average  # torch: seconds
@@ -436,7 +452,8 @@ _STARTED = time.perf_counter()
 _WORK = {"demo": _demo, "pretrain": _pretrain, "finetune": _finetune, "predict": _predict,
          "validate": _validate, "fill-mask": _fill_mask, "write": _write, "distill": _distill,
          "speedrun": _speedrun, "card": _card, "push": _card, "tokenize": _tokenize,
-         "average": _average, "lengthen": _lengthen, "tune": _tune, "devices": _devices,
+         "export": _export, "average": _average, "lengthen": _lengthen, "tune": _tune,
+         "devices": _devices,
          **{name: _tokenizer for name in COMMANDS if name.startswith("tokenizer ")},
          **{name: _embed for name in COMMANDS if name.startswith("embed ")}}
 

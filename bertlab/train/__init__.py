@@ -23,5 +23,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "averages",
     "estimate",
     "model_cards",
-    "pipeline",
+    "export",
+    "web_page",
 ))

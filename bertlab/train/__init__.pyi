@@ -19,4 +19,5 @@ from . import evaluators as evaluators
 from . import averages as averages
 from . import estimate as estimate
 from . import model_cards as model_cards
-from . import pipeline as pipeline
+from . import export as export
+from . import web_page as web_page

@@ -965,3 +965,156 @@ def test_a_checkpoint_takes_only_a_model_with_it_when_it_goes(place):
 def test_a_checkpoint_of_another_shape_is_refused_before_training(place):
     module = PretrainingModule(dict(SHAPE, vocab_size=200, hidden_size=32))
     answer_of(lambda: check_resume(checkpoint_of(place), module, None, 9))
+
+
+# ---- ONNX files -----------------------------------------------------------------------------------
+
+onnx = pytest.importorskip("onnx")
+
+
+@pytest.fixture
+def graph(place):
+    "A model of two operations with the inputs of ours, beside the tokenizer of `theirs`: whole, before it is bent."
+    from onnx import TensorProto, helper, numpy_helper
+
+    rng = np.random.default_rng(0)
+    table = numpy_helper.from_array(rng.normal(size=(200, 8)).astype(np.float32), "table")
+    head = numpy_helper.from_array(rng.normal(size=(8, 200)).astype(np.float32), "head")
+    nodes = [helper.make_node("Gather", ["table", "input_ids"], ["x"]),
+             helper.make_node("MatMul", ["x", "head"], ["logits"])]  # fmt: skip
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["B", "L"]) for name in ("input_ids", "attention_mask")]
+    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "L", 200])]
+    made = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs, [table, head]),
+                             opset_imports=[helper.make_opsetid("", 20)], ir_version=10)  # fmt: skip
+    from bertlab.train.export import OnnxModel
+
+    write_graph(place, made)
+    assert len(OnnxModel.load(place / "theirs", "fp32").fill(["a [MASK]"], 3)[0][0]) == 3
+    return made
+
+
+def write_graph(place, graph):
+    (place / "theirs/model.onnx").write_bytes(graph.SerializeToString())
+
+
+def open_graph(place):
+    from bertlab.train.export import OnnxModel
+
+    return OnnxModel.load(place / "theirs", "fp32").fill(["a [MASK] b"])
+
+
+def point_elsewhere(tensor, location):
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value=location)
+
+
+def hidden_tensor(graph, where):
+    "A weight somewhere in the file: beside the graph, in an attribute, a branch, a function, a sparse weight."
+    from onnx import TensorProto, helper
+
+    small = helper.make_tensor("small", TensorProto.FLOAT, [2], np.zeros(2, np.float32).tobytes(), raw=True)
+    constant = helper.make_node("Constant", [], ["small_out"], value=small)
+    if where == "weights":
+        return graph.graph.initializer[0]
+    if where == "attribute":
+        graph.graph.node.append(constant)
+        return graph.graph.node[-1].attribute[0].t
+    if where == "branch":
+        inner = helper.make_graph([constant], "inner", [], [helper.make_tensor_value_info("small_out", 1, [2])])
+        graph.graph.node.append(helper.make_node("If", ["attention_mask"], ["y"], then_branch=inner, else_branch=inner))
+        return graph.graph.node[-1].attribute[0].g.node[0].attribute[0].t
+    if where == "function":
+        function = helper.make_function("own", "f", [], ["small_out"], [constant], [helper.make_opsetid("", 20)])
+        graph.functions.append(function)
+        return graph.functions[0].node[0].attribute[0].t
+    graph.graph.sparse_initializer.add().values.CopyFrom(small)
+    return graph.graph.sparse_initializer[0].values
+
+
+@pytest.mark.parametrize("where", ["weights", "attribute", "branch", "function", "sparse weight"])
+@pytest.mark.parametrize("location", ["../secret", "{place}/secret", "secret", ""])
+def test_an_onnx_file_that_names_another_file_is_refused_and_that_file_is_not_opened(graph, place, where, location):
+    # Whoever opens a pipe that nobody writes to waits for ever.
+    for secret in (place / "secret", place / "theirs/secret"):
+        os.mkfifo(secret)
+    point_elsewhere(hidden_tensor(graph, where), location.format(place=place))
+    write_graph(place, graph)
+    assert "another file" in answer_of(lambda: open_graph(place))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"Dear reader", b"\x80\x04" + pickle.dumps(Trap("sprung"))[2:],
+                                     b"PK\x03\x04", b"\xff" * 5000, b"\n" * 100_000], ids=range(7))  # fmt: skip
+def test_what_is_no_onnx_file_is_answered_with_one_sentence(graph, place, content, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "theirs/model.onnx").write_bytes(content)
+    assert "model.onnx" in answer_of(lambda: open_graph(place), place / "sprung")
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.9, 0.999])
+def test_a_truncated_onnx_file_is_answered_with_one_sentence(graph, place, share):
+    whole = graph.SerializeToString()
+    (place / "theirs/model.onnx").write_bytes(whole[: int(share * len(whole))])
+    assert "model.onnx" in answer_of(lambda: open_graph(place))
+
+
+def bend_graph(graph, how):
+    first = graph.graph.initializer[0]
+    if how == "weights that are not all there":
+        first.raw_data = first.raw_data[:100]
+    elif how == "a weight larger than any memory":
+        first.dims[0] = 10**15
+    elif how == "an operation that nobody has":
+        graph.graph.node[1].op_type = "RunThis"
+    elif how == "an operation of a stranger's library":
+        graph.graph.node[1].domain = "com.stranger"
+    elif how == "an input that is not there":
+        graph.graph.node[1].input[0] = "nothing"
+    elif how == "a circle":
+        graph.graph.node[0].input[0] = "logits"
+    elif how == "other inputs":
+        graph.graph.input[1].name = "images"
+    elif how == "no scores":
+        graph.graph.output[0].name = graph.graph.node[1].output[0] = "pixels"
+    elif how == "no graph":
+        graph.ClearField("graph")
+    elif how == "a version of the future":
+        graph.ir_version = 10**6
+
+
+@pytest.mark.parametrize("how", [
+    "weights that are not all there", "a weight larger than any memory", "an operation that nobody has",
+    "an operation of a stranger's library", "an input that is not there", "a circle", "other inputs", "no scores",
+    "no graph", "a version of the future",
+])  # fmt: skip
+def test_an_onnx_file_that_makes_no_sense_is_answered_with_one_sentence(graph, place, how):
+    bend_graph(graph, how)
+    write_graph(place, graph)
+    assert "model.onnx" in answer_of(lambda: open_graph(place))
+
+
+def test_flipped_bits_of_an_onnx_file_end_in_an_answer_or_in_a_sentence(graph, place):
+    rng, whole, refused = random.Random(0), graph.SerializeToString(), 0
+    for _ in range(60):
+        bent = bytearray(whole)
+        for _ in range(rng.choice([1, 4])):
+            place_of_bit = rng.choice([rng.randrange(len(bent)), rng.randrange(300), len(bent) - 1 - rng.randrange(300)])
+            bent[place_of_bit] ^= 1 << rng.randrange(8)
+        (place / "theirs/model.onnx").write_bytes(bent)
+        try:
+            open_graph(place)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 0
+
+
+def test_a_directory_of_onnx_names_no_file_elsewhere(graph, place):
+    rewrite(place / "theirs/config.json", max_position_embeddings=-3)
+    assert "max_position_embeddings" in answer_of(lambda: open_graph(place))
+    rewrite(place / "theirs/config.json", max_position_embeddings="many")
+    answer_of(lambda: open_graph(place))
+    shutil.rmtree(place / "theirs/model.onnx", ignore_errors=True)
+    (place / "theirs/model.onnx").unlink()
+    os.mkfifo(place / "theirs/model.onnx")
+    assert "model.onnx" in answer_of(lambda: open_graph(place))

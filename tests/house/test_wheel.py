@@ -15,7 +15,7 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
-DATA = {path.relative_to(PACKAGE).as_posix() for kind in ("*.pyi", "py.typed") for path in PACKAGE.rglob(kind)}
+DATA = {path.relative_to(PACKAGE).as_posix() for kind in ("*.pyi", "py.typed", "page/*") for path in PACKAGE.rglob(kind)}
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
