@@ -55,6 +55,8 @@ def _values(answer: Callable, case: tuple) -> np.ndarray:  # of numbers
 # %% ../../nbs/explorers/12_puzzles.ipynb #f56c9d8a
 def _say(value: Any) -> str:
     "An argument or a value, short enough for a sentence."
+    if np.ndim(value) == 0:
+        return f"{value:.4g}" if np.asarray(value).dtype.kind in "if" else str(value)
     text = np.array2string(np.asarray(value), precision=3, separator=", ", threshold=12)
     return " ".join(text.split())
 
@@ -601,7 +603,7 @@ def _draw_block(axes, values: np.ndarray, x: float, y: float, title: str,
         axes.add_patch(Rectangle(place, 1, 1, facecolor=colour, alpha=opacity, linewidth=0))
         axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="white", linewidth=1.5))
         if not is_bool:
-            form = ".0f" if whole else ".2f" if abs(value) < 10 else ".3g"
+            form = ".2f" if abs(value) < 10 and not whole else ".0f"
             axes.text(x + column + 0.5, y + row + 0.5, f"{value:{form}}", ha="center",
                       va="center", fontsize=7)
         if not _same(np.asarray(value), np.asarray(right[row, column])):
@@ -628,7 +630,8 @@ def _draw_cells(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
     if found is not None and found.size:
         beside = height > 1 or width == 1  # a row goes below, a square beside
         x, y = (max(width, 4) + 1.5, y) if beside else (0.0, bottom + _GAP)
-        blocks.append((found, x, y, "found", wanted, coloured))
+        title = "found" if found.shape == wanted.shape else f"found, of shape {found.shape}"
+        blocks.append((found, x, y, title, wanted, coloured))
         right_end = max(right_end, x + np.atleast_2d(found).shape[1])
         bottom = max(bottom, y + np.atleast_2d(found).shape[0])
     figure = HouseFigure(figsize=(0.36 * right_end + 0.3, 0.36 * (bottom + 0.2) + 0.1),
