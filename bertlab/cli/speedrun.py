@@ -513,16 +513,15 @@ def _score_rows(judge: Judge, model: Any) -> tuple[np.ndarray, Any]:  # (3, N), 
     bytes_V = token_bytes(judge.data.tokenizer, model.config.vocab_size)
     rows, every = [], []
     for batch in judge.data.val_dataloader():
-        labels_BL = batch["labels"]
-        hidden_BL = labels_BL != IGNORED
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+        names = ("input_ids", "attention_mask", "position_ids", "label_positions")
+        labels_BK = batch["labels"].gather(1, batch["label_positions"])  # K: gaps and spares
+        hidden_BK = labels_BK != IGNORED
         with torch.no_grad():
-            logits_MV = model(**inputs).logits[hidden_BL].float()
-        labels_M = labels_BL[hidden_BL]
-        row_M = hidden_BL.nonzero()[:, 0]
+            logits_MV = model(**{name: batch[name] for name in names}).logits[hidden_BK].float()
+        labels_M, row_M = labels_BK[hidden_BK], hidden_BK.nonzero()[:, 0]
         for values in (F.cross_entropy(logits_MV, labels_M, reduction="none"),
                        torch.ones(len(labels_M)), bytes_V[labels_M]):
-            rows.append(torch.zeros(len(labels_BL)).index_add(0, row_M, values))
+            rows.append(torch.zeros(len(labels_BK)).index_add(0, row_M, values))
         every.append(labels_M)
     table = [torch.cat(rows[kind::3]).double().numpy() for kind in range(3)]
     asked = table[1] > 0  # a row without a gap asks nothing
