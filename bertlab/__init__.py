@@ -42,7 +42,7 @@ _FACE = {
     "model.task_heads": """
         BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
     "model.huggingface": "from_huggingface save_model to_huggingface",
-    "model.generate": "fill_mask sample_diffusion",
+    "model.generate": "fill_mask",
     "model.growth": "grow",
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",

@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .finetune import FinetuningRun
 from .options import COMMANDS
+from .pretrain import find_model
 from ..core.reading import read_yaml
 from ..core.files import MARKER
 from ..data.tokenizers import load_tokenizer
@@ -25,6 +25,7 @@ from ..finetuning.task_models import save_for_pipeline
 from ..model.context import extend_context
 from ..model.huggingface import plain_copy, save_model
 from ..train.averages import average_weights, find_models, greedy_soup, write_average
+from ..train.checkpoints import read_checkpoint
 from ..train.model_directories import written_directory
 from ..train.modules import load_encoder
 from ..train.trainer import make_trainer
@@ -37,8 +38,7 @@ def _load_seeds(run: FinetuningRun, module: FinetuningModule) -> dict[str, dict[
     "The best weights of each seed, without adapters, by the name of the seed's directory."
     found = {}
     for path in sorted(run.output.glob("seed-*/best.ckpt")):
-        best = torch.load(path, map_location="cpu", weights_only=True)
-        module.load_state_dict(best["state_dict"])
+        module.load_state_dict(read_checkpoint(path)["state_dict"])
         found[path.parent.name] = plain_copy(module.model).state_dict()
     if len(found) < 2:
         raise ValueError(f"{run.output} holds the best weights of {len(found)} seeds; an average "
@@ -47,7 +47,7 @@ def _load_seeds(run: FinetuningRun, module: FinetuningModule) -> dict[str, dict[
 
 
 def _average_seeds(directory: Path, output: Path, how: str) -> str:
-    "The mean of a fine-tuning run's seeds, tasted on its validation rows."
+    "The mean of a fine-tuning run's seeds, scored on its validation rows."
     run = FinetuningRun(COMMANDS["finetune"].parse([], read_yaml(directory / MARKER)).config,
                         resume=True)
     run.output = directory
@@ -102,7 +102,7 @@ def average(
             raise ValueError("name one fine-tuning run: its seeds are averaged")
         return _average_seeds(places[0], target, how)
     if how == "greedy":
-        raise ValueError("how='greedy' tastes on validation rows, which a fine-tuning run has: "
+        raise ValueError("how='greedy' scores on validation rows, which a fine-tuning run has: "
                          "name one, or call greedy_soup with a score of your own")
     models = find_models(places, last)
     if len(models) < 2:
@@ -113,16 +113,14 @@ def average(
 
 # %% ../../nbs/cli/09_adapt.ipynb #d03c6ac6
 def lengthen(
-    directory: str,  # of a model
+    directory: str,  # of a model, or of a run
     length: int,  # tokens of the longest row that it shall read
     how: str | None = None,  # keep, base, linear, ntk, yarn; repeat, interpolate; null: what fits
     theta: float | None = None,  # of how=base: the new base
     output: str = "bertlab-longer",  # directory of the longer model; it must not be there yet
 ) -> str:  # what is said
     "Let a model read longer rows: `bertlab lengthen`. Raises `ValueError`."
-    place, target = Path(directory), Path(output)
-    if not (place / "config.json").is_file():
-        raise ValueError(f"{place} holds no config.json, so it is no model")
+    place, target = find_model(directory), Path(output)
     if target.exists():
         raise ValueError(f"output {target} is there already; choose another one")
     model: Any = load_encoder(place)
@@ -137,5 +135,5 @@ def lengthen(
         tokenizer.model_max_length = length
     with written_directory(target) as temporary:
         save_model(longer, tokenizer, temporary)
-    return (f"{model.config.max_position_embeddings} -> {length} places ({how}), written to "
+    return (f"{model.config.max_position_embeddings} -> {length} positions ({how}), written to "
             f"{target}; train it on longer rows before you trust it")

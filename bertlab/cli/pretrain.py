@@ -256,6 +256,23 @@ def settle_shape(
     return name, {**shape_settings(shape), **longest, **(settings or {})}
 
 
+def _settle_shape(
+    config: dict[str, Any],  # sections of a run; the model's settings become whole
+) -> str | None:  # the shape's name, where nobody asked for one
+    "Size of fresh weights in a run; a model that is continued has its own. Raises `ValueError`."
+    model, asked = config["model"], config["run"]["shape"]
+    if model[MODEL] is not None:
+        if asked is not None:
+            raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
+                             "brings its own shape: leave one of them out")
+        return None
+    kind = find_accelerator(config["trainer"]["accelerator"])
+    name, settings = settle_shape(asked, model["model_config_kwargs"], kind,
+                                  config["data"]["max_sequence_length"])
+    config["run"]["shape"], model["model_config_kwargs"] = name, settings
+    return None if name == asked else name
+
+
 def build_objects(value: Any) -> Any:
     "Make objects of what names a class: class_path with init_args; everything else stays."
     if isinstance(value, list):
@@ -319,7 +336,7 @@ class Run:
             check_run_directory(self.output, resume, overwrite)
         if self.choices.batch_tokens is not None:
             self._split_batch()
-        self._settle_shape()
+        self.chosen_shape = _settle_shape(self.config)
         linked = {"objective": data_objective(self.config["model"]["objective"]),
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
@@ -346,20 +363,6 @@ class Run:
             section[name] = found[name]
         if data["val_batch_size"] == defaults["data.val_batch_size"].default:
             data["val_batch_size"] = rows["val_batch_size"]
-
-    def _settle_shape(self) -> None:
-        "Size of fresh weights; a model that is continued has its own."
-        model, trainer, asked = self.config["model"], self.config["trainer"], self.choices.shape
-        if model[MODEL] is not None:
-            if asked is not None:
-                raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
-                                 "brings its own shape: leave one of them out")
-            return
-        name, settings = settle_shape(asked, model["model_config_kwargs"],
-                                      find_accelerator(trainer["accelerator"]),
-                                      self.config["data"]["max_sequence_length"])
-        self.chosen_shape = None if name == asked else name
-        self.config["run"]["shape"], model["model_config_kwargs"] = name, settings
 
     def _check(self) -> None:
         "Refuse device, shape, loss, optimizer or schedule that cannot be, before long work."
@@ -489,6 +492,7 @@ def estimate_run(
         rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
                              {"max_sequence_length": data["max_sequence_length"]},
                              processes)[0]["train_batch_size"]
+    _settle_shape(config)
     named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
     with same_random_states(), naming_options():
         if named is None and model[MODEL] is None:  # the run would train one of this size
@@ -496,7 +500,7 @@ def estimate_run(
             model["model_config_kwargs"] = size
         module = PretrainingModule(**{**model, TOKENIZER: named})
         collator = PretrainingDataModule(**{
-            **data, "objective": model["objective"], TOKENIZER: "not read"}).collator_kwargs
+            **data, "objective": data_objective(model["objective"]), TOKENIZER: "not read"}).collator_kwargs
     return estimate_memory(
         module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
         trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)

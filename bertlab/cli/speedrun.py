@@ -370,7 +370,7 @@ def speedrun(
             with written_whole(done) as temporary:
                 temporary.write_text(json.dumps({"attempt": kept, "hidden_sha256": hidden,
                                                  "machine": machine}) + "\n", "utf-8")
-        found = json.loads(done.read_text(encoding="utf-8"))
+        found = read_json(done)
         log["attempts"].append(found["attempt"])
         log |= {"hidden_sha256": found["hidden_sha256"], "machine": found["machine"]}
         print(_format_attempt(log, found["attempt"]), flush=True)
@@ -423,10 +423,7 @@ def check_log(
 ) -> list[str]:  # what is wrong; empty: nothing was found
     "Look for what does not fit in a log. Raises `ValueError` where it is no log at all."
     if not isinstance(log, Mapping):
-        try:
-            log = json.loads(Path(log).read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{log} is no log of a speedrun: {error}") from None
+        log = read_json(log)
     needed = ("format", "track", "recipe", "recipe_sha256", "text_sha256", "target", "attempts",
               "hidden_sha256", "machine")
     if missing := [name for name in needed if not isinstance(log, Mapping) or name not in log]:

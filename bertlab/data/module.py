@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .cache import check_cache_directory, hash_tokenizer, tokenize_documents
+from .cache import check_cache_directory, hash_tokenizer, num_ids_of
+from .cache import tokenize_documents
 from .rows import Collator
 from .collators import check_collator_options, get_collator_cls
 from .corpus import Corpus, load_corpus, make_corpus
@@ -254,6 +255,7 @@ class Source:
         if made_by not in (None, hash_tokenizer(tokenizer)):
             raise ValueError(f"{self} was tokenized by another tokenizer than this run's: name the "
                              f"one that made it, {Path(self.stored.path, 'tokenizer')}")
+        self.stored.store.num_ids = num_ids_of(tokenizer)  # a larger id is of a damaged shard
         among = min(len(self.stored), HELD_OUT_AMONG)
         held_out = [n for n in range(among) if _is_held_out(n, self.fraction)]
         if part == "train":

@@ -26,10 +26,12 @@ from functools import partial
 from importlib import import_module
 from itertools import groupby, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from ..core.files import written_directory
 from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
 from .cache import id_dtype, remove_shards, serialize_tokenizer, text_batches
@@ -522,18 +524,18 @@ def _check_place(
 ) -> Job | None:  # fmt: skip
     "The job, numbered after what is there; None where it is done. Raises `ValueError`."
     parts = list(output.glob("part-*"))
-    if overwrite and (parts or (output / "manifest.json").exists()):
-        if not holds_shards(output):
-            raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
-        remove_shards(output)
-        shutil.rmtree(output / "steps", ignore_errors=True)
-        parts = []
     own = re.compile(r"part-|blocks-|counts-|manifest\.json|tokenizer$|steps$|\.")
     held = [path.name for path in output.iterdir()] if output.exists() else []
     foreign = [name for name in held if not own.match(name)]
     if foreign:
         raise ValueError(f"output {output} holds other files ({', '.join(sorted(foreign)[:3])}); "
                          "choose an empty or new directory")
+    if overwrite and (parts or (output / "manifest.json").exists()):
+        if not holds_shards(output):
+            raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
+        remove_shards(output)
+        shutil.rmtree(output / "steps", ignore_errors=True)
+        parts = []
     if (output / "manifest.json").exists():
         manifest = read_manifest(output)
         if job_of(0).key() in manifest.get("jobs", []):
@@ -547,6 +549,14 @@ def _check_place(
                              f"one in {output / 'tokenizer'}")
         return job
     job = job_of(0)
+    if not (parts or overwrite) and (output / "tokenizer").exists():  # of a run that just began?
+        try:
+            same = hash_tokenizer(load_tokenizer(output / "tokenizer")) == job.fingerprint
+        except (OSError, ValueError):
+            same = False
+        if not same:
+            raise ValueError(f"output {output} holds another tokenizer: pass --overwrite to "
+                             "replace it, or choose another --output")
     for path in output.glob("part-*.json"):
         number = int(path.stem.split("-")[1])
         ours = number < len(job.parts) and part_record(output, number, job.key(number))
@@ -598,8 +608,9 @@ def tokenize_shards(
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
     bytes_there = sum(stamp[0] for part in parts for stamp in part.stamps)
     check_cache_directory(output, bytes_there // 2)  # two bytes for each four of text
-    loaded.save_pretrained(output / "tokenizer")
-    loaded = load_tokenizer(output / "tokenizer")  # its fingerprint is of what others will load
+    with TemporaryDirectory() as saved:  # beside another run's tokens nothing is written yet
+        loaded.save_pretrained(saved)
+        loaded = load_tokenizer(saved)  # its fingerprint is of what others will load
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     job_of = lambda first: Job(  # noqa: E731
         tuple(parts), reading, str(output.absolute()), serialize_tokenizer(loaded),
@@ -608,6 +619,8 @@ def tokenize_shards(
     job = _check_place(job_of, output, append, overwrite)
     if job is None:
         return read_manifest(output)
+    with written_directory(output / "tokenizer") as place:
+        loaded.save_pretrained(place)
     workers = workers or (len(cores(0)) if executor == "local" else len(parts))
     if executor != "local":
         run_stages(job, executor, workers, executor_options or {})

@@ -391,6 +391,8 @@ def _check_beside_tokenizer(name: str) -> None:
                              "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
     if (path := cached_file(name, "config.json", **missing)) is not None:
         read_model_settings(path)
+
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
                    "spiece.model", "sentencepiece.bpe.model")  # one of them, at least
 

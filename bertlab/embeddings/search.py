@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.files import written_whole
+from ..core.files import written_directory, written_whole
+from ..core.reading import read_json
 from ..data.documents import Document
-from ..data.readers import parse_json
 from ..data.sources import find_documents
 from .bi_encoder import BiEncoder
 
@@ -105,7 +105,7 @@ def encode_texts(
                 "width": width or model.width}
     state = {**identity, "num_parts": 0, "num_texts": 0}
     if (parts / "state.json").is_file():
-        state = parse_json((parts / "state.json").read_text(encoding="utf-8"), parts)
+        state = read_json(parts / "state.json")
         for key, value in identity.items():
             if state.get(key) != value:
                 raise ValueError(f"{parts} holds a run that was stopped, with another {key} "
@@ -171,19 +171,17 @@ def _write_parquet(parts: Path, state: dict[str, Any], output: Path) -> None:
 
 
 def _write_store(parts: Path, state: dict[str, Any], output: Path) -> None:
-    "Vectors, texts, and where each text begins; store.json last."
-    output.mkdir(parents=True, exist_ok=True)
-    _write_npy(parts, state, output / "vectors.npy")
-    begins, end = [], 0
-    with written_whole(output / "texts.jsonl") as temporary, open(temporary, "wb") as file:
-        for number in range(state["num_parts"]):
-            for row in _read_lines(parts, number):
-                begins.append(end)
-                end += file.write(json.dumps(row).encode() + b"\n")
-    with written_whole(output / "begins.npy") as temporary, open(temporary, "wb") as file:
-        np.save(file, np.array(begins, np.int64))
-    with written_whole(output / _STORE) as temporary:
-        temporary.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+    "Vectors, texts, and where each text begins; a directory that appears whole or not at all."
+    with written_directory(output) as place:
+        _write_npy(parts, state, place / "vectors.npy")
+        begins, end = [], 0
+        with open(place / "texts.jsonl", "wb") as file:
+            for number in range(state["num_parts"]):
+                for row in _read_lines(parts, number):
+                    begins.append(end)
+                    end += file.write(json.dumps(row).encode() + b"\n")
+        np.save(place / "begins.npy", np.array(begins, np.int64))
+        (place / _STORE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
 _WRITERS = {".npy": _write_npy, ".parquet": _write_parquet, "": _write_store}
@@ -214,7 +212,7 @@ class TextIndex:
         if not (directory / _STORE).is_file():
             raise ValueError(f"{directory} holds no index ({_STORE} is missing); make one with "
                              "bertlab embed encode")
-        store = parse_json((directory / _STORE).read_text(encoding="utf-8"), directory / _STORE)
+        store = read_json(directory / _STORE)
         vectors = np.load(directory / "vectors.npy", mmap_mode="r")
         return cls(directory, vectors, np.load(directory / "begins.npy", mmap_mode="r"), store)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core.files import written_whole
 from ..core.plots import smooth
+from ..core.reading import read_json
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, svg_chart, tiles
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #5d110a0b
@@ -78,7 +79,7 @@ def save_runs(
 
 def load_runs(path: str | os.PathLike) -> list[OptimizerRun]:
     "Read what `save_runs` wrote."
-    runs = [OptimizerRun(**run) for run in json.loads(Path(path).read_text(encoding="utf-8"))]
+    runs = [OptimizerRun(**run) for run in read_json(path, list)]
     for run in runs:  # JSON's keys are texts
         run.spectra = {int(number): values for number, values in run.spectra.items()}
     return runs

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from .data import write_reading
 from .module import FinetuningModule
 from .task_models import save_for_pipeline
+from ..train.checkpoints import read_checkpoint
 from ..train.history import History, RunRecord
 from ..train.trainer import make_trainer, seed_everything
 
@@ -92,8 +92,7 @@ def take_best(
     "Put the best weights back. Raises `ValueError` where none were saved."
     if not checkpoint.best_model_path:
         raise ValueError("no validation came before the run's end, so there are no best weights")
-    # Written by this very run a moment ago, random states and all.
-    best = torch.load(checkpoint.best_model_path, map_location="cpu", weights_only=True)
+    best = read_checkpoint(checkpoint.best_model_path)
     module.load_state_dict(best["state_dict"])
     return best["global_step"]
 

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from ..core.reading import read_json
 from ..model.loading import read_weights
 from .model_directories import ModelShelf, written_directory
 
@@ -199,7 +200,7 @@ def write_average(
     output, models = Path(output), [Path(model) for model in models]
     if output.exists():
         raise ValueError(f"output {output} is there already; choose another one")
-    kinds = {json.loads((m / "config.json").read_text())["model_type"]: m for m in models}
+    kinds = {read_json(m / "config.json")["model_type"]: m for m in models}
     if len(kinds) > 1:
         raise ValueError(f"models are of different kinds: {', '.join(kinds)}")
     weights = average_weights([read_weights(m) for m in models]) if weights is None else weights

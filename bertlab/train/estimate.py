@@ -217,6 +217,42 @@ def available_bytes(device: torch.device | str = "cpu") -> int | None:
     return limit
 
 # %% ../../nbs/train/18_estimate.ipynb #fb393ff4
+def _largest_fitting(
+    peak_of: Callable[[int], int],  # bytes of so many rows
+    rows: int,  # whose peak is known
+    peak: int,
+    kept: int,  # bytes of no rows at all
+    room: int,
+) -> int:  # rows that fit; a fiftieth more does not
+    """Search along the chord between rows that fit and rows that do not.
+
+    A peak is the largest of several moments, each of which grows evenly with the rows. So it is
+    convex, and rows that the chord says fit do fit.
+    """
+    low, high = (rows, peak) if peak <= room else (0, kept), None if peak <= room else (rows, peak)
+    if high is None:
+        twice = peak_of(2 * rows)
+        slope = (twice - peak) / rows
+        if slope <= 0:
+            return rows
+        low, high = ((2 * rows, twice), None) if twice <= room else (low, (2 * rows, twice))
+    guess = int(low[0] + (room - low[1]) / slope) if high is None else 0
+    for _ in range(12):
+        if high is not None:
+            if high[0] - low[0] <= max(1, low[0] // 50):
+                break
+            share = (room - low[1]) / (high[1] - low[1])
+            guess = min(max(low[0] + 1, int(low[0] + share * (high[0] - low[0]))), high[0] - 1)
+        peak = peak_of(guess)
+        if peak <= room:
+            low = guess, peak
+            if high is None:
+                break  # it grows evenly, so one row more is too many, or nearly
+        else:
+            high = guess, peak
+    return low[0]
+
+
 _HALVES = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16, "32-true": None}
 
 
@@ -228,7 +264,7 @@ def estimate_memory(
     precision: str = "auto",  # of the trainer
     device: str = "cpu",  # or cuda, where there is one
     saves_models: bool = True,  # whether the run writes model directories
-    find_largest: bool = True,  # the largest micro-batch that fits: three traces more
+    find_largest: bool = True,  # the largest micro-batch that fits: a few traces more
 ) -> MemoryEstimate:
     "Say what a run will need, with nothing allocated. Raises `ValueError`."
     h, config = module.hparams, module.config
@@ -278,10 +314,6 @@ def estimate_memory(
     available, largest = available_bytes(device), None
     if find_largest and available is not None:
         room = available - process
-        other = step_of(2 * rows)
-        slope = (other.peak - step.peak) / rows
-        largest = max(0, int((room - (step.peak - slope * rows)) // slope)) if slope > 0 else rows
-        while largest and step_of(largest).peak > room:
-            largest = min(largest - 1, int(0.97 * largest))
+        largest = _largest_fitting(lambda n: step_of(n).peak, rows, step.peak, kept, room)
         largest = 0 if saving > room else largest
     return MemoryEstimate(step, process, saving, available, rows, length, largest, device)

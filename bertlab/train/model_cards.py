@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from ..core.reading import parse_yaml, read_json, read_yaml
 from ..core.files import MARKER, written_whole
 
 # %% ../../nbs/train/19_model_cards.ipynb #4c52af64
@@ -85,14 +86,14 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
     place = Path(directory).absolute()
     if not (place / "config.json").is_file():
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
-    facts = {"config": json.loads((place / "config.json").read_text(encoding="utf-8")),
+    facts = {"config": read_json(place / "config.json"),
              "run": {}, "metrics": {}, "name": place.name}
     homes = [home for home in (place, *place.parents[:2]) if (home / MARKER).is_file()]
     if homes:
         facts["name"] = homes[0].name
-        facts["run"] = yaml.safe_load((homes[0] / MARKER).read_text(encoding="utf-8")) or {}
+        facts["run"] = read_yaml(homes[0] / MARKER)
         metrics = homes[0] / "metrics.json"
-        facts["metrics"] = json.loads(metrics.read_text("utf-8")) if metrics.is_file() else {}
+        facts["metrics"] = read_json(metrics, finite=False) if metrics.is_file() else {}
     from safetensors import safe_open
 
     weights = list(place.glob("*.safetensors"))
@@ -189,11 +190,7 @@ def check_card(text: str) -> dict[str, Any]:  # the block
     found = re.match(r"---\r?\n(.*?)\r?\n---(\r?\n|$)", text, re.DOTALL)
     if found is None:
         raise ValueError("README.md must begin with a block of YAML between two lines of ---")
-    try:
-        block = yaml.safe_load(found[1])
-    except yaml.YAMLError as error:
-        raise ValueError(f"the block of README.md is no YAML: {' '.join(str(error).split())}") \
-            from None
+    block = parse_yaml(found[1], "the block of README.md")
     if not isinstance(block, dict):
         raise ValueError(f"the block of README.md must be a mapping, got {type(block).__name__}")
     data = ModelCardData(**block)  # the hub's own class raises ValueError for results it refuses

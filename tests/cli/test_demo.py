@@ -97,15 +97,27 @@ def test_resuming_a_finished_run_changes_no_result(finished):
     assert {k: before[k] for k in same} == {k: after[k] for k in same}
 
 
-def test_the_saved_recipe_makes_the_same_run_again(finished, tmp_path):
-    result = demo("--config", finished[0] / "run.yaml", "--output", tmp_path / "again")
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    "A shorter run on a text of its own, which validates in no time; and the words that make it."
+    folder = tmp_path_factory.mktemp("short")
+    lines = [f"Number {i} is {'odd' if i % 2 else 'even'}, and {i * 7 % 97} follows it here." for i in range(3000)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    words = ["--data", folder / "text.txt", *SMALL, "--steps", 150]
+    result = demo("--output", folder / "run", *words)
     assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "again") == losses(finished[0])
+    return folder / "run", words
 
 
-def run_until(directory, step, then):
+def test_the_saved_recipe_makes_the_same_run_again(short, tmp_path):
+    result = demo("--config", short[0] / "run.yaml", "--output", tmp_path / "again")
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "again") == losses(short[0])
+
+
+def run_until(directory, words, step, then):
     "Start the run, wait for its checkpoint at a step or later, send a signal, return its end."
-    program = Program(["demo", "--output", directory, *SMALL])
+    program = Program(["demo", "--output", directory, *words])
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and program.poll() is None:
         if step(directory):
@@ -117,36 +129,36 @@ def run_until(directory, step, then):
 
 
 @pytest.mark.slow  # after the first step it is quick to see
-def test_ctrl_c_before_the_first_step_loses_nothing(finished, tmp_path):
+def test_ctrl_c_before_the_first_step_loses_nothing(short, tmp_path):
     directory = tmp_path / "run"
     started = lambda d: (d / "tokenizer" / "tokenizer.json").exists()
-    status, printed, errors = run_until(directory, started, signal.SIGINT)
+    status, printed, errors = run_until(directory, short[1], started, signal.SIGINT)
     # Before the first step there is nothing to save, after it a checkpoint; both resume.
     assert status == 130 and "Traceback" not in errors
     result = demo("--resume", "--output", directory)
     assert result.returncode == 0, result.stderr
-    assert losses(directory) == losses(finished[0])
+    assert losses(directory) == losses(short[0])
 
 
-def test_ctrl_c_during_training_says_how_to_go_on(finished, tmp_path):
+def test_ctrl_c_during_training_says_how_to_go_on(short, tmp_path):
     directory = tmp_path / "run"
     saved = lambda d: bool(list(d.glob("checkpoints/step-*.ckpt")))
-    status, printed, errors = run_until(directory, saved, signal.SIGINT)
+    status, printed, errors = run_until(directory, short[1], saved, signal.SIGINT)
     assert status == 130 and "--resume" in printed and "Traceback" not in errors
     assert (directory / "model.safetensors").exists(), "a stopped run can be looked at"
     result = demo("--resume", "--output", directory)
     assert result.returncode == 0, result.stderr
-    assert losses(directory) == losses(finished[0])
+    assert losses(directory) == losses(short[0])
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(finished, tmp_path):
+def test_a_killed_run_goes_on_from_its_last_checkpoint_to_the_same_bits(short, tmp_path):
     directory = tmp_path / "run"
     saved = lambda d: bool(list(d.glob("checkpoints/step-*.ckpt")))
-    status, _, _ = run_until(directory, saved, signal.SIGKILL)
+    status, _, _ = run_until(directory, short[1], saved, signal.SIGKILL)
     assert status == -signal.SIGKILL
     result = demo("--resume", "--output", directory)
     assert result.returncode == 0, result.stderr
-    assert losses(directory) == losses(finished[0])
+    assert losses(directory) == losses(short[0])
 
 
 def test_overwrite_moves_the_earlier_run_aside(finished, tmp_path):

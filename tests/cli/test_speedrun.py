@@ -141,12 +141,14 @@ def test_a_forged_log_is_found_out(change, named):
     assert any(named in wrong for wrong in check_log(log)), check_log(log)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', "\x00"])
-def test_what_is_no_log_is_one_sentence(text, tmp_path):
+@pytest.mark.parametrize("text, said", [("", "not JSON"), ("[]", "must hold a dict"), ("{}", "no log of a speedrun"),
+                                         ('{"format": 1}', "no log of a speedrun"), ("\x00", "not JSON")])  # fmt: skip
+def test_what_is_no_log_is_one_sentence(text, said, tmp_path):
     path = tmp_path / "log.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no log of a speedrun"):
+    with pytest.raises(ValueError, match=said) as caught:
         check_log(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_vocabulary_is_compared_in_bits_per_byte():

@@ -213,6 +213,44 @@ def test_a_place_with_other_files_is_left_alone(text, tmp_path):
         with pytest.raises(ValueError, match="thesis.txt"):
             made(text, tmp_path, **options)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_refused_run_leaves_tokens_and_tokenizer_as_they_were(text, tmp_path):
+    out = tmp_path / "out"
+    made(text, out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
+    source = str(text / "text" / "0.jsonl")
+    for options in ({}, {"append": True}):
+        with pytest.raises(ValueError, match=f"output {out}"):
+            tokenize_shards(source, tmp_path / "other", out, **options)
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="thesis.txt"):  # and the shards beside it stay
+        tokenize_shards(source, tmp_path / "other", out, overwrite=True)
+    (out / "thesis.txt").unlink()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_another_tokenizer_in_the_place_is_not_replaced_unasked(text, tmp_path):
+    train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "out" / "tokenizer")
+    before = (tmp_path / "out" / "tokenizer" / "tokenizer.json").read_bytes()
+    with pytest.raises(ValueError, match="holds another tokenizer.*--overwrite"):
+        made(text, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer" / "tokenizer.json").read_bytes() == before
+    made(text, tmp_path / "out", overwrite=True)
+    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text)
+
+
+def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path):
+    from bertlab.data.module import PretrainingDataModule
+
+    made(text, tmp_path / "out")
+    reader = load_tokenizer(tmp_path / "out" / "tokenizer")
+    data = PretrainingDataModule(str(tmp_path / "out"), max_sequence_length=32,
+                                 pretrained_tokenizer_name_or_path=reader)  # fmt: skip
+    data.setup("fit")
+    assert data.train_dataset.documents.store.num_ids == len(reader)
 
 
 def test_parts_follow_from_the_source_and_every_text_is_in_one(text):

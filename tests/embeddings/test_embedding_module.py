@@ -99,6 +99,8 @@ def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
     with torch.no_grad():
         module.log_temperature.fill_(-100)
     assert module.temperature().item() == pytest.approx(0.005)
+    with pytest.raises(ValueError, match="temperature=2.0 lies outside of 0.005 to 1"):
+        small_module(learn_temperature=True, temperature=2.0)
 
 
 def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():

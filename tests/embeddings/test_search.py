@@ -98,6 +98,30 @@ def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
         TextIndex.open(tmp_path)
 
 
+def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    import bertlab.embeddings.search as module
+
+    model, docs = make_model(), documents(30)
+    encode_texts(model, lambda: docs[:10], tmp_path / "index", part_size=4)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "index").iterdir()}
+    write = module._write_npy
+
+    def stopped(*arguments):
+        write(*arguments)
+        raise KeyboardInterrupt
+
+    for place in ("index", "new"):  # over another index, and where there was none
+        monkeypatch.setattr(module, "_write_npy", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            encode_texts(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
+        monkeypatch.undo()
+        if place == "index":
+            assert {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()} == before
+        encode_texts(model, lambda: docs, tmp_path / place, part_size=4, overwrite=True)
+        assert len(TextIndex.open(tmp_path / place)) == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "new"]
+
+
 def test_blank_texts_are_left_out_and_none_at_all_is_an_error(tmp_path):
     model = make_model()
     some = [Document("", "a:1"), Document("one two", "a:2"), Document("  ", "a:3")]

@@ -10,7 +10,7 @@ import transformers
 
 from bertlab.data.packing import TokenizedDocuments
 from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
-from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_place, mix_lengths
+from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_position, mix_lengths
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.layers import rotary_frequencies
@@ -91,16 +91,16 @@ def test_a_stretch_that_cannot_be_is_refused(stretch):
         BertLabConfig(rope_stretch=stretch)
 
 
-def test_loss_by_place_counts_places_and_lengths_within_documents():
+def test_loss_by_position_counts_positions_and_lengths_within_documents():
     model = build("modernbert")
     mask = torch.tensor([[1, 1, 1, 2, 2, 0]])
     labels = torch.tensor([[7, -100, 8, 9, 10, -100]])
     ids = torch.tensor([[7, 11, 8, 9, 10, 0]])
-    found = loss_by_place(model, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
+    found = loss_by_position(model, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
     logits = model(ids, attention_mask=mask).logits[0]
     loss = torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").double().detach().numpy()
-    assert found["place_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][:4].tolist() == [0, 0, 2, 2]
-    np.testing.assert_allclose(found["place_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5)
+    assert found["position_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][:4].tolist() == [0, 0, 2, 2]
+    np.testing.assert_allclose(found["position_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5)
     np.testing.assert_allclose(found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5)
 
 

@@ -107,3 +107,16 @@ def test_the_command_says_what_a_run_needs_and_writes_nothing(tmp_path):
                           env=os.environ, timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "largest micro-batch" in done.stdout and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("objective", ["mlm", "diffusion"])
+def test_the_command_estimates_the_model_that_a_bare_run_would_build(objective):
+    from bertlab.cli.pretrain import Run, ask_for_run, estimate_run
+
+    words = ["text.txt", "--model.objective", objective, "--trainer.accelerator", "cpu",
+             "--data.train_batch_size", "2", "--data.max_sequence_length", "64"]  # fmt: skip
+    run = Run(ask_for_run("pretrain", words).config)
+    built = PretrainingModule(run.config["model"]["model_config_kwargs"] | {"vocab_size": run.choices.vocab_size})
+    built.configure_model()
+    said = estimate_run(ask_for_run("pretrain", words))
+    assert said.step.weights == 4 * sum(p.numel() for p in built.parameters()) < 80e6
