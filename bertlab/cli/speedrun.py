@@ -316,7 +316,7 @@ def summarize_speedrun(log: Mapping[str, Any]) -> dict[str, Any]:
         "worst_bits_per_byte": max(one["bits_per_byte"] for one in attempts),
     }
 
-# %% ../../nbs/cli/07_speedrun.ipynb #d53f1677
+# %% ../../nbs/cli/07_speedrun.ipynb #33c87e4a
 def speedrun(
     recipe: str | os.PathLike | None = None,  # YAML file; none: the demo's recipe
     track: str = "laptop",  # laptop, gpu-hour, or ten-minutes
