@@ -70,7 +70,6 @@ from .model.huggingface import from_huggingface as from_huggingface
 from .model.huggingface import save_model as save_model
 from .model.huggingface import to_huggingface as to_huggingface
 from .model.generate import fill_mask as fill_mask
-from .model.generate import sample_diffusion as sample_diffusion
 from .model.growth import grow as grow
 from .model.activation_checkpointing import checkpoint_activations as checkpoint_activations
 from .model.float8 import convert_to_float8 as convert_to_float8
