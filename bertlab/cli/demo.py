@@ -97,7 +97,7 @@ class Recipe:
 
 # %% ../../nbs/cli/03_demo.ipynb #ca873649
 def load_recipe(
-    path: str | os.PathLike,
+    path: str | os.PathLike,  # YAML
 ) -> tuple[Recipe, dict[str, Any]]:  # the recipe, and the record
     "Read a recipe. Raises `ValueError` for a key that is none, or text that is no YAML mapping."
     content = read_yaml(path)
@@ -336,8 +336,8 @@ def run_prepared(
 
 def run_demo(
     recipe: Recipe | None,  # None with `resume`: the directory's own
-    output: str | os.PathLike,
-    resume: bool = False,
+    output: str | os.PathLike,  # directory of the run
+    resume: bool = False,  # go on with what is there
     overwrite: bool = False,  # an earlier run there is moved into previous-N
 ) -> dict[str, Any]:  # what is in metrics.json
     "Train by a recipe into a directory: `bertlab demo`, from Python."

@@ -499,8 +499,8 @@ def estimate_run(
             size = {"vocab_size": choices.vocab_size, **(model["model_config_kwargs"] or {})}
             model["model_config_kwargs"] = size
         module = PretrainingModule(**{**model, TOKENIZER: named})
-        collator = PretrainingDataModule(**{
-            **data, "objective": data_objective(model["objective"]), TOKENIZER: "not read"}).collator_kwargs
+        linked = {"objective": data_objective(model["objective"]), TOKENIZER: "not read"}
+        collator = PretrainingDataModule(**{**data, **linked}).collator_kwargs
     return estimate_memory(
         module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
         trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)

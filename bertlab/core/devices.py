@@ -258,12 +258,12 @@ class Device:
     "What a run will use. `str()` gives one line for a log, `report()` a block for a person."
 
     kind: str  # "cpu", "cuda", "mps" or "tpu"
-    name: str
+    name: str  # as the driver or the processor calls itself
     memory_bytes: int  # of the accelerator, or of the machine for a CPU; 0 where unknown
     precision: str  # Lightning's name
     reason: str  # why this precision
     attention: str = "sdpa"  # the kernel for rows of 512
-    attention_reason: str = ""
+    attention_reason: str = ""  # why this kernel; empty: it is the fastest
     peak: tuple[float, str] | None = None  # dense FLOP/s in this precision, and the source
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ class HouseFigure(Figure):
 def new_axes(
     xlabel: str,  # with its unit
     ylabel: str,  # with its unit
-    size: tuple[float, float] = SIZE,
+    size: tuple[float, float] = SIZE,  # inches, width and height
 ):  # the figure and its axes
     "A figure in the house's style."
     figure = HouseFigure(figsize=size, layout="constrained", dpi=100)
@@ -73,10 +73,10 @@ def new_axes(
 def plot_loss(
     steps: Sequence[int],  # optimizer steps
     loss: Sequence[float],  # training loss at those steps, nats per label
-    validation_steps: Sequence[int] = (),
+    validation_steps: Sequence[int] = (),  # optimizer steps at which validation ran
     validation_loss: Sequence[float] = (),  # nats per label
     unigram_entropy: float | None = None,  # nats; the line that needs no context
-    title: str = "",
+    title: str = "",  # above the axes; empty: none
 ) -> Figure:
     "Draw training and validation loss over the steps, with the unigram baseline."
     if len(steps) != len(loss) or len(validation_steps) != len(validation_loss):

@@ -53,17 +53,22 @@ class MaskedLanguageModelingCollator(Collator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
-        text_column: str = "text",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "text",  # of rows that are text
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
         mlm_probability: float = 0.3, *,  # share of ordinary tokens that get a label
-        mask_replace_prob: float = 0.8, random_replace_prob: float = 0.1,  # the rest is kept
+        mask_replace_prob: float = 0.8,  # share of the chosen that become [MASK]
+        random_replace_prob: float = 0.1,  # share that become a random word; the rest is kept
         selection: str = "bernoulli",  # or "exact": p n tokens of a document of n
         unit: str = "token",  # what is hidden together: "token", "word" or "span"
-        min_labels_per_document: int = 0, seed: int = 0,
+        min_labels_per_document: int = 0,  # promised to every document
+        seed: int = 0,  # of the draws, with epoch and row
         max_predictions: int | None = None,  # labels a row at most, M; None: `bound_labels`
         continues_word: Sequence[bool] | None = None,  # per id; None: `find_continuations`
-        span_stop_prob: float = 0.2, max_span_length: int = 10,  # of spans: geometric, cut
+        span_stop_prob: float = 0.2,  # a span ends after each word with this probability
+        max_span_length: int = 10,  # words, at which a span is cut
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
@@ -87,16 +92,19 @@ class MaskedDiffusionCollator(Collator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
-        text_column: str = "text",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "text",  # of rows that are text
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
         num_steps: int = 1000,  # times are multiples of 1 / num_steps
         sampling_eps: float = 0.1,  # and spread over (sampling_eps, 1]
         noise_eps: float = 0.001,  # at time 1 a token is still seen with this probability
-        min_masked: int | None = None, max_masked: int | None = None,  # tokens per document
+        min_masked: int | None = None,  # tokens hidden in a document, at least
+        max_masked: int | None = None,  # and at most
         *,
         max_predictions: int | None = None,  # labels a row at most, M; None: the row's length
-        seed: int = 0,
+        seed: int = 0,  # of the draws, with epoch and row
         schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
         writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
         end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
@@ -128,8 +136,10 @@ class EnhancedMaskedLanguageModelingCollator(Collator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
-        text_column: str = "text",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "text",  # of rows that are text
         label_column: str | None = None,  # must be in the rows if it is named
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
         *,

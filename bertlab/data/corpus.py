@@ -25,9 +25,9 @@ from .sources import find_documents, refuse_hub_options
 class Corpus:
     "Documents to train on and documents held out, with the story of how they came about."
 
-    name: str
-    train: list[Document]
-    validation: list[Document]
+    name: str  # of the source, for reports
+    train: list[Document]  # documents to train on
+    validation: list[Document]  # documents held out, by whole groups
     split_rule: str  # what was kept together when documents were held out
     python_version: str | None = None  # whose documentation this is; None for other text
     num_dropped: Counter = field(default_factory=Counter)  # documents left out, by reason

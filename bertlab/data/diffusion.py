@@ -61,7 +61,7 @@ class DiffusionRule:
     min_masked: int | None = None  # tokens hidden per document at least (all, if it has fewer)
     max_masked: int | None = None  # and at most
     max_predictions: int | None = None  # labels per row at most, M; None: the length of the row
-    seed: int = 0
+    seed: int = 0  # of the draws, with epoch and row
     schedule: str = "linear"  # a key of NOISE: how the hidden share grows with the time
     end_token_id: int | None = None  # of `find_parts`; None: prompts and ends are not looked for
 

@@ -97,7 +97,7 @@ class MaskingRule:
     selection: str = "bernoulli"  # each by its own coin, or "exact": p n tokens of a document of n
     min_labels_per_document: int = 0  # promised to every document (or all its words, if fewer)
     max_predictions: int | None = None  # labels per row at most, M; None for `bound_labels`
-    seed: int = 0
+    seed: int = 0  # of the draws, with epoch and row
     unit: str = "token"  # what is hidden together: "token", "word" or "span"
     span_stop_prob: float = 0.2  # a span ends after each word with this probability
     max_span_length: int = 10  # words, or tokens where words are not known

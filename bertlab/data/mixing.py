@@ -225,15 +225,15 @@ class MixedDocuments(TokenizedDocuments):
 
 # %% ../../nbs/data/15_mixing.ipynb #78e50c02
 def mix_documents(
-    sources: Mapping[str, TokenizedDocuments],
+    sources: Mapping[str, TokenizedDocuments],  # name of each: its documents
     rates: Mapping[str, float],  # shares of the tokens, on any scale; 0 leaves a source out
     *,
     budget_tokens: int | None = None,  # of an epoch; None: the most that keeps rates and caps
     max_repetition: float | Mapping[str, float] = 1.0,  # how often a source may be read an epoch
     max_source_fraction: float | Mapping[str, float] = 1.0,  # of a source's documents, to draw on
     on_shortage: str = "raise",  # or "scale": others fill in for a source that has no more
-    seed: int = 0,
-    epoch: int = 0,
+    seed: int = 0,  # of the choice of documents
+    epoch: int = 0,  # which choice: another one each epoch
 ) -> MixedDocuments:
     """Take documents from several sources by rates: a function of (seed, epoch).
 

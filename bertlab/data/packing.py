@@ -350,13 +350,13 @@ class PackedDataset(PackingReport):
         documents: TokenizedDocuments,  # or any iterable of token-id sequences
         capacity: int,  # positions in a row
         *,
-        pad_token_id: int,
+        pad_token_id: int,  # fills rows up
         cls_token_id: int | None = None,  # before each window; None for nothing
         sep_token_id: int | None = None,  # after each window; None for nothing
         overflow: str = "split",  # one of OVERFLOWS: what happens to documents longer than a row
         overlap: int = 0,  # tokens that windows of a long document share; labels only once
         shuffle: bool = True,  # False keeps one order in all epochs, for validation
-        seed: int = 0,
+        seed: int = 0,  # of the order of documents, with the epoch
     ):
         known = isinstance(documents, TokenizedDocuments)
         self.documents = documents if known else TokenizedDocuments.from_sequences(documents)

@@ -24,8 +24,8 @@ import numpy as np
 class Vocabulary:
     "Which ids exist, and which of them are no words: special ids are never masked nor drawn."
     size: int  # ids run from 0 to size - 1, V
-    pad_token_id: int
-    mask_token_id: int
+    pad_token_id: int  # fills rows up
+    mask_token_id: int  # stands where a token is hidden
     special_token_ids: tuple[int, ...] = ()  # [CLS], [SEP], ...; padding and mask are added
 
     def __post_init__(self):
@@ -280,10 +280,10 @@ class Collator(ABC):
 
     def __init__(
         self,
-        pad_token_id: int,
-        mask_token_id: int,
-        vocab_size: int,
-        text_column: str = "text",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "text",  # of rows that are text, where a tokenizer is given
         label_column: str | None = None,  # read into `labels`
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
         *,

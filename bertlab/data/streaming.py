@@ -312,14 +312,14 @@ class PackedStream(PackingReport, IterableDataset):
         source: Iterable | Callable[[int], Iterator],  # of documents, see above
         capacity: int,  # positions in a row
         *,
-        pad_token_id: int,
+        pad_token_id: int,  # fills rows up
         cls_token_id: int | None = None,  # before each window; None for nothing
         sep_token_id: int | None = None,  # after each window; None for nothing
         overflow: str = "split",  # or "truncate", "keep_end": documents longer than a row
         overlap: int = 0,  # tokens that windows of a long document share; labels only once
         buffer_size: int = 1000,  # windows that wait for a row
         shuffle_buffer: int = 1000,  # documents to draw the next from; 0: in the source's order
-        seed: int = 0,
+        seed: int = 0,  # of the shuffling, with the pass
         rank: int = 0,  # of this process
         world_size: int = 1,  # processes
         block_size: int = 1,  # rows of a batch: neighbours that go to one process and worker

@@ -156,7 +156,9 @@ class TokenClassificationCollator(SupervisedCollator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
         text_column: str = "text",  # lists of words
         label_column: str | None = "labels",  # lists of ids, -100 for none; None: no labels
         max_sequence_length: int = 1024,  # longer texts are cut
@@ -224,8 +226,10 @@ class SequenceClassificationCollator(SupervisedCollator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
-        text_column: str = "text",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "text",  # of rows that are text
         label_column: str | None = "label",  # None: no labels
         max_sequence_length: int = 1024,  # longer texts are cut
         *,
@@ -351,10 +355,12 @@ class QuestionAnsweringCollator(SupervisedCollator):
 
     def __init__(
         self,
-        pad_token_id: int, mask_token_id: int, vocab_size: int,
-        text_column: str = "question",
+        pad_token_id: int,  # of the tokenizer
+        mask_token_id: int,  # of the tokenizer
+        vocab_size: int,  # entries of the tokenizer
+        text_column: str = "question",  # the question
         label_column: str | None = "answers",  # in SQuAD's form; None: no labels
-        context_column: str = "context",
+        context_column: str = "context",  # the text that answers it
         max_sequence_length: int = 1024,  # of a window, question included
         doc_stride: int = 128,  # tokens of the context that a window shares with the next
         *,

@@ -93,7 +93,7 @@ def measure_tokenizer(
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #e1c9e267
 def compare_tokenizers(
     tokenizers: Mapping[str, Any],  # by the name that the table shows
-    texts: Iterable[str],
+    texts: Iterable[str],  # that no tokenizer was trained on
     more: Mapping[str, Mapping[str, float]] | None = None,  # name: further measures
 ) -> dict[str, dict[str, float]]:  # name: measures
     "Measure several tokenizers on the same texts. Raises `ValueError` where there is none."

@@ -62,7 +62,7 @@ class BiEncoder(nn.Module):
 
     def __init__(
         self,
-        encoder: BertLabModel,
+        encoder: BertLabModel,  # without a head
         tokenizer: Any,  # of transformers
         pooling: str = "mean",  # a key of POOLINGS
         normalize: bool = True,  # to length 1

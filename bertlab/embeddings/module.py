@@ -104,8 +104,8 @@ class EmbeddingModule(TrainingModule):
             raise ValueError(f"temperature must be from 0.001 to 10, got {temperature}; 0.05 is "
                              "usual for cosines")
         if learn_temperature and not 0.005 <= temperature <= 1:
-            raise ValueError(f"temperature={temperature} lies outside of 0.005 to 1, where a learnt "
-                             "one stays; start within, or leave out learn_temperature")
+            raise ValueError(f"temperature={temperature} lies outside of 0.005 to 1, where a "
+                             "learnt one stays; start within, or leave out learn_temperature")
         if chunk_rows is not None and chunk_rows < 1:
             raise ValueError(f"chunk_rows must be 1 or more, got {chunk_rows}; None encodes all "
                              "rows at once")

@@ -200,7 +200,7 @@ class Hit(NamedTuple):
 class TextIndex:
     "A directory of `encode_texts`: vectors on disk, and where each text stands."
 
-    directory: Path
+    directory: Path  # of `encode_texts`
     vectors_ND: np.ndarray  # a memory map
     begins_N: np.ndarray  # bytes into texts.jsonl
     store: dict[str, Any]  # what made it

@@ -25,7 +25,7 @@ Guesses = list[tuple[str, float]]  # words and their probabilities, best first
 def ask_checkpoints(
     checkpoints: Mapping[str, tuple[Any, Any]],  # name -> (masked language model, its tokenizer)
     text: str,  # with one or more GAPs
-    top_k: int = 5,
+    top_k: int = 5,  # guesses for each mask
 ) -> dict[str, list[Guesses]]:  # name -> gap -> guesses
     "Put one sentence to each checkpoint. Raises `ValueError` for a sentence without a gap."
     if not text.strip():

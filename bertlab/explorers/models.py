@@ -161,7 +161,7 @@ MAX_FRAMES = 8  # of a page without a kernel
 
 def attention_browser(
     model: Any,  # a model of transformers, or one of ours, with an encoder in it
-    tokenizer: Any,
+    tokenizer: Any,  # of the model
     text: str,  # to begin with, and for the static form
 ) -> Explorer:
     "Browse layers, heads and tokens, with an untrained twin or shuffled words beside them."
@@ -278,7 +278,7 @@ def neighbours_html(
 # %% ../../nbs/explorers/05_models.ipynb #941a1035
 def embedding_map(
     model: Any,  # a model of transformers, or one of ours
-    tokenizer: Any,
+    tokenizer: Any,  # of the model
     words: Sequence[str],  # tokens: the first to begin with, all for the static form
 ) -> Explorer:
     "Look up tokens on a map of the embedding table, beside that of an untrained twin."

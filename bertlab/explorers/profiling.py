@@ -203,9 +203,9 @@ class StepProfile(NamedTuple):
 
 # %% ../../nbs/explorers/08_profiling.ipynb #68f2d9e2
 def profile_step(
-    step: Callable[[], Any],
-    repeats: int = 3,
-    device: str | torch.device = "cpu",
+    step: Callable[[], Any],  # runs one step
+    repeats: int = 3,  # steps that are measured
+    device: str | torch.device = "cpu",  # where the step runs
 ) -> StepProfile:
     "Profile a step by kind of work, after a first run for warmth, with torch.profiler."
     wait, on_gpu, times, reads = wait_function(device), "cuda" in str(device), [], host_reads(step)

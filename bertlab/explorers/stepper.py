@@ -107,11 +107,11 @@ def step_html(
 # %% ../../nbs/explorers/10_stepper.ipynb #10dbef45
 def stepper(
     model: Any,  # a masked language model, of bertlab or of transformers
-    tokenizer: Any,
+    tokenizer: Any,  # of the model
     prompt: str,  # with [MASK] or [GAP], or to go on after
     sampler: str = "confidence",  # a key of SAMPLERS
-    num_steps: int = 8,
-    seed: int = 0,
+    num_steps: int = 8,  # in which all gaps are filled
+    seed: int = 0,  # of the draws
     **options: Any,  # of `write`: temperature, max_new_tokens, remask, ...
 ) -> Explorer:
     "Walk through the unmasking of a text, forward and back."

@@ -347,9 +347,9 @@ def tie_slider(
 
 # %% ../../nbs/explorers/01_widgets.ipynb #68120611
 def mask_dial(
-    tokenizer,
-    text: str,
-    probability: float = 0.3,
+    tokenizer,  # of transformers
+    text: str,  # whose tokens are hidden
+    probability: float = 0.3,  # share of the tokens at the start
 ) -> Explorer:
     "Turn the masking probability of a sentence and watch what training would see."
     units = {"single tokens": "token", "whole words": "word", "spans": "span"}

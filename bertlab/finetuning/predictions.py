@@ -60,8 +60,8 @@ def _longest_row(
 class TaskPredictor:
     "A model for a task, and what it takes to ask it."
 
-    model: nn.Module
-    tokenizer: Any
+    model: nn.Module  # with a task's head
+    tokenizer: Any  # of the model
     task: str  # a value of HEADS
     labels: tuple[str, ...]  # by id
     problem_type: str  # of a classification; else empty

@@ -138,15 +138,15 @@ def _has_labels(row: Mapping) -> bool:
 
 # %% ../../nbs/finetuning/08_runs.ipynb #91f89126
 def finetune(
-    module: FinetuningModule,
+    module: FinetuningModule,  # not trained yet
     data: Any,  # a FinetuningDataModule
     directory: str | os.PathLike,  # for the best checkpoint
-    num_epochs: int = 3,
+    num_epochs: int = 3,  # passes over the training rows
     patience: int | None = None,  # validations without a gain until it stops; None: never
     monitor: str | None = None,  # a logged metric; None: the task's
     seed: int = 0,  # of the head's first weights, dropout, and the order of rows
-    validations_per_epoch: int = 1,
-    callbacks: Sequence[Callback] = (),
+    validations_per_epoch: int = 1,  # evenly spread
+    callbacks: Sequence[Callback] = (),  # in addition to those of bertlab
     checkpoint: str | os.PathLike | None = None,  # of a run that was stopped, to go on from
     **trainer_options: Any,  # of `make_trainer`: precision, accumulate_grad_batches, ...
 ) -> FinetunedRun:
@@ -216,7 +216,7 @@ def finetune_seeds(
     module_options: Mapping[str, Any],  # of FinetuningModule: each seed builds its own
     data: Any,  # a FinetuningDataModule; the rows stay, their order is the seed's
     directory: str | os.PathLike,  # with a folder for each seed
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = (0, 1, 2),  # a run for each
     make_callbacks: Callable[[], Sequence[Callback]] = list,  # for each seed its own
     after_seed: Callable[[SeedResults], None] = lambda results: None,  # to write numbers down
     **options: Any,  # of `finetune`

@@ -222,19 +222,20 @@ _LICENCE = "Python's own source and documentation, PSF License Agreement version
 class Task:
     "Labelled rows in three splits, how to read them, and how they came about."
 
-    name: str
+    name: str  # a key of TASKS
     kind: str  # classification, token_classification or question_answering
-    description: str
-    text_column: str
-    label_column: str
+    description: str  # in one sentence
+    text_column: str  # key of the rows
+    label_column: str  # key of the rows
     label_names: tuple[str, ...]  # sorted; empty for questions
     metric: str  # the one to compare by, as `get_metrics_for_task` calls it
-    train: list[dict]
-    validation: list[dict]
-    test: list[dict]
+    train: list[dict]  # rows to learn from
+    validation: list[dict]  # rows to choose by
+    test: list[dict]  # rows that are scored once
     problem_type: str | None = None  # of a classification, as in `PROBLEM_OF`; None: by one label
     max_sequence_length: int = 128  # tokens that nearly all rows fit into
     num_dropped: Counter = field(default_factory=Counter)  # rows left out, by reason
+    # Where the rows come from, and under which licence.
     source: str = f"{_LICENCE}; of Python {platform.python_version()}"
 
     @property

@@ -146,32 +146,32 @@ class BertLabConfig(PretrainedConfig):
     embedding_positions: str = "none"  # added to the embedding: none, learned, sinusoidal
     position_offset: int = 0  # rows of the learned table before position 0 (RoBERTa: 2)
     type_vocab_size: int = 0  # segments with an embedding of their own (BERT: 2)
-    embedding_norm: bool = True
-    embedding_dropout: float = 0.0
-    tie_word_embeddings: bool = True
+    embedding_norm: bool = True  # normalize the sum of the embeddings
+    embedding_dropout: float = 0.0  # share of numbers behind the embeddings
+    tie_word_embeddings: bool = True  # the head scores with the embedding table
     head_activation: str | None = None  # None: hidden_activation
-    head_bias: bool = False
-    decoder_bias: bool = True
+    head_bias: bool = False  # of the head's dense layer
+    decoder_bias: bool = True  # a number for each token's score
     classifier_pooling: str = "mean"  # one vector per document from its tokens: cls, mean
     classifier_head: str = "prediction"  # before the classifier: as in masked lm, or tanh (BERT)
-    classifier_dropout: float = 0.0
-    pad_token_id: int | None = None
-    cls_token_id: int | None = None
-    sep_token_id: int | None = None
-    mask_token_id: int | None = None
+    classifier_dropout: float = 0.0  # share of numbers before a task's scores
+    pad_token_id: int | None = None  # of the tokenizer, as the next three
+    cls_token_id: int | None = None  # begins a document
+    sep_token_id: int | None = None  # ends a document
+    mask_token_id: int | None = None  # stands where a token is hidden
 
     # Who sees whom, and how order is told.
     num_attention_heads: int = 12
     num_key_value_heads: int | None = None  # fewer than heads: queries share them; None: as many
     attention_positions: str = "rope"  # in every block: none, rope, alibi
-    global_rope_theta: float = 160000.0
-    local_rope_theta: float = 10000.0
+    global_rope_theta: float = 160000.0  # base of the angles in global layers
+    local_rope_theta: float = 10000.0  # base of the angles in local layers
     rope_share: float = 1.0  # of each head's numbers that are turned
     # Longer rows, in global layers: {rope_type: linear, factor: 4}, or yarn; as in transformers.
     rope_stretch: dict | None = None
     global_attention_every_n_layers: int = 3  # layers 0, n, 2n, ... see the whole document
     local_attention: int = 128  # the others see half of this on each side
-    attention_bias: bool = False
+    attention_bias: bool = False  # of queries, keys, values and output
     qk_norm: bool = False  # RMS norms with a learned scale on queries and keys
     output_gate: str = "none"  # on what attention returns, by a sigmoid: none, head, element
     attention_dropout: float = 0.0  # on its weights; without hidden_dropout on its output too
@@ -181,16 +181,16 @@ class BertLabConfig(PretrainedConfig):
     intermediate_size: int = 1152  # I, width inside the MLP
     mlp: str = "glu"  # or plain
     hidden_activation: str = "gelu"  # in the MLP
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # of both layers of the MLP
     mlp_dropout: float = 0.0  # inside the MLP
     hidden_dropout: float = 0.0  # on what attention and MLP add to the stream
     norm: str = "layer"  # layer, rms, group, deep, dynamic_tanh
     norm_position: str = "pre"  # pre, post, pre_and_post, none
-    norm_bias: bool = False
-    norm_eps: float = 1e-5
+    norm_bias: bool = False  # of LayerNorm
+    norm_eps: float = 1e-5  # keeps a norm from dividing by zero
     norm_groups: int = 8  # of norm "group"
     initialization: str = "megatron"  # truncated_normal, kaiming, xavier
-    initializer_range: float = 0.02
+    initializer_range: float = 0.02  # standard deviation of fresh weights
     initializer_cutoff_factor: float = 2.0  # standard deviations
 
     def __post_init__(self, **kwargs):

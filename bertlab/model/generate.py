@@ -92,7 +92,7 @@ def fill_mask(
     model,  # a masked language model, of bertlab or of transformers
     tokenizer,  # the one it was trained with
     texts: Sequence[str],  # each with exactly one mask token, `tokenizer.mask_token`
-    top_k: int = 5,
+    top_k: int = 5,  # guesses for each mask
 ) -> list[list[tuple[str, float]]]:  # per text: the most probable tokens with their probability
     "Predict the masked token of each text. Raises `ValueError` where there is not exactly one."
     guesses = fill_each_mask(model, tokenizer, texts, top_k)

@@ -86,7 +86,7 @@ class SamplingRule:
     remask: float = 0.2  # of samplers that take back: share of the most that they could
     schedule: str = "linear"  # a key of NOISE: which share of the gaps is open after a step
     late_ends: bool = True  # ordered samplers settle the end of a text after its words
-    seed: int = 0
+    seed: int = 0  # of the draws, with step, prompt and position
 
     def __post_init__(self):
         look_up(self.sampler, SAMPLERS, "sampler")

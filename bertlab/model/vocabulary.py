@@ -233,7 +233,7 @@ TRANSPLANTS: dict[str, Callable] = {"parts": _by_parts, "nearest": _by_nearest,
 def transplant_vocabulary(
     model: BertLabPreTrainedModel,  # with or without a head; it stays as it is
     tokenizer: Any,  # of the model
-    new_tokenizer: Any,
+    new_tokenizer: Any,  # that the model shall read by
     method: str = "parts",  # of entries that only the new one has; see TRANSPLANTS
     texts: Iterable[str] | None = None,  # for nearest and linear: text of the new domain
 ) -> Adapted:

@@ -273,7 +273,7 @@ def _as_writing(tokenizer, prompt, task, steps, row, end) -> Writing:
 def generate(
     model: Any,  # a masked language model, of bertlab or of transformers, of any objective
     tokenizer: Any,  # the one it was trained with
-    prompts: Sequence[str],
+    prompts: Sequence[str],  # texts, with mask tokens where the mode is infill
     **options: Any,  # of `write`, and so of `SamplingRule`
 ) -> list[str]:
     "Text to text: fill, continue, answer or rewrite; see `write`."

@@ -184,7 +184,7 @@ def tokens_before(
 
 # %% ../../nbs/optim/02_budgets.ipynb #98cde56c
 def steps_for_tokens(
-    warmup: BatchWarmup,
+    warmup: BatchWarmup,  # how the batch grows
     budget: int | str | Duration,  # tokens of all processes together, 10_000_000 or "10M"
 ) -> int:  # the number of updates, for a schedule's total_steps
     "Updates until the budget is seen, the last one perhaps beyond it."

@@ -87,8 +87,8 @@ class Schedule:
     training_pct: float | str | None = None  # share of the run
     decay_pct: float | str | None = None  # share of the run that the cooldown takes
     warmup_tokens: int | str | None = None  # 3_000_000 or "3M"
-    training_tokens: int | str | None = None
-    cooldown_tokens: int | str | None = None
+    training_tokens: int | str | None = None  # in place of training_steps, as 10M
+    cooldown_tokens: int | str | None = None  # in place of cooldown_steps, as 1M
     total_tokens: int | str | None = None  # of the whole run
     tokens_per_step: int | None = None  # of one update, over all processes
 

@@ -398,9 +398,9 @@ class CheckpointSeries(RunCheckpoint):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike,  # of the run's checkpoints
         every_steps: int = 100,  # optimizer steps
-        keep_last: int = 3,
+        keep_last: int = 3,  # newest checkpoints that stay
     ):
         if keep_last < 1:
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")

@@ -111,7 +111,7 @@ class DistillationModule(PretrainingModule):
         self,
         reference_model_name_or_path: str,  # the model's earlier self, or a teacher
         kl_weight: float = 0.1,  # beta; 0 leaves the reference out, unread
-        temperature: float = 1.0,
+        temperature: float = 1.0,  # divides the scores of both models
         **kwargs: Any,  # of `PretrainingModule`
     ):
         super().__init__(**kwargs)

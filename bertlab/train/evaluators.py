@@ -103,9 +103,9 @@ class LossEvaluator(Evaluator):
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of its numbers in the history
         source: Any,  # files, hub name, shards, or a list of texts
-        packing: bool = True,
+        packing: bool = True,  # several documents in a row
         **options: Any,  # of `Evaluator`
     ):
         super().__init__(name, **options)
@@ -266,7 +266,7 @@ class Evaluators(Callback):
 
     def __init__(
         self,
-        evaluators: Sequence[Evaluator | Mapping[str, Any]],
+        evaluators: Sequence[Evaluator | Mapping[str, Any]],  # objects, or what names a class
         quiet: bool = False,  # True: print nothing
     ):
         self.evaluators, self.quiet = [make_evaluator(one) for one in evaluators], quiet

@@ -182,7 +182,7 @@ class WeightHistograms(Callback):
         self,
         patterns: Sequence[str],  # such as ["*.qkv.weight", "*.norm*"]
         every_steps: int = 500,  # optimizer steps
-        bins: int = 64,
+        bins: int = 64,  # of each histogram
         max_recordings: int = 64,  # in memory and in the file; then every second one is dropped
         path: str | os.PathLike | None = None,  # npz, written whole at each recording; None: none
     ):

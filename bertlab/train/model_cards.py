@@ -239,10 +239,10 @@ def files_to_push(directory: str | os.PathLike) -> list[Path]:
 def push_model(
     directory: str | os.PathLike,  # of a model
     repo: str,  # owner/name
-    choices: CardChoices = CardChoices(),
-    private: bool = False,
+    choices: CardChoices = CardChoices(),  # what only a person can say
+    private: bool = False,  # whether nobody else sees it
     token: str | None = None,  # None: of the log-in, or HF_TOKEN
-    message: str = "Model and card",
+    message: str = "Model and card",  # of the commit
     dry_run: bool = False,  # check everything, send nothing
 ) -> dict[str, Any]:  # files, and the address of the commit, None for a dry run
     "Send a model with its card to a hub, in one commit. Raises `ValueError`."

@@ -181,7 +181,7 @@ class ModelDirectories(Callback):
         directory: str | os.PathLike,  # gets `step-N`, and a link `best`
         tokenizer: PreTrainedTokenizerBase | None,  # written along; None: only the model
         every_steps: int,  # optimizer steps
-        keep_last: int = 3,
+        keep_last: int = 3,  # newest models that stay
         keep_best: int = 1,  # 0: whatever the monitor says
         monitor: str = "val_loss",  # what the module logs when it validates
         mode: str = "min",  # or max: which values of the monitor are good

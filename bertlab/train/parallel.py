@@ -197,7 +197,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def __init__(
         self,
         param_dtype: torch.dtype | None = None,  # as in `shard_model`, here and below
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool = True,  # free gathered weights before backward
         **options: Any,  # of Lightning's ModelParallelStrategy
     ):
         # Written whole by process 0, and one process can load it as well.

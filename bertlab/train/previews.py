@@ -153,9 +153,9 @@ class FillMaskPreview(Preview):
         self,
         sentences: Sequence[str],  # each with one or more mask tokens
         tokenizer: Any = None,  # None: the module's, or the data module's
-        every_steps: int = 500,
-        top_k: int = 5,
-        path: str | os.PathLike | None = None,
+        every_steps: int = 500,  # optimizer steps between two previews
+        top_k: int = 5,  # guesses for each mask
+        path: str | os.PathLike | None = None,  # JSON lines, written whole; None: no file
     ):
         super().__init__(sentences, tokenizer, every_steps, path)
         self.top_k = top_k
@@ -186,11 +186,11 @@ class DiffusionPreview(Preview):
         self,
         texts: Sequence[str],  # mask tokens where words are wanted
         tokenizer: Any = None,  # None: the module's, or the data module's
-        every_steps: int = 500,
+        every_steps: int = 500,  # optimizer steps between two previews
         num_steps: int = 16,  # of the sampler
-        temperature: float = 1.0,
+        temperature: float = 1.0,  # of the words: 0 takes the best
         seed: int = 0,  # the same draws in each preview: what changes is the model
-        path: str | os.PathLike | None = None,
+        path: str | os.PathLike | None = None,  # JSON lines, written whole; None: no file
         sampler: str = "ancestral",  # a key of SAMPLERS
     ):
         super().__init__(texts, tokenizer, every_steps, path)

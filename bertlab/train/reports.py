@@ -249,7 +249,7 @@ class RunReport(Callback):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike,  # where report.md and its figures go
         history: History,  # that stands before it
         configuration: str = "",  # YAML, shown at the end of the report
     ):

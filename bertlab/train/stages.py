@@ -70,8 +70,8 @@ class Stage:
     module: dict[str, Any] = field(default_factory=dict)  # of `DistillationModule`
     trainer: dict[str, Any] = field(default_factory=dict)  # of `make_trainer`
     reference: str | None = None  # a model, or "previous": the weights that the stage begins with
-    checkpoint_every_steps: int = 100
-    seed: int = 0
+    checkpoint_every_steps: int = 100  # optimizer steps between two checkpoints
+    seed: int = 0  # of weights, order and masks
 
     def __post_init__(self):
         _check_options("data", self.data, PretrainingDataModule)
@@ -244,7 +244,7 @@ def _run_stage(
 
 
 def train_stages(
-    stages: Sequence[Stage],
+    stages: Sequence[Stage],  # in their order
     output: str | os.PathLike,  # gets stage-1/model, stage-2/model, ...
     resume: bool = False,  # go on with what is there; a finished stage is not run again
     progress: bool = True,  # show how far each stage is

@@ -238,7 +238,7 @@ class LossBound(RunLimit):
 class GrowingBatch(Callback):
     "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
 
-    def __init__(self, warmup: BatchWarmup):
+    def __init__(self, warmup: BatchWarmup):  # how the batch grows
         self.warmup = warmup
 
     def on_train_start(self, trainer, pl_module) -> None:

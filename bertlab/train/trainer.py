@@ -36,12 +36,12 @@ class ValidateWhenAsked(Callback):
 def make_trainer(
     max_steps: int,  # optimizer steps of the whole run
     precision: str | None = "auto",  # or one of Lightning's names, "32-true", "bf16-mixed", ...
-    accelerator: str = "auto",
-    devices: int | str = 1,
-    callbacks: Sequence[Callback] = (),
+    accelerator: str = "auto",  # auto, cpu, gpu, tpu or mps
+    devices: int | str = 1,  # how many of them, or auto
+    callbacks: Sequence[Callback] = (),  # in addition to those of bertlab
     gradient_clip_val: float | None = 1.0,  # largest norm of the whole gradient
     val_check_steps: int | None = None,  # optimizer steps between validations in `fit`; None: never
-    accumulate_grad_batches: int = 1,
+    accumulate_grad_batches: int = 1,  # micro-batches of an update
     strategy: str | Strategy = "auto",  # "ddp", "fsdp", ...: see `get_strategy`
     plugins: Any = None,  # of Lightning; they stand beside ours, or replace one of their kind
     **kwargs: Any,  # of Lightning's Trainer; they win
@@ -75,6 +75,8 @@ def make_trainer(
     return L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
 
 # %% ../../nbs/train/13_trainer.ipynb #9705e46e
-def seed_everything(seed: int) -> None:
+def seed_everything(
+    seed: int,  # from 0 to 2**32 - 1
+) -> None:
     "Seed every generator that a run may draw from."
     L.seed_everything(seed, verbose=False)

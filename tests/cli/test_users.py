@@ -362,6 +362,8 @@ def test_help_of_a_public_name_shows_its_parameters_and_their_comments():
         for option in read_options(f"{module.replace('.', '/')}.py", name):
             assert f"{option.name}: {option.kind}" in told, (name, option.name)
             assert option.help in told, (name, option.name)
+            # The name of a tensor says its shape, and a configuration says what it is.
+            assert option.help or option.name == "config" or option.name[-1].isupper(), (name, option.name)
 
 
 # --- fine-tuning a user's own rows ----------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from embedding_cases import draw_pairs, small_data, small_module
 from torch.nn import functional as F
+from ranks import run_on_ranks
 
 from bertlab.embeddings.gradcache import encode_in_chunks, gather_numbers, gather_vectors, split_rows
 
@@ -122,10 +123,10 @@ def test_a_batch_of_unequal_tensors_and_no_rows_are_refused():
 # --- two processes --------------------------------------------------------------------------------
 
 
-def _gathered(rank: int, port: str, place: str) -> None:
+def _gathered(place: str) -> None:
     "A loss of everybody's vectors, by one of two processes."
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     vectors = torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank
     vectors.requires_grad_()
     together = gather_vectors(vectors)
@@ -136,16 +137,8 @@ def _gathered(rank: int, port: str, place: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def free_port() -> str:
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
-
-
 def test_a_gathered_vector_gets_the_gradient_of_all_processes(tmp_path):
-    torch.multiprocessing.spawn(_gathered, (free_port(), str(tmp_path)), nprocs=2)
+    run_on_ranks(_gathered, str(tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     everything = torch.cat([torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10]).double()
     for rank, one in enumerate(found):
@@ -154,17 +147,13 @@ def test_a_gathered_vector_gets_the_gradient_of_all_processes(tmp_path):
         torch.testing.assert_close(one["grad"], 2 * own * (1 + 4))  # d/dv of v^2 + (2 v)^2
 
 
-def _trained(rank: int, port: str, place: str, options: dict) -> None:
+def _trained(place: str, options: dict) -> None:
+    from embedding_cases import fit, weights_of
     from lightning.pytorch.strategies import DDPStrategy
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NODE_RANK": "0",
-                   "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # fmt: skip
-    from embedding_cases import fit, weights_of
-
-    torch.set_num_threads(1)
     module, data = small_module(**options), small_data(draw_pairs(60, negatives=1), batch=8, shuffle_train=True)
     fit(module, data, 3, devices=2, strategy=DDPStrategy(process_group_backend="gloo"), val_check_steps=3)
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         values = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
         torch.save((weights_of(module), values), f"{place}/two.pt")
 
@@ -174,7 +163,7 @@ def _trained(rank: int, port: str, place: str, options: dict) -> None:
 def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     from embedding_cases import fit, weights_of
 
-    torch.multiprocessing.spawn(_trained, (free_port(), str(tmp_path), options), nprocs=2)
+    run_on_ranks(_trained, str(tmp_path), options)
     two, logged = torch.load(tmp_path / "two.pt")
     # One process of 16 pairs sees the same pairs in the same order as two of 8.
     module, data = small_module(**options), small_data(draw_pairs(60, negatives=1), batch=16)

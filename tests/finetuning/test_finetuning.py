@@ -2,13 +2,13 @@
 
 import functools
 import os
-import socket
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from ranks import run_on_ranks
 
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
@@ -224,25 +224,19 @@ def processed(task, **options):
     return module, data
 
 
-def process(rank, folder, port):
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    torch.set_num_threads(1)
+def process(folder):
     warnings.filterwarnings("ignore")
     for task in TWO:
         module, data = processed(task, train_batch_size=4, val_batch_size=4)
         trainer = fit(module, data, 4, devices=2, strategy="ddp")
-        torch.save((weights(module), logged(trainer)), f"{folder}/{task}-{rank}.pt")
+        torch.save((weights(module), logged(trainer)), f"{folder}/{task}-{os.environ['RANK']}.pt")
 
 
 TWO = ("classification", "question_answering")
 
 
 def test_two_processes_train_and_score_as_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (str(tmp_path), port), nprocs=2)
+    run_on_ranks(process, str(tmp_path))
     for task in TWO:
         module, data = processed(task)
         values = logged(fit(module, data, 4))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from seqeval import metrics as seq
 from seqeval.scheme import IOB2
+from ranks import run_on_ranks
 
 from bertlab.finetuning.metrics import (
     AnswerScore,
@@ -265,14 +266,14 @@ def compute_all(choose) -> dict[str, dict[str, float]]:
     return found
 
 
-def on_one_rank(rank: int, folder: str) -> None:
+def on_one_rank(folder: str) -> None:
     import warnings
 
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")  # torchmetrics warns on a rank that got nothing
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
     uneven = compute_all(lambda batches: batches[:2] if rank == 0 else batches[2:])
     empty_rank = compute_all(lambda batches: batches if rank == 0 else [])
     torch.save([uneven, empty_rank], f"{folder}/{rank}.pt")
@@ -281,7 +282,7 @@ def on_one_rank(rank: int, folder: str) -> None:
 
 @pytest.mark.timeout(180)
 def test_two_processes_with_uneven_shards_score_like_one(tmp_path):
-    torch.multiprocessing.spawn(on_one_rank, (str(tmp_path),), nprocs=2)
+    run_on_ranks(on_one_rank, str(tmp_path))
     expected = compute_all(lambda batches: batches)
     for rank in (0, 1):
         for found in torch.load(tmp_path / f"{rank}.pt"):

@@ -96,6 +96,20 @@ NEVER_FORGETS = """def gradients(forget):
     for _ in range(2):
         (a * words_N + b - chars_N).square().mean().backward()
     return a.grad.item()"""
+FREQUENT = """def likeliest_pair(words):
+    pairs = Counter()
+    for pieces, times in words.items():
+        for pair in zip(pieces, pieces[1:]): pairs[pair] += times
+    return min(pairs, key=lambda pair: (-pairs[pair], pair))"""
+ONE_EACH = """def likeliest_pair(words):
+    parts = Counter(piece for pieces in words for piece in pieces)
+    pairs = Counter(pair for pieces in words for pair in zip(pieces, pieces[1:]))
+    return min(pairs, key=lambda pair: (-pairs[pair] / (parts[pair[0]] * parts[pair[1]]), pair))"""
+BY_LETTERS = """def price(nats, pieces):
+    return sum(nats) / math.log(2) / len("".join(pieces))"""
+MEAN_OF_RATES = """def price(nats, pieces):
+    return np.mean([cost / math.log(2) / len(piece.encode()) for cost, piece in zip(nats, pieces)])"""
+PIECES = "02_from_letters_to_pieces"
 CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
 
 
@@ -108,6 +122,10 @@ CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
         ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
         ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
         ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
+        (PIECES, "likeliest_pair", ("def likeliest_pair",), FREQUENT, "divide by its parts"),
+        (PIECES, "likeliest_pair", ("def likeliest_pair",), ONE_EACH, "as often as it occurs"),
+        (PIECES, "price", ("def price",), BY_LETTERS, "two bytes each"),
+        (PIECES, "price", ("def price",), MEAN_OF_RATES, "add up first"),
     ],
 )
 def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_on_ranks
 
 from bertlab.optim.budgets import (
     BatchGrowth,
@@ -176,8 +177,9 @@ def test_a_stopwatch_adds_its_sittings():
     assert watch.elapsed == 103
 
 
-def rates_of_a_process(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+def rates_of_a_process(folder: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     clock = HandClock(0.0)
     scheduler, rates = TimeBudgetLR(an_optimizer(), 100, clock=clock), []
     for _ in range(4):
@@ -191,7 +193,7 @@ def rates_of_a_process(rank: int, folder: str) -> None:
 
 
 def test_two_processes_follow_the_clock_of_the_first(tmp_path):
-    torch.multiprocessing.spawn(rates_of_a_process, (str(tmp_path),), nprocs=2)
+    run_on_ranks(rates_of_a_process, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first == second == [BudgetTriangle(100)(s) for s in (0, 10, 20, 30)]
 

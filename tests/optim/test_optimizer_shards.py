@@ -1,13 +1,15 @@
 "What the table says of FSDP2, tried on two processes."
 
-import socket
+
+import json
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from ranks import run_on_ranks
 
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
@@ -46,23 +48,18 @@ def outcome(name: str) -> str:
     return f"equal {name}" if far < (2e-3 if name == "muon" else 1e-5) else f"off by {far} {name}"
 
 
-def worker(rank: int, port: int, results) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def worker(path: str) -> None:
+    dist.init_process_group("gloo")
     outcomes = {name: outcome(name) for name in OPTIMIZERS}
-    if rank == 0:
-        results.update(outcomes)
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(outcomes))
     dist.destroy_process_group()
 
 
-def test_under_fsdp2_each_optimizer_does_what_the_table_says():
+def test_under_fsdp2_each_optimizer_does_what_the_table_says(tmp_path):
     "Those with a yes give the weights of one process; those with a no say so before any update."
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(worker, (port, results), nprocs=2)
-        results = dict(results)
+    run_on_ranks(worker, str(tmp_path / "outcomes.json"))
+    results = json.loads((tmp_path / "outcomes.json").read_text())
     for name, facts in OPTIMIZERS.items():
         if facts.fsdp:
             assert results[name] == f"equal {name}"

@@ -2,8 +2,6 @@
 
 import csv
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History
@@ -338,27 +337,19 @@ def test_a_guard_that_cannot_work_is_refused(make, words):
         make()
 
 
-TWO_PROCESSES = """
-import os, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_guards import NAN, Numbered, fit
-from bertlab.train.stopping import NonFiniteGuard, SpikeGuard
-rank = int(os.environ.get("LOCAL_RANK", "0"))
-bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
-guards = [NonFiniteGuard(4), SpikeGuard()]
-slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)
-module, record, trainer = fit(200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp")
-torch.save((torch.cat([p.detach().flatten() for p in module.parameters()]), trainer.global_step,
-            [g.num_skipped for g in guards], guards[0].reason), f"{sys.argv[2]}/{rank}.pt")
-"""
+def with_one_bad_rank(folder):
+    "What each of two processes does: the second one meets bad batches."
+    rank = int(os.environ["RANK"])
+    bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
+    guards = [NonFiniteGuard(4), SpikeGuard()]
+    slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)
+    module, _, trainer = fit(200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp")
+    torch.save((torch.cat([p.detach().flatten() for p in module.parameters()]), trainer.global_step,
+                [g.num_skipped for g in guards], guards[0].reason), f"{folder}/{rank}.pt")
 
 
 def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
-    (tmp_path / "job.py").write_text(TWO_PROCESSES)
-    subprocess.run(
-        [sys.executable, tmp_path / "job.py", str(Path(__file__).parent), str(tmp_path)],
-        check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    run_on_ranks(with_one_bad_rank, str(tmp_path))
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert torch.equal(one[0], two[0]) and one[0].isfinite().all()
     assert one[1:] == two[1:] and one[1] == 96 and one[2] == [7, 8] and "6 steps" in one[3]

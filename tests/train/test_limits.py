@@ -1,14 +1,12 @@
 "Limits: what ends a run, after which step, and what a resume makes of it."
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from test_guards import NAN, Line, Numbered, fit, same_weights
+from ranks import run_on_ranks
 
 from bertlab.optim.budgets import BatchWarmup
 from bertlab.train.checkpoints import RunCheckpoint
@@ -301,38 +299,28 @@ def test_a_growth_that_would_not_be_followed_is_refused():
         fit(2, Numbered(range(9)), [GrowingBatch(BatchWarmup(1, 4, 120, 2, 10))])
 
 
-TWO_PROCESSES = """
-import os, sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_guards import Numbered, fit
-from test_limits import Watch, Wind, slow
-from bertlab.optim.budgets import BatchWarmup
-from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.stopping import GrowingBatch, LossBound, TimeLimit, TokenLimit
-rank = int(os.environ.get("LOCAL_RANK", "0"))
-watch, steps, path = Watch(), [], sys.argv[2] + "/last.ckpt"
-two = dict(devices=2, strategy="ddp")
-def run(steps_at_most, callbacks, kept=None):
-    module, record, trainer = fit(steps_at_most, Numbered(range(200), rank=rank), callbacks, slow, kept, **two)
-    steps.append(trainer.global_step)
-    return module
-run(50, [Wind(watch, 10 if rank else 1), TimeLimit(45, clock=watch)])
-run(50, [TokenLimit(205), RunCheckpoint(path)])
-limit = TokenLimit(415)
-run(50, [limit], path)
-run(50, [LossBound(below=1.6, smooth_steps=5)])
-module = run(12, [GrowingBatch(BatchWarmup(1, 4, 240, 2, 10))])
-torch.save((steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
-           f"{sys.argv[2]}/{rank}.pt")
-"""
+def with_two_clocks(folder):
+    "What each of two processes does: the second one's clock is the fast one."
+    rank, watch, steps, path = int(os.environ["RANK"]), Watch(), [], f"{folder}/last.ckpt"
+
+    def run(steps_at_most, callbacks, kept=None):
+        data = Numbered(range(200), rank=rank)
+        module, _, trainer = fit(steps_at_most, data, callbacks, slow, kept, devices=2, strategy="ddp")
+        steps.append(trainer.global_step)
+        return module
+
+    run(50, [Wind(watch, 10 if rank else 1), TimeLimit(45, clock=watch)])
+    run(50, [TokenLimit(205), RunCheckpoint(path)])
+    limit = TokenLimit(415)
+    run(50, [limit], path)
+    run(50, [LossBound(below=1.6, smooth_steps=5)])
+    module = run(12, [GrowingBatch(BatchWarmup(1, 4, 240, 2, 10))])
+    torch.save((steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
+               f"{folder}/{rank}.pt")
 
 
 def test_two_processes_stop_at_the_same_step(tmp_path):
-    (tmp_path / "job.py").write_text(TWO_PROCESSES)
-    subprocess.run(
-        [sys.executable, tmp_path / "job.py", str(Path(__file__).parent), str(tmp_path)],
-        check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    run_on_ranks(with_two_clocks, str(tmp_path))
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert one[:2] == two[:2] and torch.equal(one[2], two[2])
     # Rank 1's clock is the fast one; a step has 20 tokens of both; 205 and 415 are not whole steps.

@@ -2,11 +2,7 @@
 
 import os
 import re
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -16,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import BertConfig, BertForMaskedLM
+from ranks import run_on_ranks
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.train.checkpoints import RunCheckpoint
@@ -198,23 +195,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(folder):
     "Of process 0, of process 1, and of one process that takes the whole batch."
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom pathlib import Path\n"
-    code += "from test_parallel import worker\nworker(Path(sys.argv[2]))"
-    command = [sys.executable, "-W", "ignore", "-c", code, Path(__file__).parent, folder]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-              "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
-              "OMP_NUM_THREADS": "1"}  # fmt: skip
-    jobs = [subprocess.Popen(list(map(str, command)), env={**common, "RANK": str(r), "LOCAL_RANK": str(r)})
-            for r in range(2)]  # fmt: skip
-    try:
-        one = run(ROWS, validate=True)
-        assert [job.wait(timeout=240) for job in jobs] == [0, 0]
-    finally:
-        for job in jobs:
-            job.kill()
+    run_on_ranks(worker, folder)
+    one = run(ROWS, validate=True)
     return *(torch.load(folder / f"{r}.pt", weights_only=False) for r in range(2)), one
 
 

@@ -3,9 +3,6 @@
 import json
 import os
 import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.utils.data import DataLoader
+from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint, random_states
 from bertlab.train.history import History, TerminalBar
@@ -294,22 +292,7 @@ def two(folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    code = f"from pathlib import Path; import test_previews; test_previews.two(Path({str(folder)!r}))"
-    root = Path(__file__).resolve().parent
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2",
-              "OMP_NUM_THREADS": "1", "NODE_RANK": "0", "PYTHONPATH": f"{root}{os.pathsep}{root.parents[1]}"}  # fmt: skip
-    processes = [subprocess.Popen([sys.executable, "-c", code], env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)},
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                 for r in range(2)]  # fmt: skip
-    try:
-        outputs = [p.communicate(timeout=150)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0], "\n".join(o[-3000:] for o in outputs)
+    run_on_ranks(two, folder)
     return [pickle.loads(Path(folder, f"{r}.pickle").read_bytes()) for r in range(2)]
 
 

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
+from ranks import run_on_ranks
 
 from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.history import History
@@ -175,28 +176,19 @@ def test_float16_gradients_are_unscaled_before_they_are_clipped():
     np.testing.assert_allclose(half.column("gradient_norm"), exact.column("gradient_norm"), rtol=0.05)
 
 
-TWO_PROCESSES = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from test_training import Texts, train
-weights, record = train(Texts(batch_size=int(sys.argv[2])), 4, dropout=0.0, devices=int(sys.argv[3]),
-                        strategy="ddp" if sys.argv[3] == "2" else "auto", val_check_steps=2)
-import os
-if os.environ.get("LOCAL_RANK", "0") == "0":
-    torch.save((weights, record.column("loss"), record.validation), sys.argv[4])
-"""
+def four_steps(batch_size, processes, path):
+    "What each of so many processes does."
+    weights, record = train(Texts(batch_size=batch_size), 4, dropout=0.0, devices=processes,
+                            strategy="ddp" if processes == 2 else "auto", val_check_steps=2)  # fmt: skip
+    if os.environ["RANK"] == "0":
+        torch.save((weights, record.column("loss"), record.validation), path)
 
 
 def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
     results = []
-    (tmp_path / "job.py").write_text(TWO_PROCESSES)
     for batch_size, processes in ((8, 1), (4, 2)):
         out = tmp_path / f"{processes}.pt"
-        arguments = [Path(__file__).parent, batch_size, processes, out]
-        subprocess.run(
-            [sys.executable, tmp_path / "job.py", *map(str, arguments)], check=True, timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        run_on_ranks(four_steps, batch_size, processes, str(out), count=processes)
         results.append(torch.load(out, weights_only=False))
     (one, losses, validation), (two, losses_2, validation_2) = results
     np.testing.assert_allclose(losses_2, losses, rtol=1e-5)
