@@ -51,6 +51,7 @@ PARTS = (
     Part("finetuning_trainer", 10, resumes=True),
     Part("embeddings", 30, None, ("build/demo",), resumes=True),
     Part("scaling", 25, resumes=True),
+    Part("final_project", 140, resumes=True),
     Part("pretraining", 75, resumes=True),
 )
 

@@ -25,6 +25,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",  # the tokenizers warn when a process that used threads forks
     MPLBACKEND="Agg",
     PYTHONHASHSEED="0",
+    BERTLAB_PROGRESS="off",  # what is solved here is not the reader's progress
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
 # A shell starts background jobs deaf to Ctrl-C, and children inherit that: no test of it could pass.

@@ -339,11 +339,16 @@ def _tokenize(asked: Asked) -> None:
 
 
 def _speedrun(asked: Asked) -> None:
-    "Race a recipe, or check a log of a race."
+    "Race a recipe, check a log of a race, or score a model."
     from bertlab.cli.speedrun import check_log, load_speedrun, speedrun
+    from bertlab.cli.speedrun import format_score, score_model
 
     config = dict(asked.config)
-    log = config.pop("check")
+    log, model = config.pop("check"), config.pop("score")
+    if model is not None:
+        quieten()
+        print(format_score(score_model(model, config["track"])))
+        return
     if log is not None:
         if not Path(log).is_file():
             raise ValueError(f"there is no file {log}")

@@ -10,4 +10,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "names",
     "devices",
     "reading",
+    "progress",
 ))

@@ -15,4 +15,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "precision",
     "stepper",
     "text_map",
+    "puzzles",
 ))

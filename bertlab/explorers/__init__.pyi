@@ -11,3 +11,4 @@ from . import profiling as profiling
 from . import precision as precision
 from . import stepper as stepper
 from . import text_map as text_map
+from . import puzzles as puzzles

@@ -10,6 +10,8 @@ import torch
 from conftest import ROOT
 from test_notebooks import solutions
 
+from bertlab.explorers.puzzles import PUZZLES
+
 COURSE = ROOT / "nbs/course"
 LESSONS = sorted(COURSE.glob("[0-9][0-9]_*.ipynb"))
 
@@ -136,3 +138,33 @@ def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(pag
     assert check(space[exercise]) == "right"
     exec(wrong, space)
     assert hint in check(space[exercise])
+
+
+CHECKED = [*sorted(COURSE.glob("*.ipynb")), *sorted((ROOT / "nbs/walkthroughs").glob("*.ipynb"))]
+
+
+def key_of(path) -> str:
+    "The name of a page in the record of what is solved."
+    return path.relative_to(ROOT / "nbs").with_suffix("").as_posix()
+
+
+def checks_of(path) -> list[str]:
+    code = "\n".join(sync.source_of(cell) for cell in cells_of(path) if cell["cell_type"] == "code")
+    return re.findall(r"^def check_(\w+)", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", CHECKED, ids=key_of)
+def test_every_check_is_remembered_under_the_name_of_its_page(path):
+    code = "\n".join(sync.source_of(cell) for cell in cells_of(path) if cell["cell_type"] == "code")
+    recorded = re.findall(r'^@recorded\("([^"]+)"\)\ndef check_(\w+)', code, re.MULTILINE)
+    assert recorded == [(key_of(path), name) for name in checks_of(path)]
+
+
+def test_the_map_knows_every_page_and_how_many_checks_it_has():
+    source = next(sync.source_of(cell) for cell in cells_of(COURSE / "index.ipynb") if "CHECKS = {" in sync.source_of(cell))
+    known = next(ast.literal_eval(node.value) for node in ast.parse(source).body
+                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHECKS")  # fmt: skip
+    for page, count in known.values():
+        path = ROOT / "nbs" / f"{page}.ipynb"
+        assert count == (len(PUZZLES) if page == "course/puzzles" else len(checks_of(path))), page
+    assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {page for page, _ in known.values()}
