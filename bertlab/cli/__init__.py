@@ -14,6 +14,6 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "vocabularies",
     "adapt",
     "tune",
-    "main",
     "export",
+    "main",
 ))

@@ -10,5 +10,5 @@ from . import speedrun as speedrun
 from . import vocabularies as vocabularies
 from . import adapt as adapt
 from . import tune as tune
-from . import main as main
 from . import export as export
+from . import main as main

@@ -523,7 +523,7 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
             *(" " * indent + line for line in wrapped[1:])]
 
-# %% ../../nbs/cli/01_options.ipynb #235471ca
+# %% ../../nbs/cli/01_options.ipynb #fc19e2e5
 _PRETRAIN = dict(
     sections={"model": ("train/modules.py", "PretrainingModule"),
               "data": ("data/module.py", "PretrainingDataModule"),
