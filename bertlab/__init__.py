@@ -47,8 +47,6 @@ _FACE = {
     "model.activation_checkpointing": "checkpoint_activations",
     "model.float8": "convert_to_float8",
     "model.vocabulary": "extend_vocabulary transplant_vocabulary trim_vocabulary",
-    "model.tensor_parallel": "split_model",
-    "model.context_parallel": "share_rows",
     "model.adapters": "add_adapter",
     "model.context": "extend_context",
     "model.samplers": "SamplingRule",
@@ -77,8 +75,7 @@ _FACE = {
     "train.evaluators": "Evaluators LossEvaluator",
     "train.averages": "AveragedWeights",
     "train.estimate": "estimate_memory",
-    "train.export": "OnnxModel export_model",
-    "train.web_page": "export_web_page",
+    "train.export": "OnnxModel",
     # finetuning: a checkpoint, a task, an honest number
     "finetuning.data": "FinetuningDataModule",
     "finetuning.module": "FinetuningModule",

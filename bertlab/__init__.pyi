@@ -76,8 +76,6 @@ from .model.float8 import convert_to_float8 as convert_to_float8
 from .model.vocabulary import extend_vocabulary as extend_vocabulary
 from .model.vocabulary import transplant_vocabulary as transplant_vocabulary
 from .model.vocabulary import trim_vocabulary as trim_vocabulary
-from .model.tensor_parallel import split_model as split_model
-from .model.context_parallel import share_rows as share_rows
 from .model.adapters import add_adapter as add_adapter
 from .model.context import extend_context as extend_context
 from .model.samplers import SamplingRule as SamplingRule
@@ -122,8 +120,6 @@ from .train.evaluators import LossEvaluator as LossEvaluator
 from .train.averages import AveragedWeights as AveragedWeights
 from .train.estimate import estimate_memory as estimate_memory
 from .train.export import OnnxModel as OnnxModel
-from .train.export import export_model as export_model
-from .train.web_page import export_web_page as export_web_page
 from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.module import FinetuningModule as FinetuningModule
 from .finetuning.runs import finetune as finetune

@@ -7,7 +7,6 @@ __all__ = ['Cut', 'enter', 'leave', 'ColumnLinear', 'RowLinear', 'HeadNorm', 'Vo
            'check_split', 'split_model', 'gather_cut', 'find_cuts']
 
 # %% ../../nbs/model/21_tensor_parallel.ipynb #f7cb16a3
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 

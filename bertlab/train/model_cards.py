@@ -7,7 +7,6 @@ __all__ = ['DEVICE_WATTS', 'OVERHEAD', 'PUSHED', 'estimate_energy', 'CardChoices
            'write_card', 'files_to_push', 'push_model']
 
 # %% ../../nbs/train/19_model_cards.ipynb #1e480f4f
-import json
 import math
 import os
 import re
