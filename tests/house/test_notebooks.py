@@ -1,7 +1,8 @@
 """Every notebook runs from top to bottom in a process of its own, and every folded solution is right.
 
-What trains for long is run shorter: a line that ends in `# quick: steps=20` takes that value here, one that ends in
-`# quick: pass` (a claim about the long run) is left out. `make test-all` runs these notebooks at full length too.
+What trains for long is run shorter: a line that ends in `# quick: steps=20` takes that value here (`SIZES = (2, 4)`, with
+spaces, for a whole statement), one that ends in `# quick: pass` (a claim about the long run) is left out. `make test-all`
+runs these notebooks at full length too.
 
 A notebook whose cells, imports (modules of the package, what they import, files that the cells name) and locked
 versions have passed on this machine before is not run again; BERTLAB_RUN_ALL=1 runs every one.
@@ -75,6 +76,10 @@ def quick_line(line: str) -> str:
     if found["change"] == "pass":
         return line[: len(line) - len(line.lstrip())] + "pass"
     name, _, value = found["change"].partition("=")
+    if name.endswith(" "):  # a statement of its own, whatever its value is made of
+        changed, count = re.subn(rf"^(\s*{name.strip()} =) .*$", rf"\g<1>{value}", found["line"])
+        assert count == 1, f"`{name}` is not what {line!r} sets"
+        return changed
     changed, count = re.subn(rf"\b{name}(\s*)=(\s*)[^\s,()]+", rf"{name}\g<1>=\g<2>{value}", found["line"])
     assert count == 1, f"`{name}` is not set once in {line!r}"
     return changed
@@ -224,6 +229,7 @@ def test_a_notebook_that_trains_holds_at_full_length(path, tmp_path):
         ("steps = 300  # quick: steps=20", "steps = 20"),
         ("fit(max_steps=500, seed=0)  # quick: max_steps=9", "fit(max_steps=9, seed=0)"),
         ("    assert loss < line  # quick: pass", "    pass"),
+        ("SIZES = (2, 4, 8)  # quick: SIZES = (2, 4)", "SIZES = (2, 4)"),
         ("steps = 300  # a quick look", "steps = 300  # a quick look"),
     ],
 )
