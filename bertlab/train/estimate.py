@@ -229,27 +229,20 @@ def _largest_fitting(
     A peak is the largest of several moments, each of which grows evenly with the rows. So it is
     convex, and rows that the chord says fit do fit.
     """
-    low, high = (rows, peak) if peak <= room else (0, kept), None if peak <= room else (rows, peak)
-    if high is None:
-        twice = peak_of(2 * rows)
-        slope = (twice - peak) / rows
+    low, high = (0, kept), (rows, peak)  # rows that fit, and rows that do not
+    while high[1] <= room:  # go where the last two would lead, and a row further
+        slope = (high[1] - low[1]) / (high[0] - low[0])
         if slope <= 0:
-            return rows
-        low, high = ((2 * rows, twice), None) if twice <= room else (low, (2 * rows, twice))
-    guess = int(low[0] + (room - low[1]) / slope) if high is None else 0
-    for _ in range(12):
-        if high is not None:
-            if high[0] - low[0] <= max(1, low[0] // 50):
-                break
-            share = (room - low[1]) / (high[1] - low[1])
-            guess = min(max(low[0] + 1, int(low[0] + share * (high[0] - low[0]))), high[0] - 1)
-        peak = peak_of(guess)
-        if peak <= room:
-            low = guess, peak
-            if high is None:
-                break  # it grows evenly, so one row more is too many, or nearly
-        else:
-            high = guess, peak
+            return high[0]
+        further = max(high[0], int(low[0] + (room - low[1]) / slope)) + 1
+        low, high = high, (further, peak_of(further))
+    by_chord = True
+    while high[0] - low[0] > max(1, low[0] // 50):
+        share = (room - low[1]) / (high[1] - low[1]) if by_chord else 0.5
+        guess = int(low[0] + share * (high[0] - low[0]))
+        guess = min(max(low[0] + 1, guess), high[0] - 1)
+        peak, by_chord = peak_of(guess), not by_chord  # every second one halves what is left
+        low, high = ((guess, peak), high) if peak <= room else (low, (guess, peak))
     return low[0]
 
 

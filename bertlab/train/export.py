@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['PARTS', 'OPSET', 'MOST_BYTES', 'INPUTS', 'FILES', 'REPORT', 'TOLERANCE', 'GlassEncoder', 'check_parts', 'check_extra',
-           'write_onnx', 'read_onnx', 'OnnxModel', 'write_int8', 'GappedRows', 'gapped_rows', 'compare_with_torch',
-           'check_exportable', 'check_output', 'held_out_texts', 'export_model', 'describe_export']
+           'write_onnx', 'read_onnx', 'best_ids', 'OnnxModel', 'write_int8', 'GappedRows', 'gapped_rows',
+           'compare_with_torch', 'check_exportable', 'check_output', 'held_out_texts', 'export_model',
+           'describe_export']
 
 # %% ../../nbs/train/20_export.ipynb #e247f9f5
 import contextlib
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.files import written_directory
-from ..core.reading import read_model_settings
+from ..core.reading import read_model_settings, read_text
 from ..data.corpus import load_corpus
 from ..data.sources import find_documents
 from ..data.tokenizers import load_tokenizer
@@ -36,7 +37,7 @@ from ..model.generate import encode_masked
 from ..model.heads import BertLabTokenPredictor
 from ..model.huggingface import check_tokenizer, plain_copy
 from ..model.losses import gather_positions
-from .model_cards import check_card, make_card
+from .model_cards import make_card
 from .modules import load_encoder
 
 # %% ../../nbs/train/20_export.ipynb #8120c314
@@ -200,6 +201,17 @@ def read_onnx(
 FILES = {"fp32": "model.onnx", "int8": "model_int8.onnx"}
 
 
+def best_ids(
+    logits_V: np.ndarray,  # of a gap
+    count: int,  # of guesses
+) -> list[tuple[int, float]]:  # id and probability, best first
+    "The most probable entries."
+    shares_V = np.exp(logits_V - logits_V.max())
+    shares_V /= shares_V.sum()
+    return [(i, float(shares_V[i]))
+            for i in np.argsort(-shares_V, kind="stable")[:count].tolist()]
+
+
 class OnnxModel:
     "A masked language model that onnxruntime computes. Raises `ValueError` for what is none."
 
@@ -274,19 +286,17 @@ class OnnxModel:
     ) -> list[list[list[tuple[str, float]]]]:  # text -> gap -> (word, probability)
         "Guess the words of gaps, best first. Raises `ValueError` for a text without one."
         mask = self.tokenizer.mask_token
+        if top_k < 1:
+            raise ValueError(f"top_k must be 1 or more, got {top_k}")
         texts = texts if isinstance(texts, str) else [t.replace("[MASK]", mask) for t in texts]
         encoded = encode_masked(self.tokenizer, texts, self.max_length or 10**9)
         ids_BL, mask_BL = (encoded[name].numpy() for name in INPUTS[:2])
         logits_BLV = self.run(ids_BL, mask_BL)["logits"]
-        return [[self._best(logits_LV[place], top_k)
+        name = lambda token: self.tokenizer.decode([token]).strip()
+        return [[[(name(i), share) for i, share in best_ids(logits_LV[place], top_k)]
                  for place in np.flatnonzero(ids_L == self.tokenizer.mask_token_id)]
                 for ids_L, logits_LV in zip(ids_BL, logits_BLV)]
 
-    def _best(self, logits_V: np.ndarray, top_k: int) -> list[tuple[str, float]]:
-        shares_V = np.exp(logits_V - logits_V.max())
-        shares_V /= shares_V.sum()
-        best = np.argsort(-shares_V, kind="stable")[:top_k].tolist()
-        return [(self.tokenizer.decode([i]).strip(), float(shares_V[i])) for i in best]
 
 # %% ../../nbs/train/20_export.ipynb #2188d776
 def write_int8(
@@ -421,8 +431,7 @@ def held_out_texts(
 def _card(directory: Path, report: Mapping[str, Any]) -> str:
     "The model's own card, or one made of what is known, with what the export measured."
     own = directory / "README.md"
-    text = own.read_text(encoding="utf-8") if own.is_file() else make_card(directory)
-    check_card(text)
+    text = read_text(own) if own.is_file() else make_card(directory)
     lines = [f"| {name} | {row['bytes'] / 1e6:.2f} | {row['largest_logit_difference']:.2g} | "
              f"{row['same_best_guess']:.1%} | {row['loss']:.4f} |"
              for name, row in report["files"].items()]

@@ -27,8 +27,8 @@ import numpy as np
 
 from ..core.files import written_directory
 from ..core.reading import read_model_settings
-from .export import FILES, PARTS, REPORT, OnnxModel, check_exportable, check_extra
-from .export import check_output, export_model
+from .export import FILES, PARTS, REPORT, OnnxModel, best_ids, check_exportable
+from .export import check_extra, check_output, export_model
 
 # %% ../../nbs/train/21_web_page.ipynb #be478833
 @dataclass(frozen=True)
@@ -146,10 +146,8 @@ def answer_for_page(
     found = exported.run(np.array([ids]), np.ones((1, len(ids))), np.array([gaps]))
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
-        shares_V = np.exp(logits_V - logits_V.max())
-        shares_V /= shares_V.sum()
-        top = np.argsort(-shares_V, kind="stable")[:count].tolist()
-        return [(name_piece(tokenizer, i), round(float(shares_V[i]), 5), i) for i in top]
+        return [(name_piece(tokenizer, i), round(share, 5), i)
+                for i, share in best_ids(logits_V, count)]
 
     return {
         "text": text, "ids": list(ids), "gaps": gaps,

@@ -242,15 +242,21 @@ def test_another_tokenizer_in_the_place_is_not_replaced_unasked(text, tmp_path):
     assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text)
 
 
-def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path):
+def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path, monkeypatch):
     from bertlab.data.module import PretrainingDataModule
 
-    made(text, tmp_path / "out")
-    reader = load_tokenizer(tmp_path / "out" / "tokenizer")
-    data = PretrainingDataModule(str(tmp_path / "out"), max_sequence_length=32,
-                                 pretrained_tokenizer_name_or_path=reader)  # fmt: skip
-    data.setup("fit")
-    assert data.train_dataset.documents.store.num_ids == len(reader)
+    by = made(text, tmp_path / "out")["tokenizer"]
+    monkeypatch.setattr("bertlab.data.module.hash_tokenizer", lambda tokenizer: by)  # who made them is not told apart
+
+    def first_batch(vocab_size):
+        reader = train_tokenizer(TEXTS, vocab_size)
+        data = PretrainingDataModule(str(tmp_path / "out"), reader, max_sequence_length=32)
+        data.setup("fit")
+        return next(iter(data.train_dataloader()))
+
+    assert len(first_batch(300)["input_ids"])
+    with pytest.raises(StaleCache):
+        first_batch(120)
 
 
 def test_parts_follow_from_the_source_and_every_text_is_in_one(text):

@@ -120,3 +120,22 @@ def test_the_command_estimates_the_model_that_a_bare_run_would_build(objective):
     built.configure_model()
     said = estimate_run(ask_for_run("pretrain", words))
     assert said.step.weights == 4 * sum(p.numel() for p in built.parameters()) < 80e6
+
+
+@pytest.mark.parametrize("peak_of", [
+    lambda n: 100 + 3 * n, lambda n: max(100 + n, 7 * n, 40 * n - 9_000), lambda n: 100 + n + n * n // 50,
+], ids=["even", "with kinks", "growing"])  # fmt: skip
+@pytest.mark.parametrize("room", [99, 104, 900, 20_000, 10**9])
+def test_the_search_for_the_largest_batch_ends_beside_the_edge_in_a_few_traces(peak_of, room):
+    from bertlab.train.estimate import _largest_fitting
+
+    asked = []
+
+    def counted(n):
+        asked.append(n)
+        return peak_of(n)
+
+    found = _largest_fitting(counted, 4, peak_of(4), 100, room)
+    assert found == 0 or peak_of(found) <= room
+    assert peak_of(found + max(1, found // 50)) > room
+    assert len(asked) <= 40

@@ -239,3 +239,18 @@ def test_rows_that_a_model_cannot_read_are_refused(place):
         OnnxModel.load(place / "exported", "int4")
     with pytest.raises(ValueError, match="model.onnx"):
         OnnxModel.load(place / "model", "fp32")
+
+
+def test_a_readme_of_ones_own_stays_in_front_of_what_was_measured(place, tmp_path):
+    import shutil
+
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "README.md").write_text("# My notes\nNo card at all.\n")
+    export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
+    assert (tmp_path / "out" / "README.md").read_text().startswith("# My notes\nNo card at all.\n\n## As ONNX")
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_guess_at_all_is_a_mistake(place, count):
+    with pytest.raises(ValueError, match="top_k must be 1 or more"):
+        OnnxModel.load(place / "exported").fill(["the [MASK]"], count)
