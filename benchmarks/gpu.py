@@ -24,6 +24,7 @@ on. The last two lines are the verdict: each target, whether it is reached, and 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 import warnings
@@ -115,10 +116,10 @@ class Side:
             if options.compile:
                 compile_layers(self.model, **compiling)
         self.model.to(self.device).train()
-        self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule()}
+        self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule(only_loss=True)}
         self.graphs = bool(SIDES[name]) and "mode" in SIDES[name][1]
         self.optimizer = get_optimizer("adamw", parameter_groups(self.model, weight_decay=0.01), {"lr": 1e-4})
-        self.rates, self.kernel = [], "sdpa"
+        self.rates, self.kernel, self.last_loss = [], "sdpa", None
 
     def step(self) -> None:
         "Copy, forward, backward, clip, update; nothing is read back."
@@ -129,6 +130,7 @@ class Side:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self.model(**batch, **self.loss).loss
+        self.last_loss = loss.detach()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -154,7 +156,8 @@ def count_waits(step: Callable[[], None]) -> dict[str, int]:  # what waited -> t
         torch.cuda.set_sync_debug_mode("warn")
         step()
         torch.cuda.set_sync_debug_mode("default")
-    places = (f"{Path(w.filename).name}:{w.lineno}" for w in said if "synchroniz" in str(w.message))
+    waits = (w for w in said if "called a synchronizing" in str(w.message))
+    places = (f"{Path(w.filename).name}:{w.lineno}" for w in waits)
     return dict(Counter(places))
 
 
@@ -194,6 +197,10 @@ def measure(shape: str, options, batches: dict[bool, list[dict]], ceiling: float
         for name in list(able)[:: 1 if number % 2 else -1]:
             able[name].run(options.steps)
     for name, side in able.items():
+        if not math.isfinite(float(side.last_loss)):  # a kernel that is fast and wrong has no rate
+            print(f"{shape}, {name}: failed: the loss is {float(side.last_loss)}", flush=True)
+            found[name]["error"] = f"the loss is {float(side.last_loss)} after {side.turn} steps"
+            continue
         labels = sum(int((b["labels"] != -100).sum()) for b in side.batches)
         tokens = sum(int((b["attention_mask"] > 0).sum()) for b in side.batches)
         positions = sum(b["attention_mask"].numel() for b in side.batches)
@@ -202,13 +209,15 @@ def measure(shape: str, options, batches: dict[bool, list[dict]], ceiling: float
         found[name] |= {
             "tokens_per_second": rate, "tokens_per_second_of_rounds": side.rates, "mfu": rate * cost / ceiling,
             "flops_per_token": cost, "real_share": tokens / positions,
-            "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches)}  # fmt: skip
+            "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches),
+            "last_loss": float(side.last_loss)}  # fmt: skip
         print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
               f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
               f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
     base = found["transformers"].get("tokens_per_second")
     for name in able:
-        found[name]["times_transformers"] = base and found[name]["tokens_per_second"] / base
+        rate = found[name].get("tokens_per_second")
+        found[name]["times_transformers"] = base and rate and rate / base
     return found
 
 

@@ -178,7 +178,7 @@ def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
     config["run"] |= {
         "output": str(output), "vocab_size": recipe.vocab_size, "keep_last": 1,
         "val_every_steps": max(1, recipe.steps // 5), "measure_every_steps": 0,
-        "skip_nonfinite": False, "skip_spikes": False, "models": False, "report": False,
+        "skip_spikes": False, "models": False, "report": False,
     }
     return config
 

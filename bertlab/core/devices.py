@@ -94,9 +94,8 @@ def find_varlen() -> str:  # "flash_attn", "torch", or empty where neither has i
         from torch.nn.attention.varlen import varlen_attn  # torch 2.9 has none
     except ImportError:
         return ""
-    # Its first versions knew neither windows nor heads that share keys.
-    takes = signature(varlen_attn).parameters
-    return "torch" if {"window_size", "enable_gqa"} <= takes.keys() else ""
+    # Its first version knew no windows.
+    return "torch" if "window_size" in signature(varlen_attn).parameters else ""
 
 
 def describe_attention(

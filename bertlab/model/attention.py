@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'document_mask', 'restart_positions', 'Pattern', 'alibi_bias', 'Scoring', 'write_out', 'share_heads',
-           'attention_weights', 'silence', 'eager_attention', 'sdpa_attention', 'FlexPattern', 'write_blocks',
-           'flex_attention', 'unpad', 'pad_again', 'Stretches', 'write_stretches', 'varlen_attention', 'Setting',
-           'find_capability', 'Kernel', 'check_kernel', 'attend', 'choose_kernel']
+           'attention_weights', 'silence', 'eager_attention', 'open_blind', 'sdpa_attention', 'FlexPattern',
+           'write_blocks', 'flex_attention', 'unpad', 'pad_again', 'Stretches', 'write_stretches', 'varlen_attention',
+           'Setting', 'find_capability', 'Kernel', 'check_kernel', 'attend', 'choose_kernel']
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
@@ -126,6 +126,15 @@ def eager_attention(
     return silence(weights_BHLL @ share_heads(v_BGLK, q_BHLK.shape[1]), scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #9befaccc
+def open_blind(
+    mask_B1LL: Tensor,  # bool, True where the query may look
+) -> Tensor:  # (B, 1, L, L) bool
+    "Let queries that may look nowhere look everywhere; what they bring home is silenced later."
+    # cuDNN's kernel, which torch 2.11 takes in 16 bits on an H100, answers a row of False with
+    # numbers of its own and NaN as the query's gradient, which then spreads to every weight.
+    return mask_B1LL | ~mask_B1LL.any(-1, keepdim=True)
+
+
 def sdpa_attention(
     q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,
     scoring: Scoring,
@@ -137,9 +146,11 @@ def sdpa_attention(
     if scoring.bias_1HLL is not None:
         bias_1HLL = scoring.bias_1HLL.to(q_BHLK.dtype)
         mask = bias_1HLL.masked_fill(~mask, torch.finfo(bias_1HLL.dtype).min)
+    elif q_BHLK.is_cuda:
+        mask = open_blind(mask)
     y_BHLK = F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, mask, dropout)
-    # With a bool mask torch itself gives 0 to a query without a key.
-    return y_BHLK if mask.dtype == torch.bool else silence(y_BHLK, scoring.mask_B1LL)
+    # With a bool mask torch itself gives 0 to a query without a key, but not on every GPU.
+    return y_BHLK if mask is scoring.mask_B1LL else silence(y_BHLK, scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #f1f91b98
 class FlexPattern(NamedTuple):
@@ -250,6 +261,8 @@ def varlen_attention(
     if q_BHLK.shape[2] == 0:  # a batch of nothing but padding
         return q_BHLK
     c, longest = stretches.cu_lengths, stretches.max_length
+    if not _FLASH:  # torch's own learnt only in 2.12 that heads may share keys
+        k_BGLK, v_BGLK = (share_heads(t, q_BHLK.shape[1]) for t in (k_BGLK, v_BGLK))
     q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q_BHLK, k_BGLK, v_BGLK))  # (N, H, K)
     sides = (-1, -1) if stretches.window is None else (stretches.window, stretches.window)
     if _FLASH:
@@ -260,8 +273,7 @@ def varlen_attention(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        y = varlen_attn(q, k, v, c, c, longest, longest, window_size=sides,
-                        enable_gqa=k.shape[1] != q.shape[1])
+        y = varlen_attn(q, k, v, c, c, longest, longest, window_size=sides)
     return y.transpose(0, 1)[None]
 
 # %% ../../nbs/model/03_attention.ipynb #88a32b8e

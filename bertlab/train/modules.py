@@ -39,7 +39,7 @@ from ..data.tokenizers import count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
-from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
+from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor, score_vectors
 from ..model.layers import own_layers
 from ..model.loading import load_weights
 from ..model.losses import LossParts, LossRule
@@ -235,8 +235,14 @@ def pretraining_optimizer(
 
 # %% ../../nbs/train/02_modules.ipynb #7e0a41bf
 def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of torch.compile
-    "Compile the path from token ids through the blocks; unpadding and outputs stay outside."
+    """Compile the path from token ids through the blocks, and from vectors to the loss's sums.
+
+    Unpadding stays outside, and so do scores that somebody wants to see. On a CPU the loss does,
+    too: its shapes follow the labels there.
+    """
     model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, **options)
+    if isinstance(model, BertLabTokenPredictor):
+        model.__dict__["compiled_scores"] = torch.compile(score_vectors, **options)
 
 
 def compile_options(

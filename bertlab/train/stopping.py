@@ -398,7 +398,8 @@ def spike_limits(
     mean_2 = logs_2W.sum(1) / num_filled
     off_2W = torch.where(filled_W, logs_2W - mean_2[:, None], 0.0)
     sigma_2 = (off_2W.square().sum(1) / (num_filled - 1)).sqrt()
-    floor_2 = torch.tensor(factors, device=sigma_2.device).log()
+    # Filled where they are needed: the host would wait for a copy to a GPU.
+    floor_2 = torch.stack([torch.full_like(sigma_2[0], math.log(factor)) for factor in factors])
     limits_2 = (mean_2 + torch.maximum(sigmas * sigma_2, floor_2)).exp()
     return torch.where(num_seen >= min_steps, limits_2, torch.inf)
 

@@ -193,6 +193,9 @@ class NoWaiting(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         torch.cuda.set_sync_debug_mode("error" if batch_idx >= 2 else "default")
 
+    def on_exception(self, trainer, pl_module, exception):
+        torch.cuda.set_sync_debug_mode("default")  # or what cleans up fails, too, and hides the place
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         torch.cuda.set_sync_debug_mode("default")  # logs and loggers may wait, every so many steps
 
@@ -202,8 +205,10 @@ class NoWaiting(Callback):
 def test_a_training_step_on_a_gpu_never_waits_and_its_losses_are_finite(material, kernel):
     model = dict(compile_model=True, model_kwargs={"attn_implementation": kernel})
     history = History(fetch_every=100)
+    # Guards judge on the device, and read their verdicts once in ten steps.
+    callbacks = [history, NonFiniteGuard(), SpikeGuard(), NoWaiting()]
     try:
-        small_run(material, [history, NoWaiting()], 256, model=model, accelerator="gpu", precision="bf16-mixed")
+        small_run(material, callbacks, 256, model=model, accelerator="gpu", precision="bf16-mixed")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     history.fetch()

@@ -13,13 +13,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_training import CONFIG, word_tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bertlab.model import encoder
+from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
-from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.losses import LossParts
+from bertlab.model.heads import BertLabForMaskedLM, score_vectors
+from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
 from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
@@ -314,6 +314,62 @@ def test_the_compiled_path_gives_the_loss_of_the_plain_one():
         losses.append(parts.loss_sum)
     assert "compiled_layers" in vars(compiled.model.encoder)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-4)
+
+
+def test_the_compiled_loss_is_the_plain_one_and_scores_that_are_wanted_stay_outside(monkeypatch):
+    runs = []
+
+    def backend(graph, inputs):
+        runs.append(graph)
+        return graph.forward
+
+    model, rule = BertLabForMaskedLM(BertLabConfig(**{**SHAPE, "vocab_size": 50})), LossRule(only_loss=True)
+    monkeypatch.setattr(heads, "shapes_are_free", lambda values: False)  # as on a GPU
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 50, (3, 8), generator=g)
+    labels = ids.masked_fill(torch.rand(3, 8, generator=g) < 0.7, -100)
+
+    def run(rule):
+        model.zero_grad()
+        out = model(ids, labels=labels, loss_rule=rule)
+        out.loss.backward()
+        return [out.loss.detach(), out.num_labels, *(p.grad.clone() for p in model.parameters())]
+
+    want = run(rule)
+    model.__dict__["compiled_scores"] = torch.compile(score_vectors, backend=backend)
+    for a, b in zip(run(rule), want):
+        torch.testing.assert_close(a, b)
+    assert len(runs) == 1
+    for other in (LossRule(), LossRule(only_loss=True, chunk_size=4)):
+        for a, b in zip(run(other), want):
+            torch.testing.assert_close(a, b)
+    assert len(runs) == 1 and model(ids, labels=labels).logits is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one(kernel):
+    g = torch.Generator().manual_seed(0)
+    rows = torch.zeros(4, 256, dtype=torch.long)
+    for row, lengths in zip(rows, ([100, 156], [256], [30, 1, 200], [5])):
+        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+    ids = torch.randint(5, 50, rows.shape, generator=g) * (rows > 0)
+    labels = ids.masked_fill((torch.rand(rows.shape, generator=g) < 0.8) | (rows == 0), -100)
+    batch = {"input_ids": ids.cuda(), "attention_mask": rows.cuda(), "labels": labels.cuda()}
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        config = BertLabConfig(**{**SHAPE, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 2,
+                                  "max_position_embeddings": 256},
+                               attn_implementation=kernel)  # fmt: skip
+        model = BertLabForMaskedLM(config).cuda().train()
+        if compiled:
+            compile_layers(model)
+        loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
