@@ -1,6 +1,6 @@
 """Training throughput of BERT-base and ModernBERT-base shapes on a GPU, beside transformers' own models.
 
-    python benchmarks/gpu.py [--rows 64] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--rows N] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
     python benchmarks/gpu.py --small          the same path on a CPU, tiny shapes, no figures to quote
 
 Needs torch and bertlab with what it depends on; nothing is downloaded, and the file runs from any
@@ -18,7 +18,7 @@ waiting. Real tokens (no padding) per second are medians over rounds. MFU is the
 tokens need (forward and backward, `flops_per_token`), over the best rate of matrix products measured
 here; recomputed or padded work counts for nothing. Memory is what a side takes on the GPU at its peak
 beyond what was there before it was built. A side that fails is named with its error, and the others go
-on. The last two lines are the verdict: each target, whether it is reached, and by which side.
+on. Behind BERT-base stand two lines of verdict: each target, whether it is reached, and by which side.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from bertlab.optim.optimizers import get_optimizer
 from bertlab.explorers.profiling import host_reads
 
 LENGTH, MASKED = 512, 0.15
+ROWS = {"BERT-base": 128, "ModernBERT-base": 64}  # in a batch: what both sides hold in 80 GB of memory
 NO_DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.0)
 TINY = dict(vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
 # BERT's vocabulary of 30,522 rounded up to a multiple of 64, as tensor cores want it; for both sides.
@@ -71,9 +72,9 @@ TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
 }
 
 
-def make_batches(options: argparse.Namespace, padded: bool, texts, tokenizer) -> list[dict]:
+def make_batches(rows: int, options: argparse.Namespace, padded: bool, texts, tokenizer) -> list[dict]:
     "Batches of the same documents: packed, or one in a row, padded to the longest of the batch."
-    rows, count = options.rows, 2 if options.small else 8
+    count = 2 if options.small else 8
     dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, mlm_probability=MASKED, max_sequence_length=LENGTH,
@@ -183,8 +184,10 @@ def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | N
     return side, {"kernel": side.kernel, "peak_memory_bytes": peak, "host_waits": reads}
 
 
-def measure(shape: str, options, batches: dict[bool, list[dict]], ceiling: float) -> dict[str, dict]:
+def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, dict]:
     "All sides of a shape, in turns."
+    rows = options.rows or (2 if options.small else ROWS[shape])
+    batches = {padded: make_batches(rows, options, padded, texts, tokenizer) for padded in (False, True)}
     sides, found = {}, {}
     if options.compile:  # torch compiles a function for so many models and shapes, and then runs it as it is
         torch.compiler.reset()
@@ -236,9 +239,10 @@ def judge(sides: dict[str, dict], small: bool) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, help="of 512 in a batch (default: 64; 2 with --small)")
+    parser.add_argument("--rows", type=int, help="of 512 in a batch (default: 128, or 64; 2 with --small)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of a side in a round (default: 10; 1 with --small)")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
     parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
     parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere with --small")
     options = parser.parse_args()
@@ -246,27 +250,28 @@ def main() -> None:
         raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
     options.device = torch.device("cpu" if options.small else "cuda")
     options.compile = not options.small
-    options.rows = options.rows or (2 if options.small else 64)
     options.steps = options.steps or (1 if options.small else 10)
     corpus = embedded_corpus(max_documents=100 if options.small else None)
     texts = corpus.train_texts
     tokenizer = train_tokenizer(texts, 1024 if options.small else 8192)
-    batches = {padded: make_batches(options, padded, texts, tokenizer) for padded in (False, True)}
     ceiling = measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)
     device = find_devices()[-1 if options.small else 0]  # the last is the CPU, the first what a run takes
     print(f"{device.name}: {ceiling / 1e12:.4g} TFLOP/s measured; table: {device.peak}", flush=True)
-    found = {shape: measure(shape, options, batches, ceiling) for shape in SHAPES}
-    verdicts = judge(found["BERT-base"], options.small)
     result = {
-        "what": __doc__.splitlines()[0], "verdicts": verdicts, "hardware": device.name,
+        "what": __doc__.splitlines()[0], "hardware": device.name,
         "ceiling_flops": ceiling, "table_peak": device.peak, "small": options.small, "row_length": LENGTH,
         "steps": options.steps, "rounds": options.rounds, "measured": time.strftime("%Y-%m-%d"),
-        "torch": str(torch.__version__), "cuda": torch.version.cuda, "bertlab": bertlab.__version__, "shapes": found,
+        "torch": str(torch.__version__), "cuda": torch.version.cuda, "bertlab": bertlab.__version__,
+        "verdicts": [], "shapes": {},
     }  # fmt: skip
     output = options.output or (None if options.small else str(Path(__file__).parent / "results" / "gpu.json"))
-    if output:
-        with written_whole(Path(output)) as temporary:
-            temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for shape in options.shapes:
+        result["shapes"][shape] = measure(shape, options, texts, tokenizer, ceiling)
+        if shape == "BERT-base":
+            result["verdicts"] = judge(result["shapes"][shape], options.small)
+        if output:  # after each, so that a machine that is lent for minutes leaves what it measured
+            with written_whole(Path(output)) as temporary:
+                temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
