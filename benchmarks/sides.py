@@ -44,7 +44,7 @@ def machine(threads: int) -> dict:
 
 def fingerprint(script: str | Path) -> str:
     "A hash of the package and of a benchmark: figures of other code are not mixed with new ones."
-    files = [*sorted((ROOT / "bertlab").glob("*.py")), Path(__file__), Path(script)]
+    files = [*sorted((ROOT / "bertlab").rglob("*.py")), Path(__file__), Path(script)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

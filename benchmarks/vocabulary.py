@@ -1,6 +1,6 @@
 """What changing a model's vocabulary costs, and what it saves: extend, trim, transplant beside starting afresh.
 
-    python benchmarks/vocabulary.py [--seeds 3] [--steps 600] [--quick] [--output benchmarks/results/vocabulary.json]
+    python benchmarks/vocabulary.py [--seeds 3] [--steps 600] [--quick] [--output FILE]
 
 For each seed a small model is trained on the part of the embedded corpus that does not speak of a domain, with a
 WordPiece vocabulary of its own. Then, on held-out modules:
@@ -14,13 +14,12 @@ WordPiece vocabulary of its own. Then, on held-out modules:
 All models of a seed see the same batches. Masks are of whole words, so that tokenizers compare.
 """
 
-import argparse
 import copy
+import json
 import time
-from pathlib import Path
 
 import torch
-from sides import machine, write_result
+from sides import Ledger, common_parser, fingerprint, machine, write_result
 
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.corpus import embedded_corpus
@@ -79,12 +78,12 @@ def train(model, tokenizer, texts, held_out, steps, seed, goal=None):
             curve[step] = masked_bits_per_byte(model, tokenizer, held_out, LENGTH)
             if goal is not None and curve[step] <= goal:
                 break
-    return curve
+    return {str(step): value for step, value in curve.items()}  # as a file of kept figures gives them back
 
 
 def first_below(curve, goal):
     "The first step at which a curve is at or below a goal; None where it never is."
-    return next((step for step, value in curve.items() if value <= goal), None)
+    return next((int(step) for step, value in curve.items() if value <= goal), None)
 
 
 def measure_seed(seed, steps, quick):
@@ -97,7 +96,7 @@ def measure_seed(seed, steps, quick):
     old = train_tokenizer(home, 1600 if quick else 4096)
     model = fresh(old, seed, quick)
     curve = train(model, old, home + away, held_out, steps, seed)
-    reached = curve[max(curve)]
+    reached = list(curve.values())[-1]
     small, fewer = trim_vocabulary(model, old, away)
     kept = trim_tokenizer(old, away).kept
     options = dict(padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
@@ -124,7 +123,7 @@ def measure_seed(seed, steps, quick):
 
 def summarise(seeds):
     "Every target beside its worst seed."
-    zero = [curve[0] / one["old"] - 1 for one in seeds for curve in one["extend"].values()]
+    zero = [curve["0"] / one["old"] - 1 for one in seeds for curve in one["extend"].values()]
     shares = {method: [one["transplant"][method]["steps"] / one["transplant"]["fresh"]["steps"]
                        if one["transplant"][method]["steps"] is not None and one["transplant"]["fresh"]["steps"]
                        else None for one in seeds] for method in TRANSPLANTS}  # fmt: skip
@@ -132,19 +131,22 @@ def summarise(seeds):
             "extend_worst_rise_at_zero_steps": max(zero), "transplant_share_of_fresh_steps": shares}  # fmt: skip
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = common_parser(__doc__.splitlines()[0], "vocabulary", rounds=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--quick", action="store_true", help="a smaller model and text")
-    parser.add_argument("--output", default="benchmarks/results/vocabulary.json")
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    steps, count = (60, 1) if asked.quick else (asked.steps, asked.seeds)
+    ledger = Ledger(asked.kept / "vocabulary.json", fingerprint(__file__), asked.fresh)
     start, seeds = time.perf_counter(), []
-    for seed in range(asked.seeds):
-        seeds.append(measure_seed(seed, asked.steps, asked.quick))
-        print(seed, f"{time.perf_counter() - start:.0f} s", summarise(seeds), flush=True)
-    write_result(Path(asked.output), {"machine": machine(torch.get_num_threads()), "settings": vars(asked), "summary": summarise(seeds), "targets": TARGETS,
-                                      "seeds": seeds})  # fmt: skip
+    for seed in range(count):
+        key = json.dumps([seed, steps, asked.quick, asked.threads])
+        found, known = ledger.ask(key, lambda: measure_seed(seed, steps, asked.quick))  # noqa: B023
+        seeds.append(found)
+        print(seed, f"{time.perf_counter() - start:.0f} s{' (kept)' * known}", summarise(seeds), flush=True)
+    write_result(asked.output, {"what": __doc__.splitlines()[0], "machine": machine(asked.threads), "steps": steps,
+                                "summary": summarise(seeds), "targets": TARGETS, "seeds": seeds})  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writing by unmasking: what minutes of masked diffusion make of the demo's model, beside simple controls.
 
-    python benchmarks/writing.py --demo bertlab-demo [--minutes 5] [--seeds 3] [--quick]
+    python benchmarks/writing.py [--demo bertlab-demo] [--minutes 5] [--seeds 3] [--quick]
 
 For each seed the demo's model goes on training as masked diffusion on the docstrings of the standard
 library, for so many minutes. Then half of each held-out docstring is hidden, and the demo's model, the
@@ -8,19 +8,22 @@ trained one and two tables of counts fill it: exact matches, and bits per byte o
 text of every sampler is counted for repeats beside held-out docstrings of the same length and number,
 and read by a causal twin that was trained on the same tokens; five texts of a seed are written down
 as they come. Tokens per second of every sampler stand beside the twin with and without its cache.
---quick trains for seconds on little text: its figures say that the script runs, and nothing else.
+Without --demo a demo is trained first, where figures wait. --quick trains for seconds on little text:
+its figures say that the script runs, and nothing else.
 """
 
 import argparse
+import json
 import math
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from sides import BenchmarkParser, judge, machine, say, write_result
+from sides import Ledger, common_parser, fingerprint, judge, machine, say, write_result
 
 import bertlab
 from bertlab.core.devices import describe_device
@@ -211,9 +214,18 @@ def verdicts(seeds: list[dict]) -> list[dict]:
     return judged
 
 
+def demo_at(folder: Path, quick: bool) -> Path:
+    "The demo's run in a folder; trained now where it is not there."
+    if not (folder / "metrics.json").exists():  # its last file
+        words = ["--steps", "40", "--hidden-size", "64", "--vocab-size", "1000"] if quick else []
+        subprocess.run([sys.executable, "-m", "bertlab.cli.main", "demo", "--output", folder, "--overwrite", *words],
+                       check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+    return folder
+
+
 def main() -> None:
-    parser = BenchmarkParser("writing", description=__doc__.splitlines()[0])
-    parser.add_argument("--demo", required=True, help="directory of a run of bertlab demo")
+    parser = common_parser(__doc__.splitlines()[0], "writing", rounds=1)
+    parser.add_argument("--demo", type=Path, help="directory of a run of bertlab demo (default: one is trained)")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, for each seed (default: 5)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=8e-4, help="peak learning rate")
@@ -222,15 +234,15 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=200, help="held-out docstrings, and free texts")
     parser.add_argument("--draws", type=int, default=16, help="of the bound")
     parser.add_argument("--twin-steps", type=int, default=1500, help="of the causal twin")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="seconds of training, to see that it runs")
-    parser.add_argument("--output", type=Path, help="(default: writing.json in results, for --quick beside --kept)")
-    parser.add_argument("--kept", type=Path, default=Path(tempfile.gettempdir()) / "bertlab-writing")
     options: argparse.Namespace = parser.parse_args()
     if options.quick:
         options.minutes, options.texts, options.draws, options.twin_steps = min(options.minutes, 0.5), 24, 4, 20
     torch.set_num_threads(options.threads)
     place = machine(options.threads)
+    options.demo = options.demo or demo_at(options.kept / f"writing-demo{'-quick' * options.quick}", options.quick)
+    ledger = Ledger(options.kept / "writing.json", fingerprint(__file__), options.fresh)
+    asked = [str(options.demo), options.minutes, options.rate, options.weighted, options.rows, options.texts,
+             options.draws, options.twin_steps, options.threads, options.quick]  # fmt: skip
     tokenizer, corpus = load_tokenizer(options.demo), embedded_corpus(max_documents=1200 if options.quick else None)
     vocabulary = vocabulary_of(tokenizer)
     cut = tokenizer(corpus.validation_texts, add_special_tokens=False, truncation=True, max_length=LENGTH)["input_ids"]
@@ -248,8 +260,9 @@ def main() -> None:
     result = {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place, "device": str(describe_device()),
               "minutes": options.minutes, "twin": {**trained, "parameters": twin.model.num_parameters()},
               "held_out": len(held), "bands": BANDS, "seeds": []}  # fmt: skip
-    for seed in range(options.seeds):
-        found = one_seed(seed, options, corpus, tokenizer, twin.model.eval(), counts, held)
+    for seed in range(1 if options.quick else options.seeds):
+        found, _ = ledger.ask(json.dumps([*asked, seed]), lambda: one_seed(  # noqa: B023
+            seed, options, corpus, tokenizer, twin.model.eval(), counts, held))  # noqa: B023  # fmt: skip
         result["seeds"].append(found)
         print(seed, {k: {n: round(v, 3) for n, v in f.items()} for k, f in found["half_hidden"].items()}, flush=True)
     result["tokens_per_second"] = speeds(load_encoder(options.demo), twin.model, tokenizer, 4 if options.quick else 16,
