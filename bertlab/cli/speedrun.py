@@ -48,11 +48,13 @@ class Track:
     vocab_size: int = 4096  # of the track's own tokenizer
     max_sequence_length: int = 128  # positions in a held-out row
     mlm_probability: float = 0.3  # share of held-out tokens that are hidden
+    max_documents: int | None = None  # of the text that are read; None: all of them
 
     def text(self) -> Any:  # a `Corpus`
         "The text, the same for every recipe."
         return load_corpus(self.source, config_name=self.config_name,
-                           validation_fraction=self.validation_fraction)
+                           validation_fraction=self.validation_fraction,
+                           max_documents=self.max_documents)
 
 
 TRACKS = {track.name: track for track in (

@@ -13,7 +13,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
 
 from .documents import INSTALLED, Document, deduplicate, divide, installed_documents
@@ -134,6 +134,14 @@ def _check_sizes(validation_fraction: float, min_chars: int, max_documents: int 
         raise ValueError(f"max_documents must be 2 or more (None: all), got {max_documents}")
 
 # %% ../../nbs/data/04_corpus.ipynb #e9ddd3b5
+@lru_cache(maxsize=1)  # parsing a thousand files takes seconds, and one session asks often
+def _library_documents(
+    root: str,  # directory of the standard library
+) -> tuple[list[Document], Counter]:  # and what reading them met; both to be copied
+    notes = Counter()
+    return list(module_documents(python_files(root), notes)), notes
+
+
 def embedded_corpus(
     level: str = "stdlib",  # "stdlib", or "installed": the docstrings of dependencies as well
     validation_fraction: float = 0.1,  # of the standard library's characters, to hold out
@@ -144,8 +152,8 @@ def embedded_corpus(
     if level not in ("stdlib", "installed"):
         raise ValueError(f'level must be "stdlib" or "installed", got {level!r}')
     _check_sizes(validation_fraction, min_chars, max_documents)
-    notes, root = Counter(), sysconfig.get_paths()["stdlib"]
-    documents = list(module_documents(python_files(root), notes))
+    root = sysconfig.get_paths()["stdlib"]
+    documents, notes = (found.copy() for found in _library_documents(root))
     if len(documents) < 1000:
         raise ValueError(
             f"only {len(documents)} docstrings in the standard library's source at {root}: this "

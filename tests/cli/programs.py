@@ -9,12 +9,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-PROCESSES = multiprocessing.get_context("forkserver")
-# The notebooks' tests fork from the same server where both are in one worker: one list for both.
-PROCESSES.set_forkserver_preload([
-    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
-    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
-])  # fmt: skip
+from forks import forked
 
 
 @dataclass
@@ -57,7 +52,7 @@ class Program:
         folder = Path(tempfile.mkdtemp(prefix="said-", dir=os.environ["HF_HOME"]))  # goes with the tests' other caches
         self.printed, self.errors = folder / "stdout", folder / "stderr"
         arguments = ([str(word) for word in words], str(self.printed), str(self.errors), cwd and str(cwd))
-        self.process = PROCESSES.Process(target=_run, args=arguments)
+        self.process = forked(_run, arguments)
         self.process.start()
 
     def poll(self) -> int | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import sync
 from conftest import ROOT
+from forks import forked
 
 TIMEOUT = 600  # seconds a notebook; most take a few, the walkthrough that trains takes minutes
 NOTEBOOKS = sync.notebooks(ROOT)
@@ -97,13 +98,6 @@ def shortened(notebook: dict) -> dict:
 
 
 # A process of its own for each, forked from one that has done the imports: they take longer than most notebooks.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([
-    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
-    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
-])  # fmt: skip
-
-
 def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
     os.setsid()  # so that a notebook that hangs is ended with all that it started
@@ -121,7 +115,7 @@ def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -
     "Run a notebook from a folder where it may leave files; its exit status and what it printed."
     path.write_text(json.dumps(notebook), encoding="utf-8")
     output = path.with_suffix(".log")
-    process = PROCESSES.Process(target=run_here, args=(str(path), flags, str(output)))
+    process = forked(run_here, (str(path), flags, str(output)))
     process.start()
     process.join(timeout)
     printed = output.read_text(encoding="utf-8", errors="replace") if output.exists() else ""

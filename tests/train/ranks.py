@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from programs import PROCESSES
+from forks import forked
 
 
 def _run(function: Callable, arguments: tuple, place: dict[str, str], output: str) -> None:
@@ -38,9 +38,8 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
               "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
     folder = Path(mkdtemp(prefix="ranks-", dir=os.environ["HF_HOME"]))  # goes with the tests' other caches
     outputs = [folder / f"{rank}.log" for rank in range(count)]
-    processes = [PROCESSES.Process(target=_run, args=(function, arguments, {**shared, "RANK": str(rank),
-                                                                          "LOCAL_RANK": str(rank)}, str(output)))
-                 for rank, output in enumerate(outputs)]  # fmt: skip
+    places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = [forked(_run, (function, arguments, place, str(output))) for place, output in zip(places, outputs)]
     try:
         for process in processes:
             process.start()

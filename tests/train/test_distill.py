@@ -1,7 +1,6 @@
 "A frozen reference: the divergence, the gradient it changes, resumes that keep it, and runs in stages."
 
 import math
-import multiprocessing
 import os
 import signal
 
@@ -10,6 +9,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from forks import forked
 from lightning.pytorch.callbacks import Callback
 from test_modules import SHAPE, TEXTS, TOKENIZER, data_of, fit, module_of
 from test_training import word_tokenizer
@@ -461,11 +461,9 @@ def dying_run(text, output, how, at):
 
 
 def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(finished, text, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning", "transformers", "test_distill"])
     for how, at, code in (("batch", (1, 5), -9), ("whole", None, -9), ("model", None, -9), ("batch", (2, 3), -9),
                           ("batch", (2, 7), -9), ("model", None, -9), ("none", None, 0)):  # fmt: skip
-        process = context.Process(target=dying_run, args=(text, tmp_path / "out", how, at))
+        process = forked(dying_run, (text, tmp_path / "out", how, at))
         process.start()
         process.join(120)
         assert process.exitcode == code

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from forks import forked
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
@@ -107,11 +108,8 @@ def run(folder, text, options, kill=None, at=None):
 @pytest.fixture(scope="module")
 def start():
     "Start a run in a clean process that has imported everything already."
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning", "transformers", "test_kill"])
-
     def start(*arguments):
-        process = context.Process(target=run, args=arguments)
+        process = forked(run, arguments)
         process.start()
         return process
 

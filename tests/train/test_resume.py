@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import forked
 from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, word_tokenizer
 
@@ -73,16 +74,9 @@ def read_log(path):
     return hashes
 
 
-@pytest.fixture(scope="module")
-def processes():
-    "Clean processes that have imported everything already."
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning", "transformers", "test_resume"])
-    return context
-
-
-def in_process(context, *arguments):  # the exit code
-    process = context.Process(target=run, args=arguments)
+def in_process(*arguments):  # the exit code
+    "Run in a clean process that has imported everything already."
+    process = forked(run, arguments)
     process.start()
     process.join(120)
     assert process.exitcode is not None, "the run hangs"
@@ -96,27 +90,27 @@ def write_text(folder, number=150):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_killed_at_random_steps_sees_the_batches_of_an_undisturbed_one(mode, tmp_path, processes):
+def test_a_run_killed_at_random_steps_sees_the_batches_of_an_undisturbed_one(mode, tmp_path):
     write_text(tmp_path)
     options = MODES[mode]
-    assert in_process(processes, tmp_path, "whole", options, None, False) == 0
+    assert in_process(tmp_path, "whole", options, None, False) == 0
     # An epoch has about 19 batches: one death lies in the first, the other about its end.
     first, second = random.Random(mode).randint(5, 12), random.Random(mode).randint(17, 22)
     for die_at in (first, second):
-        assert in_process(processes, tmp_path, "killed", options, die_at) == -signal.SIGKILL
-    assert in_process(processes, tmp_path, "killed", options) == 0
+        assert in_process(tmp_path, "killed", options, die_at) == -signal.SIGKILL
+    assert in_process(tmp_path, "killed", options) == 0
     whole, killed = read_log(tmp_path / "whole.0"), read_log(tmp_path / "killed.0")
     assert sorted(whole) == list(range(STEPS)) and all(len(h) == 1 for h in whole.values())
     assert len(set.union(*whole.values())) == STEPS, "no batch comes twice"
     assert killed == whole
 
 
-def test_two_processes_that_were_killed_see_the_batches_of_two_undisturbed_ones(tmp_path, processes):
+def test_two_processes_that_were_killed_see_the_batches_of_two_undisturbed_ones(tmp_path):
     write_text(tmp_path)
     together = {"devices": 2, "strategy": "ddp_fork"}
-    assert in_process(processes, tmp_path, "whole", {}, None, False, together) == 0
-    assert in_process(processes, tmp_path, "killed", {}, 6, True, together) != 0
-    assert in_process(processes, tmp_path, "killed", {}, None, True, together) == 0
+    assert in_process(tmp_path, "whole", {}, None, False, together) == 0
+    assert in_process(tmp_path, "killed", {}, 6, True, together) != 0
+    assert in_process(tmp_path, "killed", {}, None, True, together) == 0
     logs = {}
     for rank in (0, 1):
         whole, killed = (read_log(tmp_path / f"{name}.{rank}") for name in ("whole", "killed"))

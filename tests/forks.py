@@ -1,0 +1,31 @@
+"""Processes that fork from one which has imported what takes seconds to import, and read the embedded corpus.
+
+All tests of a worker share that server: notebooks, programs and ranks ask here for their processes.
+"""
+
+import multiprocessing
+import os
+from multiprocessing.forkserver import ensure_running
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload([
+    "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert", "corpus_read",
+])  # fmt: skip
+
+
+def forked(target, arguments: tuple) -> BaseProcess:
+    "A process that is to call a function; it is not started yet."
+    outer = os.environ.get("PYTHONPATH")
+    # The server finds `corpus_read` by its environment alone.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), outer)))
+    try:
+        ensure_running()
+    finally:
+        if outer is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = outer
+    return PROCESSES.Process(target=target, args=arguments)
