@@ -27,9 +27,10 @@ from ..embeddings.search import TextIndex, check_form, encode_texts, source_docu
 from ..embeddings.tasks import TASKS, EncoderScorer, WordVectors, bm25_scores, bootstrap
 from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mteb_scores
 from ..embeddings.tasks import retrieval_table, tfidf_scores
-from ..train.checkpoints import CheckpointSeries, find_checkpoint
+from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
 from ..train.monitors import get_progress
+from ..train.steps import count_readers
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
@@ -87,14 +88,17 @@ def finetune_embeddings(
     has_validation = "validation" in data.datasets
     trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=max(
         1, steps // choices.validations) if has_validation else None, **given)
+    checkpoint = find_checkpoint(output / "checkpoints") if again else None
+    if checkpoint is not None:  # a run that was stopped behind its last step is only written
+        last = steps if (output / "metrics.json").exists() else -1
+        check_resume(checkpoint, module, data, last, processes=count_readers(trainer))
     prepare_run_directory(output, again, overwrite)
     notes = {"command": "embed finetune", "record": provenance()}
     with written_whole(output / MARKER) as temporary:
         text = yaml.safe_dump({**config, **notes}, sort_keys=False, allow_unicode=True)
         temporary.write_text(text, encoding="utf-8")
     print(data.describe(), flush=True)
-    trainer.fit(module, data, weights_only=True,
-                ckpt_path=find_checkpoint(output / "checkpoints") if again else None)
+    trainer.fit(module, data, weights_only=True, ckpt_path=checkpoint)
     module.save(output)
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if has_validation:

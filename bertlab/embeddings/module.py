@@ -25,9 +25,11 @@ from .bi_encoder import BiEncoder, read_layout
 from .gradcache import gather_numbers, gather_vectors, world
 from .losses import DISTILLATIONS, ContrastiveRule, Embedded, distillation_loss
 from .pooling import POOLINGS
+from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
+from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
-from ..model.huggingface import describe_saving
+from ..model.huggingface import describe_saving, has_adapter
 from ..model.losses import LossParts
 from ..train.modules import check_recomputing, compile_layers, compile_options, load_encoder
 from ..train.modules import pretraining_optimizer, recompute, settings_from
@@ -95,8 +97,12 @@ class EmbeddingModule(TrainingModule):
         schedule: Any = None,  # your own for the phases: f(step), a class, its name
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay
         gradient_checkpointing: bool | str | dict[str, Any] = False,  # True, a mode, or options
-        # Called with the encoder before training, such as one that puts in adapters (LoRA); or
-        # its dotted name. What it returns stands for the encoder; None: changed in place.
+        adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
+        # What stays as it was loaded: a number of blocks from below, with the embeddings;
+        # "embeddings"; or patterns of names.
+        freeze: int | str | list[str] | None = None,
+        # Called with the encoder before training; or its dotted name. What it returns stands for
+        # the encoder; None: changed in place.
         prepare_encoder: Any = None,
     ):
         super().__init__()
@@ -119,6 +125,8 @@ class EmbeddingModule(TrainingModule):
                 contrastive_weight or distillation and distillation_weight):
             raise ValueError("nothing is trained: contrastive_weight and distillation_weight must "
                              "be 0 or more, and one of them above 0")
+        if adapter is not None:
+            read_adapter(adapter)
         if chunk_rows and gradient_checkpointing:
             raise ValueError("chunk_rows computes activations again already; leave out "
                              "gradient_checkpointing, or chunk_rows")
@@ -143,7 +151,11 @@ class EmbeddingModule(TrainingModule):
 
     def setup(self, stage: str) -> None:
         "Take the tokenizer and the length of texts from the data, where it has them."
-        data = self.trainer.datamodule
+        data, h = self.trainer.datamodule, self.hparams
+        if (stage == "fit" and h.adapter is not None and not self.trainer.ckpt_path
+                and h.pretrained_model_name_or_path is None):
+            raise ValueError(f"adapter={h.adapter!r} leaves the encoder as it is, and that is "
+                             "random: name pretrained_model_name_or_path")
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
         theirs = getattr(data, "tokenizer", None)
@@ -175,10 +187,14 @@ class EmbeddingModule(TrainingModule):
             prepare = find_object(prepare, "prepare_encoder") if isinstance(prepare, str) \
                 else prepare
             encoder = prepare(encoder) or encoder
+        if h.adapter is not None:
+            add_adapter(encoder, h.adapter)
+        freeze_weights(encoder, h.freeze)
         length = self.max_sequence_length or said.get("max_sequence_length")
         self.model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
                                said.get("normalize", True), length)
         self.rule.check_width(self.model.width)
+        self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.chunk_rows and device.type == "xla":
             raise ValueError("chunk_rows does not run on a TPU, where torch's checkpointing fails; "
@@ -188,8 +204,13 @@ class EmbeddingModule(TrainingModule):
         if options is not None:
             compile_layers(self.model, **options)
         self.model.train(self.training)
+        still = f"; {len(self.frozen)} of its weights stay as they are" if self.frozen else ""
         rank_zero_info(f"bi-encoder from {source or 'random weights'}; "
-                       f"{describe_saving(encoder) if self.prepare_encoder is None else ''}")
+                       f"{describe_saving(encoder) if self.prepare_encoder is None else ''}{still}")
+
+    @property
+    def config(self) -> BertLabConfig | None:  # of the encoder; None: it is not built yet
+        return None if self.model is None else self.model.encoder.config
 
     def temperature(self) -> Tensor | float:
         "What cosines are divided by, now."
@@ -198,8 +219,15 @@ class EmbeddingModule(TrainingModule):
         return self.log_temperature.exp().clamp(0.005, 1.0)
 
     def save(self, directory: str | os.PathLike) -> Path:
-        "Write a directory for transformers and sentence-transformers; see `BiEncoder.save`."
-        return self.model.save(directory)
+        """Write a directory for transformers and sentence-transformers; see `BiEncoder.save`.
+
+        What an adapter adds is added to the weights; alone it is written to adapter/.
+        """
+        written, encoder = self.model.save(directory), self.model.encoder
+        if has_adapter(encoder):
+            save_adapter(encoder, written / "adapter",
+                         base=self.hparams.pretrained_model_name_or_path)
+        return written
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
@@ -214,6 +242,7 @@ class EmbeddingModule(TrainingModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         overrides = self.rates_by_layer() | (self.hparams.parameter_overrides or {})
+        overrides = adapter_overrides(self.model, overrides)
         settings = AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
         return pretraining_optimizer(self, settings, self.trainer.estimated_stepping_batches)
 

@@ -7,6 +7,8 @@ __all__ = ['USUAL', 'PairSet', 'find_columns', 'read_pair', 'group_texts', 'clea
            'PairRows', 'PairCollator', 'EmbeddingDataModule']
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #0f81dd4a
+import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -449,6 +451,17 @@ class EmbeddingDataModule(L.LightningDataModule):
     def teardown(self, stage: str | None = None) -> None:
         if self.batches:
             self.batches.close()
+
+    def identity(self) -> dict[str, Any]:  # plain values
+        "What must stay the same for a run to go on: batches; and the pairs, once they are set up."
+        known = {"train_batch_size": self.batch_sizes[0], "num_negatives": self.num_negatives,
+                 "row_length": self.row_length}
+        if self.datasets:  # what is held out is not among them any more
+            digest, pairs = hashlib.sha256(), self.pairs["train"]
+            for row in zip(pairs.queries, pairs.positives, pairs.negatives):
+                digest.update(json.dumps(row).encode())
+            known |= {"training pairs": digest.hexdigest()[:16], "number of pairs": len(pairs)}
+        return known
 
     def describe(self) -> str:
         "Pairs, texts and lengths of each split, and what was left out. Call `setup` first."

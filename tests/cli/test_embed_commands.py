@@ -57,6 +57,21 @@ def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place
     assert json.loads((output / "metrics.json").read_text())["val_loss"] != first["val_loss"]
 
 
+def test_a_run_does_not_go_on_with_other_pairs_or_past_its_end(place, capsys, tmp_path):
+    output, pairs = tmp_path / "run", tmp_path / "pairs.jsonl"
+    pairs.write_text((place / "pairs.jsonl").read_text())
+    words = ["finetune", "--config", place / "embed.yaml", "--run.output", output, "--data.dataset_name_or_path", pairs,
+             "--trainer.max_steps", "4"]  # fmt: skip
+    assert run(capsys, *words)[0] == 0
+    status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "4")
+    assert status == 2 and "max_steps=4 is already passed" in error
+    kept = (output / "model.safetensors").read_bytes()
+    pairs.write_text("\n".join(pairs.read_text().splitlines()[::-1]))
+    status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "8")
+    assert status == 2 and "training pairs" in error and error.count("\n") == 1
+    assert (output / "model.safetensors").read_bytes() == kept
+
+
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
 def test_texts_become_vectors_in_a_file(place, capsys, tmp_path, output):
     status, said, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output, "--width", "8")

@@ -1,5 +1,6 @@
 "The embedding module keeps the contracts of training: sums, resume, rates, guards, and what it saves."
 
+import json
 import math
 
 import numpy as np
@@ -7,11 +8,12 @@ import pytest
 import torch
 from embedding_cases import draw_pairs, fit, small_config, small_data, small_module, small_tokenizer, weights_of
 from lightning.pytorch.callbacks import Callback
+from safetensors import safe_open
 from torch.nn import functional as F
 
 from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import CheckpointSeries, RunCheckpoint, check_resume, find_checkpoint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -127,20 +129,90 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_the_guard():
     assert torch.equal(after.nan_to_num(0.5), spoiled.nan_to_num(0.5)) and before.shape == after.shape
 
 
-def test_lora_adapters_train_and_the_encoder_below_stays():
-    peft = pytest.importorskip("peft", reason="needs peft")
-
-    def adapt(encoder):
-        config = peft.LoraConfig(r=2, target_modules=["qkv"])
-        peft.inject_adapter_in_model(config, encoder)  # freezes what is not an adapter
+def test_a_prepared_encoder_trains_what_was_left_free():
+    def prepare(encoder):
         for name, parameter in encoder.named_parameters():
-            parameter.requires_grad = "lora_" in name
+            parameter.requires_grad = "blocks.1." in name
 
-    module = small_module(prepare_encoder=adapt, chunk_rows=2)
+    module = small_module(prepare_encoder=prepare, chunk_rows=2)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     fit(module, small_data(), 3)
     moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
-    assert moved and all("lora_" in name for name in moved)
+    assert moved and all("blocks.1." in name for name in moved)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    "The directory of a bi-encoder that has learned a little."
+    module = small_module()
+    fit(module, small_data(), 2)
+    return module.save(tmp_path_factory.mktemp("base") / "model")
+
+
+def adapted(base, adapter="lora", **options):
+    pytest.importorskip("peft", reason="needs peft")
+    seed_everything(0)
+    options = {"learning_rate": 1e-2, "adapter": adapter, "chunk_rows": 2} | options
+    module = EmbeddingModule(str(base), **options)
+    module.configure_model()
+    return module
+
+
+@pytest.mark.parametrize("adapter, part", [({"type": "lora", "r": 2}, "lora_"), ("dora", "lora_"), ("ia3", "ia3_l")])
+def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
+    module = adapted(base, adapter)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    fit(module, small_data(), 3)
+    moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and all(part in name for name in moved)
+
+
+def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_it_alone(base, tmp_path):
+    from bertlab.embeddings.bi_encoder import BiEncoder
+
+    module = adapted(base)
+    fit(module, small_data(), 3)
+    written = module.save(tmp_path / "written")
+    texts = ["alpha beta", "gamma north south"]
+    first, last = BiEncoder.load(base).encode(texts), module.model.encode(texts)
+    assert np.abs(BiEncoder.load(written).encode(texts) - last).max() < 1e-5 < np.abs(first - last).max()
+    settings = json.loads((written / "adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(base) and (written / "adapter/adapter_model.safetensors").is_file()
+    assert not any("lora" in name for name in safe_open(written / "model.safetensors", "pt").keys())
+
+
+def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
+    def run(stop_at, checkpoint=None):
+        keeper = CheckpointSeries(tmp_path / str(stop_at), every_steps=100)
+        module, data = adapted(base, {"type": "lora", "r": 2, "lora_dropout": 0.2}), small_data(draw_pairs(64))
+        if checkpoint:
+            assert check_resume(checkpoint, module, data, 6) == 3
+        trainer = make_trainer(6, "32-true", accelerator="cpu", callbacks=[keeper, StopAt(stop_at)])
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
+        return weights_of(module)
+
+    whole = run(6)
+    run(3)
+    early, late = (find_checkpoint(tmp_path / name) for name in ("3", "6"))
+    assert torch.equal(whole, run(6, checkpoint=early))
+    again = EmbeddingModule.load_from_checkpoint(late, pretrained_tokenizer_name_or_path=small_tokenizer())
+    assert torch.equal(weights_of(again), whole)
+    with pytest.raises(ValueError, match="adapter is .* there and 'ia3' here"):
+        check_resume(early, adapted(base, "ia3"), small_data(draw_pairs(64)), 6)
+    with pytest.raises(ValueError, match="training pairs"):
+        check_resume(early, adapted(base, {"type": "lora", "r": 2, "lora_dropout": 0.2}),
+                     small_data(draw_pairs(64, seed=1)), 6)  # fmt: skip
+
+
+def test_frozen_blocks_stay_and_an_adapter_on_random_weights_is_refused():
+    module = small_module(freeze=1)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    fit(module, small_data(), 2)
+    moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
+    assert moved and not any("blocks.0." in name or "embeddings" in name for name in moved)
+    pytest.importorskip("peft", reason="needs peft")
+    with pytest.raises(ValueError, match="adapter='lora' leaves the encoder as it is, and that is random"):
+        fit(small_module(adapter="lora"), small_data(), 1)
 
 
 def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
@@ -160,6 +232,7 @@ def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
     ({"temperature": 0.0}, "temperature"), ({"chunk_rows": 0}, "chunk_rows"), ({"pooling": "sum"}, "pooling"),
     ({"layer_decay": 1.5}, "layer_decay"), ({"distillation": "mse"}, "distillation"), ({"contrastive_weight": 0.0}, "trained"),
     ({"chunk_rows": 2, "gradient_checkpointing": True}, "chunk_rows"), ({"prefixes": [4, 4]}, "prefixes"),
+    ({"adapter": "lara"}, "adapter"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_is_built(options, word):
     with pytest.raises(ValueError, match=word):
