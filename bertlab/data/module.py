@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'MAX_LANES',
            'TOKENIZER_SAMPLE', 'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'known_options',
-           'pair_splits', 'add_ends', 'PretrainingDataModule', 'training_texts']
+           'pair_splits', 'add_ends', 'mix_lengths', 'PretrainingDataModule', 'training_texts']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
 from inspect import signature
@@ -339,6 +339,8 @@ def known_options(streaming: bool) -> list[str]:  # of data_kwargs
     names = [name for name in names if name not in named]
     if streaming:
         names += [*STREAM_OPTIONS, "lanes", "validation_fraction"]
+    if not streaming:
+        names.append("mix_lengths")
     return [*names, *PACKING_OPTIONS, *(STREAM_MIXING_OPTIONS if streaming else MIXING_OPTIONS)]
 
 
@@ -436,6 +438,32 @@ def add_ends(
     tokens = np.insert(documents.tokens, np.repeat(documents.offsets[1:], counts), end_token_id)
     return TokenizedDocuments(tokens, documents.offsets + np.cumsum([0, *counts]))
 
+# %% ../../nbs/data/16_module.ipynb #a440e7fd
+def mix_lengths(
+    documents: TokenizedDocuments,
+    shares: Mapping[int, float],  # longest piece in tokens: share of the documents
+    seed: int = 0,
+) -> TokenizedDocuments:  # the same tokens in the same order, cut into more documents
+    """Cut each document into pieces of a drawn length; a function of seed and number alone.
+
+    Raises `ValueError` for shares that say nothing, and for tokens in shards.
+    """
+    if not isinstance(shares, Mapping) or not shares or any(
+            type(n) is not int or n < 1 for n in shares):
+        raise ValueError(f"mix_lengths must map lengths, 1 or more, to shares, got {shares!r}")
+    weights = np.array(list(shares.values()), dtype=float)
+    if (weights < 0).any() or weights.sum() <= 0:
+        raise ValueError(f"mix_lengths: shares must be 0 or more and not all 0, got {shares!r}")
+    if isinstance(documents, StoredDocuments):
+        raise ValueError("mix_lengths cuts tokens that are read at once, and these lie in shards: "
+                         "leave it out, or cut the texts before they are tokenized")
+    rng = np.random.default_rng(seed)
+    drawn = rng.choice(list(shares), len(documents), p=weights / weights.sum())
+    ends = [np.arange(start, stop, piece)[1:] for start, stop, piece in
+            zip(documents.offsets[:-1], documents.offsets[1:], drawn)]
+    offsets = np.concatenate([np.asarray(documents.offsets), *ends])
+    return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
+
 # %% ../../nbs/data/16_module.ipynb #fb3de062
 class PretrainingDataModule(L.LightningDataModule):
     "Rows for pretraining; order and masks depend on (seed, epoch, row) alone."
@@ -461,7 +489,8 @@ class PretrainingDataModule(L.LightningDataModule):
         packing: bool = True,  # False: one document a row
         packing_pad_to_budget: bool = False,  # fill an epoch's last batch with blank rows
         cache_dir: str | os.PathLike | None = None,  # for tokens; None: keep them in memory
-        data_kwargs: dict[str, Any] | None = None,  # of `load_corpus`, packing and mixing
+        # Of `load_corpus`, packing and mixing; `mix_lengths` cuts documents: {128: 0.8, 512: 0.2}.
+        data_kwargs: dict[str, Any] | None = None,
         seed: int = 0,  # of order and masks
         collator: Any = None,  # your own: a class, or my_file.MyCollator; None: the objective's
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
@@ -509,7 +538,9 @@ class PretrainingDataModule(L.LightningDataModule):
             {name: options.pop(name) for name in group if name in options}
             for group in (PACKING_OPTIONS, MIXING_OPTIONS, STREAM_OPTIONS))  # fmt: skip
 
-        self.lanes = options.pop("lanes", None)
+        self.lanes, self.length_shares = (options.pop(n, None) for n in ("lanes", "mix_lengths"))
+        if self.length_shares is not None:  # what cannot be is said before anything is read
+            mix_lengths(TokenizedDocuments.from_sequences([]), self.length_shares)
         if self.lanes is not None and self.lanes < 1:
             raise ValueError(f"data_kwargs: lanes must be 1 or more, got {self.lanes}")
         options = {"text_column": text_column, **({} if header else {"header": False}), **options}
@@ -569,6 +600,8 @@ class PretrainingDataModule(L.LightningDataModule):
         pack = partial(pack_texts, tokenizer=self.tokenizer, seed=self.seed, packing=self.packing,
                        max_sequence_length=self.max_sequence_length, **self.packing_options)
         plan = partial(pack, shuffle=self.shuffle)
+        if self.length_shares is not None:
+            train = [mix_lengths(part, self.length_shares, self.seed) for part in train]
         if self.mixing and train:
             named = dict(zip(self.source_names, train))
             draw = partial(mix_documents, named, seed=self.seed, **self.mixing)

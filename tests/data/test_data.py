@@ -9,7 +9,7 @@ from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
-from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, pack_texts, pair_splits
+from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, mix_lengths, pack_texts, pair_splits
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from bertlab.data.rows import Collator
 from bertlab.data.sources import TextStream
@@ -488,3 +488,28 @@ def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_
     data = set_up(str(tmp_path / "a.csv"), text_column="2", streaming=streaming,
                   val_dataset_name_or_path=str(tmp_path / "a.csv"), data_kwargs={"header": False})  # fmt: skip
     assert texts_of(data.val_dataset) == sorted(texts)
+
+
+def test_mixed_lengths_keep_every_token_in_order():
+    documents = TokenizedDocuments.from_sequences([range(n) for n in (0, 5, 17, 40)])
+    mixed = mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3)
+    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(mixed.offsets)
+    assert np.diff(mixed.offsets).max() <= 16
+    assert np.array_equal(mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3).offsets, mixed.offsets)
+
+
+def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_path):
+    path = write_lines(tmp_path / "text.txt", make_texts())
+    plain, cut = (set_up(path, data_kwargs=kwargs) for kwargs in ({}, {"mix_lengths": {4: 0.5, 12: 0.5}}))
+    documents, pieces = plain.train_dataset.documents, cut.train_dataset.documents
+    assert np.array_equal(documents.tokens, pieces.tokens) and np.diff(pieces.offsets).max() <= 12 < np.diff(documents.offsets).max()
+    assert np.array_equal(plain.val_dataset.documents.offsets, cut.val_dataset.documents.offsets)
+
+
+@pytest.mark.parametrize("shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}])
+def test_lengths_that_say_nothing_are_refused_before_a_text_is_read(shares):
+    with pytest.raises(ValueError, match="mix_lengths"):
+        PretrainingDataModule("no/such/file.txt", TOKENIZER, data_kwargs={"mix_lengths": shares})
+    with pytest.raises(ValueError, match="mix_lengths"):
+        PretrainingDataModule("no/such/file.txt", TOKENIZER, streaming=True, data_kwargs={"mix_lengths": {4: 1.0}})
+

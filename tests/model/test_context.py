@@ -10,7 +10,7 @@ import transformers
 
 from bertlab.data.packing import TokenizedDocuments
 from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
-from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_position, mix_lengths
+from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_position
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.layers import rotary_frequencies
@@ -102,13 +102,3 @@ def test_loss_by_position_counts_positions_and_lengths_within_documents():
     assert found["position_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][:4].tolist() == [0, 0, 2, 2]
     np.testing.assert_allclose(found["position_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5)
     np.testing.assert_allclose(found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5)
-
-
-def test_mixed_lengths_keep_every_token_in_order():
-    documents = TokenizedDocuments.from_sequences([range(n) for n in (0, 5, 17, 40)])
-    mixed = mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3)
-    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(mixed.offsets)
-    assert np.diff(mixed.offsets).max() <= 16
-    assert np.array_equal(mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3).offsets, mixed.offsets)
-    with pytest.raises(ValueError, match="shares"):
-        mix_lengths(documents, {0: 1.0})
