@@ -567,7 +567,7 @@ def _check_place(
 
 
 def tokenize_shards(
-    source: Sequence | str | os.PathLike,  # files, directories, patterns, hub datasets, in order
+    source: Sequence[Any] | str | os.PathLike[str],  # files, directories, patterns, hub datasets
     tokenizer: Any,  # hub name or directory of a tokenizer
     output: str | os.PathLike = "bertlab-tokens",  # directory of the shards
     *,
@@ -587,7 +587,7 @@ def tokenize_shards(
     overwrite: bool = False,  # start anew
     shard_tokens: int = 134_217_728,  # tokens after which a file ends: 2**27
     progress: bool | None = None,  # a bar; None: where a terminal shows it
-) -> dict:  # the manifest; on a cluster, what was queued
+) -> dict[str, Any]:  # the manifest; on a cluster, what was queued
     """Turn text into shards of tokens. What was stopped goes on when it is called again.
 
     The order of documents is that of the source. Raises `ValueError` before long work, and where a

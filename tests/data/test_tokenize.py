@@ -165,7 +165,7 @@ FAKE_SBATCH = """#!/bin/bash
 # Runs each task of the array at once, as a cluster would, and says the job's number.
 script="${@: -1}"
 array=$(grep -oE -- '--array=[0-9]+-[0-9]+' "$script" | grep -oE '[0-9]+-[0-9]+')
-for n in $(seq ${array%-*} ${array#*-}); do SLURM_ARRAY_TASK_ID=$n SLURM_JOB_ID=1 bash "$script" >> "$(dirname "$0")/log" 2>&1; done
+for n in $(seq ${array%-*} ${array#*-}); do SLURM_ARRAY_TASK_ID=$n SLURM_JOB_ID=1 SLURM_NODELIST=localhost bash "$script" >> "$(dirname "$0")/log" 2>&1; done
 echo "Submitted batch job $$"
 """
 
@@ -177,8 +177,9 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     (tmp_path / "bin" / "sbatch").write_text(FAKE_SBATCH)
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     srun = '#!/bin/bash\nshift 3  # -l -n 1\nexec "$@"\n'
-    (tmp_path / "bin" / "srun").write_text(srun)
-    (tmp_path / "bin" / "srun").chmod(0o755)
+    for name, script in (("srun", srun), ("scontrol", "#!/bin/bash\necho localhost\n")):  # show hostnames LIST
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -167,6 +167,8 @@ explorer = stepper(small_model(3), tokenizer, "the [MASK] of the [MASK] [MASK]",
             Act("step", "press", "End", r"step 4 of 4; wrote \S+ \(\d+%\); 0 open"),
             Act("step", "press", "Home", r"step 0 of 4; the prompt; 3 open"),
             Act("step", "drag", "1", r"step 4 of 4; wrote \S+ \(\d+%\); 0 open"),
+            # Another prompt is shown at the same step, so that two can be compared.
+            Act("step", "press", "Home", r"step 0 of 4; the prompt; 3 open"),
             Act("prompt", "type", "the [MASK]", r"step 0 of 4; the prompt; 1 open"),
             Act("prompt", "type", " ", r"type a prompt, such as"),
             Act("prompt", "type", "in the", r"step 0 of 4; the prompt; 12 open"),
@@ -346,7 +348,7 @@ explorer = text_map({"this model": BiEncoder(encoder, tokenizer, max_sequence_le
 """,
         (
             Act("query", "type", "a number", r"query: a number\b"),
-            Act("texts", "press", "ArrowLeft ArrowLeft", r"this model, \d+% of the variance; query: a number"),
+            Act("texts", "press", "ArrowLeft ArrowLeft", r"texts\s+3\s[\s\S]*query: a number"),
             Act("query", "type", "", r"type a query"),
             Act("query", "type", "close a file", r"query: close a file[\s\S]*1\.00 close a file"),
             # One text of six is left in the list.
