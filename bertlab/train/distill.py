@@ -153,7 +153,7 @@ class DistillationModule(PretrainingModule):
         if self._configured:
             return
         super().configure_model()
-        if "compiled_layers" in vars(self.model.encoder) and self._reference:
+        if self.model.encoder.compiled_layers is not None and self._reference:
             compile_layers(*self._reference)
 
     def place_reference(self) -> None:

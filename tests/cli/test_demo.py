@@ -15,7 +15,7 @@ from programs import Program, bertlab
 # Small enough for seconds, long enough to get well below the unigram line.
 SMALL = (
     "--steps 260 --hidden-size 64 --num-hidden-layers 2 --vocab-size 600 --max-sequence-length 64 "
-    "--batch-size 16 --learning-rate 6e-3 --precision 32-true"
+    "--batch-size 16 --learning-rate 6e-3 --precision 32-true --max-documents 3000"
 ).split()
 
 

@@ -460,6 +460,14 @@ def dying_run(text, output, how, at):
     train_stages(stages_of(text), output, resume=(output / "run.yaml").exists(), progress=False)
 
 
+@pytest.mark.parametrize("asked", [False, None, True])
+def test_the_reference_is_compiled_where_the_model_is_and_nowhere_else(references, asked):
+    module = distilled(references["mlm"], compile_model=asked)
+    module.configure_model()  # on a CPU: None compiles nothing
+    compiled = [model.encoder.compiled_layers is not None for model in (module.model, *module._reference)]
+    assert compiled == [asked is True] * 2
+
+
 def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(finished, text, tmp_path):
     for how, at, code in (("batch", (1, 5), -9), ("whole", None, -9), ("model", None, -9), ("batch", (2, 3), -9),
                           ("batch", (2, 7), -9), ("model", None, -9), ("none", None, 0)):  # fmt: skip
