@@ -12,14 +12,14 @@ from pathlib import Path
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([
     "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
-    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert", "corpus_read",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert", "prepared",
 ])  # fmt: skip
 
 
 def forked(target, arguments: tuple) -> BaseProcess:
     "A process that is to call a function; it is not started yet."
     outer = os.environ.get("PYTHONPATH")
-    # The server finds `corpus_read` by its environment alone.
+    # The server finds `prepared` by its environment alone.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), outer)))
     try:
         ensure_running()
