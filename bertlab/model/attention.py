@@ -193,7 +193,7 @@ def _fused_flex() -> Callable:
 
 
 # What a block of the backward pass is cut into. For heads of 64 it is torch's own choice on A100;
-# on an H100 torch takes 128 x 64, made for long rows: documents of 65 tokens gain a quarter by this.
+# on an H100 torch takes 128 x 64, made for long rows: documents of 65 tokens gain a quarter so.
 _BACKWARD_TILES = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
                    "bwd_num_warps": 4}
 
