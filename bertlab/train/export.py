@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.files import written_directory
-from ..core.reading import read_model_settings, read_text
+from ..core.reading import one_line, read_model_settings, read_text
 from ..data.corpus import load_corpus
 from ..data.sources import find_documents
 from ..data.tokenizers import load_tokenizer
@@ -157,11 +157,6 @@ def _tensors(message: Any) -> Iterator[Any]:
                 waiting += [value] if hasattr(value, "ListFields") else list(value)
 
 
-def _reason(error: BaseException) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 200 else f"{said[:200]}..."
-
-
 def read_onnx(
     path: str | os.PathLike,
 ) -> bytes:  # of the file, which says everything itself
@@ -184,7 +179,7 @@ def read_onnx(
     try:
         found.ParseFromString(content)
     except DecodeError as error:
-        raise ValueError(f"{path} is no ONNX file, or a damaged one: {_reason(error)}") from None
+        raise ValueError(f"{path} is no ONNX file, or a damaged one: {one_line(error)}") from None
     for tensor in _tensors(found):
         if tensor.external_data or tensor.data_location == onnx.TensorProto.EXTERNAL:
             named = {entry.key: entry.value for entry in tensor.external_data}
@@ -194,7 +189,7 @@ def read_onnx(
     try:
         onnx.checker.check_model(content)
     except Exception as error:  # ValidationError; what its C++ part meets has other names
-        raise ValueError(f"{path} is no ONNX file, or a damaged one: {_reason(error)}") from None
+        raise ValueError(f"{path} is no ONNX file, or a damaged one: {one_line(error)}") from None
     return content
 
 # %% ../../nbs/train/20_export.ipynb #ec0c6ec1
@@ -231,7 +226,7 @@ class OnnxModel:
             self.session = onnxruntime.InferenceSession(content, options,
                                                         providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime's own kinds, which have no base
-            raise ValueError(f"{path} cannot be computed: {_reason(error)}") from None
+            raise ValueError(f"{path} cannot be computed: {one_line(error)}") from None
         self.path, self.tokenizer, self.max_length = Path(path), tokenizer, max_length
         self.inputs = [one.name for one in self.session.get_inputs()]
         self.parts = [one.name for one in self.session.get_outputs()]
@@ -277,7 +272,7 @@ class OnnxModel:
             return dict(zip(self.parts, self.session.run(None, feeds)))
         except Exception as error:  # onnxruntime's own kinds
             raise ValueError(f"{self.path} cannot compute rows of shape "
-                             f"{np.shape(input_ids)}: {_reason(error)}") from None
+                             f"{np.shape(input_ids)}: {one_line(error)}") from None
 
     def fill(
         self,
