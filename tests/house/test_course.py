@@ -9,6 +9,7 @@ import sync
 import torch
 from conftest import ROOT
 from test_notebooks import solutions
+from wrong_answers import MORE_WRONG
 
 from bertlab.explorers.puzzles import PUZZLES
 
@@ -126,6 +127,7 @@ CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
         (PIECES, "likeliest_pair", ("def likeliest_pair",), ONE_EACH, "as often as it occurs"),
         (PIECES, "price", ("def price",), BY_LETTERS, "two bytes each"),
         (PIECES, "price", ("def price",), MEAN_OF_RATES, "add up first"),
+        *MORE_WRONG,
     ],
 )
 def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):

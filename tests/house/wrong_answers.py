@@ -1,0 +1,49 @@
+"""Wrong answers to the exercises of the course, each with a word of the sentence that names the mistake.
+
+A row is the page, the exercise, what cells of the page its check needs (by a line of theirs), the answer and the word.
+"""
+
+HIDE, ONE_LABEL, PROCESSES, DAY = ("03_hide_and_predict", "07_whole_text_one_label", "10_two_processes_one_step",
+                                   "12_from_lab_to_day")  # fmt: skip
+MORE_WRONG = [
+    (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
+    asked_BL = labels_BL != -100
+    return F.cross_entropy(z_BLV[asked_BL], labels_BL[asked_BL], reduction="sum") / labels_BL.numel()""",
+     "divide by the number of labels"),
+    (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
+    asked_BL = labels_BL != -100
+    p_MV = z_BLV[asked_BL].exp() / z_BLV[asked_BL].exp().sum(-1, keepdim=True)
+    return -p_MV.log()[torch.arange(len(p_MV)), labels_BL[asked_BL]].mean()""", "overflows"),
+    (HIDE, "whole_words", ("def whole_words",), """def whole_words(continues, coins, share):
+    return [coin < share for coin in coins]""", "its own coin"),
+    (HIDE, "whole_words", ("def whole_words",), """def whole_words(continues, coins, share):
+    return [not goes_on and coin < share for goes_on, coin in zip(continues, coins)]""", "go on with a hidden word"),
+    (ONE_LABEL, "max_pool", ("def max_pool", "def mean_pool("), """def max_pool(x_BLD, mask_BL):
+    return x_BLD.max(1).values""", "padding has a say"),
+    (ONE_LABEL, "max_pool", ("def max_pool", "def mean_pool("), """def max_pool(x_BLD, mask_BL):
+    return (x_BLD * mask_BL[..., None]).max(1).values""", "minus infinity"),
+    (ONE_LABEL, "labels_needed", ("def labels_needed",), """def labels_needed(counts, scores, goal):
+    return np.interp(goal, scores, counts)""", "over the logarithm"),
+    (ONE_LABEL, "labels_needed", ("def labels_needed",), """def labels_needed(counts, scores, goal):
+    return counts[0] if goal <= scores[0] else math.exp(np.interp(goal, scores, np.log(counts)))""", "never reached"),
+    (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
+    return expand.chunk(W, 1)[rank], contract.chunk(W, 0)[rank]""", "has no gates"),
+    (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
+    value, gate = (half.chunk(W, 1)[rank] for half in expand.chunk(2, 1))
+    return torch.cat([value, gate], 1), contract.chunk(W, 0)[1 - rank]""", "the same hidden unit"),
+    (PROCESSES, "loss_for_ddp", ("def loss_for_ddp",), """def loss_for_ddp(loss_sum, labels_of_step, W):
+    return loss_sum / labels_of_step""", "multiply by it"),
+    (PROCESSES, "loss_for_ddp", ("def loss_for_ddp",), """def loss_for_ddp(loss_sum, labels_of_step, W):
+    return loss_sum * W / labels_of_step / W * W / 4""", "DDP gets"),
+    (DAY, "exponent_of", ("def exponent_of",), """def exponent_of(best):
+    budgets, sizes = np.log(np.array(best)).T
+    return np.polyfit(sizes, budgets, 1)[0]""", "turn it round"),
+    (DAY, "exponent_of", ("def exponent_of",), """def exponent_of(best):
+    (c0, n0), (c1, n1) = best[:2]
+    return math.log(n1 / n0) / math.log(c1 / c0)""", "two points are not all"),
+    (DAY, "steps_left", ("def steps_left",), """def steps_left(hours, seconds_per_step, every, pause):
+    return int(hours * 3600 / seconds_per_step)""", "pauses take time"),
+    (DAY, "steps_left", ("def steps_left",), """def steps_left(hours, seconds_per_step, every, pause):
+    rounds, rest = divmod(hours * 3600, every * seconds_per_step + pause)
+    return int(rounds * every + min(every, rest / seconds_per_step))""", "save at the end"),
+]  # fmt: skip
