@@ -46,4 +46,37 @@ MORE_WRONG = [
     (DAY, "steps_left", ("def steps_left",), """def steps_left(hours, seconds_per_step, every, pause):
     rounds, rest = divmod(hours * 3600, every * seconds_per_step + pause)
     return int(rounds * every + min(every, rest / seconds_per_step))""", "save at the end"),
+    ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
+    return float((guesses == labels).mean())""", "counting the -100s"),
+    ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
+    return float((guesses == labels)[labels != -100].sum())""", "one of the two labels"),
+    ("walkthroughs/02_optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
+    state["m"] = mu * state.get("m", 0) + g
+    return w - lr * state["m"]""", "plain momentum"),
+    ("walkthroughs/02_optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
+    state["m"] = mu * state.get("m", 0) + g
+    return w - lr * mu * state["m"]""", "add the gradient"),
+    ("walkthroughs/03_words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
+    return {word: guess for word, guess in zip(word_ids, guesses) if word is not None}""", "overwritten the first"),
+    ("walkthroughs/03_words_and_pieces", "words_again", ("def words_again",), """def words_again(word_ids, guesses):
+    said = {}
+    for word, guess in zip(word_ids, guesses):
+        said.setdefault(word, guess)
+    return said""", "of no word"),
+    ("walkthroughs/04_head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
+    return rate * (step / warmup if step < warmup else max(0, num_steps - step) / num_steps)""", "warmup's end"),
+    ("walkthroughs/04_head_start", "rate_at", ("def rate_at",), """def rate_at(step, num_steps, rate, warmup):
+    return min(rate * step / warmup, rate * max(0, num_steps - step) / (num_steps - warmup))""", "divides by 0"),
+    ("walkthroughs/05_where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
+    return start""", "ë has two bytes"),
+    ("walkthroughs/05_where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
+    return len(text.encode()[:start].decode(errors="ignore"))""", "inside ë"),
+    ("walkthroughs/06_one_sentence_one_vector", "in_batch_loss", ("def in_batch_loss",), """def in_batch_loss(q, d, t):
+    return torch.nn.functional.cross_entropy(d @ q.T / t, torch.arange(len(q)))""", "not the reverse"),
+    ("walkthroughs/06_one_sentence_one_vector", "in_batch_loss", ("def in_batch_loss",), """def in_batch_loss(q, d, t):
+    return torch.nn.functional.cross_entropy(q @ d.T * t, torch.arange(len(q)))""", "divide the cosines"),
+    ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
+    return np.abs(joint - np.outer(joint.sum(1), joint.sum(0))).sum()""", "half the sum"),
+    ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
+    return np.abs(joint - joint.mean()).sum() / 2""", "outer product"),
 ]  # fmt: skip
