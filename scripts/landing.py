@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import reference  # noqa: E402
 from reference import front  # noqa: E402
-from sync import Address  # noqa: E402
+from sync import TASKS, Address  # noqa: E402
 
 # --- the live model -------------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ def attention_bars(answer: dict) -> str:
                     f'<rect x="138" y="{y + 3}" width="{180 * share / most:.1f}" height="{height - 6}"/>'
                     f'<text x="{144 + 180 * share / most:.1f}" y="{y + 13}">{share_text(share)}</text>')  # fmt: skip
     said = f"Bars: how much the gap looks at each piece of the sentence, mean of the last layer's {len(last)} heads"
-    return (f'<svg class="curve" role="img" aria-label="{said}" viewBox="0 0 400 {height * len(shares)}">'
+    return (f'<svg class="curve bars" role="img" aria-label="{said}" viewBox="0 0 400 {height * len(shares)}">'
             f'<g fill="currentColor">{"".join(rows)}</g></svg>')  # fmt: skip
 
 
@@ -290,7 +290,7 @@ a layer, this is what it would have said at the chosen piece (the logit lens).</
 
 def glass_page(live: Path | None) -> str:
     parts = front("The glass encoder", "Words become pieces, pieces become vectors, layer by layer to an answer: watch "
-                  "a model at work, in this page.", toc="false")  # fmt: skip
+                  "a model at work, in this page.", toc="false", repo_actions="false")  # fmt: skip
     parts += ["A sentence with a gap goes through an encoder from bottom to top. A tokenizer cuts it into pieces, and each "
               "piece becomes a vector. In each layer the pieces look at each other, by several heads at once, and each "
               "takes along a mixture of what it looked at; a small network then works on each vector alone. After the "
@@ -313,7 +313,7 @@ def glass_page(live: Path | None) -> str:
 
 def changelog_page() -> str:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")[2]
-    return "\n".join([*front("Changelog", "What changed for those who use bertlab, version by version."), text])
+    return "\n".join([*front("Changelog", "What changed for those who use bertlab, version by version.", repo_actions="false"), text])
 
 
 def missing_page() -> str:
@@ -396,10 +396,11 @@ def search_entries(staged: Path) -> list[dict]:
         for section, anchor, body in entries:
             body = plain_text(body)
             if not section:
+                section = TASKS.get(name.removesuffix(".ipynb"), "")
                 body = f"{head['description']} {body}"
             target = f"{href}#{anchor}" if anchor else href
             found.append({"objectID": target, "href": target, "title": plain_text(head["title"]), "section": section,
-                          "text": body[:1500]})  # fmt: skip
+                          "text": body[:700], "crumbs": []})  # fmt: skip
     return found
 
 
@@ -422,13 +423,55 @@ ELSEWHERE = re.compile(
 )  # fmt: skip
 
 
+def slim_icons(docs: Path) -> None:
+    "Keep of Quarto's font of icons those that some page shows: a few of two thousand."
+    folder = docs / "site_libs/bootstrap"
+    style, font = folder / "bootstrap-icons.css", folder / "bootstrap-icons.woff"
+    if not (style.is_file() and font.is_file()):
+        return
+    import logging
+
+    from fontTools import subset
+
+    logging.getLogger("fontTools").setLevel(logging.CRITICAL)  # it wonders at Quarto's font
+    others = [path for kind in ("html", "js", "css") for path in docs.rglob(f"*.{kind}") if path != style]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in others)
+    names, codes = set(re.findall(r"\bbi-([\w-]+)", text)), set(re.findall(r'content:\s*"\\(f[0-9a-f]{3})"', text))
+    rules = re.compile(r'\.bi-([\w-]+)::before\s*\{\s*content:\s*"\\(\w+)";?\s*\}\s*')
+    css = style.read_text(encoding="utf-8")
+    codes |= {code for name, code in rules.findall(css) if name in names}
+    style.write_text(rules.sub(lambda rule: rule[0] if rule[1] in names else "", css), encoding="utf-8")
+    options = subset.Options(flavor="woff", with_zopfli=False)
+    opened = subset.load_font(str(font), options)
+    chosen = subset.Subsetter(options)
+    chosen.populate(unicodes=[int(code, 16) for code in codes])
+    chosen.subset(opened)
+    subset.save_font(opened, str(font), options)
+
+
+def mend(text: str) -> str:
+    "A rendered page without scripts from elsewhere, and with boxes that scroll by keyboard, too."
+    text = ELSEWHERE.sub("", text)
+    text = re.sub(r"<pre>(?=<code)", '<pre tabindex="0">', text)
+    text = re.sub(r'<pre class="sourceCode', '<pre tabindex="0" class="sourceCode', text)
+    text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
+    table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
+    box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
+    head, found, body = text.partition("<main")
+    return head + found + table.sub(lambda match: box.format(match[0]), body)
+
+
 def finish(docs: Path, staged: Path) -> None:
     "What is done to the rendered pages: no script from elsewhere, an index for the search, files for machines."
     for path in docs.rglob("*.html"):
         if "live" in path.relative_to(docs).parts[:1]:
             continue
         text = path.read_text(encoding="utf-8")
-        changed = ELSEWHERE.sub("", text)
+        changed = mend(text)
         if changed != text:
             path.write_text(changed, encoding="utf-8")
     (docs / "search.json").write_text(json.dumps(search_entries(staged), ensure_ascii=False), encoding="utf-8")
+    finder = docs / "site_libs/quarto-search/fuse.min.js"
+    if finder.is_file():  # Quarto's finds a phrase as it is typed, or nothing
+        shutil.copyfile(staged / "site/find.js", finder)
+    slim_icons(docs)

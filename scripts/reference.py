@@ -195,6 +195,7 @@ def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
 
 def front(title: str, description: str, **more: str) -> list[str]:
     quoted = lambda text: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    more = {"repo_actions": "false", **more}  # what is made has no file to edit
     extra = [f"{key.replace('_', '-')}: {value}" for key, value in more.items()]
     return ["---", f"title: {quoted(title)}", f"description: {quoted(description)}", *extra, "---", ""]
 
@@ -212,6 +213,22 @@ FILTER = """\
 ```{=html}
 <p class="filter" hidden><label>Show names with <input type="search" data-filters="table" autocomplete="off"></label>
 <span role="status"></span></p>
+<script>
+"use strict";
+addEventListener("DOMContentLoaded", () => {
+  const place = document.querySelector(".filter"), box = place.querySelector("input");
+  place.hidden = false;
+  box.addEventListener("input", () => {
+    const wanted = box.value.trim().toLowerCase();
+    let count = 0;
+    for (const row of document.querySelectorAll("main tbody tr")) {
+      row.hidden = !row.textContent.toLowerCase().includes(wanted);
+      count += !row.hidden;
+    }
+    place.querySelector("[role=status]").textContent = wanted ? `${count} found` : "";
+  });
+});
+</script>
 ```
 """
 
@@ -282,10 +299,19 @@ def commands_index() -> str:
     return "\n".join([*parts, ""])
 
 
+def code_in_table(text: str) -> str:
+    "Code in a cell: Pandoc shows the backslash of `\\|` between backticks."
+    import html
+
+    if "|" not in text:
+        return f"`{text}`"
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>"
+
+
 def shown_default(value: object) -> str:
     import json
 
-    return f"`{json.dumps(value)}`".replace("|", "\\|")
+    return code_in_table(json.dumps(value))
 
 
 def settings_page(name: str) -> str:
@@ -306,7 +332,7 @@ def settings_page(name: str) -> str:
         meaning = cell(option.help)
         if names := command.known_names(key):
             meaning += ("; " if meaning else "") + "one of " + ", ".join(f"`{one}`" for one in names)
-        parts.append(f"| `{last}` | `{cell(option.kind)}` | {default} | {meaning} |")
+        parts.append(f"| `{last}` | {code_in_table(option.kind)} | {default} | {meaning} |")
     return "\n".join([*parts, ""])
 
 
