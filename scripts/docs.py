@@ -1,31 +1,31 @@
 """Make the site: stage the notebooks with nbdev into _proc, check them, render with Quarto into _docs.
 
-    python scripts/docs.py
+    python scripts/docs.py                        without a live model
+    python scripts/docs.py --model DIRECTORY      with the model of a run alive in its pages
+    python scripts/docs.py --train                with a model that `bertlab demo` trains first, in build/site-model
 
-Without Quarto everything up to the rendering still happens, and the last line says how to get it.
-The staging is nbdev's own, notebook by notebook; nbdev's command is not used, because it would try
-to install Quarto and would drop what the title cell holds after the title.
+Without --model the site takes build/site-model where an earlier --train has left it. Without Quarto everything up
+to the rendering still happens, and the last line says how to get it. The staging is nbdev's own, notebook by
+notebook, but nothing is run: names are documented from the package's source (scripts/reference.py).
 """
 
-import ast
-import inspect
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import warnings
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import landing  # noqa: E402
+import reference  # noqa: E402
 from sync import Address, directives, notebooks, source_of  # noqa: E402
 
 NBDEV_YML = """\
@@ -59,97 +59,80 @@ def split_title(cells: list) -> list:
     return cells
 
 
-@lru_cache(maxsize=1)  # a notebook asks for all its names, and parsing takes longer than all else
-def definitions(code: str) -> dict[str, ast.AST]:
-    "Functions and classes by name; of two with one name, the outer or the first."
-    found = {}
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.setdefault(node.name, node)
-    return found
-
-
-def signature_of(name: str, code: str) -> tuple[str, bool]:
-    "A function's or class's head as written, fields and comments included; whether fields make the class."
-    lines, node = code.splitlines(), definitions(code).get(name)
-    if node is None:
-        return "", False
-    if not isinstance(node, ast.ClassDef):
-        return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]), False
-    makes_itself = any(isinstance(n, ast.FunctionDef) and n.name == "__init__" for n in node.body)
-    fields = [] if makes_itself else [n for n in node.body if isinstance(n, ast.AnnAssign)]
-    bases = ", ".join(map(ast.unparse, node.bases))
-    text = [f"class {name}({bases}):" if bases else f"class {name}:"]
-    for field in fields:
-        text += lines[field.lineno - 1 : field.end_lineno]
-    return "\n".join(text), bool(fields)
-
-
-def renderer(code: str) -> type:
-    """nbdev's renderer of show_doc, but for what it shows badly or not at all; `code` is what the notebook exports.
-
-    Where fields make a class (dataclasses, configurations) they are shown with their comments. Where nbdev fails,
-    on an annotation in quotes or an inherited `__init__` that cannot be read, the head is shown as it is written.
-    """
-    from nbdev.showdoc import BasicMarkdownRenderer
-
-    class Renderer(BasicMarkdownRenderer):
-        def __init__(self, sym, name: str | None = None, title_level: int = 3):
-            head, has_fields = signature_of(sym.__name__, code)
-            try:
-                super().__init__(sym, name=name, title_level=title_level)
-            except Exception:
-                if not head:
-                    raise
-                self.sym, self.nm, self.fn, self.title_level = sym, name or sym.__qualname__, sym.__name__, title_level
-                self.docs, has_fields = inspect.cleandoc(sym.__doc__ or ""), True
-            if has_fields:
-                self.dm = head
-
-    return Renderer
-
-
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STATIC = {"text/html", "image/png", "image/svg+xml"}
+
+
+def is_progress(data: dict) -> bool:
+    return WIDGET in data and re.search(r"%\||^HBox\(children=\((HTML|FloatProgress)", "".join(data.get("text/plain", "")))
 
 
 def prefer_static(notebook) -> None:
     "Leave a widget's static form alone on the page: the live one needs a kernel, and scripts from elsewhere."
     for cell in notebook.cells:
+        if "outputs" in cell:  # a bar of progress says nothing afterwards
+            cell["outputs"] = [one for one in cell["outputs"] if not is_progress(one.get("data", {}))]
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}) and STATIC & output["data"].keys():
                 del output["data"][WIDGET]
     notebook.metadata.pop("widgets", None)
 
 
-def stage_notebook(source: Path, target: Path) -> None:
-    "nbdev's page of a notebook: front matter, show_doc, links; hidden and exported cells gone."
-    import nbdev.showdoc
-    from execnb.nbio import read_nb, write_nb
-    from nbdev.processors import FilterDefaults
+def process(notebook) -> None:
+    "nbdev's staging without what runs a cell: front matter, hidden and exported cells gone, a place for each name."
+    from nbdev.processors import FilterDefaults, add_links, exec_show_docs
+
+    class Still(FilterDefaults):
+        def base_procs(self) -> list:
+            return [one for one in super().base_procs() if one not in (add_links, exec_show_docs)]
+
+    Still()(notebook)
+
+
+def shown_name(source: str) -> str | None:
+    "The name that a cell documents; None for another cell."
+    match = re.search(r"^show_doc\(([\w.]+)", source, flags=re.MULTILINE)
+    return match[1] if match else None
+
+
+def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
+    "A notebook as a page, and the anchors of the names that it explains."
+    from execnb.nbio import mk_cell, read_nb
 
     notebook = read_nb(source)
-    exports = [cell.source for cell in notebook.cells if "export" in directives(cell.source)]
     notebook.cells = split_title(notebook.cells)
-    # For this notebook only: the next one's renderer builds on nbdev's own class, not on this one.
-    page_renderer = renderer("\n\n".join(exports))
     try:
-        with patch.object(nbdev.showdoc, "BasicMarkdownRenderer", page_renderer):
-            FilterDefaults()(notebook)
+        process(notebook)
     except Exception as error:
-        sys.exit(f"{source.relative_to(ROOT)} cannot be staged: {error}\n{error.__cause__ or ''}")
+        sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
     prefer_static(notebook)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_nb(notebook, target)
+    code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
+    cells, explained = [], set()
+    for cell in notebook.cells:
+        known = shown_name(cell.source) if cell.cell_type == "code" else None
+        if known is not None:
+            found = reference.find(known, name)
+            if found is None:
+                sys.exit(f"{name} cannot be staged: show_doc({known}) names nothing in bertlab; run `make sync`")
+            explained.add(reference.anchor(known))
+            cell = mk_cell(reference.document(found, code_at), "markdown")
+        elif cell.cell_type == "markdown":
+            cell.source = reference.separate_lists(cell.source)
+        cells.append(cell)
+    notebook.cells = cells
+    return notebook, explained
 
 
-def stage() -> Path:
-    "Stage everything in nbs/ to _proc/, with the generated configuration and the API page."
-    os.chdir(ROOT)
-    os.environ["IN_TEST"] = "1"  # as nbdev sets it while staging
-    warnings.filterwarnings("ignore", "Found cells containing imports")  # scripts/lint.py says it better
+# The site begins with a page of its own; the README's notebook is another one there.
+RENAMED = {"index.ipynb": "overview.ipynb"}
+
+
+def stage(model: Path | None = None) -> Path:
+    "Stage everything in nbs/ to _proc/, with the configuration and the pages that are made."
+    from execnb.nbio import write_nb
     from nbdev.config import get_config
 
+    os.chdir(ROOT)
     address, config = Address.read(ROOT), get_config()
     values = {"site": address.site_url, "repo": address.git_url, "branch": address.branch}
     (ROOT / "nbs/nbdev.yml").write_text(
@@ -157,53 +140,45 @@ def stage() -> Path:
     )
     staged = ROOT / "_proc"
     shutil.rmtree(staged, ignore_errors=True)
+    pages, shown = {}, {}
     for path in notebooks(ROOT):
-        stage_notebook(path, staged / path.relative_to(ROOT / "nbs"))
+        name = path.relative_to(ROOT / "nbs").as_posix()
+        pages[name], shown[name] = stage_notebook(path, name)
+    for name, notebook in pages.items():
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = reference.add_links(cell.source, name, shown)
+        if name in RENAMED:  # with another address, too
+            notebook.cells[0].source = re.sub(r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE)
+        target = staged / RENAMED.get(name, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_nb(notebook, target)
     for path in (ROOT / "nbs").rglob("*"):
         relative = path.relative_to(ROOT / "nbs")
         hidden = any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
         if path.is_file() and path.suffix != ".ipynb" and not hidden:
             (staged / relative).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, staged / relative)  # follows the link to _quarto.yml
-    (staged / "api.qmd").write_text(api_page(), encoding="utf-8")
+    live = landing.export_live(model, staged / "live") if model else None
+    made = {**reference.pages(shown), **landing.pages(live, ROOT)}
+    for name, text in made.items():
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_text(text, encoding="utf-8")
+    bars = yaml.safe_load((staged / "sidebar.yml").read_text(encoding="utf-8"))
+    bars["website"]["sidebar"][-1]["contents"] += reference.sidebar()
+    (staged / "sidebar.yml").write_text(yaml.safe_dump(bars, sort_keys=False), encoding="utf-8")
+    (staged / "llms.txt").write_text(landing.llms(staged, bars["website"]["sidebar"]), encoding="utf-8")
     return staged
 
 
 def public_symbols() -> dict[str, list[str]]:
-    "The public functions and classes of each module, in the order of nbdev's index."
-    from bertlab._modidx import d
-
-    found = {}
-    for module, symbols in d["syms"].items():
-        names = [key.removeprefix(f"{module}.") for key in symbols]
-        found[module] = [name for name in names if "." not in name and not name.startswith("_")]
-    return found
+    "The public functions and classes of each module, in the order of the source."
+    return {module.name: module.public for module in reference.modules().values()}
 
 
 def notebook_of(module: str) -> str:
     "The notebook, relative to nbs/, that exports to a module."
-    head = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")[:2000]
-    return re.search(r"File to edit: (?:\.\./)+nbs/(\S+\.ipynb)", head)[1]
-
-
-def api_page() -> str:
-    "Every public name, with the first line of its docstring and a link to where it is explained."
-    import bertlab
-
-    parts = ["---", "title: API", "description: Every public name, and where it is explained.", "---", ""]
-    parts += ["Each name is imported from its module; those in bold from `bertlab` itself, too.", ""]
-    modules = {module: names for module, names in public_symbols().items() if names}
-    for module, names in sorted(modules.items(), key=lambda item: notebook_of(item[0])):
-        page = notebook_of(module)
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        documented = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        parts += [f"## [{module}]({page})", "", ast.get_docstring(tree) or "", "", "| name | |", "|---|---|"]
-        for name in sorted(names, key=str.lower):
-            first = (ast.get_docstring(documented[name]) or "").split("\n")[0].replace("|", "\\|")
-            mark = "**" if bertlab._PLACES.get(name) == module.removeprefix("bertlab.") else ""
-            parts.append(f"| {mark}[`{name}`]({page}#{name.lower()}){mark} | {first} |")
-        parts.append("")
-    return "\n".join(parts)
+    return reference.modules()[module].notebook
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -231,6 +206,9 @@ def anchors(text: str) -> set[str]:
     found = set()
     fenced_out = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     for heading in re.findall(r"^#{1,6}\s+(.+?)\s*$", fenced_out, flags=re.MULTILINE):
+        if own := re.search(r"\{#([\w.:-]+)[^}]*\}$", heading):
+            found.add(own[1])
+            continue
         plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
         plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
         found.add(re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section")
@@ -297,10 +275,10 @@ def check_navigation(pages: dict, staged: Path) -> list[str]:
     for name in ("_quarto.yml", "nbdev.yml", "sidebar.yml"):
         loaded = yaml.safe_load((staged / name).read_text(encoding="utf-8"))
         config[name] = loaded.get("website", {})
-    listed = entries(config["sidebar.yml"]["sidebar"])
+    listed = [name for bar in config["sidebar.yml"]["sidebar"] for name in entries(bar)]
     named = listed + entries(config["_quarto.yml"].get("navbar", {}))
     problems = [f"the navigation names {name}, which is not there" for name in named if name not in pages]
-    problems += [f"the sidebar lacks {name}" for name in pages if name not in listed]
+    problems += [f"the sidebar lacks {name}" for name in pages if name not in (*listed, "index.qmd", "404.qmd")]
     return problems + [f"the sidebar names {name} twice" for name in set(listed) if listed.count(name) > 1]
 
 
@@ -315,6 +293,10 @@ def check_documented(pages: dict) -> list[str]:
     return problems
 
 
+FRONT = {"title", "description", "output-file", "toc", "page-layout", "search", "css", "sidebar", "pagetitle",
+         "include-after-body", "body-classes", "repo-actions"}  # fmt: skip
+
+
 def check(staged: Path) -> list[str]:
     "Everything that is wrong with the staged site; an empty list if nothing is."
     found = sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")])
@@ -324,7 +306,7 @@ def check(staged: Path) -> list[str]:
         for key in ("title", "description"):
             if not page.front.get(key):
                 problems.append(f"{name}: the page has no {key}: `# Title`, then a line `> description`")
-        if extra := set(page.front) - {"title", "description", "output-file"}:
+        if extra := set(page.front) - FRONT:
             problems.append(f"{name}: lines of the title's cell became front matter: {sorted(extra)}")
         output = Path(name).with_name(page.front.get("output-file", Path(name).stem + ".html")).as_posix()
         if output in outputs:
@@ -352,18 +334,45 @@ def render(staged: Path) -> None:
     missing = [name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()]
     if missing:
         sys.exit(f"quarto rendered no {' and no '.join(missing)}")
+    landing.finish(staged / "_docs", staged)
     shutil.rmtree(ROOT / "_docs", ignore_errors=True)
     shutil.move(staged / "_docs", ROOT / "_docs")
     print("The site is in _docs; open _docs/index.html")
 
 
+SITE_MODEL = ROOT / "build/site-model"
+
+
+def model_for_site(named: str | None, train: bool) -> Path | None:
+    "The directory of the model that lives in the pages: the named one, or that of an earlier or a new training."
+    if named and train:
+        sys.exit("--model names a model that is there, and --train makes one: choose")
+    if named:
+        if not any((Path(named) / file).is_file() for file in ("config.json", "page.json")):
+            sys.exit(f"--model {named} holds no config.json: name the directory of a run, or of its web page")
+        return Path(named).resolve()
+    if train and not (SITE_MODEL / "metrics.json").is_file():
+        command = "import sys; from bertlab.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        words = ["demo", "--output", str(SITE_MODEL), *["--resume"] * SITE_MODEL.is_dir()]
+        if subprocess.run([sys.executable, "-c", command, *words], cwd=ROOT).returncode:
+            sys.exit("the site's model could not be trained")
+    return SITE_MODEL if (SITE_MODEL / "metrics.json").is_file() else None
+
+
 def main() -> None:
-    staged = stage()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="directory of a run, or of its web page (bertlab export --to web)")
+    parser.add_argument("--train", action="store_true", help="train that model first, where there is none")
+    asked = parser.parse_args()
+    model = model_for_site(asked.model, asked.train)
+    staged = stage(model)
     problems = check(staged)
     if problems:
         sys.exit("The site is not in order:\n" + "\n".join(f"  {problem}" for problem in problems))
     count = len(list(staged.rglob("*.ipynb")))
     print(f"{count} notebooks staged in _proc: front matter, links, sidebar, show_doc and figures are in order")
+    if model is None:
+        print("No model lives in the pages: --train makes one, --model DIRECTORY takes one")
     if find_quarto():
         render(staged)
     else:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # What sync reads and writes; --check works on a copy of these.
-SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts"]
+SOURCES = ["settings.ini", "pyproject.toml", "README.md", "README_files", "_quarto.yml", "nbs", "bertlab", "scripts",
+           "CHANGELOG.md", "benchmarks/results"]  # fmt: skip
 SETUP_MARK = "# setup"
 # The chapters in reading order: folders of nbs/ and of bertlab/, the titles of their sections, and what each teaches.
 CHAPTERS = {
@@ -44,8 +45,73 @@ LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
-GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "diagnose", "migrate",
-          "own_parts")  # fmt: skip
+GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "long_documents",
+          "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
+# What the sidebar calls a page, by the task that it teaches; a page that is not named here goes by its own title.
+TASKS = {
+    "core/01_files": "Write files whole, keep runs apart", "core/02_durations": "Say how long a run lasts",
+    "core/03_plots": "Draw figures that all can read", "core/04_names": "Name parts in a configuration",
+    "core/05_devices": "Know the device, its types and peaks", "core/06_reading": "Read a stranger's file safely",
+    "core/07_progress": "Remember which exercises are solved",
+    "data/01_documents": "Get documents, hold some out", "data/02_readers": "Read text, CSV, JSONL and Parquet",
+    "data/03_sources": "Find your text, wherever it is", "data/04_corpus": "Make a corpus without leaks",
+    "data/05_tokenizers": "Train or choose a tokenizer", "data/06_rows": "Turn lists into rectangles",
+    "data/07_masking": "Choose which tokens are hidden", "data/08_diffusion": "Hide any share: masked diffusion",
+    "data/09_supervised": "Turn labels into tensors", "data/10_collators": "Make batches for six objectives",
+    "data/11_packing": "Pack documents into full rows", "data/12_shards": "Keep tokens in many files",
+    "data/13_cache": "Tokenize once and keep it", "data/14_streaming": "Stream a corpus of any size",
+    "data/15_mixing": "Mix several sources", "data/16_module": "Put it together: the data module",
+    "data/17_plain_models": "Use packed rows in your own trainer", "data/18_tokenize": "Tokenize on many machines",
+    "data/19_tokenizer_measures": "Measure a tokenizer", "data/20_vocabularies": "Change a tokenizer's vocabulary",
+    "model/01_config": "Configure an encoder", "model/02_layers": "Build a layer",
+    "model/03_attention": "Attend within documents only", "model/04_encoder": "Stack layers to an encoder",
+    "model/05_losses": "Compute a loss where it counts", "model/06_heads": "Get from vectors to words",
+    "model/07_task_heads": "Get from vectors to labels and answers", "model/08_loading": "Load weights from any file",
+    "model/09_huggingface": "Convert to transformers and back", "model/10_generate": "Fill gaps and generate",
+    "model/11_samplers": "Choose the order of unmasking", "model/12_writing": "Write from text to text",
+    "model/13_causal": "Compare with a causal twin", "model/14_text_measures": "Judge what is written",
+    "model/15_growth": "Grow a model from a smaller one", "model/16_activation_checkpointing": "Save memory by recomputing",
+    "model/17_float8": "Multiply in 8 bits", "model/18_adapters": "Train adapters instead of weights",
+    "model/19_context": "Stretch a model to longer rows", "model/20_vocabulary": "Give a model other words",
+    "model/21_tensor_parallel": "Split layers over processes", "model/22_context_parallel": "Split rows over processes",
+    "optim/01_schedulers": "Design a learning rate schedule", "optim/02_budgets": "Train until the time is spent",
+    "optim/03_groups": "Give weights their own rates", "optim/04_muon": "Use Muon beside AdamW",
+    "optim/05_optimizers": "Choose among fifteen optimizers",
+    "train/01_steps": "Take one step right", "train/02_modules": "Train as a LightningModule",
+    "train/03_history": "Watch a run", "train/04_parallel": "Train in several processes",
+    "train/05_xla": "Train on a TPU with XLA", "train/06_checkpoints": "Resume to the same bits",
+    "train/07_model_directories": "Write models during a run", "train/08_stopping": "Stop in time, skip bad steps",
+    "train/09_monitors": "Monitor throughput and memory", "train/10_histograms": "See weights and gradients",
+    "train/11_previews": "Look into a model as it trains", "train/12_reports": "Report a run on a page",
+    "train/13_trainer": "Set up Lightning's Trainer", "train/14_distill": "Distill, or stay near a reference",
+    "train/15_stages": "Train in stages", "train/16_evaluators": "Evaluate while training",
+    "train/17_averages": "Average weights", "train/18_estimate": "Estimate memory before a run",
+    "train/19_model_cards": "Write a model card, push a model", "train/20_export": "Export to ONNX",
+    "train/21_web_page": "Put a model into a web page", "train/22_pipeline": "Split a model into a pipeline",
+    "finetuning/01_files": "Read labelled files", "finetuning/02_data": "Check and batch labelled rows",
+    "finetuning/03_tasks": "Make tasks without a download", "finetuning/04_task_models": "Give an encoder a new head",
+    "finetuning/05_metrics": "Count what is right", "finetuning/06_baselines": "Beat a baseline first",
+    "finetuning/07_module": "Fine-tune a checkpoint", "finetuning/08_runs": "Run seeds, stop early, keep the best",
+    "finetuning/09_evaluations": "See errors and calibration", "finetuning/10_predictions": "Label a file",
+    "embeddings/01_pooling": "Pool tokens to one vector", "embeddings/02_losses": "Train by contrast",
+    "embeddings/03_gradcache": "Use batches larger than memory", "embeddings/04_bi_encoder": "Build a bi-encoder",
+    "embeddings/05_pairs": "Collect pairs of texts", "embeddings/06_module": "Train embeddings",
+    "embeddings/07_tasks": "Measure retrieval without a download", "embeddings/08_search": "Search a million texts",
+    "embeddings/09_late_interaction": "Match token by token", "embeddings/10_few_labels": "Classify with few labels",
+    "explorers/01_widgets": "Build an explorer", "explorers/02_packing": "Watch rows fill",
+    "explorers/03_schedules": "Design a schedule with sliders", "explorers/04_optimizers": "Replay optimizers",
+    "explorers/05_models": "Look inside a model", "explorers/06_fill_mask": "Compare two checkpoints by gaps",
+    "explorers/07_training_monitor": "Watch curves live", "explorers/08_profiling": "Find where a step's time goes",
+    "explorers/09_precision": "See what rounding costs", "explorers/10_stepper": "Step through unmasking",
+    "explorers/11_text_map": "See texts on a map", "explorers/12_puzzles": "Check an answer, name the mistake",
+    "cli/01_options": "Make flags from source", "cli/02_pretrain": "Drive a run: bertlab pretrain",
+    "cli/03_demo": "Run the demo: bertlab demo", "cli/04_finetune": "Fine-tune: bertlab finetune, predict",
+    "cli/05_write": "Write in the terminal: bertlab write", "cli/06_embed": "Search in the terminal: bertlab embed",
+    "cli/07_speedrun": "Race the clock: bertlab speedrun", "cli/08_vocabularies": "Train tokenizers: bertlab tokenizer",
+    "cli/09_adapt": "Average and lengthen models", "cli/10_tune": "Search settings: bertlab tune",
+    "cli/11_export": "Export: bertlab export", "cli/12_main": "How the program answers",
+    "overview": "Everything on one page", "training_path": "The path of a batch", "extending": "Add a part of your own",
+}  # fmt: skip
 # Between these two lines of nbs/index.ipynb stands the table of all parts.
 PARTS_BEGIN, PARTS_END = "<!-- parts: written by scripts/sync.py -->", "<!-- end of parts -->"
 
@@ -285,26 +351,47 @@ def sync_parts(root: Path) -> None:
 
 
 def sidebar(root: Path) -> str:
-    "The site's sidebar: course, walkthroughs, guides, the library by chapters, what is no part of it, the API."
+    "The site's sidebars, one for each of its four sections; scripts/docs.py adds the reference that it makes."
     names = [path.relative_to(root / "nbs").as_posix() for path in notebooks(root)]
-    lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:", "    style: docked"]
-    lines += ["    contents:", "      - index.ipynb"]
-    lines += [f"      - {name}" for name in PAGES if name in names]
+    lines = ["# Written by scripts/sync.py from the notebooks' names.", "website:", "  sidebar:"]
+
+    def bar(identifier: str, title: str) -> None:
+        nonlocal lines
+        lines += [f"    - id: {identifier}", f"      title: {title}", "      style: docked", "      contents:"]
+
+    def entries(members: list[str], depth: int = 8) -> None:
+        nonlocal lines
+        for name in members:
+            task = TASKS.get(name.removesuffix(".ipynb"))
+            if task is None:
+                lines.append(f"{' ' * depth}- {name}")
+            else:
+                lines += [f"{' ' * depth}- href: {name}", f'{" " * depth}  text: "{task}"']
+
+    def section(title: str, members: list[str]) -> None:
+        nonlocal lines
+        index = members[0] if members[0].endswith("/index.ipynb") else None
+        lines.append(f"        - section: {title}")
+        if index:
+            lines.append(f"          href: {index}")
+        lines.append("          contents:")
+        entries(members[1:] if index else members, 12)
+
+    bar("guides", "Guides")
+    entries(guide_pages(names))
+    bar("course", "Course")
     for folder, title in LESSONS.items():
         if members := pages_of(folder, names):
-            lines += [f"      - section: {title}", "        contents:"]
-            lines += [f"          - {name}" for name in members]
-    lines += ["      - section: Guides", "        contents:"]
-    lines += [f"          - {name}" for name in guide_pages(names)]
-    lines += ["      - section: Library", "        contents:"]
+            section(title, members)
+    bar("how", "How it works")
+    entries(["glass.qmd", *(name for name in PAGES if name in names)])
     for chapter, (title, _) in CHAPTERS.items():
-        members = pages_of(chapter, names)
-        if members:
-            lines += [f"          - section: {title}", "            contents:"]
-            lines += [f"              - {name}" for name in members]
-    lines += ["      - section: Reference", "        contents:"]
-    pages = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
-    lines += [f"          - {name}" for name in (*pages, "api.qmd")]  # what is no part: benchmarks
+        if members := pages_of(chapter, names):
+            section(title, members)
+    bar("reference", "Reference")
+    # The page at nbs/index.ipynb is the README; the site begins with a page of its own.
+    others = [name for name in names if name not in ("index.ipynb", *PAGES) and "/" not in name]
+    entries(["overview.ipynb", *others, "changelog.qmd"])
     return "\n".join(lines) + "\n"
 
 

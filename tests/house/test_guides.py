@@ -21,7 +21,7 @@ def test_the_sidebar_has_every_guide_in_the_order_of_its_list():
     names = [path.relative_to(ROOT / "nbs").as_posix() for path in GUIDES]
     assert sync.guide_pages(["index.ipynb", "guides/zebra.ipynb", *reversed(names)]) == [
         *(f"guides/{name}.ipynb" for name in sync.GUIDES), "guides/zebra.ipynb"]  # fmt: skip
-    section = sync.sidebar(ROOT).partition("section: Guides")[2].partition("- section:")[0]
+    section = sync.sidebar(ROOT).partition("title: Guides")[2].partition("title:")[0]
     assert re.findall(r"guides/(\w+)\.ipynb", section) == list(sync.GUIDES)
 
 

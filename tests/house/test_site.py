@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import docs
+import landing
 import pytest
+import reference
 import sync
 import yaml
 from conftest import ROOT
 
 pytestmark = pytest.mark.slow
-NOTEBOOKS = [path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT)]
+NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
+             (path.relative_to(ROOT / "nbs").as_posix() for path in sync.notebooks(ROOT))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +128,12 @@ def test_hidden_and_exported_cells_do_not_reach_the_site(site):
 def test_the_site_loads_nothing_from_elsewhere(site):
     config = yaml.safe_load((site / "_proc/_quarto.yml").read_text())
     html = config["format"]["html"]
-    assert (html["theme"], html["html-math-method"]) == ("default", "mathml")  # others fetch fonts and scripts
+    themes = {name for pair in html["theme"].values() for name in pair}
+    assert themes == {"default", "site/light.scss", "site/dark.scss"}  # others fetch fonts
+    assert html["html-math-method"] == "mathml" and html["code-overflow"] == "scroll"
     assert config["website"]["search"] is True
     remote = re.compile(r"@import|url\(\s*[\"']?(?:https?:)?//|<script[^>]*src=|<link[^>]*href=.https?:")
-    for path in [*(site / "_proc").rglob("*.css"), *(site / "_proc").rglob("*.yml")]:
+    for path in [*(site / "_proc").rglob("*.css"), *(site / "_proc").rglob("*.scss"), *(site / "_proc").rglob("*.yml")]:
         assert not remote.search(path.read_text()), path
     for name in NOTEBOOKS:
         assert not re.search(r"<(?:script|img|iframe)[^>]*src=.https?:", staged_text(site, name)), name
@@ -142,11 +147,111 @@ def test_the_configuration_is_one_file_at_the_top_and_no_setting_is_written_twic
     assert not {"title", "site-url", "repo-url"} & config["website"].keys()  # from settings.ini
 
 
-def test_the_api_page_lists_every_public_name(site):
-    text = (site / "_proc/api.qmd").read_text(encoding="utf-8")
+def qmd(site: Path, name: str) -> str:
+    return (site / "_proc" / name).read_text(encoding="utf-8")
+
+
+def test_the_reference_has_every_public_name_every_command_and_every_key(site):
     for module, names in docs.public_symbols().items():
+        chapter = module.split(".")[1]
+        text = qmd(site, f"reference/api/{chapter}.qmd")
         for name in names:
-            assert f"[`{name}`]({docs.notebook_of(module)}#{name.lower()})" in text
+            assert f"[`{name}`](../../{docs.notebook_of(module)}#{reference.anchor(name)})" in text, name
+    for name, command in reference.commands().items():
+        text = qmd(site, reference.command_file(name))
+        for key in command.options():
+            last = key.lstrip("*")
+            assert last in text or last.rpartition(".")[2].upper() in text or command.titles.get(last, "?") in text, key
+    for name in reference.configured():
+        text = qmd(site, reference.settings_file(name))
+        rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .*\|$", text, flags=re.MULTILINE)
+        assert rows == [key.rpartition(".")[2] for key in reference.commands()[name].options()]
+
+
+def test_a_signature_is_shown_as_it_is_written(site):
+    for name in NOTEBOOKS:
+        for head in re.findall(r"^### .*\.name\}\n\n```python\n(.*?)^```", staged_text(site, name), re.M | re.S):
+            assert "__main__." not in head and "](" not in head, (name, head)
+            assert not re.search(r"\(\*args, \*\*kwargs\)", head), (name, head)
+    shown = staged_text(site, "model/03_attention.ipynb")
+    assert "documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to" in shown
+    assert '<details class="code"><summary>Code</summary>' in shown
+
+
+def test_names_are_linked_outside_code_alone_and_never_a_common_word():
+    shown = {module.notebook: {reference.anchor(name) for name in module.found} for module in reference.modules().values()}
+    link = lambda text: reference.add_links(text, "train/13_trainer.ipynb", shown)
+    assert link("see `plan_best_fit`") == "see [`plan_best_fit`](../data/11_packing.ipynb#plan_best_fit)"
+    assert link("see `make_trainer()`") == "see [`make_trainer()`](#make_trainer)"
+    for same in ("to `fit`, to `overlap`, to `share`", "```python\n`plan_best_fit`\n```", "# The `plan_best_fit`",
+                 "[the `plan_best_fit` of old](x.md)", "`` `plan_best_fit` ``", "`no_such_name`"):  # fmt: skip
+        assert link(same) == same
+
+
+def test_a_list_behind_a_line_of_text_becomes_a_list():
+    assert reference.separate_lists("**You can** -\n- run\n- walk") == "**You can** -\n\n- run\n- walk"
+    for same in ("- one\n- two", "```\ntext\n- no list\n```", "a\n\n1. b\n2. c", "a - b\nc"):
+        assert reference.separate_lists(same) == same
+
+
+def test_figures_of_the_first_page_are_those_of_the_benchmarks(site):
+    text = qmd(site, "index.qmd")
+    demo = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
+    assert f"{demo['median']['seconds']:.0f} s" in text and demo["processor"] in text
+    assert text.count('class="figure"') == 3 and "git clone" in text and "pip install" in text and "colab" in text
+    assert 'data-live' not in text  # no model was named
+
+
+def test_llms_txt_names_every_page(site):
+    text = qmd(site, "llms.txt")
+    for path in [*(site / "_proc").rglob("*.ipynb"), *(site / "_proc").rglob("*.qmd")]:
+        if path.name not in ("index.qmd", "404.qmd"):
+            assert f"[{landing.head_of_page(path)['title']}](" in text, path
+
+
+QUESTIONS = {
+    "resume": "guides/resume.html", "save model": "guides/save_and_share.html", "gpu": "guides/devices.html",
+    "plan_best_fit": "data/packing.html", "own text": "guides/own_text.html", "csv": "guides/finetune_csv.html",
+    "fine-tune": "guides/finetune_csv.html", "masked diffusion": "data/diffusion.html", "tpu": "guides/devices.html",
+    "learning rate schedule": "optim/schedulers.html", "onnx": "train/export.html",
+    "train a tokenizer": "data/tokenizers.html", "long documents": "guides/long_documents.html",
+    "several machines": "guides/several_machines.html", "question answering": "walkthroughs/where_is_the_answer.html",
+    "lora": "model/adapters.html", "muon": "optim/muon.html", "loss does not fall": "guides/diagnose.html",
+    "transformers trainer": "guides/migrate.html", "several gpus": "guides/several_machines.html",
+    "document_mask": "model/attention.html",
+}  # fmt: skip
+ASK = """
+const fs = require("node:fs"), vm = require("node:vm");
+vm.runInThisContext(fs.readFileSync(process.argv[1], "utf8"));
+const { entries, questions } = JSON.parse(fs.readFileSync(0, "utf8")), finder = new globalThis.Fuse();
+for (const entry of entries) finder.add(entry);
+const pages = (question) => [...new Set(finder.search(question).map((found) => found.item.href.split("#")[0]))];
+console.log(JSON.stringify(questions.map((question) => pages(question).slice(0, 3))));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the search outside of a browser")
+def test_the_search_answers_twenty_questions(site):
+    asked = json.dumps({"entries": landing.search_entries(site / "_proc"), "questions": list(QUESTIONS)})
+    command = ["node", "-e", ASK, str(site / "_proc/site/find.js")]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
+    assert len(found) >= 20
+    assert {question: pages for question, pages in found.items() if QUESTIONS[question] not in pages} == {}
+
+
+def test_the_search_leaves_code_outputs_and_imports_out(site):
+    for entry in landing.search_entries(site / "_proc"):
+        assert "import torch" not in entry["text"] and "```" not in entry["text"], entry["href"]
+
+
+def test_a_rendered_page_is_mended():
+    text = """<script src="https://cdn.example/x.js" integrity="a"></script><main><pre><code>x</code></pre>
+<table class="caption-top table"><tr><td>1</td></tr></table></main>"""
+    mended = landing.mend(text)
+    assert "<script" not in mended and '<pre tabindex="0">' in mended
+    assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
 
 
 def broken(site: Path, change) -> list[str]:
@@ -180,7 +285,7 @@ def edit(name: str, old: str, new: str):
 
 def add_markdown(text: str):
     def change(staged: Path) -> None:
-        path = staged / "index.ipynb"
+        path = staged / "overview.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
         notebook["cells"].append({"cell_type": "markdown", "metadata": {}, "id": "new", "source": text})
         path.write_text(json.dumps(notebook), encoding="utf-8")
@@ -190,7 +295,7 @@ def add_markdown(text: str):
 
 def add_output(kind: str):
     def change(staged: Path) -> None:
-        path = staged / "index.ipynb"
+        path = staged / "overview.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
         output = {"output_type": "display_data", "data": {kind: "AAAA"}, "metadata": {}}
         cell = {"cell_type": "code", "metadata": {}, "id": "new", "execution_count": None, "source": "draw()"}
@@ -203,7 +308,7 @@ def add_output(kind: str):
 def remove_show_doc(staged: Path) -> None:
     path = staged / "model/01_config.ipynb"
     notebook = json.loads(path.read_text(encoding="utf-8"))
-    notebook["cells"] = [cell for cell in notebook["cells"] if "show_doc(" not in sync.source_of(cell)]
+    notebook["cells"] = [cell for cell in notebook["cells"] if ".name}" not in sync.source_of(cell)]
     path.write_text(json.dumps(notebook), encoding="utf-8")
 
 
@@ -211,10 +316,10 @@ CHANGES = {
     "a link to no page": (add_markdown("[x](no_such_page.ipynb)"), "no_such_page.ipynb leads nowhere"),
     "a link to no heading": (add_markdown("[x](model/01_config.ipynb#nowhere)"), "no heading for #nowhere"),
     "a link on the page itself": (add_markdown("[x](#nowhere)"), "no heading for #nowhere"),
-    "a page that the sidebar misses": (edit("sidebar.yml", "- index.ipynb", "- api.qmd"), "the sidebar lacks index.ipynb"),
+    "a page that the sidebar misses": (edit("sidebar.yml", "href: overview.ipynb", "href: api.qmd"), "the sidebar lacks overview.ipynb"),
     "a sidebar entry without a page": (edit("sidebar.yml", "model/01_config.ipynb", "model/01_gone.ipynb"), "names model/01_gone.ipynb"),
-    "no badge": (edit("index.ipynb", "[Open in Colab](", "[Open it]("), "no link to Colab"),
-    "no title": (edit("index.ipynb", "title: ", "headline: "), "the page has no title"),
+    "no badge": (edit("overview.ipynb", "[Open in Colab](", "[Open it]("), "no link to Colab"),
+    "no title": (edit("overview.ipynb", "title: ", "headline: "), "the page has no title"),
     "a figure without text": (add_output("image/png"), "no alternative text"),
     "a widget alone": (add_output(docs.WIDGET), "a widget has no static form"),
     "a picture without text": (add_markdown("![](x.png)"), "no alternative text"),
@@ -229,16 +334,16 @@ def test_the_check_finds(fault, site):
     assert any(word in problem for problem in broken(site, change))
 
 
-def test_a_cell_that_cannot_be_staged_is_named(site):
+def test_a_name_that_is_nowhere_is_named(site):
     code = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
-    sources = ["#| default_exp bad", "#| export\ndef f(): pass", "import no_such_module"]
+    sources = ["#| default_exp bad", "#| export\ndef no_such_name(): pass", "show_doc(no_such_name)"]
     cells = [{**code, "id": str(number), "source": source} for number, source in enumerate(sources)]
     (site / "bad.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    script = "import docs; docs.stage_notebook(docs.ROOT / 'bad.ipynb', docs.ROOT / '_bad.ipynb')"
+    script = "import docs; docs.stage_notebook(docs.ROOT / 'bad.ipynb', 'bad.ipynb')"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'scripts'); {script}"]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "bad.ipynb cannot be staged" in done.stderr
-    assert "no_such_module" in done.stderr
+    assert "no_such_name" in done.stderr
 
 
 def test_a_widget_leaves_its_static_form_on_the_page():
@@ -254,10 +359,8 @@ def test_a_widget_leaves_its_static_form_on_the_page():
 
 
 CODE = """
-from dataclasses import dataclass
-
 @dataclass
-class Run:
+class Run(Base):
     "What a run needs."
 
     steps: int  # optimizer steps
@@ -270,26 +373,25 @@ def plan(
 
 class Box(Odd):
     "A box."
+
+    def __init__(self, size=3):  # of the box
+        self.size = size
 """
 
 
 @pytest.mark.parametrize(
     "name, shown",
     [
-        ("Run", "class Run:\n    steps: int  # optimizer steps\n    rate: float = 1e-3  # the peak"),
+        ("Run", "@dataclass\nclass Run(Base):\n    steps: int  # optimizer steps\n    rate: float = 1e-3  # the peak"),
         ("plan", 'def plan(\n    run: "Later",  # named before it is there\n) -> None:'),
-        ("Box", "class Box(Odd):"),
+        ("Box", "class Box(Odd):\n    def __init__(self, size=3):  # of the box"),
     ],
 )
-def test_what_nbdev_cannot_show_is_shown_as_it_is_written(name, shown):
-    class Odd:
-        def __init__(self, x: "NoSuchName"):  # noqa: F821
-            pass
+def test_a_head_is_what_is_written(name, shown):
+    import ast
 
-    space = {"Odd": Odd, "__name__": "__main__"}
-    exec(CODE, space)
-    page = docs.renderer(CODE)(space[name])._repr_markdown_()
-    assert f"### {name}\n" in page and shown in page and f"*{space[name].__doc__}*" in page
+    node = next(node for node in ast.parse(CODE).body if node.name == name)
+    assert reference.head_of(node, CODE.splitlines()) == shown
 
 
 def test_quarto_is_found_beside_python_where_pip_puts_it(tmp_path, monkeypatch):

@@ -1,0 +1,185 @@
+// The exported model in the site's pages: a box that fills gaps, and the glass encoder. Nothing of the model
+// is fetched before the reader asks; until then the answer that came with the page stands there.
+
+const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+
+async function open(root) {
+  const base = new URL(root.dataset.live, location.href);
+  const [page, draw, model] = await Promise.all([
+    fetch(new URL("page.json", base)).then((answer) => answer.json()),
+    import(new URL("draw.js", base)), import(new URL("model.js", base)),
+  ]);
+  for (const file of [...Object.values(page.files), ...Object.values(page.packages)]) file.url = new URL(file.url, base).href;
+  return { page, draw, Mistake: model.Mistake, load: () => model.Encoder.load(page) };
+}
+
+class Box {
+  constructor(root) {
+    this.root = root;
+    this.asked = 0;
+    this.encoder = null;
+    this.form = this.part("form");
+    this.form.hidden = false;
+    this.form.addEventListener("submit", (event) => { event.preventDefault(); this.ask(); });
+    this.form.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && event.target.tagName === "TEXTAREA") { event.preventDefault(); this.ask(); }
+    });
+    for (const button of root.querySelectorAll("button.example")) {
+      button.addEventListener("click", () => { this.part("textarea").value = button.textContent; this.ask(); });
+    }
+  }
+
+  part(selector) { return this.root.querySelector(selector); }
+
+  say(text) { this.part("[role=status]").textContent = text; }
+
+  complain(error) {
+    this.say("");
+    const known = this.parts && error instanceof this.parts.Mistake;
+    this.part(".mistake").textContent = known ? error.message
+      : "The model could not be loaded: is the network there, and the folder live beside this page whole?";
+    this.part(".mistake").hidden = false;
+    if (!known) console.warn(error);
+  }
+
+  async ready() {
+    this.parts ??= await open(this.root);
+    if (!this.encoder) {
+      this.say(`Loading the model and its runtime, ${(this.parts.page.bytes / 1e6).toFixed(1)} MB, once ...`);
+      this.encoder = this.parts.load();
+      this.encoder.catch(() => { this.encoder = null; });
+    }
+    return this.encoder;
+  }
+
+  async compute(text, chosen = null) {
+    const number = ++this.asked;
+    this.part(".mistake").hidden = true;
+    try {
+      const encoder = await this.ready();
+      const began = performance.now();
+      const answer = await encoder.ask(text, chosen);
+      answer.took = Math.round(performance.now() - began);
+      return number === this.asked ? answer : null; // a later question is on its way
+    } catch (error) {
+      if (number === this.asked) this.complain(error);
+      return null;
+    }
+  }
+
+  async ask() {
+    const answer = await this.compute(this.part("textarea").value);
+    if (answer) this.show(answer);
+    return answer;
+  }
+
+  tell(answer) {
+    const words = answer.gaps.map((place) => answer.guesses[place][0][0]);
+    this.say(words.length ? `Filled in ${answer.took} ms: ${words.join(", ")}.`
+      : `Read in ${answer.took} ms. The sentence has no gap: write ___ for a word to guess.`);
+  }
+
+  show(answer) {
+    const { guessTable } = this.parts.draw;
+    this.tell(answer);
+    this.part(".guesses").replaceChildren(...answer.gaps.map((place, i) => guessTable(answer.guesses[place], i + 1, answer.gaps.length)));
+  }
+}
+
+class Glass extends Box {
+  constructor(root) {
+    super(root);
+    Object.assign(this, { chosen: 0, layer: null, head: -1, before: null });
+    this.part("#glass-layer").addEventListener("change", (event) => { this.layer = Number(event.target.value); this.draw(); });
+    this.part("#glass-head").addEventListener("change", (event) => { this.head = Number(event.target.value); this.draw(); });
+    this.part(".swap").addEventListener("submit", (event) => { event.preventDefault(); this.swap(); });
+    const pieces = this.part(".pieces");
+    const of = (event) => { const button = event.target.closest("button.piece"); return button ? [...pieces.children].indexOf(button) : -1; };
+    pieces.addEventListener("click", (event) => { if (of(event) >= 0) this.choose(of(event)); });
+    pieces.addEventListener("mouseover", (event) => { if (of(event) >= 0 && this.answer) this.draw(of(event)); });
+    pieces.addEventListener("mouseleave", () => this.answer && this.draw());
+    pieces.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+      if (!step || !this.answer) return;
+      event.preventDefault();
+      this.choose(Math.min(this.answer.pieces.length - 1, Math.max(0, this.chosen + step)));
+      pieces.children[this.chosen].focus();
+    });
+  }
+
+  show(answer) {
+    this.answer = answer;
+    const { page } = this.parts;
+    if (this.layer === null) {
+      this.layer = page.layers - 1;
+      const options = (id, names) => this.part(id).replaceChildren(...names.map(([value, text]) => new Option(text, value)));
+      options("#glass-layer", Array.from({ length: page.layers }, (_, i) => [i, `${i + 1} of ${page.layers}`]));
+      options("#glass-head", [[-1, "mean of all"], ...Array.from({ length: page.heads }, (_, i) => [i, `${i + 1} of ${page.heads}`])]);
+    }
+    this.part("#glass-layer").value = this.layer;
+    this.part(".steps").hidden = false;
+    this.part(".static").hidden = true;
+    this.chosen = answer.gaps.find((place) => place === this.chosen) ?? answer.gaps[0] ?? 0;
+    super.show(answer);
+    this.draw();
+  }
+
+  draw(from = this.chosen) {
+    const { answer, layer, head } = this, { page, draw } = this.parts;
+    const shares = draw.looks(answer.attention, { heads: page.heads, length: answer.pieces.length }, layer, head, from);
+    const most = Math.max(...shares), row = this.part(".pieces");
+    const buttons = answer.pieces.map((word, place) => {
+      const button = draw.pieceButton(word, shares[place], most, place === this.chosen, answer.gaps.includes(place));
+      button.tabIndex = place === this.chosen ? 0 : -1;
+      button.title = `number ${answer.ids[place]} of the vocabulary`;
+      return button;
+    });
+    if (row.children.length === buttons.length) { // keep the buttons, or the pointer would leave the one it is on
+      buttons.forEach((button, place) => {
+        const old = row.children[place];
+        old.replaceChildren(...button.childNodes);
+        for (const name of ["class", "aria-pressed", "tabindex", "title"]) old.setAttribute(name, button.getAttribute(name) ?? "");
+      });
+    } else row.replaceChildren(...buttons);
+    const order = [...shares.keys()].sort((a, b) => shares[b] - shares[a]).slice(0, 3);
+    this.part(".said").textContent = `${answer.pieces[from]} (piece ${from + 1}, number ${answer.ids[from]} of the vocabulary) looks most at `
+      + order.map((place) => `${answer.pieces[place]} ${percent(shares[place])}`).join(", ") + ".";
+    const lens = answer.lens[this.chosen];
+    this.part(".lens").replaceChildren(...(lens ? [draw.lensTable(answer.pieces[this.chosen], lens)] : []));
+    this.part("#glass-word").value = answer.pieces[this.chosen].replace(/^##/, "");
+  }
+
+  async choose(place) {
+    this.chosen = place;
+    this.draw();
+    if (this.answer.lens[place]) return;
+    const answer = await this.compute(this.answer.text, place);
+    if (answer) { this.answer = answer; this.draw(); }
+  }
+
+  // Puts another word in the place of the chosen one, and says what that does to the guesses.
+  async swap() {
+    const word = this.part("#glass-word").value.trim();
+    if (!this.answer || !word) return;
+    const encoder = await this.encoder;
+    const { page } = this.parts, before = this.answer;
+    const middle = [...before.ids.keys()].slice(1, -1).map((place) => (place === this.chosen ? word
+      : before.ids[place] === page.maskId ? "___" : encoder.nameOf(before.ids[place])));
+    const text = middle.join(" ").replaceAll(" ##", "").replace(/ ([.,:;!?)])/g, "$1").replaceAll("( ", "(");
+    this.part("textarea").value = text;
+    const answer = await this.compute(text);
+    if (!answer) return;
+    this.show(answer);
+    const lines = answer.gaps.map((place, i) => {
+      const old = before.guesses[before.gaps[i]]?.[0], now = answer.guesses[place][0];
+      return old ? `${old[0]} ${percent(old[1])} became ${now[0]} ${percent(now[1])}` : "";
+    });
+    this.part(".changed").textContent = `With ${word}: ${lines.filter(Boolean).join("; ") || "there is no gap"}.`;
+  }
+}
+
+for (const root of document.querySelectorAll("[data-live]")) {
+  const box = new (root.classList.contains("glass") ? Glass : Box)(root);
+  root.ready = true; // for tests
+  root.ask = (text) => { box.part("textarea").value = text; return box.ask(); };
+}

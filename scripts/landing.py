@@ -1,0 +1,477 @@
+"""The pages of the site that are no notebooks: the first one, the glass encoder, the changelog, and what goes round them.
+
+A figure on them is read from benchmarks/results/ or from the model's own run when the site is made; none is typed.
+"""
+
+import csv
+import html
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import reference  # noqa: E402
+from reference import front  # noqa: E402
+from sync import TASKS, Address  # noqa: E402
+
+# --- the live model -------------------------------------------------------------------------------
+
+
+def export_live(model: Path, target: Path) -> Path:
+    """Export a model as a web page into the site, with the browser's packages beside it where npm brings them.
+
+    A folder that `bertlab export --to web` has written is taken as it is.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if (model / "page.json").is_file():
+        shutil.copytree(model, target)
+        return target
+    from bertlab.train.web_page import export_web_page
+
+    try:
+        export_web_page(model, target, offline=True, name="The demo's model")
+    except ValueError as problem:
+        if "npm" not in str(problem):
+            raise
+        print(f"The browser's packages are not beside the live page, but at their pinned address: {problem}")
+        export_web_page(model, target, name="The demo's model")
+    for name in ("history.csv", "metrics.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, target / name)
+    return target
+
+
+def first_answer(live: Path) -> dict:
+    return json.loads((live / "page.json").read_text(encoding="utf-8"))["first"]
+
+
+def share_text(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def guess_tables(answer: dict) -> str:
+    "The guesses of an answer as HTML tables."
+    tables = []
+    for number, place in enumerate(answer["gaps"], 1):
+        rows = "".join(f'<tr><th scope="row">{html.escape(word)}</th><td class="number">{share_text(share)}</td></tr>'
+                       for word, share, _ in answer["guesses"][str(place)])  # fmt: skip
+        caption = "The gap" if len(answer["gaps"]) == 1 else f"Gap {number}"
+        tables.append(f'<table class="plain"><caption>{caption}</caption><tbody>{rows}</tbody></table>')
+    return "".join(tables)
+
+
+def lens_table(answer: dict) -> str:
+    "What each layer would have answered at the first gap, as an HTML table."
+    place, rows = answer["gaps"][0], []
+    states = answer["lens"][str(place)]
+    for number, words in enumerate(states):
+        after = "embedding" if number == 0 else f"layer {number}"
+        rows.append(f'<tr><th scope="row">{after}</th><td>{html.escape(words[0][0])}</td>'
+                    f'<td class="number">{share_text(words[0][1])}</td></tr>')  # fmt: skip
+    return (f'<table class="plain"><caption>Best guess for the first gap after each layer</caption>'
+            f'<tbody>{"".join(rows)}</tbody></table>')  # fmt: skip
+
+
+def attention_bars(answer: dict) -> str:
+    "The mean attention of the last layer from the first gap, a bar for each piece, as SVG."
+    place, last = answer["gaps"][0], answer["attention"][-1]
+    shares = [sum(head[place][to] for head in last) / len(last) for to in range(len(answer["pieces"]))]
+    height, most = 18, max(shares)
+    rows = []
+    for number, (piece, share) in enumerate(zip(answer["pieces"], shares, strict=True)):
+        y = number * height
+        rows.append(f'<text x="130" y="{y + 13}" text-anchor="end">{html.escape(piece)}</text>'
+                    f'<rect x="138" y="{y + 3}" width="{180 * share / most:.1f}" height="{height - 6}"/>'
+                    f'<text x="{144 + 180 * share / most:.1f}" y="{y + 13}">{share_text(share)}</text>')  # fmt: skip
+    said = f"Bars: how much the gap looks at each piece of the sentence, mean of the last layer's {len(last)} heads"
+    return (f'<svg class="curve bars" role="img" aria-label="{said}" viewBox="0 0 400 {height * len(shares)}">'
+            f'<g fill="currentColor">{"".join(rows)}</g></svg>')  # fmt: skip
+
+
+# --- the loss curve -------------------------------------------------------------------------------
+
+
+def curve(history: Path, unigram: float) -> str:
+    "The loss of a run over the line that a model which ignores its input cannot cross, as SVG."
+    with history.open(encoding="utf-8") as lines:
+        points = [(float(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]]
+    width, height, left, bottom = 640, 300, 44, 34
+    steps = points[-1][0]
+    low, high = min(loss for _, loss in points), max(loss for _, loss in points)
+    low, high = min(low, unigram) - 0.2, high + 0.1
+    x = lambda step: left + (width - left - 8) * step / steps
+    y = lambda loss: 8 + (height - bottom - 8) * (high - loss) / (high - low)
+    window = max(1, len(points) // 60)
+    smooth = []
+    for i in range(0, len(points), window):
+        part = points[i : i + window]
+        smooth.append((sum(step for step, _ in part) / len(part), sum(loss for _, loss in part) / len(part)))
+    path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in smooth)
+    ticks = "".join(f'<text x="{left - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
+                    for nats in range(int(low) + 1, int(high) + 1))  # fmt: skip
+    said = (f"Loss of the demo's run, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
+            f"the line of a guesser that knows only how frequent words are lies at {unigram:.2f}")  # fmt: skip
+    return (
+        f'<svg class="curve" role="img" aria-label="{said}" viewBox="0 0 {width} {height}">'
+        f'<path class="axis" fill="none" d="M{left} 8V{height - bottom}H{width - 8}"/>{ticks}'
+        f'<text x="{left}" y="{height - 10}">0</text>'
+        f'<text x="{width - 8}" y="{height - 10}" text-anchor="end">{steps:.0f} steps</text>'
+        f'<path class="unigram" d="M{left} {y(unigram):.1f}H{width - 8}"/>'
+        f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">knows how frequent words are, and no more:'
+        f' {unigram:.2f} nats</text><polyline class="loss" points="{path}"/></svg>'
+    )
+
+
+def walkthrough_picture() -> str:
+    "The loss figure of the walkthrough Three minutes, for a site without a model."
+    notebook = json.loads((ROOT / "nbs/walkthroughs/01_three_minutes.ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        alt = re.search(r'^#\| fig-alt: "(.*unigram.*)"', "".join(cell["source"]), flags=re.MULTILINE | re.IGNORECASE)
+        for output in cell.get("outputs", []):
+            if alt and "image/png" in output.get("data", {}):
+                png = "".join(output["data"]["image/png"]).replace("\n", "")
+                return f'<figure><img src="data:image/png;base64,{png}" alt="{html.escape(alt[1])}" width="640"></figure>'
+    return ""
+
+
+# --- measured figures -----------------------------------------------------------------------------
+
+
+def results(name: str) -> dict:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+
+
+def measured() -> list[tuple[str, str, str]]:
+    "Three figures: the number, what it is, and the machine."
+    demo, rates, memory = results("demo"), results("pretraining"), results("memory")
+    judged = {row["what"]: row["measured"] for row in rates["judged"]}
+    times = judged["small, bert, padded: equal precision, the lesser of both"]
+    less = memory["ratios"]["30522, transformers over ours, sparse"]["median"]
+    where = lambda found: f"{found['processor']}, {found['cores']} cores; {found['measured']}"
+    seconds = demo["median"]["seconds"]
+    return [
+        (f"{seconds:.0f} s", f"from a bare directory to a trained encoder, {demo['median']['nats_below_unigram']:.1f} "
+         "nats below the unigram line", where(demo)),
+        (f"{times:.1f} x", "the real tokens per second of transformers' Trainer with one document a row, same model and "
+         "precision", where(rates["machine"])),
+        (f"{less:.1f} x", "less memory for a training step with 30,522 words than transformers' model",
+         where(memory["machine"])),
+    ]  # fmt: skip
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+CARDS = (
+    ("guides/own_text.ipynb", "Train on my text", "A file, a directory or a table becomes a model that fills gaps."),
+    ("guides/finetune_csv.ipynb", "Fine-tune", "Labels from a CSV, with the controls that say whether it was worth it."),
+    ("course/index.ipynb", "Learn how it works", "A course with a map, and an encoder made of glass."),
+    ("api.qmd", "Reference", "Every command, every setting, every name."),
+)
+EXAMPLES_FORM = """\
+<form hidden>
+<label for="{id}">Sentence, with a gap where you write <code>___</code></label>
+<textarea id="{id}" rows="2" maxlength="2000" spellcheck="false">{first}</textarea>
+<div class="row-of"><button type="submit" class="main">Fill the gaps</button>
+<span class="soft">The first question loads {megabytes:.1f} MB, from this site alone; what you type goes nowhere.</span></div>
+</form>
+<p class="soft row-of">{examples}</p>
+<p role="status"></p>
+<p class="mistake" role="alert" hidden></p>
+"""
+
+
+def form(live: Path, identifier: str) -> str:
+    page = json.loads((live / "page.json").read_text(encoding="utf-8"))
+    buttons = "".join(f'<button type="button" class="example">{html.escape(text)}</button>' for text in page["examples"][1:])
+    text = EXAMPLES_FORM.format(id=identifier, first=html.escape(page["first"]["text"]), examples=buttons,
+                                megabytes=page["bytes"] / 1e6)  # fmt: skip
+    if any("://" in package["url"] for package in page["packages"].values()):
+        text = text.replace("from this site alone", "the runtime from its pinned address")
+    return text
+
+
+def install_tabs(address: Address) -> str:
+    return f"""\
+::: {{.panel-tabset}}
+
+## Clone
+
+```sh
+git clone {address.git_url}
+cd {address.repo}
+make demo
+```
+
+## pip
+
+```sh
+pip install "bertlab @ {address.pip}"
+bertlab demo
+```
+
+## Colab
+
+[Open in Colab]({address.colab("nbs/walkthroughs/01_three_minutes.ipynb")}): the walkthrough *Three minutes*, in a
+browser, with nothing to install.
+
+:::
+"""
+
+
+def landing_page(live: Path | None, address: Address) -> str:
+    tiles = "".join(
+        f'<div><b class="figure">{number}</b>{html.escape(what)}<br><span class="soft">{html.escape(where)}</span></div>'
+        for number, what, where in measured()
+    )
+    cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
+    parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
+                  toc="false", sidebar="false", pagetitle='"bertlab: train BERT-style encoders"', repo_actions="false")  # fmt: skip
+    parts += ["One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
+              "change and read.", "{.lead}"][:1]  # fmt: skip
+    parts[-1] = f"[{parts[-1]}]{{.lead}}"
+    parts += ["", install_tabs(address), "## It learns in minutes", ""]
+    if live and (live / "history.csv").is_file():
+        metrics = json.loads((live / "metrics.json").read_text(encoding="utf-8"))
+        parts += ["```{=html}", curve(live / "history.csv", metrics["unigram_entropy"]), "```", ""]
+        parts += ["The loss of the run that made the model on this page, over the line that a guesser without context "
+                  "cannot cross.", ""]  # fmt: skip
+    else:
+        parts += ["```{=html}", walkthrough_picture(), "```", ""]
+    if live:
+        parts += ["## Ask the model", "", "```{=html}", '<div class="live" data-live="live/">', form(live, "box-text"),
+                  f'<div class="guesses tables" aria-live="polite">{guess_tables(first_answer(live))}</div>', "</div>",
+                  '<script type="module" src="site/live.js"></script>', "```", ""]  # fmt: skip
+        parts += ["[The glass encoder](glass.qmd) shows how it came to its answer.", ""]
+    parts += ["## Measured", "", "```{=html}", f'<div class="tiles">{tiles}</div>', "```", ""]
+    parts += ["[All measurements](benchmarks.ipynb), with their misses and how to repeat them.", ""]
+    parts += ["## Where to go", "", "::: {.cards}", ""]
+    parts += [f"- {card}" for card in cards.splitlines()]
+    parts += ["", ":::", "", "[The overview](overview.ipynb) has everything on one page.", ""]
+    return "\n".join(parts)
+
+
+GLASS = """\
+<div class="live glass" data-live="live/">
+{form}
+<div class="static">
+<p>This is what the model answered when the page was made.</p>
+<div class="tables">{lens}{bars}</div>
+</div>
+<section aria-labelledby="glass-answer"><h2 id="glass-answer">The answer</h2>
+<p>The head compares the gap's last vector with the vector of each word of the vocabulary; a softmax makes shares of it.</p>
+<div class="guesses tables" aria-live="polite">{guesses}</div></section>
+<div class="steps" hidden>
+<section aria-labelledby="glass-pieces"><h2 id="glass-pieces">Words become pieces, and pieces look at each other</h2>
+<p>Hover over a piece, or walk with the arrow keys: the bars say how much of its attention goes to each piece, in one
+head of one layer. The highest bar fills its box; the numbers sum to 100 %.</p>
+<div class="row-of"><label>Layer <select id="glass-layer"></select></label>
+<label>Head <select id="glass-head"></select></label></div>
+<div class="pieces" role="group" aria-label="Pieces of the sentence; the chosen one looks at the others"></div>
+<p class="said soft" aria-live="polite"></p></section>
+<section aria-labelledby="glass-lens"><h2 id="glass-lens">Layer by layer</h2>
+<p>Each piece begins as a vector from a table, the embedding, and each layer adds to it. If the model had ended after
+a layer, this is what it would have said at the chosen piece (the logit lens).</p>
+<div class="lens tables"></div></section>
+<section aria-labelledby="glass-swap"><h2 id="glass-swap">Swap a word</h2>
+<p>Put another word in the place of the chosen piece, and see what changes.</p>
+<form class="swap row-of"><label>Instead <input id="glass-word" maxlength="60" autocomplete="off"></label>
+<button type="submit">Swap</button></form>
+<p class="changed" role="status"></p></section>
+</div>
+<noscript><p>The page computes with JavaScript, which is switched off; what stands here is an answer from before.</p></noscript>
+</div>
+<script type="module" src="site/live.js"></script>
+"""
+
+
+def glass_page(live: Path | None) -> str:
+    parts = front("The glass encoder", "Words become pieces, pieces become vectors, layer by layer to an answer: watch "
+                  "a model at work, in this page.", toc="false", repo_actions="false")  # fmt: skip
+    parts += ["A sentence with a gap goes through an encoder from bottom to top. A tokenizer cuts it into pieces, and each "
+              "piece becomes a vector. In each layer the pieces look at each other, by several heads at once, and each "
+              "takes along a mixture of what it looked at; a small network then works on each vector alone. After the "
+              "last layer the vector at the gap is compared with every word that the model knows.", ""]  # fmt: skip
+    if live:
+        answer = first_answer(live)
+        parts += ["```{=html}", GLASS.format(form=form(live, "glass-text"), lens=lens_table(answer),
+                  bars=attention_bars(answer), guesses=guess_tables(answer)), "```", ""]  # fmt: skip
+        parts += ["The model is the demo's: `bertlab demo` trains it in minutes, and `bertlab export --to web` makes "
+                  "[a page of its own](live/index.html){target=\"_self\"} of any model of yours.", ""]  # fmt: skip
+    else:
+        parts += ["This copy of the site was made without a model, so there is nothing alive on this page: "
+                  "`python scripts/docs.py --train` makes one with.", ""]  # fmt: skip
+    parts += ["How each part is written, and tested:", ""]
+    parts += ["- [words become pieces](data/05_tokenizers.ipynb)", "- [pieces look at each other](model/03_attention.ipynb)",
+              "- [layer upon layer](model/04_encoder.ipynb)", "- [from vectors to words](model/06_heads.ipynb)",
+              "- [the same with letters, by hand](course/01_inside_the_encoder.ipynb)", ""]  # fmt: skip
+    return "\n".join(parts)
+
+
+def changelog_page() -> str:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")[2]
+    return "\n".join([*front("Changelog", "What changed for those who use bertlab, version by version.", repo_actions="false"), text])
+
+
+def missing_page() -> str:
+    parts = front("There is no such page", "A page that is not there, and where to go on.", toc="false", sidebar="false",
+                  search="false", repo_actions="false")  # fmt: skip
+    parts += ["It may have moved. The search at the top finds it, or begin at one of these:", ""]
+    site = Address.read(ROOT).site_url
+    parts += [f"- [{title}]({site}/{Path(target).with_suffix('.html')})" for target, title, _ in CARDS]
+    return "\n".join([*parts, ""])
+
+
+def pages(live: Path | None, root: Path) -> dict[str, str]:
+    "The pages that are made, by file."
+    address = Address.read(root)
+    return {"index.qmd": landing_page(live, address), "glass.qmd": glass_page(live), "changelog.qmd": changelog_page(),
+            "404.qmd": missing_page()}  # fmt: skip
+
+
+# --- what machines read ---------------------------------------------------------------------------
+
+
+def head_of_page(path: Path) -> dict:
+    "Front matter of a staged page."
+    import yaml
+
+    if path.suffix == ".qmd":
+        return yaml.safe_load(path.read_text(encoding="utf-8").split("---\n", 2)[1])
+    first = json.loads(path.read_text(encoding="utf-8"))["cells"][0]
+    return yaml.safe_load("".join(first["source"]).strip().strip("-")) or {}
+
+
+def output_of(name: str, front_matter: dict) -> str:
+    "The address of a staged page, relative to the site."
+    return Path(name).with_name(front_matter.get("output-file", Path(name).stem + ".html")).as_posix()
+
+
+def llms(staged: Path, sidebars: list[dict]) -> str:
+    "What a language model reads to find its way: each page in a line."
+    address = Address.read(ROOT)
+    lines = ["# bertlab", "", "> Train BERT-style encoders (masked language modelling, diffusion, fine-tuning, "
+             "embeddings) with torch and Lightning, from notebooks that teach how.", ""]  # fmt: skip
+
+    def walk(items: list) -> None:
+        for item in items:
+            if isinstance(item, dict) and "contents" in item:
+                walk(item["contents"])
+                continue
+            name = item if isinstance(item, str) else item["href"]
+            if (staged / name).is_file():
+                head = head_of_page(staged / name)
+                lines.append(f"- [{head['title']}]({address.site_url}/{output_of(name, head)}): {head['description']}")
+
+    for bar in sidebars:
+        lines.append(f"\n## {bar['title']}\n")
+        walk(bar["contents"])
+    return "\n".join([*lines, ""])
+
+
+def search_entries(staged: Path) -> list[dict]:
+    "What the search looks through: titles, headings, prose and names; no outputs, no imports, no code."
+    found = []
+    for path in sorted([*staged.rglob("*.ipynb"), *staged.rglob("*.qmd")]):
+        name = path.relative_to(staged).as_posix()
+        if name == "404.qmd" or "_docs" in path.parts:
+            continue
+        head = head_of_page(path)
+        href = output_of(name, head)
+        if path.suffix == ".qmd":
+            text = path.read_text(encoding="utf-8").split("---\n", 2)[2]
+        else:
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+            text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        text = re.sub(r"^(`{3,}).*?^\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+        sections = re.split(r"^(#{2,4} .*)$", text, flags=re.MULTILINE)
+        entries = [("", "", sections[0])]
+        for heading, body in zip(sections[1::2], sections[2::2], strict=True):
+            plain = re.sub(r"\s*\{[^}]*\}$", "", heading.lstrip("# ")).strip()
+            own = re.search(r"\{#([\w.:-]+)", heading)
+            entries.append((plain_text(plain), own[1] if own else slug(plain), body))
+        for section, anchor, body in entries:
+            body = plain_text(body)
+            if not section:
+                section = TASKS.get(name.removesuffix(".ipynb"), "")
+                body = f"{head['description']} {body}"
+            target = f"{href}#{anchor}" if anchor else href
+            found.append({"objectID": target, "href": target, "title": plain_text(head["title"]), "section": section,
+                          "text": body[:700], "crumbs": []})  # fmt: skip
+    return found
+
+
+def slug(heading: str) -> str:
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    plain = re.sub(r"[^\w\s.-]", "", plain).strip().lower()
+    return re.sub(r"^[^a-z]+", "", re.sub(r"\s+", "-", plain)) or "section"
+
+
+def plain_text(text: str) -> str:
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)(\{[^}]*\})?", r"\1", text)
+    text = re.sub(r"<[^>]+>|`{1,2}|\*\*|^>\s|^:::.*$|\$\$?", " ", text, flags=re.MULTILINE)
+    return " ".join(html.unescape(text).split())
+
+
+# Scripts that Quarto puts into pages of notebooks with HTML in their outputs, for widgets that are not there.
+ELSEWHERE = re.compile(
+    r'<script src="https?://[^>]*></script>\s*|<script type="application/javascript">define\(\'jquery\'.*?</script>\s*',
+    re.DOTALL,
+)  # fmt: skip
+
+
+def slim_icons(docs: Path) -> None:
+    "Keep of Quarto's font of icons those that some page shows: a few of two thousand."
+    folder = docs / "site_libs/bootstrap"
+    style, font = folder / "bootstrap-icons.css", folder / "bootstrap-icons.woff"
+    if not (style.is_file() and font.is_file()):
+        return
+    import logging
+
+    from fontTools import subset
+
+    logging.getLogger("fontTools").setLevel(logging.CRITICAL)  # it wonders at Quarto's font
+    others = [path for kind in ("html", "js", "css") for path in docs.rglob(f"*.{kind}") if path != style]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in others)
+    names, codes = set(re.findall(r"\bbi-([\w-]+)", text)), set(re.findall(r'content:\s*"\\(f[0-9a-f]{3})"', text))
+    rules = re.compile(r'\.bi-([\w-]+)::before\s*\{\s*content:\s*"\\(\w+)";?\s*\}\s*')
+    css = style.read_text(encoding="utf-8")
+    codes |= {code for name, code in rules.findall(css) if name in names}
+    style.write_text(rules.sub(lambda rule: rule[0] if rule[1] in names else "", css), encoding="utf-8")
+    options = subset.Options(flavor="woff", with_zopfli=False)
+    opened = subset.load_font(str(font), options)
+    chosen = subset.Subsetter(options)
+    chosen.populate(unicodes=[int(code, 16) for code in codes])
+    chosen.subset(opened)
+    subset.save_font(opened, str(font), options)
+
+
+def mend(text: str) -> str:
+    "A rendered page without scripts from elsewhere, and with boxes that scroll by keyboard, too."
+    text = ELSEWHERE.sub("", text)
+    text = re.sub(r"<pre>(?=<code)", '<pre tabindex="0">', text)
+    text = re.sub(r'<pre class="sourceCode', '<pre tabindex="0" class="sourceCode', text)
+    text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
+    table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
+    box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
+    head, found, body = text.partition("<main")
+    return head + found + table.sub(lambda match: box.format(match[0]), body)
+
+
+def finish(docs: Path, staged: Path) -> None:
+    "What is done to the rendered pages: no script from elsewhere, an index for the search, files for machines."
+    for path in docs.rglob("*.html"):
+        if "live" in path.relative_to(docs).parts[:1]:
+            continue
+        text = path.read_text(encoding="utf-8")
+        changed = mend(text)
+        if changed != text:
+            path.write_text(changed, encoding="utf-8")
+    (docs / "search.json").write_text(json.dumps(search_entries(staged), ensure_ascii=False), encoding="utf-8")
+    finder = docs / "site_libs/quarto-search/fuse.min.js"
+    if finder.is_file():  # Quarto's finds a phrase as it is typed, or nothing
+        shutil.copyfile(staged / "site/find.js", finder)
+    slim_icons(docs)
