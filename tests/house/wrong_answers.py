@@ -3,8 +3,8 @@
 A row is the page, the exercise, what cells of the page its check needs (by a line of theirs), the answer and the word.
 """
 
-HIDE, ONE_LABEL, PROCESSES, DAY = ("03_hide_and_predict", "07_whole_text_one_label", "10_two_processes_one_step",
-                                   "12_from_lab_to_day")  # fmt: skip
+HIDE, RATE, ONE_LABEL, OWN = "03_hide_and_predict", "05_rate_over_time", "07_whole_text_one_label", "08_your_own_text"
+PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
 MORE_WRONG = [
     (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
     asked_BL = labels_BL != -100
@@ -79,4 +79,33 @@ MORE_WRONG = [
     return np.abs(joint - np.outer(joint.sum(1), joint.sum(0))).sum()""", "half the sum"),
     ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
     return np.abs(joint - joint.mean()).sum() / 2""", "outer product"),
+    (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
+    factors = [schedule(step) for step in range(num_steps)]
+    return ["jump up"] * any(abs(b - a) > 0.2 for a, b in zip(factors, factors[1:])) + ["first step lost"] * (
+        factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "only a jump *up*"),
+    (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
+    factors = [schedule(step) for step in range(num_steps)]
+    return ["first step lost"] * (factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "compare neighbours"),
+    (RATE, "best_rate_now", ("def best_rate_now",), """def best_rate_now(v, h, noise):
+    return 1 / h""", "without noise"),
+    (RATE, "best_rate_now", ("def best_rate_now",), """def best_rate_now(v, h, noise):
+    return v / (v + noise)""", "h = 1 only"),
+    (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
+    total = sum(given.values())
+    return max(shares, key=lambda name: shares[name] - given[name] / total)""", "nothing to divide by"),
+    (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
+    return ("new", "old")[sum(given.values()) >= 30]""", "spread them"),
+    (OWN, "forgotten", ("def forgotten",), """def forgotten(before, after, line):
+    return (after - before) / before""", "against the line"),
+    (OWN, "forgotten", ("def forgotten",), """def forgotten(before, after, line):
+    return (after - before) / (line - before)""", "math.nan"),
+    (PAID, "may_look", ("def may_look",), """def may_look(documents):
+    return documents[:, None] == documents""", "padding is no document"),
+    (PAID, "may_look", ("def may_look",), """def may_look(documents):
+    return (documents[:, None] == documents) & (documents > 0)""", "nan"),
+    (PAID, "useful_share", ("def useful_share",), """def useful_share(lengths, rows, capacity):
+    return sum(lengths) / (len(rows) * capacity)""", "n * n pairs"),
+    (PAID, "useful_share", ("def useful_share",), """def useful_share(lengths, rows, capacity):
+    needed = sum(lengths[n] ** 2 for row in rows for n in row)
+    return needed / sum(sum(lengths[n] for n in row) ** 2 for row in rows)""", "padding is computed too"),
 ]  # fmt: skip
