@@ -3,7 +3,8 @@
 A row is the page, the exercise, what cells of the page its check needs (by a line of theirs), the answer and the word.
 """
 
-HIDE, RATE, ONE_LABEL, OWN = "03_hide_and_predict", "05_rate_over_time", "07_whole_text_one_label", "08_your_own_text"
+HIDE, NOTHING, RATE = "03_hide_and_predict", "04_nothing_is_happening", "05_rate_over_time"
+ONE_LABEL, OWN = "07_whole_text_one_label", "08_your_own_text"
 PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
 MORE_WRONG = [
     (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
@@ -108,4 +109,18 @@ MORE_WRONG = [
     (PAID, "useful_share", ("def useful_share",), """def useful_share(lengths, rows, capacity):
     needed = sum(lengths[n] ** 2 for row in rows for n in row)
     return needed / sum(sum(lengths[n] for n in row) ** 2 for row in rows)""", "padding is computed too"),
+    (NOTHING, "asleep", ("V, L", "def loss_of", "def asleep"), """def asleep(model, batches):
+    loss_of(model, *batches[0]).backward()
+    return sorted(name for name, p in model.named_parameters() if p.grad is None or not p.grad.any())""",
+     "look at all of them"),
+    (NOTHING, "asleep", ("V, L", "def loss_of", "def asleep"), """def asleep(model, batches):
+    for batch in batches:
+        loss_of(model, *batch).backward()
+    return sorted(name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any())""",
+     "as dead as one of zeros"),
+    (NOTHING, "rate_from", ("def smooth", "def rate_from"), """def rate_from(rates, losses):
+    return rates[np.argmin(losses)] / 10""", "leave out what is not finite"),
+    (NOTHING, "rate_from", ("def smooth", "def rate_from"), """def rate_from(rates, losses):
+    finite = np.isfinite(losses)
+    return rates[finite][smooth(losses[finite], 10)[10:].argmin() + 10]""", "take a tenth"),
 ]  # fmt: skip
