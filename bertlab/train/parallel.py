@@ -49,7 +49,7 @@ def _refuse(name: str, amount: int, reason: str, fits: list[int]) -> None:
 
 # %% ../../nbs/train/04_parallel.ipynb #3ac7f764
 def split_batch(
-    batch_tokens: int | str,  # of one optimizer step, over all processes; 65536 or "64K"
+    batch_tokens: int | str,  # of one optimizer step, over all processes: 65536, or "64K": 64,000
     microbatch_tokens: int | str | None,  # what one process computes at once; None: its whole share
     row_length: int,  # positions of a row
     world_size: int = 1,  # processes, each with rows of its own
