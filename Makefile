@@ -3,6 +3,7 @@
 #   make test TEST_ARGS="tests/test_house.py"    passes arguments to pytest
 #   make bench BENCH_ARGS="--plan"               passes flags to benchmarks/suite.py
 #   make test-versions VERSIONS=newest VERSIONS_ARGS="--cpu"    passes flags to scripts/versions.py
+#   make docs DOCS_ARGS="--train"                trains the model that lives in the pages, and puts it there
 #   make demo PYTHON=/path/to/python3.12         chooses the Python of a new .venv
 
 .DEFAULT_GOAL := help
@@ -36,7 +37,7 @@ bench: .venv/.dev ## Measure bertlab beside what people use; goes on where it st
 	@$(BIN)/python benchmarks/suite.py $(BENCH_ARGS)
 
 docs: .venv/.docs ## Stage, check and (with Quarto) render the site into _docs
-	@$(BIN)/python scripts/docs.py
+	@$(BIN)/python scripts/docs.py $(DOCS_ARGS)
 
 sync: .venv/.docs ## Export and clean the notebooks; renew README, badges, links and sidebar
 	@$(BIN)/python scripts/sync.py

@@ -359,6 +359,7 @@ def llms(staged: Path, sidebars: list[dict]) -> str:
     def walk(items: list) -> None:
         for item in items:
             if isinstance(item, dict) and "contents" in item:
+                walk([{"href": item["href"]}] if "href" in item else [])
                 walk(item["contents"])
                 continue
             name = item if isinstance(item, str) else item["href"]

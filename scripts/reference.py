@@ -168,7 +168,7 @@ def places() -> dict[str, tuple[str, str]]:
 
 
 SPAN = re.compile(r"(?<![`\\])`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
-LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|^#{1,6} .*$|<[^>]+>)", flags=re.MULTILINE)
+LINK = re.compile(r"(``.+?``|!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|^#{1,6} .*$|<[^>]+>)", flags=re.MULTILINE)
 
 
 def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:

@@ -1,0 +1,203 @@
+"""The rendered site in a browser, where there is one: in _docs, or in the folder that BERTLAB_SITE names.
+
+Nothing is rendered here: `make docs` does that where Quarto is. With AXE, the path of axe-core's axe.min.js, pages
+are held against the rules for accessibility, too.
+"""
+
+import html.parser
+import os
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, find_chromium, why_no_browser
+
+SITE = Path(os.environ.get("BERTLAB_SITE", ROOT / "_docs"))
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="there is no rendered site: make docs, with Quarto"),
+]
+PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html")
+               if path.relative_to(SITE).parts[0] not in ("live", "site_libs"))  # fmt: skip
+
+
+class Reader(html.parser.HTMLParser):
+    "Text outside code, formulas and scripts; what is loaded, where links lead, which anchors there are."
+
+    QUIET = ("script", "style", "code", "pre", "math")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.text, self.loaded, self.links, self.anchors, self.inside = [], [], [], set(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag in self.QUIET:
+            self.inside.append(tag)
+        self.anchors.update(filter(None, [given.get("id"), given.get("name")]))
+        loads = tag in ("script", "img", "iframe", "source") or (
+            tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload")
+        )
+        if loads and (given.get("src") or given.get("href")):
+            self.loaded.append(given.get("src") or given.get("href"))
+        if tag == "a" and given.get("href"):
+            self.links.append(given["href"])
+
+    def handle_endtag(self, tag):
+        if self.inside and tag == self.inside[-1]:
+            self.inside.pop()
+
+    def handle_data(self, data):
+        if not self.inside:
+            self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def read() -> dict[str, Reader]:
+    return {name: Reader((SITE / name).read_text(encoding="utf-8")) for name in PAGES}
+
+
+def faults(read: dict, find) -> dict[str, list]:
+    return {name: found for name, page in read.items() if (found := find(page))}
+
+
+def test_no_formula_is_shown_as_tex_and_no_link_as_markdown(read):
+    raw = re.compile(r"\$\$|\\(?:frac|text|sum|mathbf|mathrm|operatorname|begin)\b|\]\(https?:|\]\([\w./]+\.(?:ipynb|qmd)")
+    assert faults(read, lambda page: raw.findall("".join(page.text))) == {}
+
+
+def test_nothing_is_loaded_from_elsewhere(read):
+    assert faults(read, lambda page: [one for one in page.loaded if re.match(r"(?:https?:)?//", one)]) == {}
+
+
+def test_signatures_say_what_is_written():
+    for name in PAGES:
+        text = (SITE / name).read_text(encoding="utf-8")
+        assert "__main__." not in text.replace("<code>__main__.", ""), name
+        assert not re.search(r"<pre[^>]*>[^<]*\]\(https?:", text), name
+
+
+def test_links_and_anchors_lead_somewhere(read):
+    problems = []
+    for name, page in read.items():
+        for link in page.links:
+            target, _, anchor = link.partition("#")
+            if re.match(r"[a-z]+:|//|javascript", link) or name == "404.html":
+                continue
+            path = os.path.normpath((SITE / name).parent / target.partition("?")[0]) if target else SITE / name
+            path = Path(path) / "index.html" if Path(path).is_dir() else Path(path)
+            known = path.relative_to(SITE).as_posix() if path.is_relative_to(SITE) else None
+            if not path.is_file():
+                problems.append(f"{name}: {link}")
+            elif anchor and known in read and anchor not in read[known].anchors:
+                problems.append(f"{name}: {link}")
+    assert problems == []
+
+
+@pytest.fixture(scope="module")
+def address():
+    import functools
+    import http.server
+    import threading
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript",
+                          ".wasm": "application/wasm", ".woff2": "font/woff2"}  # fmt: skip
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=SITE)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if why_no_browser():
+        pytest.skip(why_no_browser())
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(
+            executable_path=find_chromium(), args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+        )
+        yield opened
+        opened.close()
+
+
+def visit(browser, address: str, name: str, width: int, scheme: str):
+    "A page in a window of a width; what it complained of, and what it asked of others."
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    ours = (address, "data:", "blob:")
+    page.on("request", lambda asked: None if asked.url.startswith(ours) else said.append(f"asked for {asked.url}"))
+    page.goto(address + name, timeout=60_000)
+    return page, said
+
+
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1400, "light")])
+def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, scheme):
+    wide, complaints, violations = {}, {}, {}
+    axe = Path(os.environ["AXE"]).read_text(encoding="utf-8") if os.environ.get("AXE") else None
+    for name in PAGES:
+        if name == "404.html":  # its addresses are those of the published site
+            continue
+        page, said = visit(browser, address, name, width, scheme)
+        if (found := page.evaluate("document.documentElement.scrollWidth")) > width:
+            wide[name] = found
+        if said:
+            complaints[name] = said
+        if axe:
+            page.evaluate(axe)
+            result = page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")
+            if result["violations"]:
+                violations[name] = [one["id"] for one in result["violations"]]
+        page.context.close()
+    assert (wide, complaints, violations) == ({}, {}, {})
+
+
+needs_model = pytest.mark.skipif(not (SITE / "live/page.json").is_file(), reason="the site was made without a model")
+
+
+@needs_model
+def test_nothing_of_the_model_is_loaded_before_the_reader_asks(browser, address):
+    page, said = visit(browser, address, "index.html", 1400, "light")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    assert not [url for url in asked if "/live/" in url] and said == []
+    page.get_by_role("button", name="Fill the gaps").click()
+    page.get_by_role("status").get_by_text("Filled in").wait_for(timeout=120_000)
+    assert [url for url in asked if url.endswith(".onnx")] and said == []
+
+
+@needs_model
+def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browser, address):
+    page, said = visit(browser, address, "glass.html", 390, "dark")
+    assert page.locator(".static").is_visible() and page.locator(".guesses table").count() >= 1
+    page.get_by_role("button", name="Fill the gaps").click()
+    pieces = page.locator("button.piece")
+    pieces.first.wait_for(timeout=120_000)
+    shares = [float(one.rstrip(" %")) for one in page.locator(".piece .share").all_inner_texts()]
+    assert sum(shares) == pytest.approx(100, abs=0.6 * len(shares))
+    before = page.locator(".said").inner_text()
+    page.locator("button.piece[aria-pressed=true]").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("text => document.querySelector('.said').textContent !== text", arg=before)
+    page.locator("#glass-word").fill("number")
+    page.get_by_role("button", name="Swap").click()
+    page.locator(".changed").get_by_text("became").wait_for(timeout=60_000)
+    assert said == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@needs_model
+def test_without_scripts_a_static_figure_stands_there(browser, address):
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(address + "glass.html")
+    assert page.locator(".static table").is_visible() and page.locator("form").first.is_hidden()
+    assert page.locator(".static svg[role=img]").get_attribute("aria-label").startswith("Bars:")
