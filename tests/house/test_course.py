@@ -63,7 +63,8 @@ def defines(node: ast.stmt) -> bool:
 
 def load(page: str, *needed: str) -> tuple[dict, str]:
     "What the cells with these definitions define, and the folded solutions of the page."
-    path, space = (ROOT / "nbs" if "/" in page else COURSE) / f"{page}.ipynb", {}
+    path = (ROOT / "nbs" if "/" in page else COURSE) / f"{page}.ipynb"
+    space = dict.fromkeys(("train_rows", "tuning", "held_out"))  # which functions of the pages have as defaults
     for cell in cells_of(path):
         source = sync.source_of(cell)
         if cell["cell_type"] != "code" or "eval: false" in source:

@@ -4,7 +4,7 @@ A row is the page, the exercise, what cells of the page its check needs (by a li
 """
 
 HIDE, NOTHING, RATE = "03_hide_and_predict", "04_nothing_is_happening", "05_rate_over_time"
-ONE_LABEL, OWN = "07_whole_text_one_label", "08_your_own_text"
+LEARN, ONE_LABEL, OWN = "06_did_it_learn", "07_whole_text_one_label", "08_your_own_text"
 PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
 MORE_WRONG = [
     (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
@@ -109,18 +109,27 @@ MORE_WRONG = [
     (PAID, "useful_share", ("def useful_share",), """def useful_share(lengths, rows, capacity):
     needed = sum(lengths[n] ** 2 for row in rows for n in row)
     return needed / sum(sum(lengths[n] for n in row) ** 2 for row in rows)""", "padding is computed too"),
-    (NOTHING, "asleep", ("V, L", "def loss_of", "def asleep"), """def asleep(model, batches):
+    (NOTHING, "asleep", ("L, GAP =", "def loss_of", "def asleep"), """def asleep(model, batches):
     loss_of(model, *batches[0]).backward()
     return sorted(name for name, p in model.named_parameters() if p.grad is None or not p.grad.any())""",
      "look at all of them"),
-    (NOTHING, "asleep", ("V, L", "def loss_of", "def asleep"), """def asleep(model, batches):
+    (NOTHING, "asleep", ("L, GAP =", "def loss_of", "def asleep"), """def asleep(model, batches):
     for batch in batches:
         loss_of(model, *batch).backward()
     return sorted(name for name, p in model.named_parameters() if p.grad is not None and not p.grad.any())""",
      "as dead as one of zeros"),
-    (NOTHING, "rate_from", ("def smooth", "def rate_from"), """def rate_from(rates, losses):
-    return rates[np.argmin(losses)] / 10""", "leave out what is not finite"),
-    (NOTHING, "rate_from", ("def smooth", "def rate_from"), """def rate_from(rates, losses):
+    (NOTHING, "rate_from", ("def rate_from",), """def rate_from(rates, losses):
+    return rates[10:][np.nanargmin(losses[10:])] / 10""", "one lucky batch"),
+    (NOTHING, "rate_from", ("def rate_from",), """def rate_from(rates, losses):
     finite = np.isfinite(losses)
     return rates[finite][smooth(losses[finite], 10)[10:].argmin() + 10]""", "take a tenth"),
+    (LEARN, "better", ("def interval", "def better"), """def better(a_M, b_M, doc_M, rounds=2000):
+    return interval(a_M - b_M, np.arange(len(a_M)), rounds)""", "too narrow"),
+    (LEARN, "better", ("def interval", "def better"), """def better(a_M, b_M, doc_M, rounds=2000):
+    return interval(b_M - a_M, doc_M, rounds)""", "a - b"),
+    (LEARN, "cool", ("def cool",), """def cool(scores_MV, truth_M):
+    tried = np.geomspace(0.25, 4, 81)
+    return 1 / min(tried, key=lambda t: F.cross_entropy(scores_MV / t, truth_M).item())""", "not multiplied"),
+    (LEARN, "cool", ("def cool",), """def cool(scores_MV, truth_M):
+    return 0.25""", "the coldest is the surest"),
 ]  # fmt: skip
