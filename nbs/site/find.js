@@ -5,7 +5,7 @@
   const words = (text) => text.toLowerCase().normalize("NFKD").match(/[\p{L}\p{N}_]+/gu) ?? [];
   const split = (text) => words(text).flatMap((word) => [word, ...(word.includes("_") ? word.split("_").filter(Boolean) : [])]);
   const stem = (word) => word.replace(/(?<=\w{3})(ing|ed|es|s|e)$/, "");
-  const SMALL = new Set("a an and are do does for from how i in is it my of on or own the to with what".split(" "));
+  const SMALL = new Set("a an and are do does for from how i in is it my of on or the to with what".split(" "));
   const FIELDS = [["title", 8], ["section", 6], ["text", 1]];
 
   class Find {
