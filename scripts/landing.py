@@ -33,12 +33,12 @@ def export_live(model: Path, target: Path) -> Path:
     from bertlab.train.web_page import export_web_page
 
     try:
-        export_web_page(model, target, offline=True, name="The demo's model")
+        export_web_page(model, target, offline=True, name="The model of this site")
     except ValueError as problem:
         if "npm" not in str(problem):
             raise
         print(f"The browser's packages are not beside the live page, but at their pinned address: {problem}")
-        export_web_page(model, target, name="The demo's model")
+        export_web_page(model, target, name="The model of this site")
     for name in ("history.csv", "metrics.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, target / name)
@@ -113,7 +113,7 @@ def curve(history: Path, unigram: float) -> str:
     path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in smooth)
     ticks = "".join(f'<text x="{left - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
                     for nats in range(int(low) + 1, int(high) + 1))  # fmt: skip
-    said = (f"Loss of the demo's run, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
+    said = (f"Loss of the run that made the model, from {smooth[0][1]:.1f} nats to {smooth[-1][1]:.1f} after {steps:.0f} steps; "
             f"the line of a guesser that knows only how frequent words are lies at {unigram:.2f}")  # fmt: skip
     return (
         f'<svg class="curve" role="img" aria-label="{said}" viewBox="0 0 {width} {height}">'
@@ -230,9 +230,8 @@ def landing_page(live: Path | None, address: Address) -> str:
     cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
     parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
                   toc="false", sidebar="false", pagetitle='"bertlab: train BERT-style encoders"', repo_actions="false")  # fmt: skip
-    parts += ["One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
-              "change and read.", "{.lead}"][:1]  # fmt: skip
-    parts[-1] = f"[{parts[-1]}]{{.lead}}"
+    parts += ["[One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
+              "change and read.]{.lead}"]  # fmt: skip
     parts += ["", install_tabs(address), "## It learns in minutes", ""]
     if live and (live / "history.csv").is_file():
         metrics = json.loads((live / "metrics.json").read_text(encoding="utf-8"))
@@ -299,7 +298,7 @@ def glass_page(live: Path | None) -> str:
         answer = first_answer(live)
         parts += ["```{=html}", GLASS.format(form=form(live, "glass-text"), lens=lens_table(answer),
                   bars=attention_bars(answer), guesses=guess_tables(answer)), "```", ""]  # fmt: skip
-        parts += ["The model is the demo's: `bertlab demo` trains it in minutes, and `bertlab export --to web` makes "
+        parts += ["`bertlab demo` trains such a model in minutes, and `bertlab export --to web` makes "
                   "[a page of its own](live/index.html){target=\"_self\"} of any model of yours.", ""]  # fmt: skip
     else:
         parts += ["This copy of the site was made without a model, so there is nothing alive on this page: "

@@ -276,7 +276,7 @@ def command_file(name: str) -> str:
 
 
 def command_page(name: str) -> str:
-    "A command as its own `--help` tells it, and its options as a table."
+    "A command as its own `--help` tells it."
     import os
     from unittest.mock import patch
 

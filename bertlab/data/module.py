@@ -446,17 +446,22 @@ def mix_lengths(
 ) -> TokenizedDocuments:  # the same tokens in the same order, cut into more documents
     """Cut each document into pieces of a drawn length; a function of seed and number alone.
 
-    Raises `ValueError` for shares that say nothing, and for tokens in shards.
+    Raises `ValueError` for shares that say nothing, and for tokens in more than one block.
     """
     if not isinstance(shares, Mapping) or not shares or any(
             type(n) is not int or n < 1 for n in shares):
         raise ValueError(f"mix_lengths must map lengths, 1 or more, to shares, got {shares!r}")
-    weights = np.array(list(shares.values()), dtype=float)
-    if (weights < 0).any() or weights.sum() <= 0:
-        raise ValueError(f"mix_lengths: shares must be 0 or more and not all 0, got {shares!r}")
+    numbers = list(shares.values())
+    if not all(type(n) in (int, float) and 0 <= n < np.inf for n in numbers) or not sum(numbers):
+        raise ValueError("mix_lengths: shares must be finite numbers, 0 or more and not all 0, "
+                         f"got {shares!r}")
     if isinstance(documents, StoredDocuments):
-        raise ValueError("mix_lengths cuts tokens that are read at once, and these lie in shards: "
-                         "leave it out, or cut the texts before they are tokenized")
+        if documents.num_blocks > 1:
+            raise ValueError("mix_lengths cuts tokens that fit into memory at once, and these lie "
+                             f"in {documents.num_blocks} blocks: leave it out, or cut the texts "
+                             "before they are tokenized")
+        documents = documents.block(0)
+    weights = np.array(numbers, dtype=float)
     rng = np.random.default_rng(seed)
     drawn = rng.choice(list(shares), len(documents), p=weights / weights.sum())
     ends = [np.arange(start, stop, piece)[1:] for start, stop, piece in

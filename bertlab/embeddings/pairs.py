@@ -452,13 +452,14 @@ class EmbeddingDataModule(L.LightningDataModule):
         if self.batches:
             self.batches.close()
 
-    def identity(self) -> dict[str, Any]:  # plain values
+    def resume_identity(self) -> dict[str, Any]:  # plain values
         "What must stay the same for a run to go on: batches; and the pairs, once they are set up."
         known = {"train_batch_size": self.batch_sizes[0], "num_negatives": self.num_negatives,
                  "row_length": self.row_length}
         if self.datasets:  # what is held out is not among them any more
             digest, pairs = hashlib.sha256(), self.pairs["train"]
-            for row in zip(pairs.queries, pairs.positives, pairs.negatives):
+            scores = pairs.scores or [None] * len(pairs)
+            for row in zip(pairs.queries, pairs.positives, pairs.negatives, scores):
                 digest.update(json.dumps(row).encode())
             known |= {"training pairs": digest.hexdigest()[:16], "number of pairs": len(pairs)}
         return known

@@ -342,8 +342,8 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
         known |= {"max_sequence_length": rows.capacity, "special ids": rows.special}
     elif known.get("streaming"):
         known["training text"] = _short_hash([str(source) for source in data.sources])
-    if hasattr(data, "identity"):  # of what is no text of rows
-        known |= data.identity()
+    if hasattr(data, "resume_identity"):  # of what is no text of rows
+        known |= data.resume_identity()
     return known
 
 

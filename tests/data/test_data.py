@@ -504,9 +504,11 @@ def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_pat
     documents, pieces = plain.train_dataset.documents, cut.train_dataset.documents
     assert np.array_equal(documents.tokens, pieces.tokens) and np.diff(pieces.offsets).max() <= 12 < np.diff(documents.offsets).max()
     assert np.array_equal(plain.val_dataset.documents.offsets, cut.val_dataset.documents.offsets)
+    kept = set_up(path, data_kwargs={"mix_lengths": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache").train_dataset.documents
+    assert np.array_equal(kept.tokens, pieces.tokens) and np.array_equal(kept.offsets, pieces.offsets)
 
 
-@pytest.mark.parametrize("shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}])
+@pytest.mark.parametrize("shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}, {4: float("nan")}, {4: "all"}])
 def test_lengths_that_say_nothing_are_refused_before_a_text_is_read(shares):
     with pytest.raises(ValueError, match="mix_lengths"):
         PretrainingDataModule("no/such/file.txt", TOKENIZER, data_kwargs={"mix_lengths": shares})

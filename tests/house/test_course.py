@@ -116,22 +116,22 @@ PIECES = "02_from_letters_to_pieces"
 CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
 
 
-@pytest.mark.parametrize(
-    "page, exercise, needed, wrong, hint",
-    [
-        ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_AFTER, "before the softmax"),
-        ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_QUERIES, "queries"),
-        ("01_inside_the_encoder", "find_number", CARDS, HEARS_ITSELF, "hears itself"),
-        ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
-        ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
-        ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
-        (PIECES, "likeliest_pair", ("def likeliest_pair",), FREQUENT, "divide by its parts"),
-        (PIECES, "likeliest_pair", ("def likeliest_pair",), ONE_EACH, "as often as it occurs"),
-        (PIECES, "price", ("def price",), BY_LETTERS, "two bytes each"),
-        (PIECES, "price", ("def price",), MEAN_OF_RATES, "add up first"),
-        *MORE_WRONG,
-    ],
-)
+WRONG = [
+    ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_AFTER, "before the softmax"),
+    ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_QUERIES, "queries"),
+    ("01_inside_the_encoder", "find_number", CARDS, HEARS_ITSELF, "hears itself"),
+    ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
+    ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
+    ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
+    (PIECES, "likeliest_pair", ("def likeliest_pair",), FREQUENT, "divide by its parts"),
+    (PIECES, "likeliest_pair", ("def likeliest_pair",), ONE_EACH, "as often as it occurs"),
+    (PIECES, "price", ("def price",), BY_LETTERS, "two bytes each"),
+    (PIECES, "price", ("def price",), MEAN_OF_RATES, "add up first"),
+    *MORE_WRONG,
+]
+
+
+@pytest.mark.parametrize("page, exercise, needed, wrong, hint", WRONG)
 def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):
     space, answers = load(page, *needed)
     words_N, chars_N = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([1.5, 3.0, 6.0])  # what the refresher measures
@@ -173,3 +173,12 @@ def test_the_map_knows_every_page_and_how_many_checks_it_has():
         path = ROOT / "nbs" / f"{page}.ipynb"
         assert count == (len(PUZZLES) if page == "course/puzzles" else len(checks_of(path))), page
     assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {page for page, _ in known.values()}
+
+
+def test_every_check_is_tried_with_two_wrong_answers():
+    tried = [(page if "/" in page else f"course/{page}", exercise) for page, exercise, *_ in WRONG]
+    for path in sorted([*COURSE.glob("*.ipynb"), *(ROOT / "nbs/walkthroughs").glob("*.ipynb")]):
+        if path.stem == "final_project":  # its check is the judge, which the tests of the race try
+            continue
+        for check in checks_of(path):
+            assert tried.count((key_of(path), check.removeprefix("check_"))) >= 2, (path.stem, check)
