@@ -100,12 +100,12 @@ def as_rows(rows: list[list[int]], tokenizer) -> tuple[torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
-def fill_by_model(model, gapped, whole, tokenizer) -> dict[str, float]:
+def fill_by_model(model, gapped, whole, tokenizer, **blocks) -> dict[str, float]:
     "Exact matches of texts filled surest first, and bits per byte of what was hidden, all at once."
     vocabulary = vocabulary_of(tokenizer)
     (ids_BL, mask_BL), (true_BL, _) = as_rows(gapped, tokenizer), as_rows(whole, tokenizer)
     open_BL = ids_BL == tokenizer.mask_token_id
-    rule, right, nats = SamplingRule("confidence", num_steps=LENGTH, temperature=0), 0, 0.0
+    rule, right, nats = SamplingRule("confidence", num_steps=LENGTH, temperature=0, **blocks), 0, 0.0
     for part in torch.arange(len(ids_BL)).split(32):
         logp_NV = score_gaps(model.eval(), ids_BL[part], mask_BL[part], open_BL[part], vocabulary, None)
         nats -= logp_NV.gather(1, true_BL[part][open_BL[part]][:, None]).sum().item()
@@ -134,17 +134,22 @@ def bare(ids_BL: torch.Tensor) -> list[list[int]]:
     return ids_BL[:, 1 : 1 + FREE].tolist()
 
 
-def speeds(model, twin, tokenizer, count: int, rounds: int) -> dict[str, float]:
-    "Tokens per second, medians of rounds that take turns."
+def speeds(model, twin, tokenizer, count: int, rounds: int, prompts: list[list[int]]) -> dict[str, float]:
+    "Tokens per second, medians of rounds that take turns; once out of nothing, once after long prompts."
     vocabulary, start = vocabulary_of(tokenizer), torch.full((count, 1), tokenizer.cls_token_id)
     ways = {f"{name}, {steps} steps": lambda name=name, steps=steps: free_rows(
                 model, tokenizer, count, SamplingRule(name, num_steps=steps))
             for name in SAMPLERS for steps in (8, FREE)}  # fmt: skip
-    ways["confidence, 32 steps, blocks of 8"] = lambda: free_rows(
-        model, tokenizer, count, SamplingRule("confidence", num_steps=FREE, block_size=8))  # fmt: skip
+    long_BL, _ = as_rows([[*ids, *[tokenizer.mask_token_id] * FREE] for ids in prompts[:count]], tokenizer)
     for cache in (True, False):
-        ways[f"causal twin, {'with' if cache else 'without'} cache"] = lambda cache=cache: continue_ids(
-            twin, start, vocabulary, FREE, use_cache=cache)  # fmt: skip
+        rule = SamplingRule("confidence", num_steps=FREE, block_size=8, cache_blocks=cache)
+        kind, after = "cached" if cache else "uncached", f"after {len(prompts[0])} tokens"
+        ways[f"confidence, 32 steps, blocks of 8, {kind}"] = lambda rule=rule: free_rows(model, tokenizer, count, rule)
+        ways[f"confidence, 32 steps, blocks of 8, {kind}, {after}"] = lambda rule=rule: sample_ids(
+            model, long_BL, vocabulary, rule)  # fmt: skip
+        ways[f"causal twin, {kind}"] = lambda cache=cache: continue_ids(twin, start, vocabulary, FREE, use_cache=cache)
+        ways[f"causal twin, {kind}, {after}"] = lambda cache=cache: continue_ids(
+            twin, long_BL[:, : -FREE - 1], vocabulary, FREE, use_cache=cache)  # fmt: skip
     took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, run in ways.items():
@@ -168,6 +173,8 @@ def one_seed(seed: int, options, corpus, tokenizer, twin, counts, held) -> dict:
     gapped, whole = hide_share(tokenizer, held, 0.5, seed)
     bytes_V = token_bytes(tokenizer, vocabulary.size)
     fills = {"trained": fill_by_model(model, gapped, whole, tokenizer), "demo": fill_by_model(demo, gapped, whole, tokenizer)}
+    for name, cached in (("trained, blocks of 8", False), ("trained, blocks of 8, cached", True)):
+        fills[name] = fill_by_model(model, gapped, whole, tokenizer, block_size=8, cache_blocks=cached)
     hidden = [(t, g) for row, gaps in zip(whole, gapped) for t, g in zip(row, gaps) if g == tokenizer.mask_token_id]
     num_bytes = float(bytes_V[[t for t, _ in hidden]].sum())
     for name, bigram in (("unigram", False), ("bigram", True)):
@@ -265,8 +272,12 @@ def main() -> None:
             seed, options, corpus, tokenizer, twin.model.eval(), counts, held))  # noqa: B023  # fmt: skip
         result["seeds"].append(found)
         print(seed, {k: {n: round(v, 3) for n, v in f.items()} for k, f in found["half_hidden"].items()}, flush=True)
+    # Prompts that leave room for what is written, of one length.
+    room = load_encoder(options.demo).config.max_position_embeddings - FREE - 2
+    texts = tokenizer(corpus.train_texts[:2000], add_special_tokens=False)["input_ids"]
+    prompts = [row[:room] for row in texts if len(row) >= room]
     result["tokens_per_second"] = speeds(load_encoder(options.demo), twin.model, tokenizer, 4 if options.quick else 16,
-                                         1 if options.quick else 5)  # fmt: skip
+                                         1 if options.quick else 5, prompts)  # fmt: skip
     result["judged"] = verdicts(result["seeds"])
     say(result["judged"])
     write_result(options.output, result)

@@ -302,10 +302,10 @@ def run_layers(
     max_length: int,  # no document is longer
     with_states: bool = False,  # return what enters each block, too
     with_weights: bool = False,  # return each layer's attention weights, too
+    share: Any = None,  # where `rows` are a part of each row: whose `places`, and how to `gather`
 ) -> dict[str, Any]:  # fields of BaseModelOutput
     "Embed, run the blocks, norm."
     c = model.config
-    share = model.row_share if rows.positions.shape != rows.documents.shape else None
     part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
                                      "gather": share.gather}  # fmt: skip
     contexts = {kind: layer_context(c, kind, rows.documents, rows.positions, kernel, max_length,
@@ -375,7 +375,7 @@ class BertLabModel(BertLabPreTrainedModel):
         if KERNELS[kernel].unpads:
             raise ValueError(f"the kernel {kernel!r} takes rows apart, which processes share here "
                              "(context parallel); choose attn_implementation='sdpa'")
-        out = run_layers(self, rows.part(share.places(L)), kernel, L)
+        out = run_layers(self, rows.part(share.places(L)), kernel, L, share=share)
         return BaseModelOutput(share.gather(out["last_hidden_state"], 1))
 
     def attention_kernel(

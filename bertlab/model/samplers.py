@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SAMPLERS', 'WORD', 'REVEAL', 'REMASK', 'Candidates', 'Sampler', 'SamplingRule', 'word_law', 'draw_from',
            'last_likely', 'StepPlan', 'plan_row', 'most_taken_back', 'reveal_chance', 'score_gaps', 'guided_scores',
-           'Step', 'check_gaps', 'sampling_steps', 'first_of_each', 'sample_ids']
+           'BlockCache', 'Step', 'check_gaps', 'sampling_steps', 'first_of_each', 'sample_ids']
 
 # %% ../../nbs/model/11_samplers.ipynb #075e6a19
 import math
@@ -22,7 +22,9 @@ from ..data.diffusion import NOISE
 from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
 from .generate import evaluating
-from .heads import BertLabTokenPredictor
+from .encoder import make_rows, run_layers
+from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
+from .heads import BertLabTokenPredictor, LabelledOutput
 
 # %% ../../nbs/model/11_samplers.ipynb #8dc48916
 class Candidates(NamedTuple):
@@ -83,6 +85,8 @@ class SamplingRule:
     repetition_penalty: float = 1.0  # divides the probability of words that stand in the text
     guidance: float = 0.0  # how far to go beyond what the model says, away from not having read
     block_size: int | None = None  # gaps that are finished before those to their right; None: all
+    cache_blocks: bool = False  # read a block's gaps alone again, all else once a block: faster,
+    # and not the same text
     remask: float = 0.2  # of samplers that take back: share of the most that they could
     schedule: str = "linear"  # a key of NOISE: which share of the gaps is open after a step
     late_ends: bool = True  # ordered samplers settle the end of a text after its words
@@ -96,6 +100,8 @@ class SamplingRule:
             if type(value) is not int and not (name == "block_size" and value is None) or (
                     value is not None and value < least):
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
+        if self.cache_blocks and self.block_size is None:
+            raise ValueError("cache_blocks needs a block_size: what is read once is read once a block")
         for name, low, high in (("temperature", 0, math.inf), ("repetition_penalty", 1, math.inf),
                                 ("guidance", 0, math.inf)):
             if not low <= getattr(self, name) < high:
@@ -193,14 +199,15 @@ def score_gaps(
     open_BL: Tensor,  # bool: the gaps whose words are wanted
     vocabulary: Vocabulary,
     end_token_id: int | None,  # may be written though it is special; None: it may not
+    ask: Callable[..., LabelledOutput] | None = None,  # in the place of the model's forward pass
 ) -> Tensor:  # (N, V) log-probabilities in the order of open_BL's True, nats
     "Ask a model for the words of gaps; what may not be written has -inf."
     counts_B = open_BL.sum(1)
     if isinstance(model, BertLabTokenPredictor):
         first_BL = open_BL.int().argsort(dim=1, descending=True, stable=True)
         positions_BM = first_BL[:, : int(counts_B.max())]
-        logits_BMV = model(input_ids=ids_BL, attention_mask=attention_mask,
-                           label_positions=positions_BM).logits
+        logits_BMV = (ask or model)(input_ids=ids_BL, attention_mask=attention_mask,
+                                    label_positions=positions_BM).logits
         real_BM = torch.arange(positions_BM.shape[1], device=ids_BL.device) < counts_B[:, None]
         logits_NV = logits_BMV[real_BM]
     else:  # models of transformers score every position
@@ -227,15 +234,80 @@ def guided_scores(
     vocabulary: Vocabulary,
     rule: SamplingRule,
     end_token_id: int | None = None,
+    asks: Sequence[Callable | None] = (None, None),  # see `score_gaps`, for each question
 ) -> Tensor:  # (N, V) log-probabilities, nats
     "Ask a model, and with guidance ask it again without what is given (Ho and Salimans 2021)."
-    ask = lambda ids: score_gaps(model, ids, attention_mask, open_BL, vocabulary, end_token_id)
-    logp_NV = ask(ids_BL)
+    score = lambda ids, ask: score_gaps(model, ids, attention_mask, open_BL, vocabulary,
+                                        end_token_id, ask)
+    logp_NV = score(ids_BL, asks[0])
     if not rule.guidance:
         return logp_NV
-    blind_NV = ask(ids_BL.masked_fill(given_BL, vocabulary.mask_token_id))
+    blind_NV = score(ids_BL.masked_fill(given_BL, vocabulary.mask_token_id), asks[1])
     mixed_NV = (1 + rule.guidance) * logp_NV - rule.guidance * blind_NV
     return mixed_NV.masked_fill(logp_NV.isneginf(), -math.inf).log_softmax(-1)
+
+# %% ../../nbs/model/11_samplers.ipynb #5cb256db
+class BlockCache:
+    """Keys and values of whole rows, of which a block's gaps alone are computed again.
+
+    Raises `ValueError` for a model whose answer is more than its encoder and its head.
+    """
+
+    def __init__(self, model: BertLabForMaskedLM | BertLabForMaskedDiffusion):
+        if type(model) not in (BertLabForMaskedLM, BertLabForMaskedDiffusion):
+            raise ValueError(f"cache_blocks needs an encoder of bertlab's with one head, as "
+                             f"bertlab.load gives of 'mlm' and 'diffusion', not a "
+                             f"{type(model).__name__}; leave it out")
+        self.model = model
+        self.layers: list[Tensor] = []  # (B, 2 G, L, K) each: keys, then values
+        self.read_B: list[int] = []  # the first gap of the block that a row was read whole for
+
+    def asking(
+        self,
+        block_BL: Tensor,  # bool: gaps of the block, filled ones too, since they may look anew
+        firsts_B: list[int],  # number of the block's first gap; -1: a row that asks nothing
+    ) -> Callable[..., LabelledOutput]:  # for `score_gaps`
+        "Say what is read anew: whole rows that begin a block, and the blocks of the others."
+        def ask(input_ids, attention_mask, label_positions):
+            read_B = self.read_B or [-1] * len(firsts_B)
+            begins_B = torch.tensor([f >= 0 and f != r for f, r in zip(firsts_B, read_B)])
+            asks_B = torch.tensor([first >= 0 for first in firsts_B])
+            self.read_B = [r if f < 0 else f for f, r in zip(firsts_B, read_B)]
+            begins_B, asks_B = begins_B.to(block_BL.device), asks_B.to(block_BL.device)
+            fresh_BL = (block_BL | begins_B[:, None]) & asks_B[:, None]
+            x_BQD = self.read(input_ids, attention_mask, fresh_BL)
+            places_BM = (label_positions - self._span.start).clamp(0, x_BQD.shape[1] - 1)
+            return LabelledOutput(logits=self.model.score(x_BQD, positions_BM=places_BM)[0])
+        return ask
+
+    def read(
+        self,
+        ids_BL: Tensor,
+        attention_mask: Tensor | None,
+        fresh_BL: Tensor,  # bool: read these anew; all of a row at its first time
+    ) -> Tensor:  # (B, Q, D) of the shortest stretch that holds what is fresh in any row
+        "Vectors; keys and values of a row's fresh places are kept, those of others stay."
+        places = fresh_BL.any(0).nonzero()[:, 0]
+        self._span = slice(int(places[0]), int(places[-1]) + 1)
+        self._fresh_B1Q1, self._layer = fresh_BL[:, None, self._span, None], 0
+        encoder, self._length = self.model.encoder, ids_BL.shape[1]
+        rows = make_rows(encoder.config, ids_BL, attention_mask).part(self._span)
+        return run_layers(encoder, rows, "sdpa", self._length, share=self)["last_hidden_state"]
+
+    def places(self, length: int) -> slice:
+        "For `run_layers`: the stretch that is computed."
+        return self._span
+
+    def gather(self, new_BXQK: Tensor, axis: int) -> Tensor:  # (B, X, L, K)
+        "For each layer in turn: keys and values of the whole rows, with what is fresh."
+        if self._layer == len(self.layers):
+            shape = list(new_BXQK.shape)
+            shape[axis] = self._length
+            self.layers.append(new_BXQK.new_zeros(shape))
+        kept_BXQK = self.layers[self._layer][:, :, self._span]
+        kept_BXQK.copy_(torch.where(self._fresh_B1Q1, new_BXQK, kept_BXQK))
+        self._layer += 1
+        return self.layers[self._layer - 1]
 
 # %% ../../nbs/model/11_samplers.ipynb #70ac77c3
 class Step(NamedTuple):
@@ -280,9 +352,11 @@ def sampling_steps(
     """Fill every [MASK] step by step, as a rule says; see `SAMPLERS`.
 
     A model is not asked for a step that reveals nothing. Raises `ValueError` where nothing is
-    hidden, where padding is, and where a rule has fewer steps than blocks.
+    hidden, where padding is, where a rule has fewer steps than blocks, and where blocks are to be
+    cached of a model that cannot.
     """
     check_gaps(input_ids, attention_mask, vocabulary, prompt_numbers)
+    caches = [BlockCache(model) for _ in range(2)] if rule.cache_blocks else []
     sampler, ids_BL = SAMPLERS[rule.sampler], input_ids.clone()
     gaps_BL = ids_BL == vocabulary.mask_token_id  # what is not given; it may be taken back
     special_V = torch.from_numpy(vocabulary.is_special_V).to(ids_BL.device)
@@ -293,7 +367,7 @@ def sampling_steps(
     confidence_BL = torch.full(ids_BL.shape, math.nan, dtype=torch.float64)
     confidence_BL = confidence_BL.to(ids_BL.device, torch.promote_types(
         torch.float32, torch.float64 if ids_BL.device.type in ("cpu", "cuda") else torch.float32))
-    nothing_BL = torch.zeros_like(gaps_BL)
+    nothing_BL, asks = torch.zeros_like(gaps_BL), (None, None)
     yield Step(ids_BL.clone(), nothing_BL, nothing_BL, confidence_BL.clone(), False)
     for number in range(rule.num_steps):
         keys_B = key_rows(rule.seed, [number] * len(numbers), numbers)
@@ -324,10 +398,14 @@ def sampling_steps(
         revealed_BL = nothing_BL
         if asked := bool(wanted_BL.any()):
             busy_B = wanted_BL.any(1)
+            if caches:  # which hold a place for each row
+                firsts_B = [plan.first if busy else -1 for plan, busy in zip(plans, busy_B)]
+                asks = [cache.asking(block_BL, firsts_B) for cache in caches]
+                busy_B = torch.ones_like(busy_B)
             with evaluating(model):
                 mask_BL = None if attention_mask is None else attention_mask[busy_B]
                 logp_NV = guided_scores(model, ids_BL[busy_B], mask_BL, wanted_BL[busy_B],
-                                        given_BL[busy_B], vocabulary, rule, end_token_id)
+                                        given_BL[busy_B], vocabulary, rule, end_token_id, asks)
             rows_N, positions_N = wanted_BL.nonzero(as_tuple=True)
             stands_NV = None
             if rule.repetition_penalty > 1:
