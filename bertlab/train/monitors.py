@@ -4,10 +4,16 @@
 
 # %% auto #0
 __all__ = ['PROGRESS', 'count_lengths', 'StepFlops', 'find_peak', 'RowsKept', 'Interval', 'RateWindow', 'rates_of', 'Throughput',
-           'MemoryPeaks', 'MemoryMonitor', 'get_logger', 'get_progress']
+           'MemoryPeaks', 'MemoryMonitor', 'TrackioLogger', 'get_logger', 'get_progress']
 
 # %% ../../nbs/train/09_monitors.ipynb #51b5ae2b
+import contextlib
+import io
+import json
+import os
+import secrets
 import warnings
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -18,11 +24,14 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from .history import Clock, History, RunProgress
 from ..core.devices import describe_device, device_memory_peaks, measured_peak_flops
 from ..core.devices import peak_flops, peak_memory_bytes, resident_memory_bytes
+from ..core.files import written_whole
 from ..data.rows import IGNORED
 from .steps import labels_of
 
@@ -255,10 +264,88 @@ class MemoryMonitor(RowsKept):
             self.publish(trainer, pl_module, {k: v.item() for k, v in largest.items()})
 
 # %% ../../nbs/train/09_monitors.ipynb #6b2b3b99
+class TrackioLogger(Logger):
+    """Numbers on trackio's dashboard, which stays on this machine: `trackio show --project bertlab`.
+
+    A run that goes on in the same directory goes on there, too; every other one is a new run. Runs
+    lie where trackio keeps them (`TRACKIO_DIR`), so that one dashboard has them all.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike,  # of the run's logs; trackio.json there names the run
+        name: str = "",  # of the run; "": of the directory, or of the one that holds its logs
+        project: str = "bertlab",
+        **options: Any,  # of trackio.init: space_id, group, webhook_url, ...
+    ):
+        super().__init__()
+        place = Path(save_dir).resolve()
+        self._place, self._project, self._options = place, project, options
+        self._name = name or (place.parent if place.name == "logs" else place).name
+        self._run, self._settings = None, {}
+
+    @property
+    def name(self) -> str:  # of the project, as in other loggers
+        return self._project
+
+    @property
+    def version(self) -> str:  # the run's name, with four digits once it has begun
+        return self._name
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._place)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:  # trackio's run; it begins when it is first asked for
+        if self._run is None:
+            import trackio
+
+            known, resume = self._place / "trackio.json", "never"
+            run = f"{self._name}-{secrets.token_hex(2)}"  # trackio finds a run again by its name
+            if known.is_file():
+                run, resume = json.loads(known.read_text(encoding="utf-8"))["run"], "allow"
+            quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+            with contextlib.redirect_stdout(io.StringIO()):  # a page of advice
+                self._run = trackio.init(self._project, run, resume=resume,
+                                         config=self._settings, **{**quiet, **self._options})
+            self._name = run
+            known.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(known) as part:
+                part.write_text(json.dumps({"project": self._project, "run": run}))
+        return self._run
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        "Keep plain settings; they are shown with the run."
+        params = vars(params) if isinstance(params, Namespace) else params
+        self._settings |= {key: value for key, value in params.items()
+                           if isinstance(value, (bool, int, float, str))}
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        "Send numbers to the dashboard."
+        self.experiment.log(dict(metrics), step=step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        "Wait until all is written."
+        if self._run is not None:
+            from trackio import context_vars
+
+            with contextlib.redirect_stdout(io.StringIO()):
+                self._run.finish()
+            if context_vars.current_run.get() is self._run:  # else it is finished again at exit
+                context_vars.current_run.set(None)
+            self._run = None
+
+
 _LOGGERS: dict[str, tuple[type[Logger], tuple[str, ...]]] = {  # name -> class, any one package
     "csv": (CSVLogger, ()),
     "tensorboard": (TensorBoardLogger, ("tensorboard", "tensorboardX")),
     "wandb": (WandbLogger, ("wandb",)),
+    "trackio": (TrackioLogger, ("trackio",)),
 }
 
 
@@ -268,7 +355,7 @@ def _next_version(directory: Path) -> int:
 
 
 def get_logger(
-    names: str | Sequence[str] = "csv",  # one or several of csv, tensorboard and wandb
+    names: str | Sequence[str] = "csv",  # one or several of csv, tensorboard, wandb and trackio
     directory: str = "logs",  # where all of them write
     name: str = "run",
     **options: Any,  # of every logger named: version, ...
@@ -280,7 +367,8 @@ def get_logger(
             # Each would take the next free directory, and the second not that of the first.
             version = {"version": _next_version(Path(directory) / name)}
             warnings.filterwarnings("ignore", "Experiment logs directory .* is not empty")
-        return [get_logger(one, directory, name, **(version if one != "wandb" else {}), **options)
+        return [get_logger(one, directory, name, **(version if one in ("csv", "tensorboard") else {}),
+                           **options)
                 for one in names]
     if names not in _LOGGERS:
         raise ValueError(f"logger {names!r} is unknown; choose one of {', '.join(_LOGGERS)}")

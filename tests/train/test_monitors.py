@@ -1,6 +1,7 @@
 "What a run says about its speed and its memory is counted right, and costs it no bit."
 
 import csv
+import json
 import time
 from mmap import mmap
 from pathlib import Path
@@ -241,7 +242,7 @@ def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_lin
         get_logger("wandb", tmp_path)
     with pytest.raises(ImportError, match="'tensorboard' needs the package tensorboard"):
         get_logger(["csv", "tensorboard"], tmp_path)
-    with pytest.raises(ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb"):
+    with pytest.raises(ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb, trackio"):
         get_logger("mlflow", tmp_path)
     with pytest.raises(ImportError, match="needs the package rich"):
         get_progress("rich")
@@ -267,6 +268,24 @@ def test_loggers_asked_for_together_share_one_directory_and_each_session_has_its
         assert {Path(logger.log_dir) for logger in loggers} == {place}
         assert (place / "metrics.csv").exists() and list(place.glob("events.*"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version_0", "version_1"]
+
+
+def test_trackio_gets_the_numbers_and_a_run_that_goes_on_stays_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "boards"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+    from trackio.utils import TRACKIO_DIR
+
+    assert TRACKIO_DIR.is_relative_to(tmp_path), "imported before: another test took it"
+    for _ in range(2):  # the second goes on where the first stopped, in the same directory
+        train(Texts(), 3, [Throughput(every_steps=1)], logger=get_logger("trackio", tmp_path / "first" / "logs", ""))
+    train(Texts(), 3, [Throughput(every_steps=1)], logger=get_logger(["csv", "trackio"], tmp_path / "second" / "logs", ""))
+    runs = SQLiteStorage.get_runs("bertlab")
+    assert sorted(run.rpartition("-")[0] for run in runs) == ["first", "second"]
+    for run, sessions in zip(sorted(runs), (2, 1)):
+        rows = SQLiteStorage.get_logs("bertlab", run)
+        assert [row["step"] for row in rows if "tokens_per_second" in row] == [2, 3] * sessions
+        assert json.loads((tmp_path / run.rpartition("-")[0] / "logs" / "trackio.json").read_text())["run"] == run
 
 
 class SlowValidation(Callback):
