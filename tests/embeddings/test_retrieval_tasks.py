@@ -1,17 +1,19 @@
 "Tasks hold no leak, measures are those worked out by hand, and baselines follow their formulas."
 
 import math
+import sys
 
 import numpy as np
 import pytest
 from embedding_cases import WORDS
+from test_bi_encoder import make_model
 
 from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.few_labels import draw_labels, few_label_curve, probe_accuracy
 from bertlab.embeddings.tasks import (TASKS, EncoderScorer, WordVectors, alignment, bm25_scores, bootstrap, evaluate_retrieval,
-                                      first_sentence, load_retrieval, make_task, retrieval_table, score_queries, signatures,
-                                      tfidf_scores, uniformity)  # fmt: skip
+                                      first_sentence, load_retrieval, make_task, mteb_scores, retrieval_table,
+                                      score_queries, signatures, tfidf_scores, uniformity)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,44 @@ def test_labels_are_drawn_by_class_and_shared_by_all_arms():
     curves = few_label_curve({"good": (good, good), "noise": (noise, noise)}, labels, labels, (1, 3))
     assert curves["good"].shape == (2, 3) and (curves["good"] == 1).all() and curves["noise"].mean() < 0.95
     assert probe_accuracy(good, labels, good, labels) == 1
+
+
+@pytest.fixture(scope="module")
+def own_task(corpus):
+    "The small corpus' docstrings as a task of mteb, whose data set needs no hub."
+    mteb = pytest.importorskip("mteb")
+    from datasets import Dataset
+    from mteb.abstasks import AbsTaskRetrieval
+
+    task = load_retrieval("docstring", corpus)
+
+    class SmallDocstrings(AbsTaskRetrieval):
+        metadata = mteb.TaskMetadata(
+            name="SmallDocstrings", description="first sentences find the rest", type="Retrieval", eval_langs=["eng-Latn"],
+            main_score="ndcg_at_10", dataset={"path": "none", "revision": "1"})  # fmt: skip
+
+        def load_data(self, *args, **kwargs):
+            if self.data_loaded:
+                return
+            ids = lambda texts, word: Dataset.from_list([{"id": f"{word}{i}", "text": text} for i, text in enumerate(texts)])
+            found = {f"q{q}": {f"d{d}": 1 for d in some} for q, some in enumerate(task.relevant)}
+            self.dataset = {"default": {"test": {"corpus": ids(task.documents, "d"), "queries": ids(task.queries, "q"),
+                                                 "relevant_docs": found, "top_ranked": None}}}  # fmt: skip
+            self.data_loaded = True
+
+    return task, SmallDocstrings()
+
+
+def test_mteb_runs_its_own_evaluation_of_our_model_and_finds_what_we_find(own_task, tmp_path):
+    task, theirs = own_task
+    model = make_model()
+    model.save(tmp_path)
+    ours = score_queries(EncoderScorer(model)(task.queries, task.documents), task.relevant)["ndcg_10"].mean()
+    assert 0 < ours < 1
+    assert mteb_scores(tmp_path, [theirs]) == {"SmallDocstrings": pytest.approx(ours, abs=1e-4)}
+
+
+def test_mteb_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mteb", None)
+    with pytest.raises(ValueError, match=r"pip install \"bertlab\[embeddings\]\""):
+        mteb_scores("anywhere", ["STSBenchmark"])
