@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,6 +29,9 @@ os.environ.update(
     BERTLAB_PROGRESS="off",  # what is solved here is not the reader's progress
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
+# How long an example takes says how busy the machine is.
+settings.register_profile("bertlab", deadline=None)
+settings.load_profile("bertlab")
 # A shell starts background jobs deaf to Ctrl-C, and children inherit that: no test of it could pass.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
