@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'MAX_LANES',
-           'TOKENIZER_SAMPLE', 'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'known_options',
-           'pair_splits', 'add_ends', 'mix_lengths', 'PretrainingDataModule', 'training_texts']
+           'TOKENIZER_SAMPLE', 'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'split_pairs',
+           'known_options', 'pair_splits', 'add_ends', 'mix_lengths', 'PretrainingDataModule', 'training_texts']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
@@ -28,13 +28,14 @@ from .cache import tokenize_documents
 from .rows import Collator
 from .collators import check_collator_options, get_collator_cls
 from .corpus import Corpus, load_corpus, make_corpus
-from .diffusion import count_ends
+from .diffusion import count_ends, writing_rows
 from .documents import Document, hash_files
 from .mixing import MixedRows, MixedStream, join_documents, mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
 from .shards import holds_shards, open_shards
+from .readers import PAIR, read_cell
 from .rows import PADDING
 from .sources import TextStream
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
@@ -208,6 +209,7 @@ class Source:
         self.origin, self.options = origin, options
         self.fraction = options.get("validation_fraction", 0.1)
         self.is_named = isinstance(origin, (str, os.PathLike))
+        self.paired = isinstance(options.get("text_column"), tuple)  # prompts and texts
 
     def __str__(self) -> str:
         return os.fspath(self.origin) if self.is_named else "given texts"
@@ -226,6 +228,9 @@ class Source:
             raise ValueError(f"{self} holds tokens, and no text to train a tokenizer on: name the "
                              "tokenizer that made them (bertlab tokenize keeps it in a folder "
                              "tokenizer beside them)")
+        if self.paired and self.origin is None:
+            raise ValueError("prompt_column: the embedded text has no prompts; name a table or a "
+                             "dataset with two columns, or give one to set_datasets")
         if not isinstance(self.origin, list):
             given = isinstance(self.origin, Corpus)
             return self.origin if given else load_corpus(self.origin, **self.options)
@@ -235,7 +240,8 @@ class Source:
         return make_corpus(str(self), documents, self.fraction)
 
     def texts(self, part: str) -> Iterator[str]:  # "train" or "validation"
-        yield from (document.text for document in getattr(self.corpus, part))
+        texts = (document.text for document in getattr(self.corpus, part))
+        yield from (text.replace(PAIR, "\n") for text in texts) if self.paired else texts
 
     def tokenize(self, part: str, tokenizer: Any, **caching: Any) -> TokenizedDocuments:
         "Tokens of one part, from the cache where it has them."
@@ -248,6 +254,15 @@ class Source:
         key = self._content_key(part) if caching.get("cache_dir") else None
         texts = self.texts(part) if key else list(self.texts(part))
         return tokenize_documents(texts, tokenizer, content_key=key, **caching)
+
+    def tokenize_pairs(
+        self, part: str, tokenizer: Any, max_ends: int, seed: int
+    ) -> TokenizedDocuments:
+        "Prompt, [SEP], text and its ends, for each pair; see `writing_rows`."
+        joined = (document.text for document in getattr(self.corpus, part))
+        prompts, texts = split_pairs(joined, str(self))
+        rows = writing_rows(tokenizer, texts, prompts, max_ends, seed)
+        return TokenizedDocuments.from_sequences(rows)
 
     def _stored_part(self, part: str, tokenizer: Any) -> TokenizedDocuments:
         "Held out is a share of the first documents; nothing else is read for it."
@@ -272,6 +287,18 @@ class Source:
         return hash_files(paths, part=part, names=names, **self.options)
 
 
+def split_pairs(
+    texts: Iterable[str],  # of `read_cell`, of two columns
+    origin: str,  # for the message
+) -> tuple[list[str], list[str]]:  # prompts, and what is to be written
+    "Part what was read as one text. Raises `ValueError` for a text that is no pair."
+    pairs = [text.split(PAIR) for text in texts]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"{origin} holds texts without a prompt: prompt_column is for tables and "
+                         "datasets, which have columns")
+    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
+
+
 def _is_held_out(number: int, fraction: float) -> bool:
     "Whether a document is kept for validation, where only its number is known."
     every = round(1 / fraction) if fraction else 0
@@ -280,11 +307,14 @@ def _is_held_out(number: int, fraction: float) -> bool:
 
 def _read_rows(
     data: Any,  # a `datasets.Dataset`, a list of texts or of token ids, or `TokenizedDocuments`
-    text_column: str,
+    text_column: str | tuple,  # two: pairs, see `read_cell`
 ) -> list[str] | TokenizedDocuments:
     "Take what a user holds in memory. Raises `ValueError` that lists the columns there are."
     if isinstance(data, TokenizedDocuments):
         return data
+    if isinstance(text_column, tuple):
+        return [text for number, row in enumerate(data, 1)
+                for text in read_cell(row, text_column, f"given row {number}")]
     if (columns := getattr(data, "column_names", None)) is not None:
         column = text_column if text_column in columns else "input_ids"
         if column not in columns:
@@ -470,6 +500,21 @@ def mix_lengths(
     return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
 
 # %% ../../nbs/data/16_module.ipynb #fb3de062
+def _check_prompts(
+    objective: Any, max_ends: int, streaming: bool, cache_dir: Any
+) -> None:
+    "Raise `ValueError` where a column of prompts makes no sense."
+    if objective != "diffusion":
+        raise ValueError("prompt_column is for objective='diffusion', which learns to write, not "
+                         f"for {objective!r}; leave it out")
+    if not max_ends:
+        raise ValueError("prompt_column needs max_ends: what answers must learn where an answer "
+                         "ends; 8 is usual")
+    if streaming or cache_dir is not None:
+        raise ValueError("prompt_column reads pairs at once and into memory: leave streaming and "
+                         "cache_dir out")
+
+
 class PretrainingDataModule(L.LightningDataModule):
     "Rows for pretraining; order and masks depend on (seed, epoch, row) alone."
 
@@ -500,6 +545,8 @@ class PretrainingDataModule(L.LightningDataModule):
         collator: Any = None,  # your own: a class, or my_file.MyCollator; None: the objective's
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         max_ends: int = 0,  # of diffusion: 1 to so many end tokens behind each text; 0: none
+        # Of diffusion: what is given and never hidden; text_column holds what is to be written.
+        prompt_column: str | None = None,
     ):
         super().__init__()
         least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
@@ -522,6 +569,8 @@ class PretrainingDataModule(L.LightningDataModule):
         asked = (objective,) if collator is None else (collator, "collator")
         self.collator_cls, self.collator_kwargs = get_collator_cls(*asked), collator_kwargs or {}
         self.max_ends = max_ends
+        if prompt_column is not None:
+            _check_prompts(objective, max_ends, streaming, cache_dir)
         if max_ends and (objective != "diffusion" or streaming):
             raise ValueError(f"max_ends={max_ends} is for objective='diffusion' and texts that are "
                              f"read at once, not for objective={objective!r}, "
@@ -534,7 +583,8 @@ class PretrainingDataModule(L.LightningDataModule):
             raise ValueError(f"collator={self.collator_cls.__name__} makes batches for objective="
                              f"{self.objective!r}, and objective is {objective!r}: give both the "
                              "same, or set the collator's own objective to None")
-        self.max_sequence_length, self.text_column = max_sequence_length, text_column
+        self.max_sequence_length, self.prompt_column = max_sequence_length, prompt_column
+        self.text_column = text_column if prompt_column is None else (prompt_column, text_column)
         self.streaming, self.shuffle, self.num_shards = streaming, shuffle, num_shards
         self.train_batch_size, self.val_batch_size = train_batch_size, val_batch_size
         self.num_workers, self.cache_dir, self.seed = num_workers, cache_dir, seed
@@ -548,7 +598,10 @@ class PretrainingDataModule(L.LightningDataModule):
             mix_lengths(TokenizedDocuments.from_sequences([]), self.length_shares)
         if self.lanes is not None and self.lanes < 1:
             raise ValueError(f"data_kwargs: lanes must be 1 or more, got {self.lanes}")
-        options = {"text_column": text_column, **({} if header else {"header": False}), **options}
+        if prompt_column is not None:  # a text that is cut in two would lose its prompt
+            self.packing_options.setdefault("overflow", "truncate")
+        named = {} if header else {"header": False}
+        options = {"text_column": self.text_column, **named, **options}
         if file_format is not None:
             options["file_format"] = file_format
         pairs, val_names = [], _as_list(val_dataset_name_or_path)
@@ -575,10 +628,11 @@ class PretrainingDataModule(L.LightningDataModule):
         """
         if train is not None:
             rows, fraction = _read_rows(train, self.text_column), self.sources[0].fraction
-            self.sources = [Source(rows, validation_fraction=fraction)]
+            self.sources = [Source(rows, validation_fraction=fraction,
+                                   text_column=self.text_column)]
         if val is not None:
             rows = _read_rows(val, self.text_column)
-            self.val_sources = [Source(rows, validation_fraction=0)]
+            self.val_sources = [Source(rows, validation_fraction=0, text_column=self.text_column)]
             self.sources = [Source(source.origin, **{**source.options, "validation_fraction": 0})
                             for source in self.sources]  # fmt: skip
 
@@ -629,6 +683,8 @@ class PretrainingDataModule(L.LightningDataModule):
         caching = {"cache_dir": self.cache_dir, "num_proc": self.num_shards}
 
         def read(source: Source, part: str) -> TokenizedDocuments:
+            if source.paired:
+                return source.tokenize_pairs(part, self.tokenizer, self.max_ends, self.seed)
             found = source.tokenize(part, self.tokenizer, **caching)
             return add_ends(found, self.tokenizer.sep_token_id, self.max_ends, self.seed)
 

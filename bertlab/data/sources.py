@@ -166,7 +166,7 @@ def _slice_dataset(data: Any, split: str, begin: str | None, stop: str | None) -
 # %% ../../nbs/data/03_sources.ipynb #361f5551
 def read_hub(
     name: str,  # of a hub dataset, or a local directory in the form of one
-    text_column: str,
+    text_column: str | tuple,  # or two, see `read_cell`
     split: str,
     config_name: str | None,
     streaming: bool,
@@ -174,13 +174,14 @@ def read_hub(
 ) -> Iterator[Document]:
     "The text column of a dataset, through `datasets`, batch by batch."
     data = open_dataset(name, split, config_name, streaming)
+    columns = text_column if isinstance(text_column, tuple) else (text_column,)
     number = 0
     for batch in data.iter(batch_size=1000):
-        if text_column not in batch:
+        if not set(columns) <= set(batch):
             list(read_cell(batch, text_column, name, raise_error))  # says what there is instead
-        for number, value in enumerate(batch[text_column], number + 1):
-            where = f"{name} row {number}"
-            for text in read_cell({text_column: value}, text_column, where, on_error):
+        for number, cells in enumerate(zip(*(batch[one] for one in columns)), number + 1):
+            where, row = f"{name} row {number}", dict(zip(columns, cells))
+            for text in read_cell(row, text_column, where, on_error):
                 yield Document(text, f"{name}:{number}")
 
 # %% ../../nbs/data/03_sources.ipynb #c6e927ca

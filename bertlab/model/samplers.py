@@ -101,7 +101,7 @@ class SamplingRule:
                     value is not None and value < least):
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
         if self.cache_blocks and self.block_size is None:
-            raise ValueError("cache_blocks needs a block_size: what is read once is read once a block")
+            raise ValueError("cache_blocks needs a block_size: it reads the rest once a block")
         for name, low, high in (("temperature", 0, math.inf), ("repetition_penalty", 1, math.inf),
                                 ("guidance", 0, math.inf)):
             if not low <= getattr(self, name) < high:

@@ -265,7 +265,7 @@ class MemoryMonitor(RowsKept):
 
 # %% ../../nbs/train/09_monitors.ipynb #6b2b3b99
 class TrackioLogger(Logger):
-    """Numbers on trackio's dashboard, which stays on this machine: `trackio show --project bertlab`.
+    """Numbers on trackio's dashboard, on this machine: `trackio show --project bertlab`.
 
     A run that goes on in the same directory goes on there, too; every other one is a new run. Runs
     lie where trackio keeps them (`TRACKIO_DIR`), so that one dashboard has them all.
@@ -367,8 +367,8 @@ def get_logger(
             # Each would take the next free directory, and the second not that of the first.
             version = {"version": _next_version(Path(directory) / name)}
             warnings.filterwarnings("ignore", "Experiment logs directory .* is not empty")
-        return [get_logger(one, directory, name, **(version if one in ("csv", "tensorboard") else {}),
-                           **options)
+        return [get_logger(one, directory, name,
+                           **(version if one in ("csv", "tensorboard") else {}), **options)
                 for one in names]
     if names not in _LOGGERS:
         raise ValueError(f"logger {names!r} is unknown; choose one of {', '.join(_LOGGERS)}")

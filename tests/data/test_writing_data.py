@@ -1,13 +1,19 @@
 "Prompts stay clean, ends count for one word, and the loss divides by what may be written."
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bertlab.cli.main import main
+from bertlab.cli.write import was_taught_ends
 from bertlab.data.collators import MaskedDiffusionCollator
 from bertlab.data.diffusion import DiffusionRule, find_parts, share_tokens, weigh_times, writing_rows
+from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
@@ -172,3 +178,100 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
     for options in (dict(objective="mlm"), dict(objective="diffusion", streaming=True, name="a.txt")):
         with pytest.raises(ValueError, match="max_ends=3"):
             PretrainingDataModule(options.pop("name", None), tokenizer, max_ends=3, **options)
+
+
+NOUNS, PLACES = "cat dog house door sea town tree boat bird stone".split(), ("on the mat", "in the house", "near the sea")
+QUESTIONS = [{"ask": f"what is the {noun} {place}", "say": f"it is a {noun}"} for noun in NOUNS for place in PLACES]
+
+
+def write_table(kind: str, place: Path) -> str:
+    "The same pairs as a file, or as a directory in hub form."
+    if kind == "hub":
+        Dataset.from_list(QUESTIONS).to_parquet(place / "data" / "train-00000-of-00001.parquet")
+        (place / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: data/*.parquet\n---\n")
+        return str(place)
+    path = place / f"pairs.{kind}"
+    table = Dataset.from_list(QUESTIONS)
+    {"csv": table.to_csv, "jsonl": table.to_json, "parquet": table.to_parquet}[kind](path)
+    return str(path)
+
+
+def pair_data(tokenizer, source=None, **options) -> PretrainingDataModule:
+    settings = {"objective": "diffusion", "prompt_column": "ask", "text_column": "say", "max_ends": 3,
+                "max_sequence_length": 32, "train_batch_size": 4, "data_kwargs": {"validation_fraction": 0.2}}  # fmt: skip
+    return PretrainingDataModule(source, tokenizer, **{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([" ".join(row.values()) for row in QUESTIONS] * 4, vocab_size=150)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "hub", "memory"])
+def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(kind, tokenizer, tmp_path):
+    data = pair_data(tokenizer, None if kind == "memory" else write_table(kind, tmp_path))
+    if kind == "memory":
+        data.set_datasets(Dataset.from_list(QUESTIONS))
+    assert "\x1e" not in "".join(data.training_texts()) and "what is" in data.training_texts()[0]
+    data.setup()
+    seen, end = set(), tokenizer.sep_token_id
+    for batch in data.train_dataloader():
+        whole_BL = torch.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"]).numpy()
+        given_BL, ends_BL = find_parts(whole_BL, batch["attention_mask"].numpy(), end)
+        assert not (given_BL & (batch["labels"].numpy() >= 0)).any(), "a word of a prompt was hidden"
+        assert (batch["labels"] >= 0).any() and ends_BL.any()
+        for ids, numbers, given_L in zip(whole_BL, batch["attention_mask"].numpy(), given_BL):
+            for n in range(1, numbers.max() + 1):
+                own = numbers == n
+                seen.add((tokenizer.decode(ids[own & given_L], skip_special_tokens=True),
+                          tokenizer.decode(ids[own & ~given_L], skip_special_tokens=True)))  # fmt: skip
+    held_out = sum(len(rows) for rows in data.val_datasets)
+    assert held_out and seen < {(row["ask"], row["say"]) for row in QUESTIONS} and len(seen) > 8
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"objective": "mlm"}, "prompt_column is for objective='diffusion'"), ({"max_ends": 0}, "prompt_column needs max_ends"),
+    ({"streaming": True}, "leave streaming and cache_dir out|max_ends"), ({"cache_dir": "x"}, "leave streaming and cache_dir out"),
+])  # fmt: skip
+def test_prompts_where_they_make_no_sense_are_refused_at_once(options, message, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        pair_data(tokenizer, write_table("csv", tmp_path), **options)
+
+
+def test_what_holds_no_pairs_is_one_sentence(tokenizer, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {n} of many\n" for n in range(40)))
+    with pytest.raises(ValueError, match="text.txt holds texts without a prompt"):
+        pair_data(tokenizer, str(tmp_path / "text.txt")).setup()
+    with pytest.raises(ValueError, match="the embedded text has no prompts"):
+        pair_data(tokenizer).setup()
+    for kind in ("csv", "jsonl", "parquet", "hub"):
+        (place := tmp_path / kind).mkdir()
+        with pytest.raises(ValueError, match="'question'.*'ask'|'ask'.*'question'"):
+            pair_data(tokenizer, write_table(kind, place), prompt_column="question").setup()
+    with pytest.raises(ValueError, match="stands between columns here"):
+        data = pair_data(tokenizer)
+        data.set_datasets(Dataset.from_list([{"ask": "a\x1eb", "say": "c"}]))
+
+
+QUESTION_ROWS = Dataset.from_list(QUESTIONS)
+
+
+def test_an_answer_that_is_too_long_is_cut_and_not_parted_from_its_prompt(tokenizer):
+    data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
+    data.set_datasets(Dataset.from_list([{"ask": "what is the cat", "say": "it is a mat " * 30}]), QUESTION_ROWS)
+    data.setup()
+    rows = [data.train_dataset[0, n] for n in range(len(data.train_dataset))]
+    assert len(rows) == 1 and tokenizer.decode(rows[0]["input_ids"], skip_special_tokens=True).startswith("what is the cat it is")
+
+
+def test_the_command_learns_from_pairs_and_answers(tmp_path, capsys):
+    source = write_table("jsonl", tmp_path)
+    shape = ("hidden_size", 16), ("intermediate_size", 24), ("num_hidden_layers", 1), ("num_attention_heads", 1)
+    words = ["pretrain", "--model.objective", "diffusion", "--data.train_dataset_name_or_path", source, "--data.prompt_column",
+             "ask", "--data.text_column", "say", "--data.max_ends", "2", "--data.max_sequence_length", "32", "--run.vocab_size",
+             "150", "--trainer.max_steps", "2", "--data.train_batch_size", "2", "--run.progress", "none", "--run.output", str(tmp_path / "run"),
+             *(word for name, value in shape for word in (f"--model.model_config_kwargs.{name}", str(value)))]  # fmt: skip
+    assert main(words) == 0
+    capsys.readouterr()
+    assert main(["write", str(tmp_path / "run"), "what is the cat", "--mode", "answer", "--max_new_tokens", "4"]) == 0
+    assert "what is the cat" not in capsys.readouterr().out and was_taught_ends(tmp_path / "run")
