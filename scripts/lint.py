@@ -22,6 +22,7 @@ MIN_FIGURES, MIN_EXERCISES = 2, 3
 # Folders that exist on one machine only, and hosts of package registries.
 MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users")
 REGISTRY = re.compile(r"\b(?:pypi|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.org\b")
+NOT_HERE = "Not so in this run:"  # as `bertlab.core.progress.claim` begins, which this need not import
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
@@ -118,6 +119,8 @@ def lint_cells(cells: list[dict]) -> list[str]:
             problems.append(f"{head}: ends in an error; catch it and show the message")
         if cell.get("execution_count") is not None or ADDRESS.search(output_text(cell)):
             problems.append(f"{head}: is not clean; run `make sync`")
+        if NOT_HERE in output_text(cell) and "def claim(" not in "".join(map(source_of, cells)):
+            problems.append(f"{head}: a claim of the page does not hold in its own outputs")
         if is_silent(cell) and not shown_next(cells[number + 1 :]):
             problems.append(f"{head}: displays nothing; end it in a value or a figure, then execute the notebook")
         pictures = [o for o in cell["outputs"] if any(key.startswith("image/") for key in o.get("data", {}))]

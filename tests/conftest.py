@@ -27,6 +27,7 @@ os.environ.update(
     MPLBACKEND="Agg",
     PYTHONHASHSEED="0",
     BERTLAB_PROGRESS="off",  # what is solved here is not the reader's progress
+    BERTLAB_CLAIMS="strict",  # a page's sentence about a run that does not hold is an error here
     GOMP_SPINCOUNT="1000",  # OpenMP threads that spin while they wait slow each other on a busy machine
 )
 # How long an example takes says how busy the machine is.

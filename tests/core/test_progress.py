@@ -6,10 +6,11 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bertlab.core import progress as module
-from bertlab.core.progress import progress, progress_path, record_check, recorded
+from bertlab.core.progress import NOT_HERE, claim, progress, progress_path, record_check, recorded
 
 
 @pytest.fixture
@@ -152,3 +153,16 @@ def test_a_page_that_tests_its_own_check_is_not_the_readers_work(file):
 
     assert check_twice(solved) == "right" and progress() == {}
     assert check_twice(twice) == "right" and list(progress()["page"]) == ["twice"]
+
+
+def test_a_claim_that_does_not_hold_is_told_and_where_it_must_hold_an_error(monkeypatch, capsys):
+    monkeypatch.delenv("BERTLAB_CLAIMS")
+    assert claim(1 < 2, "so it is") is None and claim([1]) is None and capsys.readouterr().out == ""
+    claim(2 < 1, "it is not")
+    claim(np.array([2]) < 1)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2 and all(line.startswith(NOT_HERE) for line in told) and "it is not" in told[0]
+    monkeypatch.setenv("BERTLAB_CLAIMS", "strict")
+    assert claim(1 < 2) is None
+    with pytest.raises(AssertionError, match="it is not"):
+        claim(2 < 1, "it is not")

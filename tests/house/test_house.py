@@ -452,6 +452,7 @@ FAULTS = {
     "nothing displayed": (6, {"outputs": []}, "displays nothing"),
     "no alternative text": (8, {"source": "draw()"}, "without alternative text"),
     "too few figures": (8, {"outputs": [{"output_type": "stream", "text": "a"}]}, "figures, 2 at least"),
+    "a claim refuted": (6, {"outputs": [{"output_type": "stream", "text": lint.NOT_HERE + " x"}]}, "a claim of the page"),
     "an error left": (6, {"outputs": [{"output_type": "error"}]}, "ends in an error"),
     "an execution number": (6, {"execution_count": 3}, "is not clean"),
     "a machine's path in code": (6, {"source": "open('/ho" "me/ann/x')"}, "path of one machine"),
@@ -475,6 +476,12 @@ def test_the_lint_finds(fault, tmp_path):
     notebook = good_notebook()
     notebook["cells"][number].update(change)
     assert any(word in problem for problem in lint_of(notebook, tmp_path))
+
+
+def test_the_lint_knows_how_a_claim_that_does_not_hold_begins():
+    from bertlab.core.progress import NOT_HERE
+
+    assert lint.NOT_HERE == NOT_HERE
 
 
 def test_no_file_names_a_registry_or_a_path_of_one_machine():
