@@ -254,10 +254,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             result[job.name] = measure(job(Path(folder), size), share, options.seed, options.in_chain, options.patience)
     both = [result[name] for name in ("tokenizing", "training")]
-    result["judgements"] = [judge("kills", sum(one["kills"] for one in both), at_least=kills),
+    result["judged"] = [judge("kills", sum(one["kills"] for one in both), at_least=kills),
                             judge("jobs that ended otherwise than undisturbed", sum(one["wrong"] for one in both), at_most=0)]
     write_result(output, result)
-    say(result["judgements"])
+    say(result["judged"])
     if any(one["wrong"] for one in both):
         raise SystemExit(1)
 
