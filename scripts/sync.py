@@ -74,6 +74,7 @@ TASKS = {
     "model/17_float8": "Multiply in 8 bits", "model/18_adapters": "Train adapters instead of weights",
     "model/19_context": "Stretch a model to longer rows", "model/20_vocabulary": "Give a model other words",
     "model/21_tensor_parallel": "Split layers over processes", "model/22_context_parallel": "Split rows over processes",
+    "model/23_deferred": "Make a model in shares",
     "optim/01_schedulers": "Design a learning rate schedule", "optim/02_budgets": "Train until the time is spent",
     "optim/03_groups": "Give weights their own rates", "optim/04_muon": "Use Muon beside AdamW",
     "optim/05_optimizers": "Choose among fifteen optimizers",

@@ -406,7 +406,10 @@ class Run:
                 self.output / "tokenizer" if self.resume else None,
                 self._own_tokenizer)
             self.data.tokenizer = self.tokenizer
-            self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
+            strategy = get_strategy(build_objects(self.config["trainer"]["strategy"]) or "auto")
+            later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
+            with torch.device("meta" if later else "cpu"):  # weights are read in shares, or here
+                self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             self.data.prepare_data()
             self.data.setup("fit")
         if not self.data.streaming:

@@ -140,7 +140,13 @@ def _open_mds(path: Path) -> Any:
     except ImportError as error:
         raise ValueError(f"{path} is in the format MDS, which the library streaming-community "
                          f'reads (import {error.name} fails): pip install "bertlab[mds]"') from None
-    return LocalDataset(local=str(path))
+    try:
+        return LocalDataset(local=str(path))
+    except FileNotFoundError as error:  # it reads shards as they are, and unpacks none
+        packed = next(path.glob("*.mds.*"), None)
+        reason = (f"{packed.name} is compressed: unpack the shards beside the index, or write them "
+                  "with compression=None") if packed else f"{error.filename} is missing"
+        raise ValueError(f"{path} cannot be read as MDS: {reason}") from None
 
 # %% ../../nbs/data/18_tokenize.ipynb #422f9669
 def read_part(

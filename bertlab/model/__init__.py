@@ -26,4 +26,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "vocabulary",
     "tensor_parallel",
     "context_parallel",
+    "deferred",
 ))

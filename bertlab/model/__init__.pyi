@@ -22,3 +22,4 @@ from . import context as context
 from . import vocabulary as vocabulary
 from . import tensor_parallel as tensor_parallel
 from . import context_parallel as context_parallel
+from . import deferred as deferred

@@ -276,8 +276,21 @@ class BertLabPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flex_attn = True  # transformers picks SDPA where nothing is said
     _can_set_attn_implementation = classmethod(lambda cls: True)  # it would guess from the source
 
-    @torch.no_grad()
+    # Called with a model and a part in place of `begin_weights`, while one builds shapes alone.
+    beginning: Callable[..., None] | None = None
+
     def _init_weights(self, module: nn.Module) -> None:
+        "What transformers calls for each part, the inner ones first."
+        if self.beginning is None:
+            self.begin_weights(module)
+        else:
+            self.beginning(self, module)
+
+    @torch.no_grad()
+    def begin_weights(
+        self,
+        module: nn.Module,  # one of the model's, or one like it
+    ) -> None:
         "Begin as `initialization` says; narrower where a module says so; norms at 1, biases at 0."
         c, weight = self.config, getattr(module, "weight", None)
         # Module by single module: transformers skips those that own no weight themselves, and

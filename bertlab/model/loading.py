@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['WEIGHT_FILES', 'MODEL_KINDS', 'SECOND_NAMES', 'check_torch_file', 'read_torch_file', 'find_weight_files',
            'read_weights', 'key_table', 'their_names', 'rename_key', 'map_keys', 'find_ending', 'match_names',
-           'LoadReport', 'check_finite', 'load_weights']
+           'LoadReport', 'check_finite', 'map_weights', 'load_weights']
 
 # %% ../../nbs/model/08_loading.ipynb #7e039612
 import difflib
@@ -398,30 +398,36 @@ def _find_unexpected(
             and not name.endswith(".position_ids")]  # fmt: skip
 
 
+def _joined_shape(tensors: list[Tensor]) -> list[int]:
+    "The shape of tensors that are put one below another; nothing is copied."
+    first = list(tensors[0].shape)
+    return first if len(tensors) == 1 else [sum(len(t) for t in tensors), *first[1:]]
+
+
 def _plan_loading(
     model: nn.Module, weights: dict[str, Tensor], key_mapping: dict[str, str] | None
-) -> tuple[dict[str, Tensor], LoadReport]:  # what to copy, by our names
+) -> tuple[dict[str, list[Tensor]], LoadReport]:  # what to join and to copy, by our names
     "Decide what goes where; nothing is changed yet."
     found, plan, report = match_names(model, weights, key_mapping), {}, LoadReport()
-    ours, pointers = model.state_dict(), set()
+    ours, taken = model.state_dict(keep_vars=True), set()
     for key, names in found.items():
         if not names:
             continue
         new, old = [weights[name] for name in names], ours[key]
-        new = torch.cat(new) if len(new) > 1 else new[0]
-        if new.shape != old.shape or new.is_floating_point() != old.is_floating_point():
-            both = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in (new, old))
+        shapes = _joined_shape(new), list(old.shape)
+        if shapes[0] != shapes[1] or new[0].is_floating_point() != old.is_floating_point():
+            both = (f"{str(t.dtype).removeprefix('torch.')}{shape}"
+                    for t, shape in zip((new[0], old), shapes))
             report.mismatched.append(f"{key}: {' there, '.join(both)} here")
             continue
         plan[key] = new
-        pointers.add(old.data_ptr())
-        if new.dtype != old.dtype:
-            pair = (str(t.dtype).removeprefix("torch.") for t in (new, old))
+        taken.add(id(old))
+        if new[0].dtype != old.dtype:
+            pair = (str(t.dtype).removeprefix("torch.") for t in (new[0], old))
             report.cast[" to ".join(pair)] += 1
     report.loaded = list(plan)
-    # A weight that shares its numbers with a loaded one is loaded as well.
-    report.missing = [k for k, names in found.items()
-                      if not names and ours[k].data_ptr() not in pointers]  # fmt: skip
+    # A weight that is the same object as a loaded one is loaded as well.
+    report.missing = [k for k, names in found.items() if not names and id(ours[k]) not in taken]
     report.unexpected = _find_unexpected(weights, {n for names in found.values() for n in names})
     return plan, report
 
@@ -439,6 +445,31 @@ def check_finite(
                                  "infinity; take a checkpoint from before that")
 
 
+def _advice(report: LoadReport, anything: bool) -> str:
+    "What to do about weights that do not fit."
+    advice = "is it another model? nothing was loaded"
+    if anything:
+        advice = "map names by load_key_mapping, or load what fits by strict=False"
+    if untied := [n for n in report.unexpected if n.endswith(("decoder.weight", ".decoder"))]:
+        advice += f"; {untied[0]} is not the embedding: that needs tie_word_embeddings=False"
+    return advice
+
+
+def map_weights(
+    model: nn.Module,  # its shapes are enough: it may be on the meta device
+    source: str | os.PathLike,  # file, directory, or name on the hub
+    key_mapping: dict[str, str] | None = None,  # as in `load_weights`
+) -> tuple[dict[str, list[Tensor]], LoadReport]:  # by our names: theirs, to be joined along axis 0
+    """Find the weights of a model in files, which are mapped: read where somebody looks.
+
+    Raises `ValueError` where nothing fits, or a shape does not.
+    """
+    plan, report = _plan_loading(model, read_weights(source), key_mapping)
+    if report.mismatched or not plan:
+        raise ValueError(f"{source} does not fit the model: {report}; {_advice(report, bool(plan))}")
+    return plan, report
+
+
 def load_weights(
     model: nn.Module,
     source: Mapping | str | os.PathLike,  # state dict, file, directory, or name on the hub
@@ -452,16 +483,12 @@ def load_weights(
     """
     if any(weight.is_meta for weight in model.state_dict().values()):
         raise ValueError("model has no memory yet (device meta): call model.to_empty(device=...)")
-    plan, report = _plan_loading(model, read_weights(source), key_mapping)
+    found, report = _plan_loading(model, read_weights(source), key_mapping)
+    plan = {key: torch.cat(new) if len(new) > 1 else new[0] for key, new in found.items()}
     check_finite(plan, "the state dict" if isinstance(source, Mapping) else source)
     if strict and not report.complete or not plan:
         name = "the state dict" if isinstance(source, Mapping) else source
-        advice = "is it another model? nothing was loaded"
-        if plan:
-            advice = "map names by load_key_mapping, or load what fits by strict=False"
-        if untied := [n for n in report.unexpected if n.endswith(("decoder.weight", ".decoder"))]:
-            advice += f"; {untied[0]} is not the embedding: that needs tie_word_embeddings=False"
-        raise ValueError(f"{name} does not fit the model: {report}; {advice}")
+        raise ValueError(f"{name} does not fit the model: {report}; {_advice(report, bool(plan))}")
     ours = model.state_dict()
     with torch.no_grad():
         for key, weight in plan.items():

@@ -308,7 +308,8 @@ def split_model(
         raise ValueError(f"mlp={own[0]} is a layer of your own, which tensor parallel cannot "
                          "split: derive it from PlainMLP, or take strategy='fsdp'")
     for tensor in model.state_dict().values():
-        dist.broadcast(tensor.detach(), 0)  # of the first process of all
+        if not tensor.is_meta:  # else it has no numbers yet
+            dist.broadcast(tensor.detach(), 0)  # of the first process of all
     heads = model.config.num_attention_heads // size
     encoder, head, vocab_size = model.encoder, model.head, model.config.vocab_size
     encoder.heads_here = slice(rank * heads, (rank + 1) * heads)

@@ -29,6 +29,7 @@ from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, rea
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.causal import BertLabForCausalLM
 from ..model.config import BertLabConfig
+from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import read_amount
 from ..core.names import find_part
 from ..data.collators import COLLATORS
@@ -146,12 +147,17 @@ def continued_model(
     objective: str,
     overrides: dict[str, Any],  # settings of the configuration that leave the weights' shapes alone
     key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
+    deferred: bool = False,  # True: with shapes alone, to be filled by `fill_weights`
 ) -> BertLabTokenPredictor:
     "The objective's model with another's weights; says which parts are fresh."
     shape = read_shape(source)
     shape = shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
-    model = OBJECTIVE_MODELS[objective](BertLabConfig(**{**shape.to_diff_dict(), **overrides}))
-    if key_mapping:
+    config = BertLabConfig(**{**shape.to_diff_dict(), **overrides})
+    build = lambda: OBJECTIVE_MODELS[objective](config)
+    model = build_deferred(build) if deferred else build()
+    if getattr(model, "deferred", None) is not None:
+        fresh = read_deferred(model, source, key_mapping)
+    elif key_mapping:
         fresh = load_weights(model, source, key_mapping, strict=False).missing
     else:
         try:
@@ -394,7 +400,10 @@ class PretrainingModule(TrainingModule):
         if source is None:
             self.config = BertLabConfig(**settings_from(tokenizer, overrides))
         else:
-            self.model = continued_model(source, objective, overrides, load_key_mapping)
+            # Under torch's own context the numbers wait until processes share them.
+            later = torch.get_default_device().type == "meta" and not adapter and not float8
+            with torch.device("cpu"):
+                self.model = continued_model(source, objective, overrides, load_key_mapping, later)
             self.config = self.model.config
             settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
         if learning_rate is None:
@@ -405,7 +414,8 @@ class PretrainingModule(TrainingModule):
         name = getattr(tokenizer, "name_or_path", None)
         self.hparams["pretrained_tokenizer_name_or_path"] = name or None
         if tokenizer is not None:
-            self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
+            with torch.device("cpu"):
+                self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
         self._configured = self._checked = False
 
     # --- what a batch is worth ------------------------------------------------------------------
@@ -461,7 +471,13 @@ class PretrainingModule(TrainingModule):
         if self._configured:
             return
         h = self.hparams
-        model = self.model or OBJECTIVE_MODELS[h.objective](self.config)
+        # A strategy that divides weights has the numbers made in shares.
+        strategy = None if self._trainer is None else self.trainer.strategy
+        divides = getattr(strategy, "fills_shares", False) and not h.adapter and not h.float8
+        build = lambda: OBJECTIVE_MODELS[h.objective](self.config)
+        model = self.model or (build_deferred(build) if divides else build())
+        if not divides:
+            fill_weights(model)
         if h.adapter is not None:
             add_adapter(model, h.adapter)
         freeze_weights(model, h.freeze)

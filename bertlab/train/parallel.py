@@ -29,6 +29,7 @@ from ..data.module import PretrainingDataModule
 from ..core.devices import find_accelerator
 from ..core.durations import read_amount
 from ..model.context_parallel import deal_labels, share_rows
+from ..model.deferred import fill_weights
 from ..model.tensor_parallel import check_split, find_cuts, gather_cut, split_model
 from ..optim.optimizers import OPTIMIZERS, optimizer_facts
 from .steps import total_norm
@@ -183,6 +184,7 @@ def shard_model(
     """
     if isinstance(model, FSDPModule):
         return model
+    broadcast &= not any(weight.is_meta for weight in model.parameters())  # they come later
     first = torch.distributed.get_rank() == 0
     weights = model.state_dict() if first and broadcast else {}
     # Gradients are added up in float32, however they were computed.
@@ -270,10 +272,13 @@ def _dtype(asked: torch.dtype | str | None, name: str) -> torch.dtype | None:
 class FullyShardedStrategy(ModelParallelStrategy):
     """FSDP2 for any LightningModule whose weights are in models that it calls.
 
-    A checkpoint is one file, as one process would write it. Processes with neighbouring numbers
+    Models of bertlab's are made in shares, so that no process holds one whole. A checkpoint is one
+    file, as one process would write it. Processes with neighbouring numbers
     may compute a model of bertlab's together (tensor parallel), or its rows (context parallel);
     then they read the same rows. Raises `ValueError` for what cannot be shared so.
     """
+
+    fills_shares = True  # a deferred model is given its numbers in `setup`
 
     def __init__(
         self,
@@ -392,6 +397,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         for model in module.children():
             if not any(True for _ in model.parameters()):
                 continue
+            self._agree_on_numbers(model)
             if self.context > 1:
                 share_rows(model, self.context_group)
             if self.tensor > 1:
@@ -401,7 +407,20 @@ class FullyShardedStrategy(ModelParallelStrategy):
                     shard_model(model, self.shard_mesh, **self.sharding, broadcast=False)
             else:
                 shard_model(model, self.shard_mesh, **self.sharding)
+            cuts = find_cuts(model)
+            fill_weights(model, self.root_device,
+                         lambda name, whole, own, cuts=cuts: _share_of(whole, own, cuts.get(name)))
         super().setup(trainer)
+
+    def _agree_on_numbers(self, model: nn.Module) -> None:
+        "Let a model that has no numbers yet begin with those that process 0 would draw."
+        deferred = getattr(model, "deferred", None)
+        if deferred is None:
+            return
+        states = [beginning.state for beginning in deferred.beginnings.values()]
+        states = self.broadcast(torch.stack(states))
+        for (path, beginning), state in zip(list(deferred.beginnings.items()), states):
+            deferred.beginnings[path] = beginning._replace(state=state.clone())
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         "A process scores its share of the labels where several share rows."

@@ -129,11 +129,24 @@ def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path)
         with pytest.raises(ValueError, match=r"bertlab\[mds\]"):
             tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
         return
-    with MDSWriter(out=str(tmp_path / "mds"), columns={"text": "str"}, exist_ok=True) as writer:
-        for one in TEXTS[:120]:
-            writer.write({"text": one})
-    tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
+    def write(name, rows, columns, **options):
+        with MDSWriter(out=str(tmp_path / name), columns=columns, exist_ok=True, **options) as writer:
+            for row in rows:
+                writer.write(row)
+        return str(tmp_path / name)
+
+    texts = [{"text": one, "number": n} for n, one in enumerate(TEXTS[:120])]
+    many = write("mds", texts, {"text": "str", "number": "int"}, size_limit=1 << 12)
+    assert len(list((tmp_path / "mds").glob("*.mds"))) > 1
+    tokenize_shards(many, text / "tokenizer", tmp_path / "out", workers=2)
     assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, TEXTS[:120])
+    arrays = [np.arange(1 + n % 5, dtype=np.uint16) + 7 for n in range(60)]
+    ids = write("ids", [{"tokens": one} for one in arrays], {"tokens": "ndarray:uint16"})
+    tokenize_shards(ids, text / "tokenizer", tmp_path / "of ids", text_column="tokens")
+    assert [d.tolist() for d in open_shards(tmp_path / "of ids")] == [one.tolist() for one in arrays]
+    packed = write("packed", texts, {"text": "str", "number": "int"}, compression="br")
+    with pytest.raises(ValueError, match="compressed: unpack"):
+        tokenize_shards(packed, text / "tokenizer", tmp_path / "of packed")
 
 
 def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monkeypatch):
@@ -286,6 +299,9 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     assert before.items() <= after.items() and len(after) == 5
 
 
+KILLS = int(os.environ.get("BERTLAB_KILLS", 5))  # as many as you have patience for; 50 once, in benchmarks/kills.py
+
+
 def run_killed(text: Path, output: Path, seed: int) -> None:
     "A command that is killed after a while, then run to its end."
     command = [sys.executable, "-m", "bertlab.cli", "tokenize", str(text / "text"), "--tokenizer", str(text / "tokenizer"),
@@ -304,7 +320,7 @@ def run_killed(text: Path, output: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(KILLS))
 def test_a_killed_command_goes_on(text, tmp_path, seed):
     run_killed(text, tmp_path / "out", seed)
     stored = open_shards(tmp_path / "out")
