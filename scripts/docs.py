@@ -10,6 +10,7 @@ notebook, but nothing is run: names are documented from the package's source (sc
 """
 
 import argparse
+import base64
 import json
 import os
 import re
@@ -110,6 +111,21 @@ def prefer_static(notebook) -> None:
     notebook.metadata.pop("widgets", None)
 
 
+def png_size(data: str) -> dict[str, int]:  # base64
+    "Width and height of a picture, from its head."
+    head = base64.b64decode(data[:32])
+    return {"width": int.from_bytes(head[16:20], "big"), "height": int.from_bytes(head[20:24], "big")}
+
+
+def give_sizes(notebook) -> None:
+    "Say how large each figure is shown, so that a page keeps its place; a figure of more pixels says so itself."
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if png := "".join(output.get("data", {}).get("image/png", "")):
+                known = output.setdefault("metadata", {})
+                known["image/png"] = {**png_size(png), **known.get("image/png", {})}
+
+
 def process(notebook) -> None:
     "nbdev's staging without what runs a cell: front matter, hidden and exported cells gone, a place for each name."
     from nbdev.processors import FilterDefaults, add_links, exec_show_docs
@@ -127,6 +143,17 @@ def shown_name(source: str) -> str | None:
     return match[1] if match else None
 
 
+def part_headings(text: str, explained: set[str]) -> str:
+    "A heading over a name that it shares gets an identifier of its own, because the name keeps that of its letters."
+
+    def own(match: re.Match) -> str:
+        heading = match[0]
+        same = not heading.endswith("}") and anchors(heading) & explained
+        return f"{heading} {{#about-{same.pop()}}}" if same else heading
+
+    return reference.outside_fences(text, lambda part: re.sub(r"^#{1,6} .*\S", own, part, flags=re.MULTILINE))
+
+
 def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     "A notebook as a page, and the anchors of the names that it explains."
     from execnb.nbio import mk_cell, read_nb
@@ -138,6 +165,7 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     except Exception as error:
         sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
     prefer_static(notebook)
+    give_sizes(notebook)
     code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
     cells, explained = [], set()
     for cell in notebook.cells:
@@ -151,6 +179,9 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         elif cell.cell_type == "markdown":
             cell.source = reference.separate_lists(cell.source)
         cells.append(cell)
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            cell.source = part_headings(cell.source, explained)
     notebook.cells = cells
     return notebook, explained
 

@@ -254,6 +254,27 @@ def test_a_rendered_page_is_mended():
     assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
 
 
+def test_a_heading_does_not_share_the_identifier_of_a_name():
+    text = "## Compare\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
+    wanted = "## Compare {#about-compare}\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
+    assert docs.part_headings(text, {"compare"}) == wanted
+    assert docs.part_headings(text, {"other"}) == text
+
+
+def test_a_figure_is_shown_at_the_size_it_says_or_at_its_own():
+    import base64
+    import io
+    from types import SimpleNamespace
+
+    from PIL import Image
+
+    Image.new("RGB", (30, 20)).save(drawn := io.BytesIO(), format="png")
+    png = base64.b64encode(drawn.getvalue()).decode()
+    outputs = [{"data": {"image/png": png}, "metadata": said} for said in ({}, {"image/png": {"width": 15, "height": 10}})]
+    docs.give_sizes(SimpleNamespace(cells=[{"outputs": outputs}]))
+    assert [one["metadata"]["image/png"] for one in outputs] == [{"width": 30, "height": 20}, {"width": 15, "height": 10}]
+
+
 def broken(site: Path, change) -> list[str]:
     "What the checks say after a change to the staged pages; the pages are put back."
     staged = site / "_proc"
