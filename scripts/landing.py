@@ -229,7 +229,7 @@ def landing_page(live: Path | None, address: Address) -> str:
     )
     cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
     parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
-                  toc="false", sidebar="false", pagetitle='"bertlab: train BERT-style encoders"', repo_actions="false")  # fmt: skip
+                  toc="false", sidebar="false", pagetitle='"Train BERT-style encoders"', repo_actions="false")  # fmt: skip
     parts += ["[One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
               "change and read.]{.lead}"]  # fmt: skip
     parts += ["", install_tabs(address), "## It learns in minutes", ""]
