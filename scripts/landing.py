@@ -121,7 +121,7 @@ def curve(history: Path, unigram: float) -> str:
         f'<text x="{left}" y="{height - 10}">0</text>'
         f'<text x="{width - 8}" y="{height - 10}" text-anchor="end">{steps:.0f} steps</text>'
         f'<path class="unigram" d="M{left} {y(unigram):.1f}H{width - 8}"/>'
-        f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">knows how frequent words are, and no more:'
+        f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">word frequencies alone:'
         f' {unigram:.2f} nats</text><polyline class="loss" points="{path}"/></svg>'
     )
 
