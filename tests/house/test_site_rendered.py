@@ -192,25 +192,6 @@ def visit(browser, address: str, name: str, width: int, scheme: str):
     return page, said
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("width", [390, 1400])
-def test_a_task_takes_three_presses_on_the_screen(task, width, browser, address):
-    page, said = visit(browser, address, "index.html", width, "light")
-    presses = 0
-    for wanted in TASKS[task]:
-        link = page.locator("a").and_(page.locator(f"[href$='{wanted}'], [href$='/{Path(wanted).name}'], "
-                                                   f"[href='{Path(wanted).name}']")).locator("visible=true")  # fmt: skip
-        if not link.count():
-            page.locator(".quarto-btn-toggle").locator("visible=true").first.click()  # opens the sidebar
-            presses += 1
-            link.first.wait_for(timeout=10_000)
-        link.first.click()
-        presses += 1
-        page.wait_for_url(f"**/{wanted}", timeout=30_000)
-    page.context.close()
-    assert presses <= 3 and said == []
-
-
 # A page of each kind: the first, the live one, a guide, a lesson, a walkthrough, a chapter with its overview, a page
 # with widgets, tables of the reference, plain text.
 KINDS = ["index.html", "glass.html", "guides/own_text.html", "course/hide_and_predict.html", "course/index.html",
