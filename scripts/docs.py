@@ -10,12 +10,14 @@ notebook, but nothing is run: names are documented from the package's source (sc
 """
 
 import argparse
+import base64
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,11 +41,42 @@ website:
   repo-url: "{repo}"
   repo-branch: "{branch}"
   repo-subdir: nbs
+  page-footer:
+    left: "{version}, Apache-2.0"
+    right:
+      - text: Other versions
+        href: {repo}/releases
+      - text: Changelog
+        href: changelog.qmd
+      - text: llms.txt
+        href: llms.txt
 """
 GET_QUARTO = """\
 Quarto is not installed, so nothing was rendered; all that comes before it passed.
 To get it: an installer from https://quarto.org/docs/get-started, or .venv/bin/python -m pip install quarto-cli
 Then run `make docs` again."""
+
+
+def git(*words: str) -> str:
+    "What git answers about the project; nothing where this is no checkout of its own."
+    command = ["git", "-C", str(ROOT), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def described_version(version: str, repo: str) -> str:
+    "The version that the site documents, and the commit it was made from, as Markdown."
+    top = git("rev-parse", "--show-toplevel")
+    commit = git("rev-parse", "HEAD") if top and Path(top).resolve() == ROOT.resolve() else ""
+    if not commit:
+        return f"bertlab {version}"
+    released = {version, f"v{version}"} & set(git("tag", "--points-at", "HEAD").split())
+    changed = ", with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    at = f"[{commit[:7]}]({repo}/commit/{commit}){changed}"
+    return f"bertlab {version} ({at})" if released and not changed else f"bertlab {version} in development ({at})"
 
 
 def split_title(cells: list) -> list:
@@ -78,6 +111,21 @@ def prefer_static(notebook) -> None:
     notebook.metadata.pop("widgets", None)
 
 
+def png_size(data: str) -> dict[str, int]:  # base64
+    "Width and height of a picture, from its head."
+    head = base64.b64decode(data[:32])
+    return {"width": int.from_bytes(head[16:20], "big"), "height": int.from_bytes(head[20:24], "big")}
+
+
+def give_sizes(notebook) -> None:
+    "Say how large each figure is shown, so that a page keeps its place; a figure of more pixels says so itself."
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if png := "".join(output.get("data", {}).get("image/png", "")):
+                known = output.setdefault("metadata", {})
+                known["image/png"] = {**png_size(png), **known.get("image/png", {})}
+
+
 def process(notebook) -> None:
     "nbdev's staging without what runs a cell: front matter, hidden and exported cells gone, a place for each name."
     from nbdev.processors import FilterDefaults, add_links, exec_show_docs
@@ -95,6 +143,17 @@ def shown_name(source: str) -> str | None:
     return match[1] if match else None
 
 
+def part_headings(text: str, explained: set[str]) -> str:
+    "A heading over a name that it shares gets an identifier of its own, because the name keeps that of its letters."
+
+    def own(match: re.Match) -> str:
+        heading = match[0]
+        same = not heading.endswith("}") and anchors(heading) & explained
+        return f"{heading} {{#about-{same.pop()}}}" if same else heading
+
+    return reference.outside_fences(text, lambda part: re.sub(r"^#{1,6} .*\S", own, part, flags=re.MULTILINE))
+
+
 def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     "A notebook as a page, and the anchors of the names that it explains."
     from execnb.nbio import mk_cell, read_nb
@@ -106,6 +165,7 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
     except Exception as error:
         sys.exit(f"{name} cannot be staged: {error}\n{error.__cause__ or ''}")
     prefer_static(notebook)
+    give_sizes(notebook)
     code_at = f"{Address.read(ROOT).git_url}/blob/{Address.read(ROOT).branch}"
     cells, explained = [], set()
     for cell in notebook.cells:
@@ -119,6 +179,9 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         elif cell.cell_type == "markdown":
             cell.source = reference.separate_lists(cell.source)
         cells.append(cell)
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            cell.source = part_headings(cell.source, explained)
     notebook.cells = cells
     return notebook, explained
 
@@ -134,7 +197,8 @@ def stage(model: Path | None = None) -> Path:
 
     os.chdir(ROOT)
     address, config = Address.read(ROOT), get_config()
-    values = {"site": address.site_url, "repo": address.git_url, "branch": address.branch}
+    version = described_version(config.version, address.git_url)
+    values = {"site": address.site_url, "repo": address.git_url, "branch": address.branch, "version": version}
     (ROOT / "nbs/nbdev.yml").write_text(
         NBDEV_YML.format(title=config.title, description=config.description, **values)
     )
@@ -327,10 +391,33 @@ def find_quarto() -> str | None:
     return beside or shutil.which("quarto")
 
 
+PAGE_LINE = re.compile(r"\[\s*\d+/\d+\]\s+(\S+)")
+WARNING = re.compile(r"\[?WARN(?:ING)?\b")
+
+
+def find_warnings(lines: Iterable[str]) -> Iterator[str]:
+    "Quarto's and Pandoc's warnings in what a rendering says, each with the page that was being rendered."
+    page = "before the first page"
+    for line in lines:
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", line).strip()
+        if at := PAGE_LINE.match(plain):
+            page = at[1]
+        elif WARNING.match(plain):
+            yield f"{page}: {plain}"
+
+
 def render(staged: Path) -> None:
-    "Render the staged pages with Quarto, and put the site in _docs."
-    if subprocess.run([find_quarto(), "render", "--no-execute"], cwd=staged).returncode:
+    "Render the staged pages with Quarto, and put the site in _docs; a warning is a failure."
+    command, said = [find_quarto(), "render", "--no-execute"], []
+    with subprocess.Popen(command, cwd=staged, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          encoding="utf-8", errors="replace") as running:  # fmt: skip
+        for line in running.stdout:
+            print(line, end="", flush=True)
+            said.append(line)
+    if running.returncode:
         sys.exit("quarto could not render the site")
+    if warnings := list(find_warnings(said)):
+        sys.exit("quarto warned:\n" + "\n".join(f"  {one}" for one in warnings))
     missing = [name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()]
     if missing:
         sys.exit(f"quarto rendered no {' and no '.join(missing)}")

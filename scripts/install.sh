@@ -44,7 +44,7 @@ fi
 
 case $stamp in
     .run) what=. ;;
-    .docs) what=.[docs] ;;
+    .docs) what=.[docs,export] ;; # export: the model in the live pages
     .dev) what=.[dev] ;;
     *) fail "no such stamp: $stamp" ;;
 esac

@@ -121,7 +121,7 @@ def curve(history: Path, unigram: float) -> str:
         f'<text x="{left}" y="{height - 10}">0</text>'
         f'<text x="{width - 8}" y="{height - 10}" text-anchor="end">{steps:.0f} steps</text>'
         f'<path class="unigram" d="M{left} {y(unigram):.1f}H{width - 8}"/>'
-        f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">knows how frequent words are, and no more:'
+        f'<text x="{width - 12}" y="{y(unigram) - 7:.1f}" text-anchor="end">word frequencies alone:'
         f' {unigram:.2f} nats</text><polyline class="loss" points="{path}"/></svg>'
     )
 
@@ -229,7 +229,7 @@ def landing_page(live: Path | None, address: Address) -> str:
     )
     cards = "\n".join(f"[**{title}** {text}]({target})" for target, title, text in CARDS)
     parts = front("bertlab", "Train BERT-style encoders, from notebooks that teach how.", page_layout="full",
-                  toc="false", sidebar="false", pagetitle='"bertlab: train BERT-style encoders"', repo_actions="false")  # fmt: skip
+                  toc="false", sidebar="false", pagetitle='"Train BERT-style encoders"', repo_actions="false")  # fmt: skip
     parts += ["[One command trains a small BERT on a bare laptop, and every part of it is a notebook that you can run, "
               "change and read.]{.lead}"]  # fmt: skip
     parts += ["", install_tabs(address), "## It learns in minutes", ""]

@@ -237,6 +237,17 @@ def test_a_figure_of_matplotlib_is_kept_with_a_palette_and_looks_the_same():
     assert [0xD5, 0x5E, 0x00] in kept.astype(int).reshape(-1, 3).tolist()  # the palette's red, untouched
 
 
+def test_a_notebook_keeps_a_figure_with_twice_the_pixels_of_the_size_at_which_it_shows_it():
+    from IPython.core.formatters import DisplayFormatter
+
+    figure, axes = plots.new_axes("step", "loss (nats)", size=(5, 2.5))
+    axes.plot([3, 1, 2])
+    data, metadata = DisplayFormatter().format(figure)
+    assert Image.open(io.BytesIO(data["image/png"])).size == (1000, 500)
+    assert metadata["image/png"] == {"width": 500, "height": 250}
+    assert Image.open(io.BytesIO(figure._repr_png_())).size == (500, 250)  # files and widgets
+
+
 @pytest.mark.parametrize("objective, unit", [("mlm", "token"), ("mlm", "word"), ("mlm", "span"),
                                              ("diffusion", "token"), ("enhanced_mlm", "token")])  # fmt: skip
 def test_observed_rates_of_many_draws_come_close_to_the_requested_ones(tokenizer, objective, unit):

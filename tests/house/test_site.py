@@ -254,6 +254,27 @@ def test_a_rendered_page_is_mended():
     assert '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table' in mended
 
 
+def test_a_heading_does_not_share_the_identifier_of_a_name():
+    text = "## Compare\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
+    wanted = "## Compare {#about-compare}\n\n```python\n# compare\n```\n### compare {#compare .name}\n## Compare it"
+    assert docs.part_headings(text, {"compare"}) == wanted
+    assert docs.part_headings(text, {"other"}) == text
+
+
+def test_a_figure_is_shown_at_the_size_it_says_or_at_its_own():
+    import base64
+    import io
+    from types import SimpleNamespace
+
+    from PIL import Image
+
+    Image.new("RGB", (30, 20)).save(drawn := io.BytesIO(), format="png")
+    png = base64.b64encode(drawn.getvalue()).decode()
+    outputs = [{"data": {"image/png": png}, "metadata": said} for said in ({}, {"image/png": {"width": 15, "height": 10}})]
+    docs.give_sizes(SimpleNamespace(cells=[{"outputs": outputs}]))
+    assert [one["metadata"]["image/png"] for one in outputs] == [{"width": 30, "height": 20}, {"width": 15, "height": 10}]
+
+
 def broken(site: Path, change) -> list[str]:
     "What the checks say after a change to the staged pages; the pages are put back."
     staged = site / "_proc"
@@ -413,14 +434,19 @@ out = pathlib.Path("_docs")
 out.mkdir()
 for name in ("index.html", "api.html")[: {pages}]:
     (out / name).write_text("page")
+print({said!r}, file=sys.stderr)
 sys.exit({code})
 """
+WARNED = "\r[  7/214] data/02_readers.ipynb\n\x1b[33mWARNING: Unable to resolve link target: no.ipynb\x1b[39m"
 
 
-@pytest.mark.parametrize("pages, code, message", [(2, 0, None), (1, 0, "no api.html"), (2, 1, "could not render")])
-def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch, pages, code, message):
+@pytest.mark.parametrize("pages, code, said, message", [
+    (2, 0, "Output created: a page about WARNING signs", None), (1, 0, "", "no api.html"), (2, 1, "", "could not render"),
+    (2, 0, WARNED, r"warned:\n  data/02_readers.ipynb: WARNING: Unable to resolve"),
+])  # fmt: skip
+def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch, pages, code, said, message):
     fake, staged = tmp_path / "quarto", tmp_path / "_proc"
-    fake.write_text(QUARTO.format(python=sys.executable, pages=pages, code=code))
+    fake.write_text(QUARTO.format(python=sys.executable, pages=pages, code=code, said=said))
     fake.chmod(0o755)
     shutil.copytree(site / "_proc", staged)
     (tmp_path / "_docs").mkdir()
@@ -435,3 +461,45 @@ def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch,
     else:
         docs.render(staged)
         assert {path.name for path in (tmp_path / "_docs").iterdir()} == {"index.html", "api.html", "search.json"}
+
+
+@pytest.mark.parametrize("line, found", [
+    ("\x1b[33mWARN: The following string was found in the document: x\x1b[39m", True), ("WARNING (filters/main.lua:3) x", True),
+    ("[WARNING] Could not convert TeX math", True), ("  warning-free: true", False), ("[ 12/214] data/warnings.ipynb", False),
+])  # fmt: skip
+def test_a_warning_of_quarto_or_pandoc_is_found(line, found):
+    assert len(list(docs.find_warnings(["[ 1/214] index.qmd", line]))) == found
+
+
+def test_the_site_says_which_version_it_documents(tmp_path, monkeypatch):
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=tmp_path,
+                                        check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    described = lambda: docs.described_version("1.2.3", "https://example.com/r")
+    assert described() == "bertlab 1.2.3"  # an archive without a history
+    git("init", "--quiet")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "--quiet", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    at = f"[{commit[:7]}](https://example.com/r/commit/{commit})"
+    assert described() == f"bertlab 1.2.3 in development ({at})"
+    git("tag", "v1.2.3")
+    assert described() == f"bertlab 1.2.3 ({at})"
+    (tmp_path / "file").write_text("b")
+    assert described() == f"bertlab 1.2.3 in development ({at}, with changes)"
+
+
+def configured(key: str) -> str:
+    import configparser
+
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "settings.ini")
+    return settings["DEFAULT"][key]
+
+
+def test_every_page_names_its_version_and_the_others(site):
+    version = configured("version")
+    footer = yaml.safe_load((site / "_proc/nbdev.yml").read_text())["website"]["page-footer"]
+    assert footer["left"].startswith(f"bertlab {version}")
+    assert footer["right"][0]["href"] == f"{sync.Address.read(ROOT).git_url}/releases"

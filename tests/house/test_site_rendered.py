@@ -4,9 +4,12 @@ Nothing is rendered here: `make docs` does that where Quarto is. With AXE, the p
 are held against the rules for accessibility, too.
 """
 
+import gzip
 import html.parser
 import os
 import re
+import statistics
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,41 @@ def test_links_and_anchors_lead_somewhere(read):
     assert problems == []
 
 
+# What a newcomer wants, and the pages on the way to it from the first page.
+TASKS = {
+    "train on my text": ["guides/own_text.html"],
+    "resume a run": ["guides/own_text.html", "guides/resume.html"],
+    "fine-tune a CSV": ["guides/finetune_csv.html"],
+    "continue a model of the hub": ["guides/own_text.html", "guides/continue_model.html"],
+    "save and share": ["guides/own_text.html", "guides/save_and_share.html"],
+    "long documents": ["guides/own_text.html", "guides/long_documents.html"],
+    "GPU and TPU": ["guides/own_text.html", "guides/devices.html"],
+    "several machines": ["guides/own_text.html", "guides/several_machines.html"],
+    "diagnose a run": ["guides/own_text.html", "guides/diagnose.html"],
+    "find what a flag of a command means": ["api.html", "reference/commands/pretrain.html"],
+}
+
+
+def target_of(name: str, link: str) -> str:
+    "The page, relative to the site, to which a link on a page leads."
+    path = link.partition("#")[0].partition("?")[0]
+    return os.path.normpath((Path(name).parent / path).as_posix()) if path else name
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_reached_within_three_clicks_from_the_first_page(task, read):
+    here = "index.html"
+    assert len(TASKS[task]) <= 3
+    for page in TASKS[task]:
+        assert page in {target_of(here, link) for link in read[here].links}, f"{here} has no link to {page}"
+        here = page
+
+
+@lru_cache(maxsize=None)
+def compressed(path: Path) -> bytes:
+    return gzip.compress(path.read_bytes(), 6)
+
+
 @pytest.fixture(scope="module")
 def address():
     import functools
@@ -102,8 +140,22 @@ def address():
     import threading
 
     class Handler(http.server.SimpleHTTPRequestHandler):
+        "Files as a web host serves them: text is compressed."
+
         extensions_map = {**http.server.SimpleHTTPRequestHandler.extensions_map, ".mjs": "text/javascript",
                           ".wasm": "application/wasm", ".woff2": "font/woff2"}  # fmt: skip
+
+        def do_GET(self):
+            path = Path(self.translate_path(self.path))
+            if path.suffix not in (".html", ".css", ".js", ".mjs", ".json", ".svg") or not path.is_file():
+                return super().do_GET()
+            body = compressed(path)
+            self.send_response(200)
+            for name, value in (("Content-Type", self.guess_type(path)), ("Content-Encoding", "gzip"),
+                                ("Content-Length", str(len(body)))):  # fmt: skip
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_):
             pass
@@ -140,11 +192,21 @@ def visit(browser, address: str, name: str, width: int, scheme: str):
     return page, said
 
 
-@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1400, "light")])
+# A page of each kind: the first, the live one, a guide, a lesson, a walkthrough, a chapter with its overview, a page
+# with widgets, tables of the reference, plain text.
+KINDS = ["index.html", "glass.html", "guides/own_text.html", "course/hide_and_predict.html", "course/index.html",
+         "walkthroughs/optimizers.html", "model/attention.html", "model/index.html", "explorers/index.html",
+         "benchmarks.html", "api.html", "reference/api/model.html", "reference/commands/pretrain.html",
+         "reference/settings/pretrain.html", "changelog.html"]  # fmt: skip
+
+
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1400, "light"), (390, "light"), (1400, "dark")])
 def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, scheme):
+    "All pages in two windows; a page of each kind in the two others, too."
     wide, complaints, violations = {}, {}, {}
     axe = Path(os.environ["AXE"]).read_text(encoding="utf-8") if os.environ.get("AXE") else None
-    for name in PAGES:
+    assert not (absent := set(KINDS) - set(PAGES)), absent
+    for name in PAGES if (width, scheme) in ((390, "dark"), (1400, "light")) else KINDS:
         if name == "404.html":  # its addresses are those of the published site
             continue
         page, said = visit(browser, address, name, width, scheme)
@@ -161,6 +223,38 @@ def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, 
     assert (wide, complaints, violations) == ({}, {}, {})
 
 
+def skip_where_busy(said: str) -> bool:
+    "A time that is too long says nothing about a page where others use the processor: skip, and say so."
+    waiting, cores = os.getloadavg()[0], os.cpu_count()
+    if waiting > cores:
+        pytest.skip(f"{said}, but {waiting:.0f} processes wait for {cores} cores")
+    return False
+
+
+def best_view(browser, address: str, name: str, tries: int = 5) -> tuple[int, float]:
+    "Bytes that a first visit fetches, and the least milliseconds until the page is painted and loaded."
+    times, amounts = [], []
+    for _ in range(tries):
+        page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
+        asked = []
+        page.on("requestfinished", asked.append)
+        page.goto(address + name, wait_until="load", timeout=60_000)
+        page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
+        times.append(page.evaluate("Math.max(performance.getEntriesByName('first-contentful-paint')[0].startTime,"
+                                   "performance.getEntriesByType('navigation')[0].loadEventStart)"))  # fmt: skip
+        amounts.append(sum(request.sizes()["responseBodySize"] for request in asked))
+        page.context.close()
+    return max(amounts), min(times)
+
+
+@pytest.mark.parametrize("name", ["index.html", "glass.html"])
+def test_the_first_view_takes_less_than_a_second_and_300_kb(name, browser, address):
+    amount, took = best_view(browser, address, name)
+    print(f"{name}: {amount / 1000:.0f} KB, {took:.0f} ms")
+    assert amount < 300_000, f"{amount} bytes"
+    assert took < 1000 or skip_where_busy(f"the best of five took {took:.0f} ms"), f"{took:.0f} ms, the best of five"
+
+
 needs_model = pytest.mark.skipif(not (SITE / "live/page.json").is_file(), reason="the site was made without a model")
 
 
@@ -174,6 +268,38 @@ def test_nothing_of_the_model_is_loaded_before_the_reader_asks(browser, address)
     page.get_by_role("button", name="Fill the gaps").click()
     page.get_by_role("status").get_by_text("Filled in").wait_for(timeout=120_000)
     assert [url for url in asked if url.endswith(".onnx")] and said == []
+
+
+ANSWERS = """async (sentences) => {
+  const root = document.querySelector("[data-live]"), status = root.querySelector("[role=status]"), times = [];
+  for (const text of sentences) {
+    root.querySelector("textarea").value = text;
+    const answered = new Promise((done) => new MutationObserver((_, watch) => {
+      if (status.textContent.startsWith("Filled in")) { watch.disconnect(); done(); }
+    }).observe(status, { childList: true, characterData: true, subtree: true }));
+    const began = performance.now();
+    root.querySelector("textarea").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true, cancelable: true }));
+    await answered;
+    times.push(performance.now() - began);
+  }
+  return times;
+}"""
+SENTENCES = [f"The {what} returns a new ___ of the {whose}." for what in ("function", "method", "class", "module", "call")
+             for whose in ("list", "file", "string", "object")]  # fmt: skip
+
+
+@needs_model
+@pytest.mark.parametrize("name", ["index.html", "glass.html"])
+def test_an_answer_takes_less_than_200_ms(name, browser, address):
+    "From the key to the guesses in the page: the median of twenty sentences, the best of three rounds."
+    page, said = visit(browser, address, name, 1400, "light")
+    page.wait_for_function("document.querySelector('[data-live]').ready")
+    page.evaluate("document.querySelector('[data-live]').ask('Load the ___.')")
+    medians = [statistics.median(page.evaluate(ANSWERS, SENTENCES)) for _ in range(3)]
+    print(f"{name}: an answer takes {', '.join(f'{one:.0f}' for one in medians)} ms (medians of {len(SENTENCES)})")
+    page.context.close()
+    assert said == []
+    assert min(medians) < 200 or skip_where_busy(f"the best of three medians was {min(medians):.0f} ms")
 
 
 @needs_model
