@@ -466,7 +466,8 @@ def map_weights(
     """
     plan, report = _plan_loading(model, read_weights(source), key_mapping)
     if report.mismatched or not plan:
-        raise ValueError(f"{source} does not fit the model: {report}; {_advice(report, bool(plan))}")
+        raise ValueError(f"{source} does not fit the model: {report}; "
+                         f"{_advice(report, bool(plan))}")
     return plan, report
 
 

@@ -261,17 +261,25 @@ def library_expressions(
 def hide_share(
     tokenizer: Any,
     texts: Sequence[str],
-    share: float = 0.5,  # of the tokens of each text, at least one
+    share: float = 0.5,  # of the words' tokens of each text, at least one
     seed: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:  # ids with mask tokens; the ids themselves
-    "Hide a share of each text, the same for whoever fills it."
+    """Hide a share of each text, the same for whoever fills it.
+
+    Special tokens stay: nobody may write an [UNK], so nobody is asked for one. Raises `ValueError`
+    for a text that holds nothing else.
+    """
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
-    gapped, whole = [], []
+    gapped, whole, special = [], [], set(tokenizer.all_special_ids)
     for number, text in enumerate(texts):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        words = [i for i, token in enumerate(ids) if token not in special]
+        if not words:
+            raise ValueError(f"text {number}, {text!r}, has no token to hide: leave it out")
         coins = draw_uniforms(key_rows(seed, [0], [number])[:, None], np.arange(len(ids)), 1)[0]
-        chosen = set(np.argsort(coins)[: max(1, round(share * len(ids)))].tolist())
+        first = sorted(words, key=coins.__getitem__)  # by coin
+        chosen = set(first[: max(1, round(share * len(words)))])
         gapped.append([tokenizer.mask_token_id if i in chosen else t for i, t in enumerate(ids)])
         whole.append(ids)
     return gapped, whole

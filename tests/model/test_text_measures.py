@@ -155,9 +155,20 @@ def test_expressions_of_the_library_survive_the_tokenizer_and_half_is_hidden():
     for shown, ids, text in zip(gapped, whole, found):
         assert tokenizer.decode(ids) == text and len(shown) == len(ids)
         hidden = [i for i, t in enumerate(shown) if t == tokenizer.mask_token_id]
-        assert len(hidden) == max(1, round(len(ids) / 2)) and all(a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id)
+        words = [t for t in ids if t not in tokenizer.all_special_ids]
+        assert len(hidden) == max(1, round(len(words) / 2)) and all(a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id)
     assert hide_share(tokenizer, found, seed=2)[0] != gapped
     with pytest.raises(ValueError, match="count=100000"):
         library_expressions(tokenizer, 100_000, max_files=2)
     with pytest.raises(ValueError, match="share must be"):
         hide_share(tokenizer, found, 0)
+
+
+def test_an_unknown_word_is_never_hidden_because_nobody_may_write_it():
+    tokenizer = train_tokenizer(["the cat sat on the mat"] * 9, vocab_size=60)
+    for seed in range(9):
+        gapped, whole = hide_share(tokenizer, ["the \u2603 cat \u2603 \u2603 sat"], 1.0, seed)
+        unknown = [i for i, token in enumerate(whole[0]) if token == tokenizer.unk_token_id]
+        assert len(unknown) == 3 and [i for i, t in enumerate(gapped[0]) if t != tokenizer.mask_token_id] == unknown
+    with pytest.raises(ValueError, match="text 1, .* has no token to hide"):
+        hide_share(tokenizer, ["the cat", "\u2603"])
