@@ -412,8 +412,8 @@ def read_spans(
                          f"got {str(given)[:80]}") from None
     for start, end, label in found:
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where} has a span from character {start} to {end}, and the text "
-                             f"has {len(text)}: give 0 <= start < end <= {len(text)}, end exclusive")
+            raise ValueError(f"{where} has a span from character {start} to {end}, and the text has "
+                             f"{len(text)}: give 0 <= start < end <= {len(text)}, end exclusive")
         if not (inside := text[start:end]).strip():
             raise ValueError(f"{where} has a span from character {start} to {end} that holds "
                              f"nothing but {inside!r}")
@@ -587,10 +587,12 @@ class SpanClassificationCollator(SupervisedCollator):
 
 def _check_span_ids(labels: Sequence, num_labels: int | None, row: int, column: str | None) -> None:
     "Raise `ValueError` for a label that is no id."
+    end = np.inf if num_labels is None else num_labels
     for label in labels:
-        if isinstance(label, str) or not 0 <= label < (np.inf if num_labels is None else num_labels):
-            raise ValueError(f"row {row}: the column {column!r} has the label {label!r}; labels are "
-                             f"ids from 0 on, below num_labels ({num_labels})")
+        if isinstance(label, str) or not 0 <= label < end:
+            shown = repr(label) if isinstance(label, str) else int(label)
+            raise ValueError(f"row {row}: the column {column!r} has the label {shown}; labels are "
+                             f"0 or more and below {end} (num_labels)")
 
 
 def _check_places(spans: Sequence, silent_L: np.ndarray, row: int, column: str | None) -> None:

@@ -584,8 +584,8 @@ class FinetuningDataModule(L.LightningDataModule):
         rows = self.records.get("train", next(iter(self.records.values())))
         values = rows.read_columns([self.label_column])[self.label_column]
         feature = rows.features.get(self.label_column)
-        is_tokens, is_spans = (self.task == f"{kind}_classification" for kind in ("token", "span"))
-        if is_spans:
+        plain = self.task in ("token_classification", "span_classification")  # lists of names
+        if self.task == "span_classification":
             values = [[label for *_, label in read_spans(row, self.label_column,
                        row[self.text_columns[0]], 0)] for row in rows]
             feature = span_feature(feature)
@@ -598,10 +598,9 @@ class FinetuningDataModule(L.LightningDataModule):
             names = tuple(self.label_names or self.label_columns)
             seen = names if isinstance(flat[0], str) else tuple(range(len(names)))
             self.labels = LabelNames(seen, names)
-        elif is_tokens or is_spans or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
+        elif plain or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
             self.labels = LabelNames.of(flat, feature)
         width = len(self.labels.names) if self.labels else int(np.size(values[0]))
-        plain = is_tokens or is_spans
         return {"num_labels": width} | ({} if plain else {"problem_type": problem})
 
     def _number_spans(self, texts: Sequence[str], values: Sequence) -> list[list[tuple]]:
@@ -732,8 +731,8 @@ class FinetuningDataModule(L.LightningDataModule):
         overlapping = sum(int(find_overlaps(one).sum()) for one in spans)
         moved = sum(int(row["num_moved_labels"]) for row in rows)
         lines = [f"  {sum(map(len, spans)):,} spans in {len(rows):,} windows, {overlapping:,} of "
-                 f"which overlap another; the longest has {longest} tokens, and every span of up to "
-                 f"{self.collator.doc_stride + 1} is whole in a window"]
+                 f"which overlap another; the longest has {longest} tokens, and every span of up "
+                 f"to {self.collator.doc_stride + 1} is whole in a window"]
         return lines + [f"  {moved:,} spans begin or end within a token: they are widened to whole "
                         "tokens, and cannot be found to the letter"] * bool(moved)
 

@@ -534,7 +534,8 @@ def merge_spans(
     return spans, lowest.scatter_reduce(0, place_N, scores_N, "amax")
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #3fe040cc
-_SPAN_SCORES = [*((score, "micro") for score in _ENTITY_SCORES), ("f1", "macro")]
+_SPAN_SCORES = {**{f"span_{score}": (score, "micro") for score in _ENTITY_SCORES},
+                "span_f1_macro": ("f1", "macro")}
 
 
 class SpanScore(Metric):
@@ -629,8 +630,7 @@ def get_metrics_for_task(
     if task == "question_answering":
         return {score: AnswerScore(score) for score in ANSWER_SCORES}
     if task == "span_classification":
-        return {f"span_{score}{'_macro' * (average == 'macro')}": SpanScore(num_labels, score, average)
-                for score, average in _SPAN_SCORES}
+        return {name: SpanScore(num_labels, *how) for name, how in _SPAN_SCORES.items()}
     if problem_type == "regression":
         return score_values()
     if problem_type == "multi_label_classification":

@@ -329,7 +329,8 @@ def _sum_documents(
     size = (*powers_BCL.shape[:2], powers_BCL.shape[2] + 1)
     place_BCL = documents_BL[:, None].expand_as(powers_BCL)
     lowest = torch.finfo(powers_BCL.dtype).min
-    top = powers_BCL.new_full(size, lowest).scatter_reduce(2, place_BCL, powers_BCL.detach(), "amax")
+    top = powers_BCL.new_full(size, lowest)
+    top = top.scatter_reduce(2, place_BCL, powers_BCL.detach(), "amax")
     shares_BCL = (powers_BCL - top.gather(2, place_BCL)).exp()
     total = powers_BCL.new_zeros(size).scatter_add(2, place_BCL, shares_BCL)
     return (top + total.clamp_min(torch.finfo(total.dtype).tiny).log())[..., 1:]

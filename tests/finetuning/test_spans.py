@@ -410,7 +410,7 @@ def test_a_dozen_rows_with_nested_spans_are_learned_by_heart():
 def test_accumulating_over_batches_equals_the_one_big_batch():
     runs = []
     for size, window in ((8, 1), (2, 4)):
-        data = data_for(rows_of(16, filler=3), train_batch_size=size, shuffle_train=False)
+        data = data_for(rows_of(40, filler=3), train_batch_size=size, shuffle_train=False)
         module = module_for(optimizer_class="sgd")
         fit(module, data, 3, accumulate_grad_batches=window)
         runs.append(weights(module))
