@@ -412,8 +412,8 @@ def read_spans(
                          f"got {str(given)[:80]}") from None
     for start, end, label in found:
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where} has a span from character {start} to {end}, and the text has "
-                             f"{len(text)}: give 0 <= start < end <= {len(text)}, end exclusive")
+            raise ValueError(f"{where} has a span from character {start} to {end}, and the text "
+                             f"has {len(text)}: give 0 <= start < end <= {len(text)}")
         if not (inside := text[start:end]).strip():
             raise ValueError(f"{where} has a span from character {start} to {end} that holds "
                              f"nothing but {inside!r}")
