@@ -57,7 +57,7 @@ TASKS = {
     "data/03_sources": "Find your text, wherever it is", "data/04_corpus": "Make a corpus without leaks",
     "data/05_tokenizers": "Train or choose a tokenizer", "data/06_rows": "Turn lists into rectangles",
     "data/07_masking": "Choose which tokens are hidden", "data/08_diffusion": "Hide any share: masked diffusion",
-    "data/09_supervised": "Turn labels into tensors", "data/10_collators": "Make batches for six objectives",
+    "data/09_supervised": "Turn labels into tensors", "data/10_collators": "Make batches for seven objectives",
     "data/11_packing": "Pack documents into full rows", "data/12_shards": "Keep tokens in many files",
     "data/13_cache": "Tokenize once and keep it", "data/14_streaming": "Stream a corpus of any size",
     "data/15_mixing": "Mix several sources", "data/16_module": "Put it together: the data module",

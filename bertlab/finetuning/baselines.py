@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['BAGS_OF_WORDS', 'Baseline', 'score_predictions', 'majority_baseline', 'classify_texts', 'tag_words', 'AnswerWords',
-           'score_spans', 'answer_questions', 'bag_of_words_baseline', 'own_task', 'compute_baselines']
+           'score_spans', 'answer_questions', 'find_known', 'look_up_spans', 'bag_of_words_baseline', 'own_task',
+           'compute_baselines']
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #29663614
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from ..data.rows import IGNORED
+from ..data.supervised import read_spans
 from .data import FinetuningDataModule
 from .metrics import ANSWER_SCORES, get_metrics_for_task, gold_texts
 from .metrics import names_entities, score_answer
@@ -29,7 +31,7 @@ class Baseline:
     "What a simple method says about the test rows of a task, and how good that is."
 
     name: str
-    predictions: list  # labels, lists of labels, numbers, or texts of answers
+    predictions: list  # labels, lists of labels, numbers, texts of answers, or lists of spans
     scores: dict[str, float]  # by the names of `get_metrics_for_task`, 0 to 1
 
 
@@ -41,6 +43,8 @@ def score_predictions(task: Task, predictions: list) -> dict[str, float]:
     if task.kind == "question_answering":
         return {score: float(np.mean([score_answer(*pair, score) for pair in
                                       zip(predictions, gold)])) for score in ANSWER_SCORES}
+    if task.kind == "span_classification":
+        return _score_spans(task, predictions)
     if problem == "regression":
         names, pair = ["value"], (torch.tensor(predictions), torch.tensor(gold))
     elif problem == "multi_label_classification":
@@ -71,7 +75,9 @@ def majority_baseline(task: Task) -> Baseline:
     "Always the most frequent label, or the most frequent answer where the context has it."
     labels = [row[task.label_column] for row in task.train]
     most = lambda values: Counter(values).most_common(1)[0][0]
-    if task.kind == "question_answering":
+    if task.kind == "span_classification":  # most texts are no span
+        said = [[] for _ in task.test]
+    elif task.kind == "question_answering":
         best = most(answer["text"][0] if answer["text"] else "" for answer in labels)
         said = [best if best in row["context"] else "" for row in task.test]
     elif task.kind == "token_classification":
@@ -234,10 +240,64 @@ def answer_questions(task: Task) -> list[str]:
     best = best_spans([(row, score_spans(row, learned)) for row in task.test], mix)
     return [text if score >= threshold else "" for score, text in best]
 
+# %% ../../nbs/finetuning/06_baselines.ipynb #bc71ed19
+def _inside_word(text: str, place: int) -> bool:
+    "Whether a word goes on across a place. From Thai on, most scripts write no spaces."
+    before, after = text[place - 1:place], text[place:place + 1]
+    return before.isalnum() and after.isalnum() and max(before, after) < "\u0e00"
+
+
+def find_known(text: str, known: dict) -> Iterator[tuple[int, int]]:  # characters
+    "Every place, from word's edge to word's edge, where a text of a tree of letters stands."
+    for start in range(len(text)):
+        if start and _inside_word(text, start):
+            continue
+        node = known
+        for stop in range(start, len(text)):
+            if (node := node.get(text[stop])) is None:
+                break
+            if "" in node and not _inside_word(text, stop + 1):
+                yield start, stop + 1
+
+
+def look_up_spans(task: Task) -> list[list[tuple[int, int, str]]]:  # start, end, label; by row
+    "The most frequent labels, or none, of each text that was marked in training."
+    marked, known, counts = [], {}, defaultdict(Counter)
+    for row in task.train:
+        text, labels = row[task.text_column], defaultdict(set)
+        for start, end, label in read_spans(row, task.label_column, text, 0):
+            labels[start, end].add(label)
+            node = known
+            for letter in text[start:end]:
+                node = node.setdefault(letter, {})
+            node[""] = True  # here one ends
+        marked.append((text, labels))
+    for text, labels in marked:
+        for start, end in find_known(text, known):
+            counts[text[start:end]][frozenset(labels.get((start, end), ()))] += 1
+    best = {surface: sorted(count.most_common(1)[0][0]) for surface, count in counts.items()}
+    texts = [row[task.text_column] for row in task.test]
+    return [[(start, end, label) for start, end in find_known(text, known)
+             for label in best.get(text[start:end], ())] for text in texts]
+
+
+def _score_spans(task: Task, predictions: list) -> dict[str, float]:
+    "Score lists of (start, end, label) about the test rows."
+    golds = [read_spans(row, task.label_column, row[task.text_column], 0) for row in task.test]
+    seen = {label for rows in (golds, predictions) for row in rows for *_, label in row}
+    names = [*task.label_names, *sorted(seen - set(task.label_names))]
+    said, right = (torch.tensor([(n, start, end, names.index(label)) for n, row in enumerate(rows)
+                                 for start, end, label in row], dtype=torch.int64).reshape(-1, 4)
+                   for rows in (predictions, golds))
+    metrics = get_metrics_for_task(task.kind, len(names))
+    for metric in metrics.values():
+        metric.update(said, right)
+    return {name: float(metric.compute()) for name, metric in metrics.items()}
+
 # %% ../../nbs/finetuning/06_baselines.ipynb #818c6046
 BAGS_OF_WORDS: dict[str, Callable[[Task], list]] = {
     "classification": classify_texts, "token_classification": tag_words,
-    "question_answering": answer_questions}
+    "question_answering": answer_questions, "span_classification": look_up_spans}
 
 
 def bag_of_words_baseline(task: Task) -> Baseline:
@@ -254,7 +314,8 @@ def own_task(
     labels, asked = data.label_column, data.records.get("test")
     asked = data.records["validation"] if asked is None or asked.is_unlabelled(labels) else asked
     problem = getattr(data.collator, "problem_type", None)
-    columns = ("question", "answers") if data.task == "question_answering" else ("text", "label")
+    columns = {"question_answering": ("question", "answers"),
+               "span_classification": ("text", "spans")}.get(data.task, ("text", "label"))
 
     def name_of(label: Any) -> Any:
         "A label as people call it, -100 for none; several as a list."
@@ -274,6 +335,11 @@ def own_task(
             return {"question": texts[0], "context": texts[1], "answers": answers}
         if data.task == "classification":
             return {"text": " ".join(texts), "label": name_of(label)}
+        if data.task == "span_classification":
+            spans = read_spans(row, labels, texts[0], 0)
+            name = lambda one: data.labels.names[data.labels.number(one, "a row")]
+            return {"text": texts[0], "spans": [{"start": start, "end": end, "label": name(one)}
+                                                for start, end, one in spans]}
         pairs = [pair for pair in zip(texts[0], name_of(label)) if pair[1] != IGNORED]
         return {"text": [word for word, _ in pairs], "label": [kind for _, kind in pairs]}
 

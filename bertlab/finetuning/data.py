@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PROBLEM_OF', 'SPLITS', 'TASKS', 'COLUMNS', 'READING', 'BadRows', 'keep_good', 'merge_columns', 'split_cell',
            'parse_cells', 'flatten', 'check_labelled_row', 'hold_out_texts', 'LabelNames', 'feature_names',
-           'guess_problem', 'EncodedRows', 'GroupedRows', 'pack_rows', 'TaskParts', 'FinetuningDataModule',
-           'write_reading', 'load_reading']
+           'span_feature', 'guess_problem', 'EncodedRows', 'GroupedRows', 'pack_rows', 'find_overlaps', 'TaskParts',
+           'FinetuningDataModule', 'write_reading', 'load_reading']
 
 # %% ../../nbs/finetuning/02_data.ipynb #82fe984e
 import json
@@ -32,7 +32,8 @@ from ..data.packing import plan_best_fit
 from ..data.readers import parse_json, resolve_column
 from ..data.rows import IGNORED, count_positions, read_column
 from ..data.supervised import QuestionAnsweringCollator, SequenceClassificationCollator
-from ..data.supervised import SupervisedCollator, TokenClassificationCollator, read_answers
+from ..data.supervised import SpanClassificationCollator, SupervisedCollator
+from ..data.supervised import TokenClassificationCollator, read_answers, read_spans
 from ..data.supervised import read_texts, stack_targets
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from .files import LABELLED, LabelledRows, choose_reader, find_files, find_split
@@ -118,7 +119,8 @@ def parse_cells(
     read = choose_reader([one for one in labels if isinstance(one, str)])
     if problem_type == "regression":
         read = read_number_cell
-    readers = {label_column: read_json_cell if task == "question_answering" else read}
+    records = task in ("question_answering", "span_classification")
+    readers = {label_column: read_json_cell if records else read}
     if tokens:
         number = lambda one: read(one) if isinstance(one, str) else one
         split = lambda cell: list(map(number, split_cell(cell)))
@@ -164,6 +166,8 @@ def check_labelled_row(
         raise ValueError(f"{column} has {len(label)} labels for {len(texts[0])} words")
     if task == "question_answering":
         read_answers(row, label_column, texts[1], 0)
+    if task == "span_classification":
+        read_spans(row, label_column, texts[0], 0)
 
 # %% ../../nbs/finetuning/02_data.ipynb #2f1c522d
 def hold_out_texts(
@@ -238,6 +242,12 @@ class LabelNames:
 def feature_names(feature: Any) -> list[str] | None:
     "The names that `datasets` has for a column of labels, also inside a sequence."
     return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def span_feature(feature: Any) -> Any:  # of a label; None where nothing is known
+    "What `datasets` knows of the labels in a column of spans."
+    inside = getattr(feature, "feature", feature)
+    return inside.get("label") if isinstance(inside, Mapping) else None
 
 # %% ../../nbs/finetuning/02_data.ipynb #7cb5e0f2
 PROBLEM_OF = {"one": "single_label_classification", "several": "multi_label_classification",
@@ -339,6 +349,15 @@ def _draw_histogram(
     return [f"  {a:>5} -{b:>5} {n:>7,} {bar}" for (a, b), n, bar in zip(ranges, counts, bars)]
 
 # %% ../../nbs/finetuning/02_data.ipynb #57ca4066
+def find_overlaps(
+    spans: Sequence[tuple],  # first character, one past the last, and what else there is
+) -> np.ndarray:  # (S,) bool
+    "Which spans share a letter with another one: inside it, around it, across it, or in its place."
+    start, end = np.array([span[:2] for span in spans], dtype=np.int64).reshape(-1, 2).T
+    shared = (start[:, None] < end) & (start < end[:, None])
+    return shared.sum(1) > 1
+
+# %% ../../nbs/finetuning/02_data.ipynb #1c682c6b
 SPLITS = "train", "validation", "test"
 
 
@@ -355,10 +374,11 @@ TASKS = {
     "classification": TaskParts(SequenceClassificationCollator, "text", "label"),
     "token_classification": TaskParts(TokenClassificationCollator, "text", "label"),
     "question_answering": TaskParts(QuestionAnsweringCollator, "question", "answers", "context"),
+    "span_classification": TaskParts(SpanClassificationCollator, "text", "spans"),
 }
 COLUMNS = {"conllu": ("FORM", "UPOS"), "conll2003": (1, -1)}  # words and their labels
 
-# %% ../../nbs/finetuning/02_data.ipynb #1c682c6b
+# %% ../../nbs/finetuning/02_data.ipynb #c8605d86
 class FinetuningDataModule(L.LightningDataModule):
     "Batches for fine-tuning; parameters are named as in BertBlocks' data module."
 
@@ -514,6 +534,9 @@ class FinetuningDataModule(L.LightningDataModule):
         columns = train.read_columns([key, self.label_column])
         kinds = [[] if isinstance(one, (float, Mapping)) or self.context_column else flatten([one])
                  for one in columns[self.label_column]]
+        if self.task == "span_classification":
+            kinds = [[label for *_, label in read_spans(row, self.label_column, row[key], 0)]
+                     for row in train]
         texts = list(map(str, columns[key]))
         parts = hold_out_texts(texts, kinds, self.validation_fraction, self.seed)
         self.note = (f"there is no validation split: {len(parts[1])} of {len(train)} training rows "
@@ -544,6 +567,9 @@ class FinetuningDataModule(L.LightningDataModule):
         self.collator = TASKS[self.task].collator.from_tokenizer(self.tokenizer, **options)
         self.num_labels = options.get("num_labels")
         made = {split: self._encode(split) for split in [*self.records]}
+        if self.fixed_shapes and hasattr(self.collator, "max_spans"):
+            fullest = max(len(row.get("labels", ())) for rows in made.values() for row in rows)
+            self.collator.max_spans = self.collator.max_spans or max(1, fullest)
         self.num_cut = {split: self._count_cut(split, rows) for split, rows in made.items()}
         if self.packing and "train" in made:  # the others stay as they are, one text a row
             how = self.max_sequence_length, self.collator.vocabulary.pad_token_id
@@ -558,17 +584,39 @@ class FinetuningDataModule(L.LightningDataModule):
         rows = self.records.get("train", next(iter(self.records.values())))
         values = rows.read_columns([self.label_column])[self.label_column]
         feature = rows.features.get(self.label_column)
-        flat, is_tokens = flatten(values), self.task == "token_classification"
+        plain = self.task in ("token_classification", "span_classification")  # lists of names
+        if self.task == "span_classification":
+            values = [[label for *_, label in read_spans(row, self.label_column,
+                       row[self.text_columns[0]], 0)] for row in rows]
+            feature = span_feature(feature)
+        flat = flatten(values)
+        if not flat:
+            raise ValueError(f"no row to train on has a label in {self.label_column!r}")
         problem = self.collator_kwargs.get("problem_type", guess_problem(values))
         named = feature_names(feature) is not None or isinstance(flat[0], str)
         if self.label_names or self.label_columns:
             names = tuple(self.label_names or self.label_columns)
             seen = names if isinstance(flat[0], str) else tuple(range(len(names)))
             self.labels = LabelNames(seen, names)
-        elif is_tokens or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
+        elif plain or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
             self.labels = LabelNames.of(flat, feature)
         width = len(self.labels.names) if self.labels else int(np.size(values[0]))
-        return {"num_labels": width} | ({} if is_tokens else {"problem_type": problem})
+        return {"num_labels": width} | ({} if plain else {"problem_type": problem})
+
+    def _number_spans(self, texts: Sequence[str], values: Sequence) -> list[list[tuple]]:
+        "Spans as characters and label ids. Raises `ValueError` for a label not seen in training."
+        column, numbered = self.label_column, []
+        for number, (text, given) in enumerate(zip(texts, values)):
+            where = f"row {number}: {column!r}"
+            numbered.append([(start, end, self.labels.number(label, where)) for start, end, label
+                             in read_spans({column: given}, column, text, number)])
+        return numbered
+
+    def spans(self, split: str) -> list[list[tuple[int, int, int]]]:  # one list a row
+        "The labelled spans of a split: first character, one past the last, label id."
+        columns = self.text_columns[0], self.label_column
+        read = self.records[split].read_columns(columns)
+        return self._number_spans(*(read[column] for column in columns))
 
     def _encode(self, split: str) -> list[dict]:  # of arrays
         "Tokenize a split. Raises `ValueError` with the place of a bad row."
@@ -580,7 +628,11 @@ class FinetuningDataModule(L.LightningDataModule):
 
         def encode(start: int, stop: int) -> list[dict]:
             chunk = {name: values[start:stop] for name, values in columns.items()}
-            if label is not None and self.labels:
+            if label is not None and self.task == "span_classification":
+                spans = self._number_spans(chunk[self.text_columns[0]], chunk[label])
+                names = "start", "end", "label"
+                chunk[label] = [[dict(zip(names, one)) for one in row] for row in spans]
+            elif label is not None and self.labels:
                 how = problem == PROBLEM_OF["several"], f"row {{}}: {label!r}"
                 chunk[label] = self.labels.number_rows(chunk[label], *how)
             if label is not None and problem:
@@ -603,7 +655,7 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def _count_cut(self, split: str, encoded: list[dict]) -> int:
         "How many texts of a split are longer than a row; contexts are not cut but in windows."
-        if self.context_column:
+        if self.context_column or self.task == "span_classification":
             return 0
         longest = self.max_sequence_length
         full = [n for n, row in enumerate(encoded) if len(row["input_ids"]) == longest]
@@ -664,10 +716,25 @@ class FinetuningDataModule(L.LightningDataModule):
     def count_labels(self, split: str) -> dict[str, int]:
         "How often each named label occurs in a split."
         rows = [np.ravel(row["labels"]) for row in self.datasets[split].rows if "labels" in row]
+        if rows and self.task == "span_classification":  # once each, in however many windows
+            rows = [np.array([one[2] for one in spans], int) for spans in self.spans(split)]
         labels = np.concatenate([np.empty(0, int), *rows])
         if getattr(self.collator, "problem_type", None) == PROBLEM_OF["several"]:
             return dict(zip(self.label2id, np.sum(rows, axis=0).tolist()))
         return {name: int((labels == i).sum()) for i, name in self.id2label.items()}
+
+    def _describe_spans(self, split: str) -> list[str]:
+        "How many spans there are, how they lie, and what windows and tokens do to them."
+        rows, spans = self.datasets[split].rows, self.spans(split)
+        found = np.concatenate([row["labels"] for row in rows])
+        longest = int((found[:, 1] - found[:, 0]).max(initial=-1)) + 1
+        overlapping = sum(int(find_overlaps(one).sum()) for one in spans)
+        moved = sum(int(row["num_moved_labels"]) for row in rows)
+        lines = [f"  {sum(map(len, spans)):,} spans in {len(rows):,} windows, {overlapping:,} of "
+                 f"which overlap another; the longest has {longest} tokens, and every span of up "
+                 f"to {self.collator.doc_stride + 1} is whole in a window"]
+        return lines + [f"  {moved:,} spans begin or end within a token: they are widened to whole "
+                        "tokens, and cannot be found to the letter"] * bool(moved)
 
     def describe(self, num_rows: int = 2) -> str:
         "Rows, labels and lengths of each split, and a few decoded rows. Call `setup` first."
@@ -678,6 +745,8 @@ class FinetuningDataModule(L.LightningDataModule):
             if cut := self.num_cut[split]:
                 lines.append(f"  {cut:,} texts have more than max_sequence_length="
                              f"{self.max_sequence_length} tokens; their ends are cut off")
+            if self.task == "span_classification" and "labels" in data.rows[0]:
+                lines += self._describe_spans(split)
             counts = self.count_labels(split)
             total = max(1, sum(counts.values()))
             lines += [f"  {name}: {n:,} ({n / total:.0%})" for name, n in counts.items()]
@@ -693,6 +762,8 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
     "Write down which columns a module reads, and how many tokens of them."
     reading = {"task": data.task, "text_columns": [*map(str, data.text_columns)],
                "max_sequence_length": data.max_sequence_length}
+    if data.task == "span_classification":  # the windows of new texts are those of training
+        reading["doc_stride"] = data.collator.doc_stride
     with written_whole(Path(directory) / READING) as temporary:
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
@@ -705,7 +776,8 @@ def load_reading(directory: str | os.PathLike) -> dict[str, Any]:  # empty where
     reading = parse_json(path.read_text(encoding="utf-8", errors="replace"), path)
     known = {"task": str, "text_columns": list, "max_sequence_length": int}
     if not isinstance(reading, dict) or any(not isinstance(reading.get(name), kind)
-                                            for name, kind in known.items()):
+                                            for name, kind in known.items()) \
+            or not isinstance(reading.get("doc_stride", 0), int):
         raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
                          "columns and length yourself")
     return reading

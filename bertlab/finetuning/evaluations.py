@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['label_table', 'Calibration', 'plot_confusion', 'plot_calibration', 'plot_values', 'answer_lengths', 'plot_answers',
-           'Evaluation', 'evaluate_labels', 'evaluate_decisions', 'evaluate_values', 'evaluate_answers',
-           'evaluate_split']
+           'span_table', 'plot_spans', 'Evaluation', 'evaluate_labels', 'evaluate_decisions', 'evaluate_values',
+           'evaluate_answers', 'evaluate_spans', 'evaluate_split']
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #c06c95e9
 import json
@@ -21,7 +21,8 @@ import torch
 
 from ..core.files import written_whole
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
-from .metrics import normalize_answer, score_answer
+from .data import find_overlaps
+from .metrics import count_spans, normalize_answer, score_answer, score_counts
 from .module import make_scores
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #630b4ce3
@@ -164,6 +165,34 @@ def plot_answers(rows: Sequence[dict]) -> Any:  # a figure
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
+# %% ../../nbs/finetuning/09_evaluations.ipynb #82baf28a
+def span_table(
+    counts_3C: torch.Tensor,  # correct, predicted and true spans of each label
+    names: Sequence[str],
+) -> list[dict[str, Any]]:  # a row a label, their mean, and all spans as one
+    "Precision, recall and F1 of spans."
+    def row(label: str, counts_3C: torch.Tensor, average: str) -> dict[str, Any]:
+        scores = {score: float(score_counts(counts_3C, score, average))
+                  for score in ("precision", "recall", "f1")}
+        return {"label": label, **scores, "support": int(counts_3C[2].sum())}
+
+    rows = [row(name, counts_3C[:, c:c + 1], "micro") for c, name in enumerate(names)]
+    return [*rows, row("mean of labels", counts_3C, "macro"), row("all spans", counts_3C, "micro")]
+
+
+def plot_spans(rows: Sequence[dict]) -> Any:  # a figure
+    "Precision and recall of each label, the most frequent first."
+    rows = sorted(rows, key=lambda row: -row["support"])[:24]
+    figure, axes = new_axes("label (right spans)", "share, 0 to 1", (2 + 0.5 * len(rows), 3.4))
+    places = np.arange(len(rows))
+    for shift, score, colour in ((-0.2, "precision", BLUE), (0.2, "recall", ORANGE)):
+        axes.bar(places + shift, [row[score] for row in rows], 0.38, color=colour, label=score)
+    axes.set_xticks(places, [f"{row['label'][:16]} ({row['support']:,})" for row in rows],
+                    rotation=60, ha="right", rotation_mode="anchor")
+    axes.set_ylim(0, 1.05)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
 # %% ../../nbs/finetuning/09_evaluations.ipynb #21a968c9
 def _format_rows(rows: Sequence[dict]) -> str:
     "Rows of names and numbers, in columns."
@@ -249,6 +278,29 @@ def evaluate_answers(golds: Sequence[Sequence[str]], predicted: Sequence[str]) -
     return Evaluation(numbers | {"table": rows}, {"answers": plot_answers(rows)})
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #7d9649d8
+def evaluate_spans(
+    gold_N4: torch.Tensor,  # document, first character, one past the last, label
+    said_N4: torch.Tensor,  # the same of the predictions
+    names: Sequence[str],
+) -> Evaluation:
+    "Spans of whole documents; recall also by whether a span overlaps another."
+    rows = span_table(count_spans(said_N4, gold_N4, len(names)), names)
+    numbers = {score: rows[-1][score] for score in ("precision", "recall", "f1")}
+    said, documents = set(map(tuple, said_N4.tolist())), {}
+    for document, *span in dict.fromkeys(map(tuple, gold_N4.tolist())):
+        documents.setdefault(document, []).append(tuple(span))
+    hits = {False: [], True: []}
+    for document, spans in documents.items():
+        for span, overlaps in zip(spans, find_overlaps(spans).tolist()):
+            hits[overlaps].append((document, *span) in said)
+    for name, overlaps in (("alone", False), ("overlapping", True)):
+        found = hits[overlaps]
+        numbers[f"recall_{name}"] = float(np.mean(found)) if found else None
+        numbers[f"num_{name}"] = len(found)
+    return Evaluation(numbers | {"table": rows, "labels": list(names)},
+                      {"spans": plot_spans(rows[:-2])})
+
+# %% ../../nbs/finetuning/09_evaluations.ipynb #d5e66287
 def evaluate_split(
     module: Any,  # a FinetuningModule that was trained
     data: Any,  # a FinetuningDataModule that was set up
@@ -260,9 +312,10 @@ def evaluate_split(
     if loader is None:
         raise ValueError(f"there is no split {split!r} to evaluate; give one of {[*loaders]}")
     task = module.hparams.task
-    scores = make_scores(task, module.labels, data, split) if "answer" in task else None
-    if "answer" in task and scores is None:
-        raise ValueError(f"the split {split!r} has no answers to compare with")
+    by_text = task in ("question_answering", "span_classification")
+    scores = make_scores(task, module.labels, data, split) if by_text else None
+    if by_text and scores is None:
+        raise ValueError(f"the split {split!r} has no labels to compare with")
     found, was_training = [], module.training
     module.eval()
     with torch.inference_mode():
@@ -276,6 +329,9 @@ def evaluate_split(
                 told = module.predict_step(batch, 0)
                 found.append([told[name].float().cpu() for name in ("labels", "logits")])
     module.train(was_training)
+    if task == "span_classification":
+        spans, _, documents = scores.spans()
+        return evaluate_spans(scores.true_spans(documents), spans, module.labels.names)
     if scores is not None:
         answers = scores.answers()
         return evaluate_answers([scores.golds[i] for i in sorted(answers)],

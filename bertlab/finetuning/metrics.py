@@ -6,14 +6,14 @@
 __all__ = ['ANSWER_SCORES', 'select_labels', 'MaskedMetric', 'LabelCorrelation', 'score_labels', 'select_decisions',
            'score_decisions', 'ValueCorrelation', 'score_values', 'names_entities', 'read_iob2', 'count_entities',
            'score_counts', 'EntityScore', 'AnswerText', 'rank_spans', 'best_answers', 'choose_answer',
-           'normalize_answer', 'gold_texts', 'score_answer', 'AnswerScore', 'score_entities', 'get_metrics_for_task',
-           'TaskScores', 'TokenScores', 'AnswerScores']
+           'normalize_answer', 'gold_texts', 'score_answer', 'AnswerScore', 'find_spans', 'merge_spans', 'SpanScore',
+           'count_spans', 'score_entities', 'get_metrics_for_task', 'TaskScores', 'TokenScores', 'AnswerScores',
+           'SpanScores']
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #c37354e2
 import math
 import re
 import string
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -39,6 +39,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
 from ..data.rows import IGNORED
+from ..data.supervised import whole_letters
 from .data import PROBLEM_OF, TASKS
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #80fa161a
@@ -374,16 +375,6 @@ def rank_spans(
     return [(float(scores[i, j]), characters[i][0], characters[j][1]) for i, j in pairs
             if np.isfinite(scores[i, j])]
 
-# %% ../../nbs/finetuning/05_metrics.ipynb #b6f69176
-def _whole_characters(text: str, start: int, stop: int) -> tuple[int, int]:
-    "Widen a span so that no letter is parted from its accents, which tokenizers may have dropped."
-    is_mark = lambda place: unicodedata.category(text[place]).startswith("M")
-    while 0 < start < stop and is_mark(start):
-        start -= 1
-    while start < stop < len(text) and is_mark(stop):
-        stop += 1
-    return start, stop
-
 # %% ../../nbs/finetuning/05_metrics.ipynb #bee2fad4
 def best_answers(
     start_logits_BL: Sequence,  # of windows, in any order: arrays or tensors, one a window
@@ -419,7 +410,7 @@ def _list_answers(
     found = [(doubt, 0, 0), *((score, *span) for span, score in best.items())]
     found = sorted(found, key=lambda one: (-one[0], *one[1:]))
     found = [one for rank, one in enumerate(found) if rank < num_best or one[2] == 0]
-    widened = [(score, *_whole_characters(context, a, b)) for score, a, b in found]
+    widened = [(score, *whole_letters(context, a, b)) for score, a, b in found]
     return [AnswerText(context[a:b], score, a, b) for score, a, b in widened]
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #f5a78d18
@@ -512,6 +503,79 @@ class AnswerScore(Metric):
     def compute(self) -> Tensor:
         return self.score_sum / self.num_answers.clamp_min(1)
 
+# %% ../../nbs/finetuning/05_metrics.ipynb #905fa6da
+def find_spans(
+    logits_BCLL: Tensor,  # scores of beginnings (third axis) and ends, for each label
+    offsets_BL2: Tensor,  # characters of the tokens, as the collator gave them
+    example_index_B: Tensor,  # document of each window; -1: a blank row, which is passed by
+    max_spans: int = 2048,  # of a window: an untrained model would say a quarter of all pairs
+) -> tuple[Tensor, Tensor]:  # (N, 4): document, first character, one past the last, label; scores
+    "The spans of windows that score above 0, the best of them where there are too many."
+    best = logits_BCLL.flatten(1).float()
+    scores_BN, cells_BN = best.topk(min(max_spans, best.shape[1]), dim=1)
+    row, rank = (scores_BN > 0).nonzero(as_tuple=True)
+    cell, L = cells_BN[row, rank], logits_BCLL.shape[-1]
+    label, ends = cell // L**2, torch.stack([cell // L % L, cell % L], 1)
+    places = offsets_BL2[row[:, None], ends]  # (N, 2, 2): characters of both tokens
+    real = (places[..., 1] > places[..., 0]).all(1) & (example_index_B[row] >= 0)
+    found = torch.stack([example_index_B[row], places[:, 0, 0], places[:, 1, 1], label], 1)
+    return found[real], scores_BN[row, rank][real]
+
+
+def merge_spans(
+    found_N4: Tensor,  # of `find_spans`, of any windows in any order
+    scores_N: Tensor,
+) -> tuple[Tensor, Tensor]:  # the same in order, each span once, with its largest score
+    "Put windows together again."
+    if not len(found_N4):
+        return found_N4, scores_N
+    spans, place_N = found_N4.unique(dim=0, return_inverse=True)
+    lowest = scores_N.new_full((len(spans),), -math.inf)
+    return spans, lowest.scatter_reduce(0, place_N, scores_N, "amax")
+
+# %% ../../nbs/finetuning/05_metrics.ipynb #3fe040cc
+_SPAN_SCORES = {**{f"span_{score}": (score, "micro") for score in _ENTITY_SCORES},
+                "span_f1_macro": ("f1", "macro")}
+
+
+class SpanScore(Metric):
+    "Precision, recall or F1 of labelled spans, which may overlap; right is what agrees wholly."
+
+    full_state_update, higher_is_better = False, True
+
+    def __init__(
+        self,
+        num_labels: int,
+        score: str = "f1",  # or precision, recall
+        average: str = "micro",  # all spans weigh the same; macro: all labels that occur do
+    ):
+        super().__init__()
+        look_up(score, dict.fromkeys(_ENTITY_SCORES), "score")
+        look_up(average, dict.fromkeys(("micro", "macro")), "average")
+        self.score, self.average = score, average
+        self.add_state("counts_3C", torch.zeros(3, num_labels, dtype=torch.int64), "sum")
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        "Take spans (N, 4): document, start, end, label. All of a document come at once."
+        counts_3C = count_spans(preds, target, self.counts_3C.shape[1])
+        self.counts_3C = self.counts_3C + counts_3C.to(self.counts_3C.device)
+
+    def compute(self) -> Tensor:
+        return score_counts(self.counts_3C, self.score, self.average)
+
+
+def count_spans(preds: Tensor, target: Tensor, num_labels: int) -> Tensor:
+    "Correct, predicted and true spans of each label (3, C), of spans (N, 4); doubles count once."
+    preds, target = (one.unique(dim=0) if len(one) else one for one in (preds, target))
+    both = torch.cat([preds, target])
+    if len(both):
+        both, times = both.unique(dim=0, return_counts=True)
+        both = both[times == 2]
+    for name, spans in (("preds", preds), ("target", target)):
+        _check_labels(spans[:, 3], num_labels, name)
+    return torch.stack([torch.bincount(one[:, 3], minlength=num_labels)
+                        for one in (both, preds, target)])
+
 # %% ../../nbs/finetuning/05_metrics.ipynb #738f5d4d
 def score_entities(
     label_names: Sequence[str],  # by label id, IOB2
@@ -542,7 +606,10 @@ def _check_task(
         raise ValueError(f"label_names belong to token_classification, not to {task}")
     if problem_type == "regression" and num_labels != 1:
         raise ValueError(f"num_labels must be 1 for regression (a number a text), got {num_labels}")
-    if task != "question_answering" and problem_type != "regression" and num_labels < 2:
+    least = 1 if task == "span_classification" or problem_type == "regression" else 2
+    if task == "span_classification" and num_labels < least:
+        raise ValueError(f"num_labels must be 1 or more, got {num_labels}")
+    if task != "question_answering" and num_labels < least:
         raise ValueError(
             f"num_labels must be 2 or more, got {num_labels}: yes or no are 2 labels; for a number "
             "say problem_type='regression'"
@@ -562,6 +629,8 @@ def get_metrics_for_task(
     _check_task(task, num_labels, problem_type, label_names)
     if task == "question_answering":
         return {score: AnswerScore(score) for score in ANSWER_SCORES}
+    if task == "span_classification":
+        return {name: SpanScore(num_labels, *how) for name, how in _SPAN_SCORES.items()}
     if problem_type == "regression":
         return score_values()
     if problem_type == "multi_label_classification":
@@ -652,4 +721,46 @@ class AnswerScores(TaskScores):
         mine = sorted(answers)[rank::world_size]  # the metrics add processes up
         self.score([answers[i] for i in mine], [self.golds[i] for i in mine])
         self.windows = []
+        return super().compute()
+
+# %% ../../nbs/finetuning/05_metrics.ipynb #7cbf2e93
+class SpanScores(TaskScores):
+    "Scores of spans over whole documents. A document's windows may have been on any process."
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        golds: Sequence[Sequence[tuple]],  # first character, one past the last, label; by document
+    ):
+        super().__init__(metrics)
+        self.golds, self.parts = golds, []  # of each batch: spans, scores, documents
+
+    def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
+        read = batch["offsets"], batch["example_index"]
+        parts = *find_spans(output.logits, *read), batch["example_index"].unique()
+        self.parts.append(tuple(part.cpu() for part in parts))
+
+    def spans(self) -> tuple[Tensor, Tensor, Tensor]:  # (N, 4), scores (N,), documents
+        "Merge what all processes have found; only documents that were read are there."
+        parts = self.parts
+        if torch.distributed.is_initialized():
+            gathered = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(gathered, parts)
+            parts = [part for one in gathered for part in one]
+        nothing = torch.empty(0, 4, dtype=torch.int64), torch.empty(0), torch.empty(0).long()
+        found, scores, documents = map(torch.cat, zip(nothing, *parts))
+        return *merge_spans(found, scores), documents[documents >= 0].unique()
+
+    def true_spans(self, documents: Tensor) -> Tensor:  # (N, 4)
+        "The right spans of some documents."
+        rows = [(n, *span) for n in documents.tolist() for span in self.golds[n]]
+        return torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
+
+    def compute(self) -> dict[str, Tensor]:
+        (found, _, documents), (rank, world_size) = self.spans(), (0, 1)
+        if torch.distributed.is_initialized():
+            rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        mine = documents[documents % world_size == rank]  # the metrics add processes up
+        self.score(found[found[:, 0] % world_size == rank], self.true_spans(mine))
+        self.parts = []
         return super().compute()

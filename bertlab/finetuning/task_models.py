@@ -28,7 +28,8 @@ from ..model.huggingface import read_shape, save_model, their_class
 from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
-from ..model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
+from ..model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
+from ..model.task_heads import BertLabForTokenClassification
 from ..model.task_heads import balance_classes
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #7f72650f
@@ -36,6 +37,7 @@ TASK_MODELS = {
     "classification": BertLabForSequenceClassification,
     "token_classification": BertLabForTokenClassification,
     "question_answering": BertLabForQuestionAnswering,
+    "span_classification": BertLabForSpanClassification,
 }
 MODEL_OPTIONS = ("embedding_dropout", "attention_dropout", "mlp_dropout", "hidden_dropout",
                  "classifier_dropout", "classifier_pooling", "attn_implementation")  # fmt: skip
@@ -103,6 +105,7 @@ def without_reports():
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
+
 # %% ../../nbs/finetuning/04_task_models.ipynb #71008fa4
 class LoadedModel(NamedTuple):
     "A model for a task, and the names of those weights that no checkpoint brought."
@@ -126,15 +129,22 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
 
 def load_theirs(task: str, name: str | os.PathLike, num_labels: int) -> LoadedModel:
     "Let transformers put its own head for the task on a checkpoint, and convert both."
-    kind, head = find_kind(read_shape(name)), TASK_MODELS[task].__name__.removeprefix("BertLab")
+    kind, ours = find_kind(read_shape(name)), TASK_MODELS[task]
+    alone = ours is BertLabForSpanClassification  # which has no counterpart: tokens stand in
+    head = (BertLabForTokenClassification if alone else ours).__name__.removeprefix("BertLab")
     theirs, report = load_pretrained(
         their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels,
         ignore_mismatched_sizes=True, output_loading_info=True)
     model = from_huggingface(theirs)
     odd = report["missing_keys"] | {weight for weight, *_ in report["mismatched_keys"]}
     table = key_table(kind, head)
-    return LoadedModel(model, [key for key in model.state_dict()
-                               if odd.intersection(their_names(key, table))])
+    fresh = [key for key in model.state_dict() if odd.intersection(their_names(key, table))]
+    if not alone:
+        return LoadedModel(model, fresh)
+    state, model = model.state_dict(), ours(model.config)
+    own = [key for key in state if key.startswith("task_head.classifier.")]
+    model.load_state_dict({key: state[key] for key in state if key not in own}, strict=False)
+    return LoadedModel(model, [key for key in state if key in {*fresh, *own}])
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #ecbafa0b
 def forgets_answers(shape: Any, task: str, labels: TaskLabels) -> bool:

@@ -75,7 +75,8 @@ class CardChoices:
 _TASKS = {"ForMaskedLM": "fill-mask", "ForMaskedDiffusion": "fill-mask",
           "ForEnhancedMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification",
           "ForTokenClassification": "token-classification",
-          "ForQuestionAnswering": "question-answering"}
+          "ForQuestionAnswering": "question-answering",
+          "ForSpanClassification": "token-classification"}
 _MEASURES = {"loss": "loss, nats per label", "bits_per_byte": "bits per byte",
              "perplexity": "perplexity", "accuracy": "accuracy"}
 

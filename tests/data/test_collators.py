@@ -504,9 +504,9 @@ def test_collators_are_found_by_name_and_unknown_names_list_the_known():
         get_collator_cls("clm")
 
 
-def test_the_six_objectives_of_the_api_are_there():
+def test_the_six_objectives_of_the_api_are_there_and_spans():
     names = {"mlm", "enhanced_mlm", "diffusion", "classification", "token_classification",
-             "question_answering"}
+             "question_answering", "span_classification"}
     assert set(COLLATORS) == names
     assert all(issubclass(get_collator_cls(name), Collator) for name in names)
     assert bertlab.Collator is Collator

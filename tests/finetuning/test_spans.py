@@ -1,0 +1,573 @@
+"Labelled spans that overlap, over documents of any length: read, cut, scored, merged, learned and told."
+
+import functools
+import json
+import math
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_on_ranks
+from transformers import BertConfig, BertForMaskedLM
+
+from bertlab.data.supervised import SpanClassificationCollator, fit_offsets, place_spans, read_spans
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.finetuning.baselines import compute_baselines, find_known
+from bertlab.finetuning.data import FinetuningDataModule, find_overlaps
+from bertlab.finetuning.evaluations import evaluate_split
+from bertlab.finetuning.metrics import SpanScore, count_spans, find_spans, merge_spans
+from bertlab.finetuning.module import FinetuningModule
+from bertlab.finetuning.predictions import PredictionOptions, load_predictor, predict_file, predict_rows
+from bertlab.finetuning.runs import finetune
+from bertlab.model.config import bert_tiny, modernbert_tiny
+from bertlab.model.huggingface import describe_saving
+from bertlab.model.task_heads import BertLabForSpanClassification, allowed_spans, span_loss
+from bertlab.train.trainer import make_trainer, seed_everything
+
+warnings.filterwarnings("ignore", module="lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")
+CITIES, KINDS = ["vienna", "oslo", "rome", "lima"], ["university", "bank", "museum"]
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+
+
+@functools.cache
+def tokenizer():
+    return train_tokenizer([" ".join([*CITIES, *KINDS, "the of in is here and it"])] * 30, 120)
+
+
+CONFIG = modernbert_tiny(vocab_size=120, **SIZES).to_diff_dict()
+
+
+def text_of(*parts):
+    "A text and its spans, from plain words and (label, parts) that nest."
+    text, spans = "", []
+
+    def add(part):
+        nonlocal text
+        if isinstance(part, str):
+            text += (" " if text else "") + part
+            return
+        label, *inside = part
+        start = len(text) + bool(text)
+        for one in inside:
+            add(one)
+        spans.append({"start": start, "end": len(text), "label": label})
+
+    for part in parts:
+        add(part)
+    return {"text": text, "spans": spans}
+
+
+def rows_of(n, seed=0, filler=0):
+    rng, rows = np.random.default_rng(seed), []
+    for _ in range(n):
+        city, kind, other = str(rng.choice(CITIES)), str(rng.choice(KINDS)), str(rng.choice(CITIES))
+        parts = ["the", ("ORG", kind, "of", ("LOC", city)), "is", "in", ("LOC", other)]
+        rows.append(text_of(*["it is here and"] * int(rng.integers(0, filler + 1)), *parts))
+    return rows
+
+
+def data_for(train=None, val=None, test=None, **options):
+    options = {"max_sequence_length": 16, "train_batch_size": 8, "val_batch_size": 8, "test_batch_size": 8, **options}
+    data = FinetuningDataModule("span_classification", tokenizer(), **options)
+    data.set_datasets(train or rows_of(12), val or rows_of(12), test or rows_of(5, 2))
+    return data
+
+
+def module_for(**options):
+    return FinetuningModule("span_classification", model_config_kwargs=CONFIG, **{"learning_rate": 5e-3, **options})
+
+
+def fit(module, data, steps, **options):
+    seed_everything(0)
+    trainer = make_trainer(steps, **{"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options})
+    trainer.fit(module, data)
+    return trainer
+
+
+def logged(trainer):
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}
+
+
+def weights(module):
+    return {k: v.detach().clone() for k, v in module.model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spans")
+    data = data_for(rows_of(24, filler=4), rows_of(10, 1, 4), rows_of(9, 2, 4), collator_kwargs={"doc_stride": 6})
+    run = finetune(module_for(), data, folder / "run", num_epochs=25, precision="32-true", accelerator="cpu")
+    return run, data, run.save_for_pipeline(folder / "model")
+
+
+# --- rows and windows -----------------------------------------------------------------------------
+
+
+def test_spans_that_nest_cross_and_share_borders_come_back_to_the_letter():
+    text = "The bank of Rome, and Lima."
+    given = [(4, 16, "ORG"), (12, 16, "LOC"), (12, 16, "CITY"), (4, 26, "LIST"), (9, 21, "ODD"), (22, 26, "LOC")]
+    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in given]}
+    names = sorted({label for *_, label in given})
+    assert read_spans(row, "spans", text, 0) == given
+    numbered = {"text": text, "spans": [{**one, "label": names.index(one["label"])} for one in row["spans"]]}
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=64)
+    batch, found = collator([numbered]), set()
+    for first, last, label in batch["labels"][0].tolist():
+        if label >= 0:
+            found.add((batch["offsets"][0, first, 0].item(), batch["offsets"][0, last, 1].item(), names[label]))
+    assert found == set(given)
+    assert batch["labels"].shape == (1, 8, 3) and batch["labels"].dtype == torch.int64
+    assert find_overlaps(given).tolist() == [True] * 6 and find_overlaps([(0, 2), (2, 4)]).tolist() == [False, False]
+
+
+def test_a_span_is_a_label_of_exactly_those_windows_that_hold_it_whole():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        size, room = int(rng.integers(1, 40)), int(rng.integers(2, 12))
+        stride = int(rng.integers(0, room))
+        tokens, windows, begin = [(2 * n, 2 * n + 1) for n in range(size)], [], 0
+        while True:
+            windows.append(np.array([(-1, -1), *tokens[begin:begin + room], (-1, -1)]))
+            if begin + room >= size:
+                break
+            begin += room - stride
+        first = int(rng.integers(size))
+        last = min(size - 1, first + int(rng.integers(stride + 1)))  # stride + 1 tokens at most
+        placed, moved = place_spans(windows, [(2 * first, 2 * last + 1, 7)], stride)
+        assert not moved and any(map(len, placed)), "no cut parts so few tokens"
+        for window, labels in zip(windows, placed):
+            whole = all(token in map(tuple, window) for token in tokens[first:last + 1])
+            assert len(labels) == whole
+            for a, b, label in labels:
+                assert (window[a, 0], window[b, 1], label) == (2 * first, 2 * last + 1, 7)
+
+
+def test_windows_hold_the_whole_text_and_remember_their_row():
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=10, doc_stride=3, label_column=None)
+    texts = ["the bank of rome " * 6, "rome"]
+    windows = collator.encode([{"text": text} for text in texts])
+    assert [one["example_index"] for one in windows].count(1) == 1 and len(windows) > 3
+    for number, text in enumerate(texts):
+        seen = {tuple(o) for w in windows if w["example_index"] == number for o in w["offsets"].tolist() if o[0] >= 0}
+        whole = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        assert seen == set(whole)
+    batch = collator(windows)
+    assert torch.equal(batch["special_tokens_mask"] == 0, batch["offsets"][..., 0] >= 0) and "labels" not in batch
+
+
+@pytest.mark.parametrize("text, marked", [
+    ("يقع متحف روما في روما", ["متحف روما", "روما"]),  # right to left
+    ("东京大学在东京。", ["东京大学", "东京", "大学"]),
+    ("Cafe\u0301 au lait 🙂 🇦🇹 e\u0301te\u0301 नमस्ते", ["Cafe\u0301", "🙂", "🇦🇹", "e\u0301te\u0301", "नमस्ते"]),
+])  # fmt: skip
+def test_offsets_are_exact_in_every_script(text, marked):
+    own = train_tokenizer([text] * 20, 200)
+    spans = [(text.index(one), text.index(one) + len(one), n) for n, one in enumerate(marked)]
+    row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in spans]}
+    collator = SpanClassificationCollator.from_tokenizer(own, max_sequence_length=64)
+    encoded = collator.encode([row])[0]
+    back = {(encoded["offsets"][a, 0], encoded["offsets"][b, 1], c) for a, b, c in encoded["labels"]}
+    whole_words = {one for one in spans if one in back}
+    assert len(back) == len(spans) and len(spans) - len(whole_words) == encoded["num_moved_labels"]
+    assert encoded["num_moved_labels"] == 0, [text[a:b] for a, b, _ in back]
+
+
+def test_letters_keep_their_accents_and_leave_spaces():
+    text = "e\u0301 x\u0302\u0303 "
+    assert fit_offsets(text, [(0, 1), (2, 4), (3, 6), (6, 7), (-1, -1)]).tolist() == [[0, 2], [3, 6], [3, 6], [7, 7], [-1, -1]]
+
+
+def test_a_span_within_a_token_is_widened_and_counted():
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=32)
+    one = collator.encode([{"text": "the museum", "spans": [{"start": 5, "end": 9, "label": 0}]}])[0]
+    first, last, _ = one["labels"][0]
+    assert (one["offsets"][first, 0], one["offsets"][last, 1]) == (4, 10) and one["num_moved_labels"] == 1
+    rows = [text_of("the", ("A", "museum")), {"text": "the museum", "spans": [{"start": 5, "end": 9, "label": "A"}]}]
+    data = data_for(rows, rows, rows, train_batch_size=1)
+    data.setup()
+    assert "1 spans begin or end within a token" in data.describe()
+
+
+SPAN = {"start": 4, "end": 8, "label": "LOC"}
+
+
+@pytest.mark.parametrize("spans, message", [
+    ([{**SPAN, "end": 99}], "from character 4 to 99, and the text has 13"),
+    ([{**SPAN, "start": -1}], "0 <= start < end <= 13"),
+    ([{**SPAN, "end": 4}], "0 <= start < end"),
+    ([{**SPAN, "start": 3, "end": 4}], "holds nothing but ' '"),
+    ([{**SPAN, "label": None}], "the label None"),
+    ([{**SPAN, "label": ""}], "the label ''"),
+    ([{**SPAN, "label": ["LOC"]}], r"the label \['LOC'\]"),
+    ([{"start": 4, "label": "LOC"}], "must hold start and end"),
+    ([{**SPAN, "start": 4.5}], "must hold start and end"),
+    ([{**SPAN, "start": "4"}], "must hold start and end"),
+    ("LOC", "must hold start and end"),
+    ([[4, 8, "LOC"]], "must hold start and end"),
+    (None, "no label"),
+])  # fmt: skip
+def test_a_bad_span_is_refused_in_one_sentence_that_names_the_row(spans, message):
+    bad = {"text": "the rome bank", "spans": spans}
+    data = data_for([*rows_of(3), bad])
+    with pytest.raises(ValueError, match=f"train row 3: the column 'spans'.*{message}") as caught:
+        data.setup()
+    assert "\n" not in str(caught.value)
+    data = data_for([*rows_of(3), bad], bad_rows="skip")
+    data.setup()
+    assert len(data.records["train"]) == 3 and "train: 1 rows left out" in data.describe()
+
+
+def test_a_span_that_no_window_holds_is_refused_with_what_to_raise():
+    long = text_of("it is here and", ("LONG", *["rome"] * 16), "is here")
+    ids = len(tokenizer()("rome " * 16, add_special_tokens=False)["input_ids"])
+    with pytest.raises(ValueError, match=f"train row 2: .*{ids} tokens.*raise doc_stride to {ids - 1}, and max_sequence_length to {ids + 2}"):
+        data_for([*rows_of(2), long]).setup()
+    skipping = data_for([*rows_of(2), long], bad_rows="skip")
+    skipping.setup()
+    assert len(skipping.records["train"]) == 2
+    enough = data_for([*rows_of(2), long], max_sequence_length=ids + 2, collator_kwargs={"doc_stride": ids - 1})
+    enough.setup()
+    assert enough.label2id == {"LOC": 0, "LONG": 1, "ORG": 2}
+
+
+def test_labels_that_training_does_not_know_are_refused():
+    with pytest.raises(ValueError, match="validation row 0.*'CITY', which does not occur in training"):
+        data_for(val=[text_of("the", ("CITY", "rome"))]).setup()
+    with pytest.raises(ValueError, match="no row to train on has a label"):
+        data_for(train=[text_of("the rome")] * 3, val=[text_of("rome")]).setup()
+    with pytest.raises(ValueError, match="doc_stride must be 0 or more and below 14"):
+        data_for(collator_kwargs={"doc_stride": 14}).setup()
+    with pytest.raises(ValueError, match="class_weights"):
+        module_for(class_weights=[1.0, 2.0])
+
+
+def test_rows_of_ids_bring_their_own_spans_and_wrong_places_are_refused():
+    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=16, num_labels=2, max_spans=2)
+    ids = tokenizer()("the bank of rome")["input_ids"]
+    batch = collator([{"input_ids": ids, "spans": [[1, 2, 0], [2, 2, 1]]}, {"input_ids": ids[:3], "spans": []}])
+    assert batch["labels"].tolist() == [[[1, 2, 0], [2, 2, 1]], [[-100] * 3] * 2] and batch["input_ids"].shape == (2, 16)
+    assert batch["special_tokens_mask"][1].tolist() == [1, 0, 0] + [1] * 13
+    for spans, message in (([[0, 2, 0]], "no span begins"), ([[3, 2, 0]], "no span begins"), ([[1, 2, 5]], "label 5"),
+                           ([[1, 1, 0]] * 3, "max_spans is 2")):  # fmt: skip
+        with pytest.raises(ValueError, match=f"row 0.*{message}"):
+            collator([{"input_ids": ids, "spans": spans}])
+
+
+def test_shapes_are_fixed_where_they_are_asked_to_be():
+    data = data_for(rows_of(12, filler=4), fixed_shapes=True, collator_kwargs={"doc_stride": 6})
+    data.setup()
+    shapes = [{name: tuple(value.shape) for name, value in batch.items()}
+              for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader]  # fmt: skip
+    assert all(one == shapes[0] for one in shapes) and shapes[0]["input_ids"] == (8, 16)
+
+
+def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
+    import datasets
+
+    rows = [{**row, "spans": [{**one, "label": ["LOC", "ORG"].index(one["label"])} for one in row["spans"]]} for row in rows_of(8)]
+    spans = datasets.List({"start": datasets.Value("int32"), "end": datasets.Value("int32"),
+                           "label": datasets.ClassLabel(names=["LOC", "ORG"])})  # fmt: skip
+    kept = datasets.Dataset.from_list(rows, features=datasets.Features({"text": datasets.Value("string"), "spans": spans}))
+    kept.to_parquet(str(tmp_path / "train.parquet"))
+    data = FinetuningDataModule("span_classification", tokenizer(), str(tmp_path / "train.parquet"), max_sequence_length=16)
+    data.setup()
+    assert data.label2id == {"LOC": 0, "ORG": 1}
+    data.set_datasets(train=kept, val=kept)
+    data.setup()
+    assert data.label2id == {"LOC": 0, "ORG": 1} and data.spans("train")[0]
+
+
+# --- the model and its loss -----------------------------------------------------------------------
+
+
+def loss_by_hand(scores_BCLL, labels, documents_BL, special_BL):
+    "Cell by cell: for each document and label, log(1 + wrong) + log(1 + right)."
+    total, count = 0.0, 0
+    for b, documents in enumerate(documents_BL.tolist()):
+        for document in sorted(set(documents) - {0}):
+            at = [i for i, one in enumerate(documents) if one == document and not special_BL[b, i]]
+            for c in range(scores_BCLL.shape[1]):
+                spans = {(i, j) for i, j, label in labels[b].tolist() if label == c and i >= 0}
+                cells = [(i, j) for i in at for j in at if i <= j]
+                wrong = sum(math.exp(scores_BCLL[b, c, i, j]) for i, j in cells if (i, j) not in spans)
+                right = sum(math.exp(-scores_BCLL[b, c, i, j]) for i, j in cells if (i, j) in spans)
+                total, count = total + math.log1p(wrong) + math.log1p(right), count + 1
+    return total, count
+
+
+def test_the_loss_is_that_of_a_plain_loop_and_so_is_its_gradient():
+    torch.manual_seed(0)
+    scores = (3 * torch.randn(4, 2, 8, 8, dtype=torch.float64)).requires_grad_()
+    documents = torch.tensor([[1] * 8, [1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 2, 3, 3, 3, 3, 3], [0] * 8])
+    special = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1], [0] * 8, [0, 0, 1, 0, 0, 0, 0, 0], [0] * 8])
+    labels = torch.full((4, 3, 3), -100)
+    labels[0, :3] = torch.tensor([[1, 6, 0], [2, 3, 0], [2, 3, 1]])
+    labels[1, :2] = torch.tensor([[0, 1, 0], [3, 5, 0]])
+    found = span_loss(scores, labels, allowed_spans(documents, special), documents)
+    expected, count = loss_by_hand(scores.detach(), labels, documents, special)
+    assert found[0].item() == pytest.approx(expected, rel=1e-12) and found[1].item() == count == 2 * 6
+    assert torch.autograd.gradcheck(lambda s: span_loss(s, labels, allowed_spans(documents, special), documents)[0], scores)
+
+
+def test_scores_far_from_zero_neither_overflow_nor_vanish():
+    documents, labels = torch.tensor([[1, 1, 2, 2]]), torch.tensor([[[0, 0, 0]]])
+    scores = torch.full((1, 1, 4, 4), -5000.0)
+    scores[..., 0, 1] = 5000.0
+    scores.requires_grad_()
+    total, _ = span_loss(scores, labels, allowed_spans(documents), documents)
+    total.backward()
+    assert total.item() == pytest.approx(10000.0) and scores.grad[0, 0, 0, :2].tolist() == [-1.0, 1.0]
+    assert scores.grad.isfinite().all() and not scores.grad[0, 0, 2:].any()
+
+
+@pytest.mark.parametrize("make", [modernbert_tiny, bert_tiny])
+def test_a_packed_document_is_computed_as_if_it_were_alone(make):
+    torch.manual_seed(0)
+    model = BertLabForSpanClassification(make(vocab_size=60, num_labels=3, **SIZES)).eval()
+    parts, labels = [torch.randint(8, 60, (1, n)) for n in (5, 7)], [[[0, 4, 0], [2, 2, 2]], [[1, 3, 1]]]
+    row = torch.cat([*parts, torch.zeros(1, 2, dtype=torch.int64)], 1)
+    documents = torch.tensor([[1] * 5 + [2] * 7 + [0] * 2])
+    packed = model(row, documents, labels=torch.tensor([[*labels[0], [6, 8, 1]]]))
+    alone = [model(part, torch.ones_like(part), labels=torch.tensor([one])) for part, one in zip(parts, labels)]
+    torch.testing.assert_close(packed.loss_sum, alone[0].loss_sum + alone[1].loss_sum, atol=1e-4, rtol=1e-5)
+    assert packed.num_labels == 6
+    for where, one in ((slice(0, 5), alone[0]), (slice(5, 12), alone[1])):
+        torch.testing.assert_close(packed.logits[:, :, where, where], one.logits, atol=1e-4, rtol=1e-4)
+    lowest = torch.finfo(torch.float32).min
+    assert (packed.logits[:, :, :5, 5:] == lowest).all() and (packed.logits[..., 12:] == lowest).all()
+    assert (packed.logits[0, 0, 3, :3] == lowest).all()  # ends before their beginnings
+    grads = [torch.autograd.grad(total, list(model.parameters())) for total in
+             (packed.loss_sum, alone[0].loss_sum + alone[1].loss_sum)]  # fmt: skip
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_special_tokens_begin_and_end_nothing():
+    model = BertLabForSpanClassification(modernbert_tiny(vocab_size=60, cls_token_id=2, sep_token_id=3, num_labels=1, **SIZES)).eval()
+    ids = torch.tensor([[2, 9, 10, 3]])
+    for out in (model(ids), model(ids, special_tokens_mask=torch.tensor([[1, 0, 0, 1]]))):
+        assert (out.logits[0, 0] > torch.finfo(torch.float32).min).nonzero().tolist() == [[1, 1], [1, 2], [2, 2]]
+
+
+# --- windows are merged ---------------------------------------------------------------------------
+
+
+def test_windows_merged_equal_one_window():
+    "A field of scores that depends on the tokens alone is cut, found, shuffled and merged."
+    torch.manual_seed(0)
+    L, room, shared = 50, 14, 5
+    field, offsets = torch.randn(1, 3, L, L).triu(), torch.stack([torch.arange(L), torch.arange(L) + 1], 1)
+    field.masked_fill_(~torch.ones(L, L, dtype=torch.bool).triu() | torch.ones(L, L, dtype=torch.bool).triu(shared + 1), -1.0)
+    whole = merge_spans(*find_spans(field, offsets[None], torch.tensor([4])))
+    starts = [*range(0, L - shared, room - shared)]
+    for order in (starts, starts[::-1]):
+        parts = [find_spans(field[..., a:a + room, a:a + room], offsets[None, a:a + room], torch.tensor([4])) for a in order]
+        merged = merge_spans(*map(torch.cat, zip(*parts)))
+        assert torch.equal(merged[0], whole[0]) and torch.equal(merged[1], whole[1])
+    assert sum(len(one) for one, _ in parts) > len(whole[0]), "some spans were seen twice"
+
+
+def test_the_larger_score_wins_and_nothing_stays_nothing():
+    spans = torch.tensor([[0, 3, 5, 1], [0, 3, 5, 0], [0, 3, 5, 1], [1, 3, 5, 1]])
+    found, scores = merge_spans(spans, torch.tensor([0.5, 1.0, 2.0, 0.25]))
+    assert found.tolist() == [[0, 3, 5, 0], [0, 3, 5, 1], [1, 3, 5, 1]] and scores.tolist() == [1.0, 2.0, 0.25]
+    assert len(merge_spans(torch.empty(0, 4, dtype=torch.int64), torch.empty(0))[0]) == 0
+
+
+def test_blank_rows_and_places_outside_the_text_say_nothing():
+    scores, offsets = torch.ones(2, 1, 3, 3), torch.tensor([[[-1, -1], [0, 4], [4, 4]]]).expand(2, -1, -1)
+    found, _ = find_spans(scores, offsets, torch.tensor([-1, 6]))
+    assert found.tolist() == [[6, 0, 4, 0]]
+
+
+def test_counts_are_those_of_sets():
+    rng = np.random.default_rng(1)
+    said, true = (torch.tensor(rng.integers(0, 4, (30, 4))) for _ in range(2))
+    a, b = (set(map(tuple, one.tolist())) for one in (said, true))
+    counts = count_spans(said, true, 4)
+    for c in range(4):
+        expected = [len([one for one in chosen if one[3] == c]) for chosen in (a & b, a, b)]
+        assert counts[:, c].tolist() == expected
+    f1 = SpanScore(4)
+    f1.update(said[:0], true[:0])
+    f1.update(said, true)
+    assert f1.compute().item() == pytest.approx(2 * len(a & b) / (len(a) + len(b)))
+
+
+# --- trained, saved, asked ------------------------------------------------------------------------
+
+
+def test_a_dozen_rows_with_nested_spans_are_learned_by_heart():
+    module, data = module_for(), data_for()
+    values = logged(fit(module, data, 80))
+    assert module.monitor == "val_span_f1"
+    assert values["val_span_f1"] == values["val_span_recall"] == values["val_span_f1_macro"] == 1.0
+
+
+def test_accumulating_over_batches_equals_the_one_big_batch():
+    runs = []
+    for size, window in ((8, 1), (2, 4)):
+        data = data_for(rows_of(40, filler=3), train_batch_size=size, shuffle_train=False)
+        module = module_for(optimizer_class="sgd")
+        fit(module, data, 3, accumulate_grad_batches=window)
+        runs.append(weights(module))
+    for key in runs[0]:
+        torch.testing.assert_close(runs[1][key], runs[0][key], atol=1e-6, rtol=1e-4)
+
+
+def process(folder):
+    warnings.filterwarnings("ignore")
+    module, data = module_for(), two_data(train_batch_size=4, val_batch_size=4)
+    trainer = fit(module, data, 30, devices=2, strategy="ddp")
+    torch.save((weights(module), logged(trainer)), f"{folder}/{os.environ['RANK']}.pt")
+
+
+def two_data(**options):
+    return data_for(rows_of(16, filler=3), rows_of(9, 1, 3), shuffle_train=False, **options)
+
+
+def test_two_processes_train_and_score_as_one(tmp_path):
+    run_on_ranks(process, str(tmp_path))
+    module, data = module_for(), two_data()
+    values = logged(fit(module, data, 30))
+    assert 0 < values["val_span_f1"] < 1, "the comparison would say nothing"
+    for rank in range(2):
+        theirs, scores = torch.load(tmp_path / f"{rank}.pt")
+        for key, weight in weights(module).items():
+            torch.testing.assert_close(theirs[key], weight, atol=1e-3, rtol=1e-2)
+        for name in ("val_span_f1", "val_span_recall"):
+            assert scores[name] == pytest.approx(values[name], abs=0.02), name
+
+
+def test_a_directory_says_the_same_as_its_module(trained):
+    run, data, folder = trained
+    predictor = load_predictor(folder)
+    assert (predictor.task, predictor.labels, predictor.doc_stride) == ("span_classification", ("LOC", "ORG"), 6)
+    assert "BertLabForSpanClassification, which loads where bertlab is imported" in describe_saving(run.module.model)
+    rows = data.records["test"].rows
+    told = predict_rows(predictor, rows).rows
+    for row, one in zip(rows, told):
+        assert all(row["text"][s["start"]:s["end"]] == s["text"] and s["score"] > 0 for s in one["predicted_spans"])
+    said = [(n, s["start"], s["end"], data.label2id[s["label"]]) for n, one in enumerate(told) for s in one["predicted_spans"]]
+    true = [(n, *span) for n, spans in enumerate(data.spans("test")) for span in spans]
+    f1 = 2 * len(set(said) & set(true)) / (len(said) + len(true))
+    assert f1 == pytest.approx(run.metrics["test_span_f1"], abs=1e-6) and f1 > 0.5
+
+
+def test_predictions_do_not_depend_on_the_batch_or_its_order(trained):
+    predictor, rows = load_predictor(trained[2]), rows_of(9, 5, 6)
+    one = predict_rows(predictor, rows, options=PredictionOptions(batch_size=1))
+    many = predict_rows(predictor, rows[::-1], options=PredictionOptions(batch_size=7))
+    assert one.num_long == many.num_long > 0 and "read in windows" in one.describe(predictor.task)
+    for ours, theirs in zip(one.rows, many.rows[::-1]):
+        assert len(ours["predicted_spans"]) == len(theirs["predicted_spans"])
+        for a, b in zip(ours["predicted_spans"], theirs["predicted_spans"]):
+            assert a == {**b, "score": pytest.approx(b["score"], abs=1e-4)}
+
+
+def test_a_text_of_one_window_needs_no_other(trained):
+    rows = [row for row in rows_of(9, 5)]
+    short, wide = (predict_rows(load_predictor(trained[2], length), rows) for length in (16, 64))
+    assert short.num_long == wide.num_long == 0
+    for a, b in zip(short.rows, wide.rows):
+        assert [{**s, "score": 0} for s in a["predicted_spans"]] == [{**s, "score": 0} for s in b["predicted_spans"]]
+
+
+def test_a_file_of_lines_comes_back_with_spans(trained, tmp_path):
+    predictor = load_predictor(trained[2])
+    rows = [*rows_of(2, 3), {"text": " "}, {"text": "東京 🙂 rome"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    for ending in ("jsonl", "csv", "parquet"):
+        told, found = predict_file(predictor, tmp_path / "in.jsonl", tmp_path / f"out.{ending}")
+    again = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert again == told and found.num_blank == 1 and again[2]["predicted_spans"] == []
+    assert [{k: v for k, v in row.items() if k != "predicted_spans"} for row in again] == rows
+    assert all(set(span) == {"start", "end", "text", "label", "score"} for row in again for span in row["predicted_spans"])
+    assert sum(len(row["predicted_spans"]) for row in again) > 2
+
+
+def test_the_evaluation_agrees_with_the_metrics(trained, tmp_path):
+    run, data, _ = trained
+    found = evaluate_split(run.module, data, "test")
+    found.write(tmp_path)
+    numbers = json.loads((tmp_path / "evaluation.json").read_text())
+    for name in ("precision", "recall", "f1"):
+        assert numbers[name] == pytest.approx(run.metrics[f"test_span_{name}"], abs=1e-6)
+    assert [row["label"] for row in numbers["table"]] == ["LOC", "ORG", "mean of labels", "all spans"]
+    assert numbers["num_overlapping"] == 18 and numbers["num_alone"] == 9 and (tmp_path / "spans.png").is_file()
+
+
+def test_what_a_person_is_told_of_the_data(trained):
+    told = trained[1].describe()
+    assert "72 spans in" in told and "48 of which overlap another" in told
+    assert "every span of up to 7 is whole in a window" in told and "LOC: 48 (67%)" in told
+
+
+def test_a_dictionary_knows_what_is_always_the_same():
+    rows = [text_of("the", ("ORG", "bank of", ("LOC", "rome")), "and rome"), text_of(("LOC", "rome")), text_of("it is here")]
+    data = data_for(rows * 2, rows, rows)
+    data.setup()
+    found = compute_baselines(data)
+    # Twice in three rome is a place, so the third is wrong: four of four found, three of them right.
+    assert found["bag of words"]["test_span_recall"] == 1.0
+    assert found["bag of words"]["test_span_precision"] == pytest.approx(3 / 4)
+    assert found["majority"]["test_span_f1"] == 0.0
+    tree = {"東": {"": True, "京": {"": True}}, "a": {"": True}}
+    assert [*find_known("東京 a ab", tree)] == [(0, 1), (0, 2), (3, 4)]
+
+
+def test_an_encoder_of_transformers_takes_the_head(tmp_path):
+    BertForMaskedLM(BertConfig(vocab_size=120, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+                               intermediate_size=48, max_position_embeddings=64)).save_pretrained(tmp_path / "bert")  # fmt: skip
+    tokenizer().save_pretrained(tmp_path / "bert")
+    module = FinetuningModule("span_classification", str(tmp_path / "bert"), num_labels=2)
+    module.configure_model()
+    assert module.fresh == ["task_head.classifier.bias", "task_head.classifier.weight"]
+    assert isinstance(module.model, BertLabForSpanClassification)
+
+
+def test_a_directory_is_fine_tuned_further_with_its_head(trained):
+    module = FinetuningModule("span_classification", str(trained[2]), id2label=["LOC", "ORG"])
+    module.configure_model()
+    assert list(module.fresh) == []
+    for key, weight in weights(trained[0].module).items():
+        assert torch.equal(module.model.state_dict()[key], weight), key
+    other = FinetuningModule("span_classification", str(trained[2]), id2label=["LOC", "PER"])
+    other.configure_model()
+    assert other.fresh == ["task_head.classifier.bias", "task_head.classifier.weight"]
+
+
+def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_same_result(tmp_path, capsys):
+    from bertlab.cli.main import main
+
+    for split, rows in (("train", rows_of(24, 0, 3)), ("validation", rows_of(8, 1, 3)), ("test", rows_of(6, 2, 3))):
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer().save_pretrained(tmp_path / "tok")
+    model = json.dumps({key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"})
+    files = json.dumps({split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation", "test")})
+    run = tmp_path / "run"
+    words = ["finetune", "--model.task", "span_classification", "--data.dataset_name_or_path", files,
+             "--data.pretrained_tokenizer_name_or_path", str(tmp_path / "tok"), "--data.max_sequence_length", "16",
+             "--data.collator_kwargs", '{"doc_stride": 6}', "--model.model_config_kwargs", model, "--model.learning_rate", "0.005",
+             "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
+             "--run.num_epochs", "8", "--run.checkpoint_every_steps", "20", "--run.progress", "none", "--run.output", str(run)]  # fmt: skip
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "written as BertLabForSpanClassification" in said and "of which overlap another" in said and "bag of words" in said
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["monitor"] == "val_span_f1" and metrics["baselines"]["bag of words"]["test_span_f1"] > 0.5
+    told = tmp_path / "told.jsonl"
+    assert main(["predict", str(run), str(tmp_path / "test.jsonl"), "--output", str(told)]) == 0
+    rows = [json.loads(line) for line in told.read_text().splitlines()]
+    found, true = ({(n, s["start"], s["end"], s["label"]) for n, row in enumerate(rows) for s in row[name]}
+                   for name in ("predicted_spans", "spans"))  # fmt: skip
+    assert 2 * len(found & true) / (len(found) + len(true)) == pytest.approx(metrics["runs"][0]["test_span_f1"], abs=1e-6)
+    # What a run leaves that was killed after its last checkpoint and before its numbers.
+    for name in ("metrics.json", "config.json", "model.safetensors"):
+        (run / name).unlink()
+    assert [*(run / "seed-0" / "checkpoints").glob("*.ckpt")]
+    assert main(["finetune", "--resume", str(run)]) == 0
+    assert json.loads((run / "metrics.json").read_text()) == metrics
