@@ -129,8 +129,14 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--skip-tokenizing", action="store_true")
     parser.add_argument("--skip-cache", action="store_true", help="keep the cache's figures of the run before")
+    parser.add_argument("--quick", action="store_true", help="a hundredth of the tokens, to see that it runs")
+    parser.add_argument("--output", type=Path, help="(default: shards.json in results, for --quick in build)")
     options = parser.parse_args()
-    kept = json.loads(RESULT.read_text()) if options.skip_cache else {}
+    if options.quick:
+        options.tokens, options.megabytes = options.tokens // 100, min(options.megabytes, 2)
+    quick_place = RESULT.parents[2] / "build" / "benchmarks" / "quick" / RESULT.name
+    options.output = options.output or (quick_place if options.quick else RESULT)
+    kept = json.loads(options.output.read_text()) if options.skip_cache else {}
     result = {**kept, "python": platform.python_version(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0],
               "machine": machine(threads=1)}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +150,8 @@ def main() -> None:
             rate = found["tokens_per_processor_second"]
             result["one_terabyte"] = on_paper(rate, found["megabytes"] * 1e6 / found["tokens"])
     result["load_after"] = os.getloadavg()[0]
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 

@@ -51,6 +51,7 @@ PARTS = (
     Part("vocabulary", 45, resumes=True),
     Part("writing", 35, resumes=True),
     Part("kills", 25),
+    Part("shards", 20),
     Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
     Part("finetuning_trainer", 10, resumes=True),
     Part("embeddings", 30, None, ("build/demo",), resumes=True),
