@@ -17,9 +17,7 @@ _FACE = {
     "data.masking": "MaskingRule",
     "data.diffusion": "DiffusionRule",
     "data.rows": "Collator Vocabulary",
-    "data.supervised": """
-        QuestionAnsweringCollator SequenceClassificationCollator SpanClassificationCollator
-        TokenClassificationCollator""",
+    "data.supervised": "QuestionAnsweringCollator SequenceClassificationCollator TokenClassificationCollator",
     "data.collators": """
         EnhancedMaskedLanguageModelingCollator MaskedDiffusionCollator MaskedLanguageModelingCollator
         get_collator_cls""",
@@ -42,8 +40,7 @@ _FACE = {
     "model.losses": "LossRule bits_per_byte masked_lm_loss perplexity unigram_entropy",
     "model.heads": "BertLabForEnhancedMaskedLM BertLabForMaskedDiffusion BertLabForMaskedLM",
     "model.task_heads": """
-        BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForSpanClassification
-        BertLabForTokenClassification""",
+        BertLabForQuestionAnswering BertLabForSequenceClassification BertLabForTokenClassification""",
     "model.huggingface": "from_huggingface save_model to_huggingface",
     "model.generate": "fill_mask",
     "model.growth": "grow",

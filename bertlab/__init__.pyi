@@ -27,7 +27,6 @@ from .data.rows import Collator as Collator
 from .data.rows import Vocabulary as Vocabulary
 from .data.supervised import QuestionAnsweringCollator as QuestionAnsweringCollator
 from .data.supervised import SequenceClassificationCollator as SequenceClassificationCollator
-from .data.supervised import SpanClassificationCollator as SpanClassificationCollator
 from .data.supervised import TokenClassificationCollator as TokenClassificationCollator
 from .data.collators import EnhancedMaskedLanguageModelingCollator as EnhancedMaskedLanguageModelingCollator
 from .data.collators import MaskedDiffusionCollator as MaskedDiffusionCollator
@@ -66,7 +65,6 @@ from .model.heads import BertLabForMaskedDiffusion as BertLabForMaskedDiffusion
 from .model.heads import BertLabForMaskedLM as BertLabForMaskedLM
 from .model.task_heads import BertLabForQuestionAnswering as BertLabForQuestionAnswering
 from .model.task_heads import BertLabForSequenceClassification as BertLabForSequenceClassification
-from .model.task_heads import BertLabForSpanClassification as BertLabForSpanClassification
 from .model.task_heads import BertLabForTokenClassification as BertLabForTokenClassification
 from .model.huggingface import from_huggingface as from_huggingface
 from .model.huggingface import save_model as save_model
