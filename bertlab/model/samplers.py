@@ -255,8 +255,8 @@ class BlockCache:
 
     def __init__(self, model: BertLabForMaskedLM | BertLabForMaskedDiffusion):
         if type(model) not in (BertLabForMaskedLM, BertLabForMaskedDiffusion):
-            raise ValueError(f"cache_blocks needs an encoder of bertlab's with one head, as "
-                             f"bertlab.load gives of 'mlm' and 'diffusion', not a "
+            raise ValueError("cache_blocks needs an encoder of bertlab's with one head, as "
+                             "load_encoder gives of a model for 'mlm' or 'diffusion', not a "
                              f"{type(model).__name__}; leave it out")
         self.model = model
         self.layers: list[Tensor] = []  # (B, 2 G, L, K) each: keys, then values

@@ -246,7 +246,8 @@ def library_expressions(
                     continue
                 ids = tokenizer(source, add_special_tokens=False)["input_ids"]
                 spelt = tokenizer.decode(ids)
-                if min_tokens <= len(ids) <= max_tokens and is_expression(spelt):
+                known = tokenizer.unk_token_id not in ids  # [UNK] alone would parse as a list
+                if known and min_tokens <= len(ids) <= max_tokens and is_expression(spelt):
                     found.setdefault(spelt)
         if len(found) >= 4 * count:
             break

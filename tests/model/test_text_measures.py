@@ -148,9 +148,10 @@ def test_expressions_parse_and_statements_do_not():
 
 
 def test_expressions_of_the_library_survive_the_tokenizer_and_half_is_hidden():
-    tokenizer = train_tokenizer(["f ( x , y ) [ 1 ] + self . name - 2 * 3 == is not none"] * 9, vocab_size=200)
+    tokenizer = train_tokenizer(["f ( x , y ) [ 1 ] + self . name - 2 * 3 == is not none abcdefghijklmnopqrstuvwxyz _ '"] * 9,
+                                vocab_size=300)  # fmt: skip
     found = library_expressions(tokenizer, 20, max_files=12)
-    assert len(set(found)) == 20 and all(map(is_expression, found))
+    assert len(set(found)) == 20 and all(map(is_expression, found)) and "[UNK]" not in "".join(found)
     gapped, whole = hide_share(tokenizer, found, 0.5, seed=1)
     for shown, ids, text in zip(gapped, whole, found):
         assert tokenizer.decode(ids) == text and len(shown) == len(ids)
