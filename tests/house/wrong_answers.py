@@ -72,10 +72,15 @@ MORE_WRONG = [
     return start""", "ë has two bytes"),
     ("walkthroughs/05_where_is_the_answer", "to_characters", ("def to_characters",), """def to_characters(text, start):
     return len(text.encode()[:start].decode(errors="ignore"))""", "inside ë"),
-    ("walkthroughs/06_one_sentence_one_vector", "in_batch_loss", ("def in_batch_loss",), """def in_batch_loss(q, d, t):
-    return torch.nn.functional.cross_entropy(d @ q.T / t, torch.arange(len(q)))""", "not the reverse"),
-    ("walkthroughs/06_one_sentence_one_vector", "in_batch_loss", ("def in_batch_loss",), """def in_batch_loss(q, d, t):
-    return torch.nn.functional.cross_entropy(q @ d.T * t, torch.arange(len(q)))""", "divide the cosines"),
+    ("walkthroughs/06_one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
+     """def loss_without_twins(cosines_QQ, documents, temperature):
+    return loss_by_hand(cosines_QQ, temperature)""", "the twin still counts"),
+    ("walkthroughs/06_one_sentence_one_vector", "loss_without_twins", ("def loss_by_hand", "def loss_without_twins"),
+     """def loss_without_twins(cosines_QQ, documents, temperature):
+    same_QQ = torch.tensor([[a == b for b in documents] for a in documents])
+    scaled_QQ = (cosines_QQ / temperature)
+    others_QQ = scaled_QQ.masked_fill(same_QQ, -math.inf)
+    return (others_QQ.exp().sum(1).log() - scaled_QQ.diagonal()).mean()""", "must stay in the sum"),
     ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):
     return np.abs(joint - np.outer(joint.sum(1), joint.sum(0))).sum()""", "half the sum"),
     ("walkthroughs/07_writing_by_unmasking", "broken_share", ("def broken_share",), """def broken_share(joint):

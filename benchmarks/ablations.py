@@ -1,0 +1,394 @@
+"""What is a trick worth to an encoder that learns for a minute? Each alone, tuned alike, at equal tokens and equal seconds.
+
+    python benchmarks/ablations.py [--arms NAME ...] [--steps 440] [--seeds 3] [--workers 2] [--list] [--quick]
+
+The demo's recipe in half of its steps is the control. Every arm changes one thing. Its peak rate is tuned on seed 0
+over a grid of factors of two around the control's best, and further while the best lies at an end; then all seeds run
+at that rate. Runs have one thread each, several side by side: how long they take is not read from them. What a step
+of an arm costs is measured apart, in turns with the control, on all threads; an arm whose step costs c runs once more
+with 1 / c of the steps, which is the same number of seconds. The judge of `bertlab speedrun` scores every run.
+
+Every run is written to the result as soon as it is there. A later call goes on, if the control's first run still
+comes out as it did; else, on other code or another processor, everything begins anew.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from sides import BenchmarkParser, machine, write_result
+
+sys.path.insert(0, str(Path(__file__).parent))  # recipes name models of tricks.py
+
+RATES = (1e-3, 2e-3, 4e-3)  # the control's first grid
+SAME = 0.03  # relative difference of a step's cost that is none
+
+
+@dataclass(frozen=True)
+class Arm:
+    "One change to the demo's recipe."
+
+    about: str
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in a file of `bertlab speedrun`
+    warmup: float = 0.05  # share of the steps
+    cooldown: float = 0.3
+    tokens_per_step: float = 1.0  # of the control's
+    slower: Mapping[str, float] = field(default_factory=dict)  # parameters, by glob: share of the arm's rate
+    centre: float = 1.0  # where its grid of rates begins, over the control's best rate
+
+
+def model(**options: Any) -> dict:
+    return {"model": options}
+
+
+def shape(**options: Any) -> dict:
+    return {"model": {"model_config_kwargs": options}}
+
+
+def masks(**options: Any) -> dict:
+    return {"data": {"collator_kwargs": options}}
+
+
+def callback(name: str, **options: Any) -> dict:
+    return {"trainer": {"callbacks": [{"class_path": f"tricks.{name}", "init_args": options}]}}
+
+
+def joined(*recipes: Mapping) -> dict:
+    "Recipes laid over each other; lists, such as callbacks, are put together."
+    whole: dict[str, Any] = {}
+    for recipe in recipes:
+        for name, value in recipe.items():
+            old = whole.get(name)
+            if isinstance(old, Mapping) and isinstance(value, Mapping):
+                value = joined(old, value)
+            elif isinstance(old, list) and isinstance(value, list):
+                value = old + value
+            whole[name] = value
+    return whole
+
+
+ARMS = {
+    "control": Arm("the demo's recipe"),
+    # the optimizer and its batch
+    "muon": Arm("Muon for hidden matrices", model(optimizer_class="muon"), centre=2.0),
+    "muon, tables at half": Arm("Muon, and half of its rate for the embedding", model(optimizer_class="muon"),
+                                slower={"*embeddings*": 0.5}, centre=2.0),
+    "muon, tables at a quarter": Arm("Muon, and a quarter of its rate for the embedding", model(optimizer_class="muon"),
+                                     slower={"*embeddings*": 0.25}, centre=2.0),
+    "muon, rows 8": Arm("Muon on half the batch", joined(model(optimizer_class="muon"), {"data": {"train_batch_size": 8}}),
+                        tokens_per_step=0.5, centre=2.0),
+    "muon, zero outputs": Arm("Muon, and projections into the stream begin at zero", model(
+        optimizer_class="muon", objective="tricks.ZeroOutputs"), centre=2.0),
+    "muon, momentum 0.9": Arm("Muon that forgets faster", model(
+        optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), centre=2.0),
+    "muon, cooldown 0.6": Arm("Muon, 60 % cooldown", model(optimizer_class="muon"), cooldown=0.6, centre=2.0),
+    "rows 8": Arm("half the batch, twice the steps", {"data": {"train_batch_size": 8}}, tokens_per_step=0.5),
+    "rows 4": Arm("a quarter of the batch, four times the steps", {"data": {"train_batch_size": 4}}, tokens_per_step=0.25),
+    "rows 32": Arm("twice the batch, half the steps", {"data": {"train_batch_size": 32}}, tokens_per_step=2.0),
+    "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]})),
+    "no weight decay": Arm("weight decay 0", model(weight_decay=0.0)),
+    # the shape
+    "2 layers": Arm("half the depth", shape(num_hidden_layers=2)),
+    "2 layers of 256": Arm("half the depth, a third wider", shape(
+        num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4)),
+    "6 layers of 128": Arm("deeper and narrower", shape(
+        num_hidden_layers=6, hidden_size=128, intermediate_size=256, num_attention_heads=2)),
+    "6 heads": Arm("heads of 32", shape(num_attention_heads=6)),
+    "untied head": Arm("the head has a table of its own", shape(tie_word_embeddings=False)),
+    # how it begins
+    "zero outputs": Arm("projections into the stream begin at zero", model(objective="tricks.ZeroOutputs")),
+    "init 0.08": Arm("all weights begin twice as wide", shape(initializer_range=0.08)),
+    "init 0.02": Arm("all weights begin half as wide", shape(initializer_range=0.02)),
+    # parts of the model
+    "squared relu": Arm("plain MLP with squared ReLU, as many weights", shape(
+        mlp="plain", hidden_activation="relu2", intermediate_size=576)),
+    "swiglu": Arm("SiLU in the gated MLP", shape(hidden_activation="silu")),
+    "qk norm": Arm("queries and keys normed", shape(qk_norm=True)),
+    "rms norm": Arm("RMS norms", shape(norm="rms")),
+    "soft cap": Arm("scores between -15 and 15", model(objective="tricks.SoftCapped")),
+    "scaled scores": Arm("a learnt factor of all scores", model(objective="tricks.ScaledScores")),
+    "embedding skips": Arm("each block reads the embedding again", model(objective="tricks.EmbeddingSkips")),
+    "value embeddings": Arm("tokens add to values directly", model(objective="tricks.ValueEmbeddings")),
+    "branch scales": Arm("LayerScale at 0.1", model(objective="tricks.BranchScales")),
+    "output gate": Arm("a sigmoid gate behind attention", shape(output_gate="head")),
+    # what is seen
+    "all global": Arm("every layer sees the whole document", shape(global_attention_every_n_layers=1)),
+    "windows 32": Arm("local layers see 32 tokens", shape(local_attention=32)),
+    "growing windows": Arm("local layers begin with 16 tokens", callback("GrowingWindows")),
+    "short rows": Arm("rows of 64, twice as many", {"data": {"max_sequence_length": 64, "train_batch_size": 32}}),
+    "long rows": Arm("rows of 256, half as many", {"data": {"max_sequence_length": 256, "train_batch_size": 8}}),
+    # what is asked
+    "mask 0.15": Arm("15 % hidden", masks(mlm_probability=0.15)),
+    "mask 0.2": Arm("20 % hidden", masks(mlm_probability=0.2)),
+    "mask 0.4": Arm("40 % hidden", masks(mlm_probability=0.4)),
+    "falling masks": Arm("50 % hidden, then less, to 20 %", {
+        **masks(mlm_probability=0.5), **callback("FallingMasks", first=0.5, last=0.2)}),
+    "whole words": Arm("whole words hidden", masks(unit="word")),
+    "spans": Arm("spans hidden", masks(unit="span")),
+    "always [MASK]": Arm("no random and no kept tokens", masks(mask_replace_prob=1.0, random_replace_prob=0.0)),
+    "label smoothing": Arm("5 % of the target spread", model(loss_kwargs={"label_smoothing": 0.05})),
+    "z-loss": Arm("z-loss of 1e-4", model(loss_kwargs={"z_weight": 1e-4})),
+    # the rate over time
+    "short warmup": Arm("1 % warmup", warmup=0.01),
+    "long warmup": Arm("15 % warmup", warmup=0.15),
+    "cooldown 0.6": Arm("60 % cooldown", cooldown=0.6),
+    "cooldown all": Arm("the rate falls all the way", cooldown=0.95),
+    "1-sqrt": Arm("cooldown by 1 - sqrt, 60 %", model(scheduler_cooldown_kind="inverse-sqrt"), cooldown=0.6),
+    "cosine": Arm("cosine to zero", model(scheduler_cooldown_kind="cosine"), cooldown=0.95),
+    "average": Arm("validated with an average of the last steps", {"run": {"average": 0.98}}),
+    # the vocabulary
+    "vocabulary 2048": Arm("half the vocabulary", {"run": {"vocab_size": 2048}}),
+    "vocabulary 8192": Arm("twice the vocabulary", {"run": {"vocab_size": 8192}}),
+}  # fmt: skip
+
+
+@cache
+def course(quick: bool) -> tuple[Any, Any]:
+    "The track and its text, once a process."
+    from bertlab.cli.speedrun import TRACKS
+    from bertlab.data.corpus import embedded_corpus
+
+    return TRACKS["laptop"], embedded_corpus(max_documents=600 if quick else None)
+
+
+@cache
+def tokenizer_of(quick: bool, size: int) -> Any:
+    from bertlab.data.tokenizers import train_tokenizer
+
+    return train_tokenizer(course(quick)[1].train_texts, size)
+
+
+@cache
+def judge_of(quick: bool, size: int) -> Any:
+    from bertlab.cli.speedrun import Judge
+
+    return Judge(*course(quick), tokenizer_of(quick, size))
+
+
+def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str) -> Any:
+    "The run of an arm, with nothing to validate on."
+    from bertlab.cli.pretrain import Run
+    from bertlab.cli.speedrun import speedrun_config
+
+    track, corpus = course(quick)
+    steps = max(2, round(steps / arm.tokens_per_step))
+    slower = {glob: {"lr": share * rate} for glob, share in arm.slower.items()}
+    own = {"model": {"learning_rate": rate, "parameter_overrides": slower or None, "scheduler_warmup_steps": round(arm.warmup * steps),
+                     "scheduler_cooldown_steps": round(arm.cooldown * steps)},
+           "trainer": {"max_steps": steps, "logger": False},
+           "run": {"checkpoint_every_steps": 10 * steps, "progress": "none"}}  # fmt: skip
+    config = speedrun_config(track, joined(arm.recipe, own), output, seed)
+    run = Run(config)
+    run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": None}
+    run._own_tokenizer = lambda: tokenizer_of(quick, config["run"]["vocab_size"])
+    run.build()
+    run.data.val_datasets = []  # the judge validates, once
+    return run
+
+
+def plain(module: Any) -> bool:
+    "Whether transformers opens the model as one of its own classes."
+    from bertlab.model.heads import BertLabForMaskedLM
+    from bertlab.model.huggingface import to_huggingface
+
+    if type(module.model) is not BertLabForMaskedLM:
+        return False
+    try:
+        to_huggingface(module.model)
+    except ValueError:
+        return False
+    return True
+
+
+def end_with_parent() -> None:
+    "A worker whose parent was killed would train on to the end of the queue."
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def train_once(case: dict) -> dict:
+    "One run of an arm, on one thread, and what the judge says."
+    import logging
+    import warnings
+
+    import torch
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    arm, quick = ARMS[case["arm"]], case["quick"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = build(arm, case["rate"], case["steps"], case["seed"], quick, f"{folder}/run")
+        run.prepare()
+        run.fit()
+        judge = judge_of(quick, len(run.tokenizer))
+        found = judge.score(run.module, run.trainer)
+        return {**case, "loss": found["val_loss"], "bits_per_byte": found["val_bits_per_byte"],
+                "accuracy": found["val_accuracy"], "updates": run.trainer.global_step,
+                "tokens": run.history.totals()[0], "parameters": run.module.model.num_parameters(),
+                "plain": plain(run.module)}  # fmt: skip
+
+
+def step_cost(name: str, rounds: int, quick: bool) -> dict:
+    "Seconds that an arm takes for the control's tokens of one step, over the control's; in turns, on all threads."
+    import torch
+
+    torch.set_num_threads(os.cpu_count())
+
+    def seconds(one: str) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            run = build(ARMS[one], 1e-3, 24, 0, quick, f"{folder}/run")
+            run.prepare()
+            run.fit()
+            times = [row[5] for row in run.history.record.rows]
+            each = [b - a for a, b in zip(times[3:], times[4:])]
+            return statistics.median(each) / ARMS[one].tokens_per_step
+
+    pairs = [(seconds("control"), seconds(name)) for _ in range(rounds)]
+    ratios = sorted(b / a for a, b in pairs)
+    return {"arm": name, "cost": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
+            "milliseconds": 1e3 * statistics.median(b for _, b in pairs)}  # fmt: skip
+
+
+class Table:
+    "All runs so far, in the result's file."
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.path = options, options.output
+        self.found = {"runs": [], "costs": []}
+        if self.path.exists() and not options.fresh:
+            self.found = json.loads(self.path.read_text(encoding="utf-8"))
+        self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
+
+    def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
+        return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick}
+
+    def known(self, case: dict) -> dict | None:
+        return next((run for run in self.found["runs"] if all(run[k] == v for k, v in case.items())), None)
+
+    def ask(self, cases: list[dict]) -> list[dict]:
+        "Runs, those that are not there yet side by side."
+        wanted = [self.pool.submit(train_once, case) for case in cases if self.known(case) is None]
+        for done in as_completed(wanted):
+            run = done.result()
+            self.found["runs"].append(run)
+            print(f"  {run['arm']:20} rate {run['rate']:.2g}  seed {run['seed']}  {run['steps']} steps  "
+                  f"{run['loss']:.4f} nats  {run['bits_per_byte']:.4f} bits per byte", flush=True)  # fmt: skip
+            self.write()
+        return [self.known(case) for case in cases]
+
+    def check_control(self) -> None:
+        "Runs of other code or of another processor are not mixed with these."
+        first = next((r for r in self.found["runs"] if r["arm"] == "control"), None)
+        if first is None:
+            return
+        again = train_once({k: first[k] for k in ("arm", "rate", "seed", "steps", "quick")})
+        if abs(again["loss"] - first["loss"]) > 2e-3:
+            print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f}: all begins anew")
+            self.found = {"runs": [], "costs": []}
+
+    def tuned(self, arm: str, centre: float | None) -> float:
+        "The best rate of an arm on seed 0, with a worse one on each side."
+        rates = list(RATES) if centre is None else [centre / 2, centre, 2 * centre]
+        if self.options.quick:
+            return rates[1]
+        while True:
+            runs = self.ask([self.case(arm, rate, 0) for rate in rates])
+            best = min(range(len(runs)), key=lambda i: runs[i]["bits_per_byte"])
+            if 0 < best < len(rates) - 1 or len(rates) > 7:
+                return rates[best]
+            rates = [rates[0] / 2, *rates] if best == 0 else [*rates, 2 * rates[-1]]
+
+    def seeds(self, arm: str, rate: float, steps: int | None = None) -> list[dict]:
+        return self.ask([self.case(arm, rate, seed, steps) for seed in range(self.options.seeds)])
+
+    def cost(self, arm: str) -> dict:
+        known = next((one for one in self.found["costs"] if one["arm"] == arm), None)
+        if known is None:
+            known = {"arm": arm, "cost": 1.0} if arm == "control" else step_cost(arm, self.options.rounds, self.options.quick)
+            self.found["costs"].append(known)
+            print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
+            self.write()
+        return known
+
+    def write(self, **more: Any) -> None:
+        write_result(self.path, {"what": __doc__.splitlines()[0], **more, **self.found}) if more else None
+        if not more:
+            from bertlab.core.files import written_whole
+
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path) as temporary:
+                temporary.write_text(json.dumps({"what": __doc__.splitlines()[0], **self.found}, indent=1) + "\n", "utf-8")
+
+
+def gain(control: list[dict], runs: list[dict]) -> dict:
+    "Bits per byte below the control, seed by seed."
+    each = [a["bits_per_byte"] - b["bits_per_byte"] for a, b in zip(control, runs, strict=True)]
+    return {"mean": statistics.mean(each), "least": min(each), "most": max(each),
+            "nats": statistics.mean(a["loss"] - b["loss"] for a, b in zip(control, runs, strict=True))}  # fmt: skip
+
+
+def main() -> None:
+    parser = BenchmarkParser("ablations", description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="NAME", help="of --list (default: all)")
+    parser.add_argument("--steps", type=int, default=440, help="of the control (default: 440)")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="turns with the control, for a step's cost")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once, a thread each")
+    parser.add_argument("--no-costs", action="store_true", help="leave equal seconds to a later call, on a quiet machine")
+    parser.add_argument("--list", action="store_true", help="show the arms, and run nothing")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--fresh", action="store_true", help="forget all runs")
+    parser.add_argument("--output", type=Path, help="(default: ablations.json in results)")
+    parser.add_argument("--kept", type=Path, default=Path("build/benchmarks"), help="where a quick run writes")
+    options = parser.parse_args()
+    if options.list:
+        return print("\n".join(f"{name:20}{arm.about}" for name, arm in ARMS.items()))
+    if unknown := [name for name in options.arms if name not in ARMS]:
+        parser.error(f"no arm is called {', '.join(unknown)}; --list shows them")
+    if options.quick:
+        options.steps, options.seeds, options.rounds = 4, 1, 1
+        options.arms = options.arms if len(options.arms) < len(ARMS) else ["control", "muon", "2 layers"]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
+    table = Table(options)
+    table.check_control()
+    best = table.tuned("control", None)
+    control, rows = table.seeds("control", best), {}
+    rates = {name: best if name == "control" else table.tuned(name, best * ARMS[name].centre) for name in options.arms}
+    for name, rate in rates.items():
+        runs = table.seeds(name, rate)
+        rows[name] = {"about": ARMS[name].about, "rate": rate, "plain": runs[0]["plain"],
+                      "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
+    for name in [] if options.no_costs else options.arms:
+        cost = table.cost(name)["cost"]
+        steps = options.steps if math.isclose(cost, 1, rel_tol=SAME) else round(options.steps / cost)
+        rows[name] |= {"cost": cost, "steps": steps,
+                       "equal_seconds": gain(control, table.seeds(name, rows[name]["rate"], steps))}  # fmt: skip
+    for name, row in sorted(rows.items(), key=lambda item: -item[1]["equal_tokens"]["mean"]):
+        timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
+        print(f"{name:20} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
+              f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
+    table.write(machine=machine(1), steps=options.steps, arms=rows)
+
+
+if __name__ == "__main__":
+    main()
