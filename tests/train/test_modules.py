@@ -21,6 +21,7 @@ from bertlab.model.config import BertLabConfig
 from bertlab.model.heads import BertLabForMaskedLM, score_vectors
 from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
+from bertlab.model.writing import generate
 from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
@@ -110,8 +111,8 @@ def test_accumulated_z_loss_is_that_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
-@pytest.mark.parametrize("headless", [False, True])
-def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind, headless):
+@pytest.mark.parametrize("headless, objective", [(False, "mlm"), (True, "mlm"), (False, "diffusion")])
+def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind, headless, objective):
     small = dict(vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                  num_attention_heads=2, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
     name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
@@ -121,7 +122,8 @@ def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind,
     theirs = getattr(transformers, f"{name}{'Model' if headless else 'ForMaskedLM'}")(config).eval()
     theirs.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), learning_rate=1e-3, scheduler_warmup_steps=2)
+    module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective=objective, learning_rate=1e-3,
+                               scheduler_warmup_steps=2)  # fmt: skip
     module.configure_model()
     batch = TOKENIZER(TEXTS[0], return_tensors="pt")
     keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -132,8 +134,11 @@ def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind,
             ours, expected = module.model.eval()(**keys).logits, theirs(**keys).logits
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
     module.model.train()
-    _, record = fit(module, data_of(), 3)
+    _, record = fit(module, data_of(objective), 3)
     assert np.isfinite(record.column("loss")).all()
+    if objective == "diffusion":
+        text, = generate(module.model.eval(), TOKENIZER, [f"{WORDS[0]} [MASK] {WORDS[1]}"], seed=1)
+        assert text.startswith(WORDS[0]) and text.endswith(WORDS[1]) and "[MASK]" not in text
 
 
 def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tmp_path, caplog):
