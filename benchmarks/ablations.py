@@ -94,6 +94,11 @@ ARMS = {
         optimizer_class="muon", objective="tricks.ZeroOutputs"), centre=2.0),
     "muon, momentum 0.9": Arm("Muon that forgets faster", model(
         optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), centre=2.0),
+    "muon, momentum 0.8": Arm("Muon that forgets faster still", model(
+        optimizer_class="muon", optimizer_kwargs={"momentum": 0.8}), centre=4.0),
+    "muon, momentum 0.9, rows 8": Arm("Muon that forgets faster, on half the batch", joined(
+        model(optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), {"data": {"train_batch_size": 8}}),
+        tokens_per_step=0.5, centre=4.0),
     "muon, cooldown 0.6": Arm("Muon, 60 % cooldown", model(optimizer_class="muon"), cooldown=0.6, centre=2.0),
     "rows 8": Arm("half the batch, twice the steps", {"data": {"train_batch_size": 8}}, tokens_per_step=0.5),
     "rows 4": Arm("a quarter of the batch, four times the steps", {"data": {"train_batch_size": 4}}, tokens_per_step=0.25),
@@ -362,7 +367,7 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=Path("build/benchmarks"), help="where a quick run writes")
     options = parser.parse_args()
     if options.list:
-        return print("\n".join(f"{name:20}{arm.about}" for name, arm in ARMS.items()))
+        return print("\n".join(f"{name:28}{arm.about}" for name, arm in ARMS.items()))
     if unknown := [name for name in options.arms if name not in ARMS]:
         parser.error(f"no arm is called {', '.join(unknown)}; --list shows them")
     if options.quick:
@@ -385,7 +390,7 @@ def main() -> None:
                        "equal_seconds": gain(control, table.seeds(name, rows[name]["rate"], steps))}  # fmt: skip
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["equal_tokens"]["mean"]):
         timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
-        print(f"{name:20} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
+        print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
               f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
     table.write(machine=machine(1), steps=options.steps, arms=rows)
 
