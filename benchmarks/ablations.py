@@ -29,7 +29,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from sides import BenchmarkParser, machine, write_result
+from sides import KEPT, BenchmarkParser, machine
+
+from bertlab.core.files import written_whole
 
 sys.path.insert(0, str(Path(__file__).parent))  # recipes name models of tricks.py
 
@@ -281,7 +283,8 @@ class Table:
         self.options, self.path = options, options.output
         self.found = {"runs": [], "costs": []}
         if self.path.exists() and not options.fresh:
-            self.found = json.loads(self.path.read_text(encoding="utf-8"))
+            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            self.found = {name: kept[name] for name in self.found}
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
 
     def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
@@ -308,7 +311,10 @@ class Table:
             return
         again = train_once({k: first[k] for k in ("arm", "rate", "seed", "steps", "quick")})
         if abs(again["loss"] - first["loss"]) > 2e-3:
-            print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f}: all begins anew")
+            aside = self.path.with_suffix(".before.json")
+            self.path.replace(aside)
+            print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f}: all begins anew, and the "
+                  f"runs so far lie in {aside}")  # fmt: skip
             self.found = {"runs": [], "costs": []}
 
     def tuned(self, arm: str, centre: float | None) -> float:
@@ -336,13 +342,10 @@ class Table:
         return known
 
     def write(self, **more: Any) -> None:
-        write_result(self.path, {"what": __doc__.splitlines()[0], **more, **self.found}) if more else None
-        if not more:
-            from bertlab.core.files import written_whole
-
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(self.path) as temporary:
-                temporary.write_text(json.dumps({"what": __doc__.splitlines()[0], **self.found}, indent=1) + "\n", "utf-8")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(self.path) as temporary:
+            whole = {"what": __doc__.splitlines()[0], **more, **self.found}
+            temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def gain(control: list[dict], runs: list[dict]) -> dict:
@@ -364,7 +367,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget all runs")
     parser.add_argument("--output", type=Path, help="(default: ablations.json in results)")
-    parser.add_argument("--kept", type=Path, default=Path("build/benchmarks"), help="where a quick run writes")
+    parser.add_argument("--kept", type=Path, default=KEPT, help="where a quick run writes")
     options = parser.parse_args()
     if options.list:
         return print("\n".join(f"{name:28}{arm.about}" for name, arm in ARMS.items()))
@@ -393,6 +396,7 @@ def main() -> None:
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
               f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
     table.write(machine=machine(1), steps=options.steps, arms=rows)
+    print(f"written to {table.path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 "The ablations' arms are what they say, a rate is tuned until it stands between two worse ones, and tricks begin as they should."
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -90,3 +91,16 @@ def test_a_gain_is_of_seeds_side_by_side():
     runs = lambda *bits: [{"bits_per_byte": one, "loss": 2 * one} for one in bits]  # noqa: E731
     found = ablations.gain(runs(2.0, 3.0), runs(1.5, 2.9))
     assert found == pytest.approx({"mean": 0.3, "least": 0.1, "most": 0.5, "nats": 0.6})
+
+
+@pytest.mark.parametrize("loss, kept", [(2.0005, True), (2.1, False)])
+def test_runs_of_another_machine_are_laid_aside_and_not_lost(tmp_path, monkeypatch, loss, kept):
+    path, run = tmp_path / "ablations.json", {"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "loss": 2.0}
+    path.write_text(json.dumps({"what": "old", "arms": {"gone": 1}, "runs": [run], "costs": []}))
+    monkeypatch.setattr(ablations, "train_once", lambda case: {**case, "loss": loss})
+    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1))
+    table.check_control()
+    assert table.found == {"runs": [run] * kept, "costs": []}
+    assert (tmp_path / "ablations.before.json").exists() != kept
+    table.write(arms={})
+    assert json.loads(path.read_text())["arms"] == {}
