@@ -440,7 +440,9 @@ def model_for_site(named: str | None, train: bool) -> Path | None:
         return Path(named).resolve()
     if train and not (SITE_MODEL / "metrics.json").is_file():
         command = "import sys; from bertlab.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        words = ["demo", "--output", str(SITE_MODEL), *["--resume"] * SITE_MODEL.is_dir()]
+        # Deeper than the demo's own, whose two layers learn fastest: the page shows what layers do.
+        how = ["--resume"] if SITE_MODEL.is_dir() else ["--num_hidden_layers", "4"]
+        words = ["demo", "--output", str(SITE_MODEL), *how]
         if subprocess.run([sys.executable, "-c", command, *words], cwd=ROOT).returncode:
             sys.exit("the site's model could not be trained")
     return SITE_MODEL if (SITE_MODEL / "metrics.json").is_file() else None

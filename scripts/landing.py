@@ -422,6 +422,10 @@ ELSEWHERE = re.compile(
     re.DOTALL,
 )  # fmt: skip
 
+# Quarto takes a link for one to elsewhere, and opens it in a new window, wherever the page's own address is neither the
+# published one nor localhost: on a phone that reads a preview, in a file, on a fork's site.
+SAME_SITE = "new URL(href).host === window.location.host"
+
 
 def slim_icons(docs: Path) -> None:
     "Keep of Quarto's font of icons those that some page shows: a few of two thousand."
@@ -452,8 +456,8 @@ def slim_icons(docs: Path) -> None:
 def mend(text: str) -> str:
     "A rendered page without scripts from elsewhere, and with boxes that scroll by keyboard, too."
     text = ELSEWHERE.sub("", text)
-    text = re.sub(r"<pre>(?=<code)", '<pre tabindex="0">', text)
-    text = re.sub(r'<pre class="sourceCode', '<pre tabindex="0" class="sourceCode', text)
+    text = text.replace("return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)")
+    text = re.sub(r'<pre(?=(?: class="[^"]*")?><code| class="sourceCode)', '<pre tabindex="0"', text)
     text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
     table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
     box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'

@@ -22,7 +22,7 @@
         }
       }
       for (const word of found.keys()) this.seen.set(word, (this.seen.get(word) ?? 0) + 1);
-      this.items.push({ item, found });
+      this.items.push({ item, found, said: ` ${FIELDS.flatMap(([field]) => words(item[field] ?? "")).join(" ")} ` });
     }
 
     search(query, options = {}) {
@@ -33,8 +33,8 @@
         const like = [...this.seen.keys()].filter((word) => word !== begin && begin.length > 2 && word.startsWith(begin));
         return this.seen.has(begin) ? [[begin, 1], ...like.map((word) => [word, 0.3])] : like.map((word) => [word, 0.7]);
       });
-      const results = [];
-      for (const { item, found } of this.items) {
+      const results = [], phrase = ` ${all.join(" ")} `;
+      for (const { item, found, said } of this.items) {
         let score = 0, hits = 0;
         known.forEach((list, number) => {
           let best = 0;
@@ -46,6 +46,7 @@
         });
         if (!hits) continue;
         score *= (hits / known.length) ** 2;
+        if (asked.length > 1 && said.includes(phrase)) score *= 2; // in the very words
         if (item.href.startsWith("guides/")) score *= 1.4; // a recipe first
         if (item.href.startsWith("changelog")) score *= 0.3;
         results.push({ item, score });

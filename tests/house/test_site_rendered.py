@@ -200,6 +200,7 @@ KINDS = ["index.html", "glass.html", "guides/own_text.html", "course/hide_and_pr
          "reference/settings/pretrain.html", "changelog.html"]  # fmt: skip
 
 
+@pytest.mark.timeout(3600)  # with axe, every page takes seconds
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1400, "light"), (390, "light"), (1400, "dark")])
 def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, scheme):
     "All pages in two windows; a page of each kind in the two others, too."
@@ -237,7 +238,7 @@ def best_view(browser, address: str, name: str, tries: int = 5) -> tuple[int, fl
     for _ in range(tries):
         page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
         asked = []
-        page.on("requestfinished", asked.append)
+        page.on("requestfinished", lambda request: asked.append(request))  # a method of C has no place for its mark
         page.goto(address + name, wait_until="load", timeout=60_000)
         page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
         times.append(page.evaluate("Math.max(performance.getEntriesByName('first-contentful-paint')[0].startTime,"
