@@ -102,7 +102,7 @@ def attention_weights(
         scores_BHLL = scores_BHLL + scoring.bias_1HLL
     # The lowest finite score, not -inf: a padding query may look nowhere, and exp(-inf - -inf)
     # is NaN. Its output is set to 0 at the end instead.
-    lowest = torch.finfo(scores_BHLL.dtype).min
+    lowest = max(torch.finfo(scores_BHLL.dtype).min, torch.finfo(torch.float32).min)
     return scores_BHLL.masked_fill(~scoring.mask_B1LL, lowest).softmax(-1, dtype=torch.float32)
 
 # %% ../../nbs/model/03_attention.ipynb #8a457071

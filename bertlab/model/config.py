@@ -307,9 +307,11 @@ def count_flops(
         raise ValueError(f"label_rate is a share from 0 to 1, got {label_rate}")
     matrices, layers = count_matrices(config), config.num_hidden_layers
     seen = {"global": mean_context, "local": min(mean_context, 2 * config.window + 1)}
+    spared = 1 - label_rate  # of the last layer, behind its attention
+    output = config.hidden_size**2
     return {
-        "projections": 6.0 * layers * matrices["attention"],
-        "MLP": 6.0 * layers * matrices["MLP"],
+        "projections": 6.0 * (layers * matrices["attention"] - spared * output),
+        "MLP": 6.0 * (layers - spared) * matrices["MLP"],
         "scores": sum(12.0 * config.hidden_size * seen[kind] for kind in config.layer_kinds),
         "head": 6.0 * matrices["head"] * label_rate,
     }

@@ -25,7 +25,7 @@ from .attention import choose_kernel, find_capability, pad_again, restart_positi
 from .attention import unpad
 from .config import BertLabConfig
 from .layers import MLPS, NORMS, alibi_slopes, deepnorm_alpha, deepnorm_gain
-from .layers import init_matrix_, rotary_table, rotate, sinusoids
+from .layers import gather_positions, init_matrix_, rotary_table, rotate, sinusoids
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
 def make_norm(config: BertLabConfig, wanted: bool = True) -> nn.Module:
@@ -210,8 +210,12 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(0.0 if c.hidden_dropout else c.attention_dropout)
 
     def forward(
-        self, x_BLD: Tensor, context: LayerContext, with_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D); (B, H, L, L) where asked for
+        self,
+        x_BLD: Tensor,
+        context: LayerContext,
+        with_weights: bool = False,
+        wanted_BM: Tensor | None = None,  # places whose answers are read; None: all
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); (B, H, L, L) where asked for
         c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
         heads_BLXK = self.qkv(x_BLD).unflatten(-1, (-1, c.head_size))
@@ -223,7 +227,10 @@ class SelfAttention(nn.Module):
         if self.gate is not None:
             y_BLHK = y_BLHK * self.gate(x_BLD).sigmoid().unflatten(-1, (H, -1))
         weights = attention_weights(q, k, context.prepared) if with_weights else None
-        return self.dropout(self.out(y_BLHK.flatten(2))), weights
+        y = y_BLHK.flatten(2)
+        if wanted_BM is not None:
+            y = gather_positions(y, wanted_BM)
+        return self.dropout(self.out(y)), weights
 
 # %% ../../nbs/model/04_encoder.ipynb #9205e2e1
 def add_to_stream(
@@ -257,12 +264,17 @@ class Block(GradientCheckpointingLayer):
         self.alpha = weight if c.norm_position == "post" else None
 
     def forward(
-        self, x_BLD: Tensor, context: LayerContext, with_weights: bool = False
-    ) -> tuple[Tensor, Tensor | None]:  # (B, L, D); attention weights where asked for
-        y_BLD, weights = self.attention(self.attention_norm(x_BLD), context, with_weights)
-        x_BLD = add_to_stream(x_BLD, self.dropout(y_BLD), self.attention_end_norm, self.alpha)
-        y_BLD = self.dropout(self.mlp(self.mlp_norm(x_BLD)))
-        return add_to_stream(x_BLD, y_BLD, self.mlp_end_norm, self.alpha), weights
+        self,
+        x_BLD: Tensor,
+        context: LayerContext,
+        with_weights: bool = False,
+        wanted_BM: Tensor | None = None,  # places that leave the block; None: all
+    ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); attention weights where asked for
+        y, weights = self.attention(self.attention_norm(x_BLD), context, with_weights, wanted_BM)
+        x = x_BLD if wanted_BM is None else gather_positions(x_BLD, wanted_BM)
+        x = add_to_stream(x, self.dropout(y), self.attention_end_norm, self.alpha)
+        y = self.dropout(self.mlp(self.mlp_norm(x)))
+        return add_to_stream(x, y, self.mlp_end_norm, self.alpha), weights
 
 # %% ../../nbs/model/04_encoder.ipynb #3bf75251
 class BertLabPreTrainedModel(PreTrainedModel):
@@ -316,8 +328,9 @@ def run_layers(
     with_states: bool = False,  # return what enters each block, too
     with_weights: bool = False,  # return each layer's attention weights, too
     share: Any = None,  # where `rows` are a part of each row: whose `places`, and how to `gather`
+    wanted_BM: Tensor | None = None,  # places whose vectors are read; None: all
 ) -> dict[str, Any]:  # fields of BaseModelOutput
-    "Embed, run the blocks, norm."
+    "Embed, run the blocks, the last one behind its attention for what is wanted alone, and norm."
     c = model.config
     part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
                                      "gather": share.gather}  # fmt: skip
@@ -325,10 +338,11 @@ def run_layers(
                                     model.heads_here, **part)
                 for kind in dict.fromkeys(c.layer_kinds)}
     x_BLD = model.embeddings(rows.tokens, rows.positions, rows.segments)
-    states, attentions = [], []
-    for block, kind in zip(model.blocks, c.layer_kinds):
+    states, attentions, last = [], [], len(model.blocks) - 1
+    for number, (block, kind) in enumerate(zip(model.blocks, c.layer_kinds)):
         states += [x_BLD] if with_states else []
-        x_BLD, weights = block(x_BLD, contexts[kind], with_weights)
+        wanted = wanted_BM if number == last else None
+        x_BLD, weights = block(x_BLD, contexts[kind], with_weights, wanted)
         attentions += [weights] if with_weights else []
     x_BLD = model.final_norm(x_BLD)
     return {"last_hidden_state": x_BLD, "attentions": tuple(attentions) if with_weights else None,
@@ -361,19 +375,42 @@ class BertLabModel(BertLabPreTrainedModel):
         inputs_embeds: Tensor | None = None,  # (B, L, D) in place of input_ids
         output_hidden_states: bool | None = None,  # None: as the configuration says
         output_attentions: bool | None = None,  # likewise; kernel "eager" or "auto"
-    ) -> BaseModelOutput:
+        wanted_positions: Tensor | None = None,  # (B, M): vectors of these alone; None: all
+    ) -> BaseModelOutput:  # last_hidden_state (B, L, D), or (B, M, D); at padding without meaning
         c = self.config
         rows = make_rows(c, input_ids, attention_mask, position_ids, token_type_ids, inputs_embeds)
         asked = {"hidden_states": output_hidden_states, "attentions": output_attentions}
         want = [getattr(c, f"output_{k}") if v is None else v for k, v in asked.items()]
         (B, L), run = rows.documents.shape, self.compiled_layers or run_layers
         if self.row_share is not None and self.row_share.divides(L):
-            return self._shared_rows(rows, want)
-        kernel, _ = self.attention_kernel(rows.tokens.device, L, want[1])
-        if not KERNELS[kernel].unpads:
-            return BaseModelOutput(**run(self, rows, kernel, L, *want))
+            out = self._shared_rows(rows, want)
+        else:
+            kernel, _ = self.attention_kernel(rows.tokens.device, L, want[1])
+            # Who reads the states reads all of them; and a gather of everything saves nothing.
+            fewer = wanted_positions is not None and wanted_positions.shape[1] < L
+            wanted_BM = wanted_positions if fewer and not want[0] else None
+            if KERNELS[kernel].unpads:
+                out = self._unpadded(run, rows, kernel, want[0], wanted_BM)
+            else:
+                out = BaseModelOutput(**run(self, rows, kernel, L, *want, wanted_BM=wanted_BM))
+            if wanted_BM is not None:
+                return out
+        if wanted_positions is not None:
+            out.last_hidden_state = gather_positions(out.last_hidden_state, wanted_positions)
+        return out
+
+    def _unpadded(
+        self, run: Callable, rows: Rows, kernel: str, with_states: bool, wanted_BM: Tensor | None
+    ) -> BaseModelOutput:
+        "Compute a row of tokens without padding, and put them back into their places."
         flat, places_N = rows.unpadded()
-        out = run(self, flat, kernel, L, want[0])
+        (B, L), wanted_1M = rows.documents.shape, None
+        if wanted_BM is not None:  # a place at padding finds the vector of a token before it
+            rank_BL = ((rows.documents != 0).flatten().cumsum(0) - 1).clamp(min=0).view(B, L)
+            wanted_1M = gather_positions(rank_BL, wanted_BM).view(1, -1)
+        out = run(self, flat, kernel, L, with_states, wanted_BM=wanted_1M)
+        if wanted_1M is not None:
+            return BaseModelOutput(out["last_hidden_state"].view(*wanted_BM.shape, -1))
         back = lambda x_1ND: pad_again(x_1ND, places_N, (B, L))
         states = out["hidden_states"] and tuple(map(back, out["hidden_states"]))
         return BaseModelOutput(back(out["last_hidden_state"]), hidden_states=states)

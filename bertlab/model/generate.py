@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .heads import BertLabTokenPredictor
-from .losses import gather_positions
+from .layers import gather_positions
 
 # %% ../../nbs/model/10_generate.ipynb #1cb19979
 @contextmanager

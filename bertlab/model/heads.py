@@ -24,7 +24,8 @@ from .encoder import BertLabModel, BertLabPreTrainedModel, Block, LayerContext
 from .encoder import SelfAttention, add_to_stream, layer_context, make_norm
 from .encoder import split_heads
 from .layers import ACTIVATIONS, init_matrix_
-from .losses import LossParts, LossRule, gather_positions, labelled_alone
+from .layers import gather_positions
+from .losses import LossParts, LossRule, labelled_alone
 from .losses import score_in_chunks, score_logits, shapes_are_free
 
 # %% ../../nbs/model/06_heads.ipynb #e12f9fc7
@@ -95,6 +96,13 @@ class LabelledOutput(MaskedLMOutput):
     num_right: Tensor | None = None
 
 
+def _taken(values: Tensor | None, positions_BM: Tensor | None) -> Tensor | None:
+    "Values at some positions of each row; where neither is told, as they are."
+    if values is None or positions_BM is None:
+        return values
+    return gather_positions(values, positions_BM)
+
+
 class BertLabTokenPredictor(BertLabPreTrainedModel):
     """What models with a `head` over the vocabulary share: how it is resized, and how it scores.
 
@@ -123,9 +131,7 @@ class BertLabTokenPredictor(BertLabPreTrainedModel):
     ) -> tuple[Tensor | None, LossParts | None]:  # scores; None where the rule keeps none
         "Score vectors at the positions that are asked for."
         x, labels, weights = x_BLD, labels_BL, weights_BL
-        if positions_BM is not None:
-            x, labels, weights = (None if t is None else gather_positions(t, positions_BM)
-                                  for t in (x, labels, weights))
+        x, labels, weights = (_taken(t, positions_BM) for t in (x, labels, weights))
         head, split = lambda x: self.head(x, embedding_VD), self.head.split
         embedding_VD = self.get_input_embeddings().weight
         if labels is None:
@@ -181,9 +187,9 @@ class BertLabForMaskedLM(BertLabTokenPredictor):
     ) -> LabelledOutput:  # logits (B, L, V), or (B, M, V) with label_positions
         encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
                                inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
-        scored = self.score(encoded[0], labels, label_positions, loss_rule)
-        return make_output(encoded, *scored)
+                               wanted_positions=label_positions, return_dict=True)
+        labels = _taken(labels, label_positions)
+        return make_output(encoded, *self.score(encoded[0], labels, rule=loss_rule))
 
 # %% ../../nbs/model/06_heads.ipynb #02689b39
 def count_ordinary(
@@ -234,11 +240,13 @@ class BertLabForMaskedDiffusion(BertLabTokenPredictor):
     ) -> LabelledOutput:  # num_labels: with weights, all tokens that could have been hidden
         encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
                                inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
-        logits, parts = self.score(encoded[0], labels, label_positions, loss_rule, loss_weights)
+                               wanted_positions=label_positions, return_dict=True)
+        asked = [_taken(values, label_positions) for values in (labels, loss_weights)]
+        logits, parts = self.score(encoded[0], asked[0], None, loss_rule, asked[1])
         if parts is not None and loss_weights is not None:
             if token_shares is None:
-                mask = all_one_document(encoded[0]) if attention_mask is None else attention_mask
+                tokens = input_ids if inputs_embeds is None else inputs_embeds
+                mask = all_one_document(tokens) if attention_mask is None else attention_mask
                 count = count_ordinary(input_ids, mask, self.config)
             else:
                 count = token_shares.sum()

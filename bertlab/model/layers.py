@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table', 'rotate', 'sinusoids', 'alibi_slopes',
            'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'PlainMLP',
-           'GatedMLP', 'add_layer', 'own_layers', 'init_truncated_', 'residual_std', 'init_matrix_']
+           'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_', 'residual_std', 'init_matrix_']
 
 # %% ../../nbs/model/02_layers.ipynb #7b3585da
 import math
@@ -213,6 +213,17 @@ class GatedMLP(PlainMLP):
 
 
 MLPS = {"glu": GatedMLP, "plain": PlainMLP}
+
+# %% ../../nbs/model/02_layers.ipynb #5ea7acee
+def gather_positions(
+    values: Tensor,  # (B, L) or (B, L, D)
+    positions_BM: Tensor,  # int64, which of the L; the same number in every row
+) -> Tensor:  # (B, M) or (B, M, D)
+    "Take M positions of each row. Static shapes: no device has to count first."
+    if values.dim() == 2:
+        return values.gather(1, positions_BM)
+    index_BMD = positions_BM[..., None].expand(-1, -1, values.shape[-1])
+    return values.gather(1, index_BMD)
 
 # %% ../../nbs/model/02_layers.ipynb #37c98ae4
 _OWN = {"norm": NORMS, "mlp": MLPS, "hidden_activation": ACTIVATIONS,

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['unigram_counts', 'unigram_entropy', 'perplexity', 'bits_per_byte', 'token_bytes', 'masked_lm_loss', 'mean_loss',
-           'gather_positions', 'shapes_are_free', 'labelled_alone', 'z_loss', 'LossRule', 'LossParts', 'score_logits',
-           'score_in_chunks']
+           'shapes_are_free', 'labelled_alone', 'z_loss', 'LossRule', 'LossParts', 'score_logits', 'score_in_chunks']
 
 # %% ../../nbs/model/05_losses.ipynb #4bd11c05
 import math
@@ -126,17 +125,6 @@ def mean_loss(
     return loss_sum / num_labels.clamp(min=1)
 
 # %% ../../nbs/model/05_losses.ipynb #6de1c815
-def gather_positions(
-    values: Tensor,  # (B, L) or (B, L, D)
-    positions_BM: Tensor,  # int64, which of the L; the same number in every row
-) -> Tensor:  # (B, M) or (B, M, D)
-    "Take M positions of each row. Static shapes: no device has to count first."
-    if values.dim() == 2:
-        return values.gather(1, positions_BM)
-    index_BMD = positions_BM[..., None].expand(-1, -1, values.shape[-1])
-    return values.gather(1, index_BMD)
-
-
 def shapes_are_free(values: Tensor) -> bool:
     "Whether a shape that depends on the data costs nothing: on a CPU, outside of a compiler."
     if values.device.type != "cpu" or torch.compiler.is_compiling():

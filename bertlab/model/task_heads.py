@@ -25,7 +25,8 @@ from .encoder import BertLabModel, BertLabPreTrainedModel, make_norm
 from .heads import all_one_document
 from .layers import ACTIVATIONS, rotary_table, rotate
 from ..data.rows import IGNORED
-from .losses import gather_positions, masked_lm_loss, mean_loss
+from .layers import gather_positions
+from .losses import masked_lm_loss, mean_loss
 
 # %% ../../nbs/model/07_task_heads.ipynb #b56b7627
 def pool_rows(

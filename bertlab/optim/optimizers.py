@@ -21,10 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from ..core.names import find_part
-from .muon import MuonWithAdamW
+from .muon import MuonWithAdamW, StackedMuon
 
 # %% ../../nbs/optim/05_optimizers.ipynb #72f96599
 Adapted = tuple[type[Optimizer], dict[str, Any]]  # the class, and the options left for it
+_OURS = {"StackedMuon": StackedMuon}
 
 
 def _adapt_muon(
@@ -37,11 +38,7 @@ def _adapt_muon(
             "params: muon moves matrices only; take parameter_groups(model, hidden_apart=True), "
             "which leaves the rest to AdamW, or choose adamw for all"
         )
-    if hasattr(torch.optim, "Muon"):
-        return MuonWithAdamW if any("hidden" in g for g in groups) else base, options
-    for group in groups:  # pytorch-optimizer's has its own AdamW, and its own word for it
-        group["use_muon"] = group.get("hidden", True)
-    return base, options
+    return MuonWithAdamW if any("hidden" in g for g in groups) else base, options
 
 # %% ../../nbs/optim/05_optimizers.ipynb #b75e0697
 def backward_options(
@@ -124,7 +121,7 @@ def _adapt_galore(
 class OptimizerFacts:
     "What is to be known of an optimizer before it is chosen. A new one is a row of `OPTIMIZERS`."
 
-    class_name: str  # in torch.optim, or else in pytorch_optimizer
+    class_name: str  # one of ours, or in torch.optim, or else in pytorch_optimizer
     tpu: bool = True  # whether the whole update runs on a TPU; else a part waits for the host
     tpu_note: str = "element by element"
     fsdp: bool = True  # whether it works on FSDP2's shards
@@ -163,7 +160,7 @@ OPTIMIZERS = {
         "with foreach=False, set for it", foreach=False),
     "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS, elementwise=True,
         eight_bit=("bitsandbytes.optim.Lion8bit",)),
-    "muon": OptimizerFacts("Muon", True, "matrix products of fixed shapes", True,
+    "muon": OptimizerFacts("StackedMuon", True, "matrix products of fixed shapes", True,
         "gathers whole matrices; equal within bfloat16's rounding", hidden_apart=True,
         adapt=_adapt_muon),
     "rmsprop": OptimizerFacts("RMSprop", elementwise=True,
@@ -194,7 +191,8 @@ def optimizer_table() -> str:  # one line a name
     "Say where each optimizer comes from, and whether it runs on a TPU and under FSDP2."
     rows = [("name", "from", "TPU", "FSDP2")]
     for name, facts in OPTIMIZERS.items():
-        home = "torch" if hasattr(torch.optim, facts.class_name) else "pytorch-optimizer"
+        home = ("bertlab" if facts.class_name in _OURS else
+                "torch" if hasattr(torch.optim, facts.class_name) else "pytorch-optimizer")
         rows.append((name, home, f"{'yes' if facts.tpu else 'slow'}: {facts.tpu_note}",
                      f"{'yes' if facts.fsdp else 'no'}: {facts.fsdp_note}"))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -342,8 +340,10 @@ def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _optimizer_class(name: str) -> type[Optimizer]:
-    "The class behind a name: torch's where it has one, else pytorch-optimizer's."
+    "The class behind a name: ours or torch's where there is one, else pytorch-optimizer's."
     class_name = OPTIMIZERS[name].class_name
+    if class_name in _OURS:
+        return _OURS[class_name]
     if hasattr(torch.optim, class_name):
         return getattr(torch.optim, class_name)
     try:

@@ -19,7 +19,8 @@ from ..data.tokenizers import load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
 from ..data.rows import IGNORED
-from ..model.losses import LossParts, gather_positions
+from ..model.layers import gather_positions
+from ..model.losses import LossParts
 from .modules import OBJECTIVE_MODELS, PretrainingModule
 from .modules import adopt_weights, compile_layers, load_encoder
 from .steps import labels_of

@@ -36,7 +36,7 @@ from ..data.tokenizers import load_tokenizer
 from ..model.generate import encode_masked
 from ..model.heads import BertLabTokenPredictor
 from ..model.huggingface import check_tokenizer, plain_copy
-from ..model.losses import gather_positions
+from ..model.layers import gather_positions
 from .model_cards import make_card
 from .modules import load_encoder
 

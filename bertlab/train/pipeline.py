@@ -17,7 +17,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from ..core.names import look_up
 from ..model.encoder import layer_context
 from ..model.heads import BertLabForMaskedLM
-from ..model.losses import gather_positions, masked_lm_loss
+from ..model.layers import gather_positions
+from ..model.losses import masked_lm_loss
 
 # %% ../../nbs/train/22_pipeline.ipynb #9a62c014
 def stage_blocks(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..data.rows import IGNORED
-from ..model.losses import LossParts, gather_positions
+from ..model.layers import gather_positions
+from ..model.losses import LossParts
 from ..model.losses import perplexity
 from ..optim.optimizers import backward_options, forward_context
 

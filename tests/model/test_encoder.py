@@ -22,13 +22,15 @@ from bertlab.model.config import (
     BertLabConfig,
     bert_tiny,
     count_flops,
+    count_matrices,
     count_weights,
     modernbert_base,
     modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.model.losses import gather_positions, masked_lm_loss, mean_loss
+from bertlab.model.layers import gather_positions
+from bertlab.model.losses import masked_lm_loss, mean_loss
 from bertlab.model.layers import ACTIVATIONS, GatedMLP, init_truncated_, rotary_table, rotate
 
 torch.set_num_threads(1)
@@ -682,12 +684,90 @@ def test_flops_equal_what_torch_counts_for_one_document_and_a_dense_head():
     assert got == pytest.approx(config.flops_per_token(mean_context=L, label_rate=1.0))
 
 
+def test_flops_equal_what_torch_counts_where_few_are_predicted():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = small(attn_implementation="eager", global_attention_every_n_layers=1)
+    model, places = BertLabForMaskedLM(config), torch.arange(0, L, 4).expand(2, -1)
+    with FlopCounterMode(display=False) as counter:
+        model(some_ids(2, L), labels=some_ids(2, L), label_positions=places).loss.backward()
+    got = counter.get_total_flops() / (2 * L)
+    assert got == pytest.approx(config.flops_per_token(mean_context=L, label_rate=1 / 4))
+
+
 def test_windows_and_rare_labels_make_a_token_cheaper():
     config = small()  # windows of 2 to each side: 5 tokens
     dense, sparse = count_flops(config, 100, 1.0), count_flops(config, 100, 0.25)
+    spared = 6 * 0.75 * (16 * 16 + count_matrices(config)["MLP"])  # of the last layer
+    assert sum(dense.values()) - sum(sparse.values()) == pytest.approx(spared + 0.75 * dense["head"])
     assert dense["scores"] == 12 * 16 * (100 + 5 + 5 + 100)
     assert sparse["head"] == dense["head"] / 4
     assert count_flops(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
+
+
+# ---- what is wanted alone ----------------------------------------------------------------------
+
+
+WANTED = torch.tensor([[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]])  # of a row some at padding, maybe
+
+
+@pytest.mark.parametrize("kernel", TRAINING_KERNELS)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(norm_position="post"), dict(norm="deep", norm_position="post"), dict(output_gate="head"),
+     dict(num_hidden_layers=1), dict(attention_positions="alibi"), dict(norm_position="pre_and_post")],
+    ids=str,
+)  # fmt: skip
+def test_wanted_vectors_and_their_gradients_are_those_of_the_whole(settings, kernel, varlen_anywhere):
+    model = lively(BertLabModel(small(attn_implementation=kernel, **settings))).double()
+    ids, real = some_ids(*DOCUMENTS.shape), DOCUMENTS.gather(1, WANTED[: len(DOCUMENTS)]) != 0
+    wanted = WANTED[: len(DOCUMENTS)]
+    found = []
+    for fewer in (None, wanted):
+        x = model(ids, DOCUMENTS, wanted_positions=fewer).last_hidden_state
+        x = gather_rows(x, wanted) if fewer is None else x
+        assert x.shape == (*wanted.shape, 16) and x.isfinite().all()
+        model.zero_grad()
+        (x[real] * torch.arange(16)).sum().backward()
+        found.append((x[real].detach(), [p.grad.clone() for p in model.parameters()]))
+    off = 1e-5 if kernel == "eager" else 1e-9  # its shares are made in float32
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=off, atol=off)
+
+
+def test_the_last_block_works_for_what_is_wanted_alone():
+    model, seen = BertLabModel(small()), []
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape[1]))
+    model(some_ids(3, L), wanted_positions=WANTED)
+    assert seen == [L, L, L, 4]
+
+
+def test_whoever_reads_states_gets_all_of_them():
+    model = lively(BertLabModel(small(attn_implementation="eager"))).eval()
+    ids = some_ids(3, L)
+    whole = model(ids, output_hidden_states=True, output_attentions=True)
+    fewer = model(ids, output_hidden_states=True, output_attentions=True, wanted_positions=WANTED)
+    torch.testing.assert_close(fewer.last_hidden_state, gather_rows(whole.last_hidden_state, WANTED))
+    torch.testing.assert_close(fewer.hidden_states, whole.hidden_states)
+    torch.testing.assert_close(fewer.attentions, whole.attentions)
+    alone = model(ids, output_attentions=True, wanted_positions=WANTED)
+    torch.testing.assert_close(alone.attentions, whole.attentions)
+
+
+def test_wanting_everything_in_another_order_is_answered_in_that_order():
+    model, ids = lively(BertLabModel(small())).eval(), some_ids(2, L)
+    backwards = torch.arange(L).flip(0).expand(2, -1)
+    found = model(ids, wanted_positions=backwards).last_hidden_state
+    torch.testing.assert_close(found, model(ids).last_hidden_state.flip(1))
+
+
+def test_checkpointed_blocks_know_what_is_wanted():
+    model, ids = lively(BertLabModel(small())).train(), some_ids(3, L)
+    plain = model(ids, wanted_positions=WANTED).last_hidden_state
+    model.gradient_checkpointing_enable()
+    again = model(ids, wanted_positions=WANTED).last_hidden_state
+    torch.testing.assert_close(again, plain)
 
 
 # ---- refusals --------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from bertlab.model.layers import gather_positions
 from bertlab.model.losses import (
     LossParts,
     LossRule,
     bits_per_byte,
-    gather_positions,
     labelled_alone,
     masked_lm_loss,
     mean_loss,

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from bertlab.optim.groups import parameter_groups
-from bertlab.optim.muon import MuonWithAdamW
+from bertlab.optim.muon import QUINTIC, MuonWithAdamW, StackedMuon, orthogonalized
 from bertlab.optim.optimizers import get_optimizer
 from bertlab.optim.schedulers import get_scheduler
 
@@ -45,7 +45,8 @@ def run(model, optimizer, scheduler, start, stop) -> list[float]:
 
 
 @pytest.mark.parametrize("fused", [None, True, False])
-def test_each_parameter_moves_as_under_its_own_optimizer(fused):
+def test_each_parameter_moves_as_under_its_own_optimizer(fused, monkeypatch):
+    monkeypatch.setattr("bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: True)  # as torch's own
     together, apart = small_model(), small_model()
     kernel = {} if fused is None else {"fused": fused}
     optimizer = mixed(together, **kernel)
@@ -190,3 +191,67 @@ def test_lightning_trains_saves_and_resumes_with_it(tmp_path):
     assert type(trainer.optimizers[0]) is MuonWithAdamW
     states = (module.model.state_dict() for module in (whole, resumed))
     assert all(torch.equal(a, b) for a, b in zip(*(state.values() for state in states)))
+
+
+# --- matrices together, and processors without bfloat16 -----------------------------------------
+
+
+def by_decomposition(matrix: torch.Tensor) -> torch.Tensor:
+    "The quintic's rounds on the singular values alone."
+    U, sigma, V = torch.linalg.svd(matrix.double(), full_matrices=False)
+    sigma = sigma / sigma.norm()
+    a, b, c = QUINTIC
+    for _ in range(5):
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return U @ sigma.diag() @ V
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (8, 3), (3, 8), (1, 5)])
+def test_matrices_together_come_out_as_each_alone(shape):
+    matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    together = orthogonalized(matrices, dtype=torch.float32)
+    for matrix, one in zip(matrices, together):
+        torch.testing.assert_close(one, orthogonalized(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.double(), by_decomposition(matrix), rtol=0, atol=1e-5)
+
+
+def test_a_matrix_of_zeros_stays_zero():
+    assert not orthogonalized(torch.zeros(2, 3, 4)).any()
+
+
+@pytest.mark.parametrize(("able", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_processor_without_bfloat16_rounds_in_float32(monkeypatch, able, dtype):
+    monkeypatch.setattr("bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: able)
+    assert orthogonalized(torch.randn(4, 4)).dtype == dtype
+
+
+def test_parameters_without_a_gradient_stay_where_they_are():
+    first, second, third = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+    optimizer = StackedMuon([{"params": [first, second, third]}], lr=0.1, weight_decay=0.0)
+    first.grad, third.grad = torch.randn(4, 4), torch.randn(4, 4)
+    before = second.detach().clone()
+    optimizer.step()
+    assert torch.equal(second, before) and second not in optimizer.state and third in optimizer.state
+
+
+def test_an_unknown_size_of_the_updates_is_answered():
+    with pytest.raises(ValueError, match="adjust_lr_fn must be one of match_rms_adamw, original; got 'adam'"):
+        mixed(small_model(), adjust_lr_fn="adam")
+
+
+def test_a_checkpoint_of_torchs_own_muon_goes_on():
+    "Runs of earlier versions hold torch's options and its name of the momentum."
+    weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+    twin = nn.Parameter(weight.detach().clone())
+    theirs = torch.optim.Muon([weight], lr=0.1, momentum=0.8)
+    weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    theirs.step()
+    ours = StackedMuon([twin])
+    with torch.no_grad():
+        twin.copy_(weight)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    weight.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    twin.grad = weight.grad.clone()
+    theirs.step()
+    ours.step()
+    torch.testing.assert_close(twin, weight, rtol=0, atol=4e-3)  # bfloat16's rounding

@@ -186,12 +186,11 @@ def test_a_missing_library_is_an_import_error_that_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_older_torch_takes_the_other_librarys_muon(monkeypatch, apart):
-    monkeypatch.delattr(torch.optim, "Muon")
+def test_muon_needs_no_torch_that_has_one(monkeypatch, apart):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
     groups = parameter_groups(model, hidden_apart=True) if apart else [p for p in model.parameters() if p.ndim == 2]
     optimizer = get_optimizer("muon", groups, {"lr": 0.1})
-    assert type(optimizer).__module__.startswith("pytorch_optimizer")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert "momentum_buffer" in optimizer.state[model[0].weight]

@@ -18,7 +18,7 @@ from test_training import CONFIG, Texts, equal, train
 
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History, RunProgress
-from bertlab.model.config import BertLabConfig
+from bertlab.model.config import BertLabConfig, count_matrices
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.monitors import MemoryMonitor, StepFlops, Throughput
@@ -58,7 +58,8 @@ def test_a_batch_costs_what_its_documents_cost_one_by_one():
     counts = np.bincount(lengths, minlength=33)
     alone = sum(n * config.flops_per_token(n, 0) for n in lengths)
     D, V = config.hidden_size, config.vocab_size
-    head = labels * 6 * (D * D + V * D)  # by hand: two matrices, forward and backward
+    last = D * D + count_matrices(config)["MLP"]  # of the last block, what its attention hands on
+    head = labels * 6 * (D * D + V * D + last)  # by hand: each matrix, forward and backward
     assert StepFlops(config.flops_per_token).total(counts, labels) == pytest.approx(alone + head)
     mean = sum(n * n for n in lengths) / sum(lengths)
     by_mean = sum(lengths) * config.flops_per_token(mean, labels / sum(lengths))
