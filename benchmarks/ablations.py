@@ -2,7 +2,7 @@
 
     python benchmarks/ablations.py [--arms NAME ...] [--steps 440] [--seeds 3] [--workers 2] [--list] [--quick]
 
-The demo's recipe in half of its steps is the control. Every arm changes one thing. Its peak rate is tuned on seed 0
+The first demo's recipe in half of its steps is the control. Every arm changes one thing. Its peak rate is tuned on seed 0
 over a grid of factors of two around the control's best, and further while the best lies at an end; then all seeds run
 at that rate. Runs have one thread each, several side by side: how long they take is not read from them. What a step
 of an arm costs is measured apart, in turns with the control, on all threads; an arm whose step costs c runs once more
@@ -41,7 +41,7 @@ SAME = 0.03  # relative difference of a step's cost that is none
 
 @dataclass(frozen=True)
 class Arm:
-    "One change to the demo's recipe."
+    "One change to the first demo's recipe."
 
     about: str
     recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in a file of `bertlab speedrun`
@@ -83,7 +83,7 @@ def joined(*recipes: Mapping) -> dict:
 
 
 ARMS = {
-    "control": Arm("the demo's recipe"),
+    "control": Arm("the first demo's recipe"),
     # the optimizer and its batch
     "muon": Arm("Muon for hidden matrices", model(optimizer_class="muon"), centre=2.0),
     "muon, tables at half": Arm("Muon, and half of its rate for the embedding", model(optimizer_class="muon"),
@@ -121,7 +121,7 @@ ARMS = {
     "init 0.02": Arm("all weights begin half as wide", shape(initializer_range=0.02)),
     # parts of the model
     "squared relu": Arm("plain MLP with squared ReLU, as many weights", shape(
-        mlp="plain", hidden_activation="relu2", intermediate_size=576)),
+        mlp="plain", hidden_activation="relu_squared", intermediate_size=576)),
     "swiglu": Arm("SiLU in the gated MLP", shape(hidden_activation="silu")),
     "qk norm": Arm("queries and keys normed", shape(qk_norm=True)),
     "rms norm": Arm("RMS norms", shape(norm="rms")),

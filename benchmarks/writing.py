@@ -26,6 +26,7 @@ import torch
 from sides import Ledger, common_parser, fingerprint, judge, machine, say, write_result
 
 import bertlab
+from bertlab.cli.demo import FIRST_RECIPE
 from bertlab.core.devices import describe_device
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.module import PretrainingDataModule
@@ -221,10 +222,15 @@ def verdicts(seeds: list[dict]) -> list[dict]:
     return judged
 
 
+FIRST = ("num_hidden_layers", "steps", "optimizer", "learning_rate", "warmup_fraction")
+
+
 def demo_at(folder: Path, quick: bool) -> Path:
     "The demo's run in a folder; trained now where it is not there."
     if not (folder / "metrics.json").exists():  # its last file
-        words = ["--steps", "40", "--hidden-size", "64", "--vocab-size", "1000"] if quick else []
+        first = {name: getattr(FIRST_RECIPE, name) for name in FIRST}  # what the committed figures began with
+        first |= {"steps": 40, "hidden_size": 64, "vocab_size": 1000} if quick else {}
+        words = [word for name, value in first.items() for word in (f"--{name}", str(value))]
         subprocess.run([sys.executable, "-m", "bertlab.cli.main", "demo", "--output", folder, "--overwrite", *words],
                        check=True, stdout=subprocess.DEVNULL)  # fmt: skip
     return folder

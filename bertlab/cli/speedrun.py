@@ -16,14 +16,14 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from .demo import Recipe, demo_config
+from .demo import FIRST_RECIPE, demo_config
 from .options import COMMANDS
 from ..core.files import written_whole
 from ..core.names import did_you_mean, look_up
@@ -80,8 +80,8 @@ _DATA_KWARGS = ("overflow", "overlap")  # how long documents are cut; everything
 
 
 def load_speedrun(
-    path: str | os.PathLike | None,  # a YAML file; None: the demo's recipe
-) -> dict[str, dict[str, Any]]:  # what differs from the demo, by section
+    path: str | os.PathLike | None,  # a YAML file; None: the first demo's recipe
+) -> dict[str, dict[str, Any]]:  # what differs from the first demo, by section
     "Read a recipe. Raises `ValueError` for a key that the track decides, or that is none."
     said = read_yaml(path) if path is not None else {}
     where = f"{path}: " if path is not None else ""
@@ -223,8 +223,9 @@ def speedrun_config(
     output: str | os.PathLike,
     seed: int,
 ) -> dict[str, Any]:  # for `Run`
-    "The demo's configuration with a recipe's changes and the track's keys."
-    base = Recipe(vocab_size=track.vocab_size, max_sequence_length=track.max_sequence_length)
+    "The first demo's configuration with a recipe's changes and the track's keys."
+    base = replace(FIRST_RECIPE, vocab_size=track.vocab_size,
+                   max_sequence_length=track.max_sequence_length)
     config = copy.deepcopy(demo_config(base, output)) | {"seed_everything": seed}
     for section, options in recipe.items():
         for name, value in options.items():
@@ -292,7 +293,7 @@ def recipe_sha256(recipe: Mapping[str, Any]) -> str:
 def _thinned(curve: Sequence[Any], most: int = CURVE_POINTS) -> list[Any]:
     "At most so many points of a curve, the last among them."
     every = -(-len(curve) // most)
-    return [*curve[every - 1 :: every]] if every else []
+    return [*curve[(len(curve) - 1) % every :: every]] if every else []
 
 
 def arrived(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
@@ -320,7 +321,7 @@ def summarize_speedrun(log: Mapping[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/cli/07_speedrun.ipynb #33c87e4a
 def speedrun(
-    recipe: str | os.PathLike | None = None,  # YAML file; none: the demo's recipe
+    recipe: str | os.PathLike | None = None,  # YAML file; none: the first demo's recipe
     track: str = "laptop",  # laptop, gpu-hour, or ten-minutes
     output: str = "bertlab-speedrun",  # directory of the attempt
     seeds: Sequence[int] = (0, 1, 2),  # one run each; a record needs three

@@ -195,3 +195,11 @@ def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         assert main(["speedrun", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"], "nothing is made"
+
+
+@pytest.mark.parametrize("number", [0, 1, 199, 200, 201, 560, 599, 600, 601])
+def test_a_thinned_curve_ends_where_the_run_ended(number):
+    curve = [(step, step / 2, 4.0) for step in range(1, number + 1)]
+    kept = races._thinned(curve)
+    assert len(kept) <= races.CURVE_POINTS and kept[-1:] == curve[-1:]
+    assert kept == sorted(kept) and (number > races.CURVE_POINTS or kept == curve)

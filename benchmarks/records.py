@@ -1,0 +1,79 @@
+"""The recipes of benchmarks/records on the laptop's track, side by side: what each needs, and where each ends.
+
+    python benchmarks/records.py [--only NAME ...] [--rounds 3] [--text FILE] [--quick]
+
+A round is a seed. results/records/laptop.json holds the table, and beside it lies the log of each recipe, which
+`bertlab speedrun --check` reads again. With --text the same recipes are asked about other text, on which nothing was
+tuned; its held-out tenth judges, and other_text.json holds what came out.
+
+Run it on a quiet machine: the clock is the point.
+"""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from sides import RESULTS, Ledger, alternate, common_parser, fingerprint, machine, ratios, write_result
+
+from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed, speedrun
+
+RECIPES = Path(__file__).parent / "records"
+BASE = "first_demo"
+
+
+def attempt(case: dict) -> dict:
+    "One seed of one recipe: the log of `bertlab speedrun`, or on other text what its track gives."
+    said, seed = load_speedrun(RECIPES / f"{case['recipe']}.yaml"), case["round"]
+    if case["quick"]:
+        model = {**said.get("model", {}), "scheduler_warmup_steps": 1, "scheduler_cooldown_steps": 1}
+        said |= {"model": model, "trainer": {"max_steps": 4}}
+    with tempfile.TemporaryDirectory() as folder:
+        if case["text"] is None:
+            recipe = Path(folder) / "recipe.yaml"
+            recipe.write_text(yaml.safe_dump(said), encoding="utf-8")
+            return speedrun(recipe, "laptop", f"{folder}/run", [seed])
+        track = replace(TRACKS["laptop"], name="other text", source=case["text"], target=None)
+        return {"attempts": [vars(run_seed(track, said, f"{folder}/run", seed, track.text())[0])]}
+
+
+def row(runs: list[dict], base: list[dict]) -> dict:
+    "What a table shows of a recipe, beside the base's seconds of the same seed."
+    shares = [ratios([one], [other], "train_seconds")["median"] for one, other in zip(runs, base, strict=True)]
+    return {"seconds": [round(one["train_seconds"], 2) for one in runs], "share_of_base": shares,
+            "steps": runs[0]["steps"], "losses": [one["validation_loss"] for one in runs],
+            "bits_per_byte": [one["bits_per_byte"] for one in runs]}  # fmt: skip
+
+
+def shown(log: dict) -> str:
+    run = log["attempts"][0]
+    return f"{run['validation_loss']:.3f} nats, {run['bits_per_byte']:.4f} bits per byte, {run['train_seconds']:.1f} s"
+
+
+def main() -> None:
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    parser = common_parser(__doc__.splitlines()[0], "records/laptop", rounds=3)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="of benchmarks/records")
+    parser.add_argument("--text", help="file or directory of other text (default: the track's)")
+    options = parser.parse_args()
+    if options.case:
+        return print(json.dumps(attempt(json.loads(options.case))))
+    if options.text and options.output == RESULTS / "records" / "laptop.json":
+        options.output = options.output.with_name("other_text.json")
+    names = list(dict.fromkeys([BASE, *options.only]))
+    cases = {name: {"recipe": name, "text": options.text, "quick": options.quick} for name in names}
+    kept = options.kept / f"records{'-text' * bool(options.text)}{'-quick' * options.quick}"
+    ledger, where = Ledger(kept, fingerprint(__file__), options.fresh), machine(options.threads)
+    logs = alternate(__file__, cases, options.rounds, options.threads, ledger, shown)
+    runs = {name: [log["attempts"][0] for log in each] for name, each in logs.items()}
+    write_result(options.output, {
+        "what": __doc__.splitlines()[0], "machine": where,
+        "text": Path(options.text).name if options.text else "the track's",
+        "rows": {name: row(found, runs[BASE]) for name, found in runs.items()}})  # fmt: skip
+    for name in [] if options.text else names:
+        write_result(options.output.with_name(f"{name}.log.json"), {**logs[name][-1], "attempts": runs[name]})
+
+
+if __name__ == "__main__":
+    main()
