@@ -1,6 +1,7 @@
 """Write constraints.txt: the versions that a fresh install gets today, for each supported Python.
 
     python scripts/constraints.py python3.11 python3.10 python3.12 python3.13
+    python scripts/constraints.py --keep python3.11 ...      what stands there stays; only what is missing comes in
 
 Each interpreter resolves the runtime dependencies and the `dev` extra without installing them.
 The first one leads: the others take its versions where they can, so that few lines need a marker.
@@ -16,6 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +49,12 @@ def runs_on(metadata: dict, python: str) -> bool:
     return SpecifierSet(metadata.get("requires_python") or "").contains(python)
 
 
+def minor_version(python: str) -> str:
+    "3.11 of an interpreter."
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
 def resolve(
     python: str,  # an interpreter's name or path
     folder: Path,  # where its scratch environment goes
@@ -54,8 +62,7 @@ def resolve(
 ) -> tuple[str, dict[str, str]]:  # its minor version, and {name: version}
     "What pip would install for one interpreter."
     folder.mkdir()
-    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
-    version = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    version = minor_version(python)
     subprocess.run([python, "-m", "venv", folder / "venv"], check=True)
     pip = [str(folder / "venv/bin/python"), "-m", "pip"]
     subprocess.run([*pip, "install", "--quiet", "--upgrade", "pip"], check=True)
@@ -106,13 +113,22 @@ def merge(resolved: dict[str, dict[str, str]]) -> list[str]:
     return lines
 
 
-def main(interpreters: list[str]) -> None:
+def standing(python: str) -> dict[str, str]:
+    "The versions in constraints.txt for one minor version of Python."
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    found = [Requirement(line) for line in lines]
+    return {one.name: next(iter(one.specifier)).version for one in found
+            if one.marker is None or one.marker.evaluate({"python_version": python})}  # fmt: skip
+
+
+def main(words: list[str]) -> None:
+    keep, interpreters = "--keep" in words, [word for word in words if word != "--keep"]
     if not interpreters:
-        sys.exit("usage: python scripts/constraints.py PYTHON...   (one interpreter for each version)")
+        sys.exit("usage: python scripts/constraints.py [--keep] PYTHON...   (one interpreter for each version)")
     resolved: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as name:
         for number, python in enumerate(interpreters):
-            lead = next(iter(resolved.values()), {})
+            lead = standing(minor_version(python)) if keep else next(iter(resolved.values()), {})
             version, found = resolve(python, Path(name) / str(number), lead)
             resolved[version] = found
     new = ROOT / "constraints.txt.tmp"

@@ -53,7 +53,9 @@ esac
 quiet=--quiet
 [ -t 1 ] && quiet=
 echo "Installing bertlab into .venv (some minutes the first time)"
-.venv/bin/python -m pip install $quiet --disable-pip-version-check --constraint constraints.txt --editable "$what"
+# Python 3.10 brings a pip that builds old packages (seqeval) in the environment itself, where what they need is missing.
+.venv/bin/python -m pip install $quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt \
+    --editable "$what"
 
 # dev holds docs, and each holds what a run needs.
 touch .venv/.run
