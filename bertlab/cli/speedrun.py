@@ -568,7 +568,9 @@ def format_score(score: ModelScore) -> str:
     time = known if score.seconds is None else f"{score.seconds:.0f} s"
     if score.seconds is not None and limit is not None:
         time += f" of {limit:.0f} s" + ("" if score.in_time else ": over time")
-    verdict = "reads" if score.reads else "does not read yet: its interval reaches the line"
+    verdict = ("reads" if score.reads else
+               "does not read yet: its loss lies above the line" if score.nats[1] > score.line else
+               "not known to read: its interval holds the line")
     lines = {"directory": score.directory, "training": time,
              "loss": "{:.3f} nats per hidden token ({:.3f} to {:.3f})".format(*score.nats),
              "in bits": "{:.4f} per byte ({:.4f} to {:.4f})".format(*score.bits),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from ..core.names import look_up
+from ..data.rows import IGNORED
 from ..model.encoder import layer_context
 from ..model.heads import BertLabForMaskedLM
 from ..model.layers import gather_positions
@@ -52,8 +53,9 @@ class EncoderStage(nn.Module):
             self.embeddings = encoder.embeddings
         if self.last:
             self.final_norm, self.head = encoder.final_norm, model.head
-            if c.tie_word_embeddings:
-                self.table = nn.Parameter(encoder.embeddings.tokens.weight.detach().clone())
+            if c.tie_word_embeddings:  # one stage alone has one table; else this is a copy
+                table = encoder.embeddings.tokens.weight
+                self.table = table if self.first else nn.Parameter(table.detach().clone())
 
     def forward(
         self,
@@ -108,7 +110,7 @@ def pipeline_step(
     given = (batch["input_ids"],) if stage.first else ()
     last = {"target": labels, "losses": losses} if stage.last else {}
     schedule.step(*given, **rest, **last)
-    count = (labels != -100).sum()
+    count = (labels != IGNORED).sum().clamp(min=1)  # no label: no loss, and no gradient
     for p in stage.parameters():
         p.grad /= count
     return (sum(losses) / count).item() if stage.last else None
@@ -116,8 +118,12 @@ def pipeline_step(
 
 def keep_tied(stage: EncoderStage) -> None:
     "Add up the gradients of the table's two copies, before the optimizer moves them alike."
-    table = stage.embeddings.tokens.weight if stage.first else getattr(stage, "table", None)
-    tied = stage.config.tie_word_embeddings
-    ends = dist.new_group([0, dist.get_world_size() - 1]) if tied else None  # all must call it
-    if tied and (stage.first or stage.last):
-        dist.all_reduce(table.grad, group=ends)
+    if not stage.config.tie_word_embeddings or stage.first == stage.last:
+        return  # a stage between the ends has no table, and a stage alone has one
+    table = stage.embeddings.tokens.weight if stage.first else stage.table
+    other = dist.get_world_size() - 1 if stage.first else 0
+    theirs = torch.empty_like(table.grad)
+    both = [dist.P2POp(dist.isend, table.grad, other), dist.P2POp(dist.irecv, theirs, other)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    table.grad += theirs

@@ -119,6 +119,14 @@ def test_without_a_record_nobody_knows_what_a_model_has_read(model_dir, corpus):
     assert score.seconds is None and score.in_time is None and "unknown" in format_score(score)
 
 
+@pytest.mark.parametrize("nats, verdict", [
+    ((3.0, 2.9, 3.1), "reads"), ((4.0, 3.8, 4.2), "not known to read"), ((5.0, 4.9, 5.1), "above the line")])  # fmt: skip
+def test_a_verdict_tells_a_loss_above_the_line_from_one_that_may_be_below(nats, verdict, model_dir, corpus):
+    score = replace(score_model(model_dir, "tiny", corpus), nats=nats, line=4.1)
+    said = format_score(score).splitlines()[-1]
+    assert verdict in said and score.reads == (verdict == "reads")
+
+
 @pytest.mark.parametrize("seconds, in_time", [(30.5, True), (605, True), (700, False)])
 def test_the_seconds_of_the_run_are_held_against_the_track(seconds, in_time, model_dir, corpus):
     add_run(model_dir, corpus.sha256, json.dumps({"train_seconds": seconds}))

@@ -21,6 +21,7 @@ SHAPES = {
     "learned positions": dict(attention_positions="none", embedding_positions="learned", norm_position="post"),
 }  # fmt: skip
 BATCH = {k: v for k, v in batch_of(*range(4, 12)).items()}
+UNLABELLED = BATCH | {"labels": torch.full_like(BATCH["labels"], -100)}
 
 
 def model_of(name):
@@ -51,6 +52,14 @@ def test_stages_one_after_the_other_are_the_model(name, num_stages):
     torch.testing.assert_close(x, wanted, atol=1e-5, rtol=0)
 
 
+def test_one_stage_alone_has_one_tied_table():
+    model = model_of("tied")
+    stage = EncoderStage(model, 0, 1)
+    assert stage.table is stage.embeddings.tokens.weight
+    assert sum(p.numel() for p in stage.parameters()) == sum(p.numel() for p in model.parameters())
+    keep_tied(stage)  # nothing to add up, and nobody to ask
+
+
 def test_what_cannot_be_scheduled_is_refused():
     stage = EncoderStage(model_of("tied"), 0, 2)
     with pytest.raises(ValueError, match="num_microbatches=3"):
@@ -67,9 +76,13 @@ def worker(folder):
         for kind in ("gpipe", "1f1b"):
             stage = EncoderStage(model_of(name), rank, 2)
             schedule = make_schedule(stage, BATCH, 4, kind)
-            losses = [pipeline_step(schedule, stage, BATCH) for _ in range(1)]
+            losses = [pipeline_step(schedule, stage, BATCH)]
             keep_tied(stage)
-            found[name, kind] = losses, {k: p.grad for k, p in stage.named_parameters()}
+            found[name, kind] = losses, {k: p.grad.clone() for k, p in stage.named_parameters()}
+            stage.zero_grad()
+            losses = [pipeline_step(schedule, stage, UNLABELLED)]
+            keep_tied(stage)
+            assert losses[0] in (None, 0.0) and not any(p.grad.any() for p in stage.parameters())
     torch.save(found, folder / f"{rank}.pt")
 
 
