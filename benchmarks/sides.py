@@ -16,8 +16,10 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from demo import processor
@@ -53,20 +55,23 @@ class Ledger:
 
     def __init__(self, path: str | Path, code: str, fresh: bool = False):
         self.path, self.code, self.figures = Path(path).with_suffix(".figures.json"), code, {}
+        self.lock = threading.Lock()
         if not fresh and self.path.exists():
             kept = json.loads(self.path.read_text(encoding="utf-8"))
             self.figures = kept["figures"] if kept["code"] == code else {}
 
     def ask(self, key: str, measure: Callable[[], dict]) -> tuple[dict, bool]:
-        "Figures under a key and whether they were there; measured now if not."
+        "Figures under a key and whether they were there; measured now if not. Several may ask at once."
         if key in self.figures:
             return self.figures[key], True
-        self.figures[key] = measure()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(self.path) as temporary:
-            text = json.dumps({"code": self.code, "figures": self.figures}, indent=1)
-            temporary.write_text(text, encoding="utf-8")
-        return self.figures[key], False
+        found = measure()
+        with self.lock:
+            self.figures[key] = found
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.path) as temporary:
+                text = json.dumps({"code": self.code, "figures": self.figures}, indent=1)
+                temporary.write_text(text, encoding="utf-8")
+        return found, False
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -99,15 +104,21 @@ def alternate(
     threads: int,
     ledger: Ledger,
     show: Callable[[dict], str] = lambda figures: "",
+    at_once: int = 1,  # children that run side by side, where their speed is not compared
 ) -> dict[str, list[dict]]:  # figures by side, a dict for each round
     "Measure all sides in turns."
-    runs = {name: [] for name in cases}
-    for number, name in in_turns(cases, rounds):
-        case = {**cases[name], "round": number}
+
+    def measure(turn: tuple[int, str]) -> dict:
+        (number, name), case = turn, {**cases[turn[1]], "round": turn[0]}
         key = json.dumps([case, threads], sort_keys=True)
-        figures, known = ledger.ask(key, lambda: run_child(script, case, threads))  # noqa: B023
-        runs[name].append(figures)
+        figures, known = ledger.ask(key, lambda: run_child(script, case, threads))
         print(f"  {number + 1}/{rounds} {name:44} {show(figures)}{' (kept)' * known}", flush=True)
+        return figures
+
+    turns, runs = in_turns(cases, rounds), {name: [] for name in cases}
+    with ThreadPoolExecutor(at_once) as pool:
+        for (_, name), figures in zip(turns, pool.map(measure, turns)):
+            runs[name].append(figures)
     return runs
 
 
