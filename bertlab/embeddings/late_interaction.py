@@ -14,28 +14,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .bi_encoder import BiEncoder, plan_batches
+from .bi_encoder import BiEncoder, on_each_core, plan_batches
 from .pooling import pack_texts, text_slots
 
 # %% ../../nbs/embeddings/09_late_interaction.ipynb #876133ec
-@torch.inference_mode()
 def token_vectors(
     model: BiEncoder,
     texts: Sequence[str],
-    batch_tokens: int = 4096,  # positions that are computed at once, about
+    batch_tokens: int = 2048,  # positions that are computed at once, about; on a CPU, a core
 ) -> list[Tensor]:  # (T, D) of each text, of length 1, special tokens included
     "Encode texts and keep the vector of each token."
     ids, found = model.tokenize(texts), [torch.empty(0)] * len(texts)
     pad = model.encoder.config.pad_token_id or 0
-    lengths = [*map(len, ids)]
-    for members, row_length in plan_batches(lengths, batch_tokens, model.row_length):
-        batch = {name: torch.from_numpy(value).to(model.encoder.device) for name, value in
-                 pack_texts([ids[n] for n in members], row_length, pad).items()}
-        order = batch.pop("text_order")
-        states_BLD = F.normalize(model.encoder(**batch).last_hidden_state.float(), dim=-1)
-        slots_BL, _ = text_slots(batch["attention_mask"], len(members))
-        for n, slot in zip(members, order.tolist()):
-            found[n] = states_BLD[slots_BL == slot].cpu()
+    lengths, device = [*map(len, ids)], model.encoder.device
+
+    def encode_batch(planned: tuple[np.ndarray, int]) -> None:
+        members, row_length = planned
+        rows = pack_texts([ids[n] for n in members], row_length, pad)
+        with torch.inference_mode():  # of this thread
+            batch = {name: torch.from_numpy(value).to(device) for name, value in rows.items()}
+            order = batch.pop("text_order")
+            states_BLD = F.normalize(model.encoder(**batch).last_hidden_state.float(), dim=-1)
+            slots_BL, _ = text_slots(batch["attention_mask"], len(members))
+            for n, slot in zip(members, order.tolist()):
+                found[n] = states_BLD[slots_BL == slot].cpu()
+
+    batches = [*plan_batches(lengths, batch_tokens, model.row_length)]
+    if device.type == "cpu":
+        on_each_core(encode_batch, batches)
+    else:
+        for planned in batches:
+            encode_batch(planned)
     return found
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
-from bertlab.embeddings.bi_encoder import BiEncoder, plan_batches, read_layout
+from bertlab.embeddings.bi_encoder import BiEncoder, on_each_core, plan_batches, read_layout
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
@@ -152,3 +153,48 @@ def test_packed_rows_are_no_longer_than_the_encoders_positions():
     texts = draw_texts(30)
     one_by_one = np.concatenate([model.encode([text]) for text in texts])
     assert np.abs(model.encode(texts) - one_by_one).max() < 1e-5
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_each_batch_is_worked_on_once_by_threads_of_one_core(two_threads, count):
+    seen = []
+    on_each_core(lambda batch: seen.append((batch, torch.get_num_threads())), range(count))
+    assert sorted(batch for batch, _ in seen) == list(range(count))
+    assert {threads for _, threads in seen} <= ({1} if count > 1 else {2})
+    assert torch.get_num_threads() == 2
+
+
+def test_an_error_in_a_batch_is_raised_and_ends_the_rest(two_threads):
+    seen = []
+
+    def work(batch):
+        seen.append(batch)
+        raise RuntimeError("batch 0") if batch == 0 else time.sleep(0.01)
+
+    with pytest.raises(RuntimeError, match="batch 0"):
+        on_each_core(work, range(1000))
+    assert len(seen) < 1000 and torch.get_num_threads() == 2
+
+
+def test_batches_on_their_own_cores_have_the_vectors_of_one_thread(two_threads):
+    model, texts = make_model().train(), draw_texts(200)
+    together = model.encode(texts, batch_tokens=64)
+    assert model.training, "as it was"
+    torch.set_num_threads(1)
+    np.testing.assert_allclose(together, model.encode(texts, batch_tokens=64), atol=1e-6)
+
+
+def test_autocast_of_the_caller_holds_on_every_core(two_threads):
+    kinds = set()
+    with torch.autocast("cpu", torch.bfloat16):
+        on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
+    on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
+    assert kinds == {torch.bfloat16, torch.float32}
