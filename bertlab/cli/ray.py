@@ -7,6 +7,7 @@ __all__ = ['launch_of', 'count_places', 'ray_strategy', 'check_shared', 'train_o
 
 # %% ../../nbs/cli/13_ray.ipynb #4f708f3f
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +110,7 @@ def check_shared(
     def look() -> None:
         if not shared.exists():
             raise ValueError(f"run.output={directory} is not the same directory on every machine: "
-                             f"{os.uname().nodename} does not see what another one wrote there; "
+                             f"{platform.node()} does not see what another one wrote there; "
                              "name one on a disk that all of them share")
 
     try:
