@@ -111,6 +111,7 @@ TASKS = {
     "cli/07_speedrun": "Race the clock: bertlab speedrun", "cli/08_vocabularies": "Train tokenizers: bertlab tokenizer",
     "cli/09_adapt": "Average and lengthen models", "cli/10_tune": "Search settings: bertlab tune",
     "cli/11_export": "Export: bertlab export", "cli/12_main": "How the program answers",
+    "cli/13_ray": "Train on a Ray cluster",
     "overview": "Everything on one page", "training_path": "The path of a batch", "extending": "Add a part of your own",
 }  # fmt: skip
 # Between these two lines of nbs/index.ipynb stands the table of all parts.

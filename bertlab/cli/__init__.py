@@ -16,4 +16,5 @@ __getattr__, __dir__ = _lazy_parts(__name__, (
     "tune",
     "export",
     "main",
+    "ray",
 ))

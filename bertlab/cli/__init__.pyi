@@ -12,3 +12,4 @@ from . import adapt as adapt
 from . import tune as tune
 from . import export as export
 from . import main as main
+from . import ray as ray

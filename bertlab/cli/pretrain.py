@@ -54,7 +54,8 @@ from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, data_objective, load_encoder
 from ..train.modules import pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import batch_options, count_processes, find_launch, get_strategy
+from ..train.parallel import Launch, batch_options, count_processes, find_launch
+from ..train.parallel import get_strategy
 from ..train.steps import count_readers
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
@@ -324,12 +325,13 @@ class Run:
         resume: bool = False,
         overwrite: bool = False,
         notes: Mapping[str, Any] | None = None,  # kept in run.yaml beside the configuration
+        launch: Launch | None = None,  # who started this process; None: as torchrun or SLURM says
     ):
         self.config = {name: dict(part) if isinstance(part, Mapping) else part
                        for name, part in config.items()}
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
         self.chosen_shape: str | None = None  # where nobody named one
-        if (launch := find_launch()) is not None:  # who started the processes knows how many
+        if launch := launch or find_launch():  # who started the processes knows how many
             self.config["trainer"] |= {"devices": launch.devices, "num_nodes": launch.num_nodes}
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)

@@ -86,7 +86,7 @@ def test_the_metadata_says_what_the_project_is(built):
     assert metadata["Requires-Python"] == ">=3.10"
     assert {
         "dev", "docs", "gpu", "tpu", "loggers", "optimizers", "quantized", "adapters", "embeddings", "export", "mds",
-        "prepare", "tune",
+        "prepare", "ray", "tune",
     } == set(metadata.get_all("Provides-Extra"))  # fmt: skip
     assert len(metadata.get_payload()) > 500, "the README is the description"
 
