@@ -521,6 +521,16 @@ def estimate_run(
         trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)
 
 
+def _without_split(config: Mapping[str, Any]) -> dict[str, Any]:
+    "A recorded configuration, without what `run.batch_tokens` was split into for its processes."
+    split = {"data": "train_batch_size", "trainer": "accumulate_grad_batches"}
+    if not isinstance(run := config.get("run"), Mapping) or not run.get("batch_tokens"):
+        return dict(config)
+    return {part: {name: value for name, value in options.items() if name != split[part]}
+            if part in split and isinstance(options, Mapping) else options
+            for part, options in config.items()}
+
+
 def ask_for_run(
     command: str,  # a key of COMMANDS
     words: Sequence[str] | Asked,  # of the command line
@@ -532,7 +542,7 @@ def ask_for_run(
     output = resume if isinstance(resume, str) else asked.config["run"]["output"]
     marker = Path(output) / MARKER
     if resume and marker.exists():
-        asked = COMMANDS[command].parse(asked.words, read_yaml(marker))
+        asked = COMMANDS[command].parse(asked.words, _without_split(read_yaml(marker)))
     asked.config["run"]["output"] = output
     return replace(asked, resume=bool(resume))
 

@@ -18,6 +18,7 @@ from bertlab.cli.main import main
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import find_checkpoint
+from bertlab.train.parallel import Launch
 
 CONFIG = {
     "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -93,6 +94,20 @@ def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_
     assert (config["data"]["train_batch_size"], config["trainer"]["accumulate_grad_batches"]) == (4, 4)
     assert config["data"]["val_batch_size"] == 4
     assert "train_batch_size=5" in said(capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5")
+
+
+def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processes(words, tmp_path):
+    tokens, output = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"], str(tmp_path / "run")
+    asked = ask_for_run("pretrain", [*words, *tokens, "--run.output", output])
+    begun = Run(asked.config, launch=Launch("torchrun", rank=0, world_size=2, num_nodes=1))
+    assert begun.config["trainer"]["accumulate_grad_batches"] == 2, "16 rows, 8 in each process, 4 at once"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").write_text(begun.text)
+    for processes, window in ((1, 4), (2, 2), (4, 1)):
+        again = Run(ask_for_run("pretrain", [], output).config, True, launch=Launch("torchrun", 0, processes, 1))
+        assert (again.config["trainer"]["accumulate_grad_batches"], again.config["data"]["train_batch_size"]) == (window, 4)
+    with pytest.raises(ValueError, match="train_batch_size=5"):
+        Run(ask_for_run("pretrain", ["--data.train_batch_size", "5"], output).config, True)
 
 
 def test_null_switches_clipping_off_and_leaves_other_choices_to_the_trainer(words):

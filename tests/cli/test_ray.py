@@ -229,7 +229,7 @@ def test_more_deaths_than_allowed_end_the_run_and_one_process_goes_on(calm):
     with pytest.raises(TrainingFailedError):
         train_on_ray(words_of("ended", "--trainer.callbacks", "deaths.DieTwice"), max_failures=0)
     assert Path("gone-5").exists() and Path("ended/checkpoints/step-00000004.ckpt").exists()
-    found = pretrain(["--trainer.devices", "1", "--data.train_batch_size", "8"], resume="ended")
+    found = pretrain(["--trainer.devices", "1"], resume="ended")
     assert found["steps"] == STEPS and losses("ended") == pytest.approx(losses(calm), abs=2e-5)
 
 
@@ -239,7 +239,7 @@ def test_ray_goes_on_where_one_process_stopped(cluster):
     shutil.copytree("one", "on")
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
         Path("on/checkpoints", newer).unlink()
-    assert train_on_ray(["--data.train_batch_size", "4"], resume="on", num_workers=2)["steps"] == STEPS
+    assert train_on_ray(resume="on", num_workers=2)["steps"] == STEPS
     assert losses("on") == pytest.approx(losses("one"), abs=2e-5)
 
 
