@@ -6,6 +6,7 @@ A row is the page, the exercise, what cells of the page its check needs (by a li
 HIDE, NOTHING, RATE = "03_hide_and_predict", "04_nothing_is_happening", "05_rate_over_time"
 LEARN, ONE_LABEL, OWN = "06_did_it_learn", "07_whole_text_one_label", "08_your_own_text"
 PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "12_from_lab_to_day"
+RECORD = "13_record_in_an_afternoon"
 MORE_WRONG = [
     (HIDE, "gap_loss", ("def gap_loss",), """def gap_loss(z_BLV, labels_BL):
     asked_BL = labels_BL != -100
@@ -47,6 +48,22 @@ MORE_WRONG = [
     (DAY, "steps_left", ("def steps_left",), """def steps_left(hours, seconds_per_step, every, pause):
     rounds, rest = divmod(hours * 3600, every * seconds_per_step + pause)
     return int(rounds * every + min(every, rest / seconds_per_step))""", "save at the end"),
+    (RECORD, "predicted_gain", ("def predicted_gain",), """def predicted_gain():
+    return 0.4, 0.1""", "the lower end comes first"),
+    (RECORD, "predicted_gain", ("def predicted_gain",), """def predicted_gain():
+    return -0.1, 0.4""", "choose a side of 0"),
+    (RECORD, "predicted_gain", ("def predicted_gain",), """def predicted_gain():
+    return 0, 5""", "no run could contradict"),
+    (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
+    means = {arm: {rate: np.mean(found[rate]) for rate in found} for arm, found in losses.items()}
+    best = min(means["control"], key=means["control"].get)
+    return means["control"][best] - means["idea"][best]""", "each arm has a best rate"),
+    (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
+    control, idea = (min(min(seeds) for seeds in found.values()) for found in losses.values())
+    return control - idea""", "the best single seed is luck"),
+    (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
+    control, idea = (min(np.mean(seeds) for seeds in found.values()) for found in losses.values())
+    return control - idea""", "a best rate at an end"),
     ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
     return float((guesses == labels).mean())""", "counting the -100s"),
     ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
