@@ -5,7 +5,9 @@
 
 encode   the embedded corpus' short texts (first 120 letters of each docstring's first line) by the same weights in
          float32: `BiEncoder.encode` against `SentenceTransformer.encode`, which sorts by length and pads. Both
-         begin at texts and end at numpy arrays of length 1. The largest difference of a number is reported.
+         begin at texts and end at numpy arrays of length 1. The largest difference of a number is reported. Then once
+         more beside another program that keeps one core busy; and what a profile of our side says of the matrix
+         products alone: so many texts per second there would be if nothing else took time.
 train    pairs per second of optimizer steps, the same weights, pairs, batch, precision and AdamW: `EmbeddingModule`
          with `chunk_rows` on packed rows against SentenceTransformerTrainer with
          CachedMultipleNegativesRankingLoss, whose mini-batch is tried at two sizes; the faster one counts.
@@ -16,7 +18,10 @@ Sides take turns in fresh processes; see `sides`. The targets are 3 times, 1.5 t
 baselines; what misses is said and ends nothing.
 """
 
+import contextlib
 import json
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -48,6 +53,34 @@ def save_bi_encoder(demo: str, place: Path) -> None:
     BiEncoder.load(demo, max_sequence_length=LENGTH).save(place)
 
 
+@contextlib.contextmanager
+def busy_loop():
+    "Another program that wants a core, until the end of the block or of this process."
+    loop = "import os; me = os.getppid()\nwhile os.getppid() == me: pass"
+    with subprocess.Popen([sys.executable, "-c", loop]) as other:
+        try:
+            yield
+        finally:
+            other.kill()
+
+
+def measure_products(case: dict) -> dict:
+    "Texts per second if our side's matrix products alone took time, on all threads of this process."
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from bertlab.embeddings.bi_encoder import BiEncoder
+
+    texts, threads, model = short_texts(case["count"]), torch.get_num_threads(), BiEncoder.load(case["model"])
+    torch.set_num_threads(1)  # the profiler sees this thread
+    model.encode(texts[:200])
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        model.encode(texts)
+    spent = {row.key: row.self_cpu_time_total for row in found.key_averages()}  # microseconds
+    products = sum(spent.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm"))
+    return {"texts_per_second": len(texts) * threads / (products / 1e6), "share_of_the_time": products / sum(spent.values())}
+
+
 def measure_encode(case: dict) -> dict:
     "Texts per second, and vectors for the comparison."
     import numpy as np
@@ -64,9 +97,10 @@ def measure_encode(case: dict) -> dict:
         model = SentenceTransformer(case["model"], device="cpu")
         encode = lambda some: model.encode(some, batch_size=case["batch"], show_progress_bar=False)  # noqa: E731
     encode(texts[:200])  # warm
-    begin = time.perf_counter()
-    vectors = encode(texts)
-    seconds = time.perf_counter() - begin
+    with busy_loop() if case.get("busy") else contextlib.nullcontext():
+        begin = time.perf_counter()
+        vectors = encode(texts)
+        seconds = time.perf_counter() - begin
     sample = np.asarray(vectors)[:: max(1, len(texts) // 50)][:50]
     return {"texts_per_second": len(texts) / seconds, "texts": len(texts), "sample": sample.round(8).tolist()}
 
@@ -159,7 +193,7 @@ def measure_quality(case: dict) -> dict:
             "finished": trainer.global_step >= case["steps"]}  # fmt: skip
 
 
-MEASURES = {"encode": measure_encode, "train": measure_train, "quality": measure_quality}
+MEASURES = {"encode": measure_encode, "products": measure_products, "train": measure_train, "quality": measure_quality}
 
 
 def encode_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
@@ -173,13 +207,19 @@ def encode_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
     best = max(list(cases)[1:], key=lambda name: spread(f["texts_per_second"] for f in runs[name])["median"])
     apart = max(float(np.abs(np.array(f["sample"]) - np.array(runs["bertlab"][0]["sample"])).max())
                 for found in runs.values() for f in found)  # fmt: skip
+    busy = {f"{name}, one core busy": {**cases[name], "busy": True} for name in ("bertlab", best)}
+    runs |= alternate(__file__, busy, options.rounds, options.threads, ledger, show)
+    alone = {"products alone": {**base, "part": "products"}}
+    ceiling = alternate(__file__, alone, options.rounds, options.threads, ledger, show)["products alone"]
     for found in runs.values():
         for figures in found:
             figures.pop("sample")
     ratio = ratios(runs["bertlab"], runs[best], "texts_per_second")
+    beside = ratios(*(runs[name] for name in busy), "texts_per_second")
     judged = [judge(f"texts per second over {best}", ratio["median"], at_least=3),
               judge("largest difference of a number", apart, at_most=1e-5)]  # fmt: skip
-    return {"runs": runs, "ratio": ratio, "best_of_theirs": best, "largest_difference": apart}, judged
+    return {"runs": runs, "ratio": ratio, "best_of_theirs": best, "largest_difference": apart, "one_core_busy": beside,
+            "products_alone": {"runs": ceiling, "ratio": ratios(ceiling, runs[best], "texts_per_second")}}, judged
 
 
 def train_part(options, ledger, model: str) -> tuple[dict, list[dict]]:

@@ -41,7 +41,8 @@ def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
     assert all(answers and max(answers) < len(task.documents) for answers in task.relevant)
     assert not set(task.train.texts()) & set(task.queries + task.documents)
     scores = score_queries(bm25_scores(task.queries, task.documents), task.relevant)
-    assert scores["recall_10"].mean() > 5 * 10 / len(task.documents), "words in common must help"
+    by_chance = 10 / len(task.documents)
+    assert scores["recall_10"].mean() > min(0.9, 5 * by_chance), "words in common must help"
 
 
 def test_one_query_with_two_answers_and_one_document_for_two_queries():

@@ -11,6 +11,7 @@ import yaml
 from conftest import ROOT
 from packaging.requirements import Requirement
 from packaging.version import Version
+from versions import tomllib
 
 LOCK = """\
 # a comment
@@ -32,8 +33,6 @@ def test_what_is_asked_for_is_what_an_installation_has():
 
 
 def test_every_direct_dependency_of_ours_has_a_lower_bound():
-    import tomllib
-
     asked = versions.direct(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     assert len(asked) > 12 and not [name for name, one in asked.items() if versions.lower_bound(one) is None]
 
@@ -80,8 +79,6 @@ def asked(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "versions.py").write_text((ROOT / "scripts/versions.py").read_text())
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    import tomllib
-
     wanted = versions.direct(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
     (tmp_path / "lock").write_text("".join(f"{name}=={versions.lower_bound(one)}\n" for name, one in wanted.items()))
     (tmp_path / "bin").mkdir()
