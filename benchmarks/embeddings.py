@@ -6,8 +6,8 @@
 encode   the embedded corpus' short texts (first 120 letters of each docstring's first line) by the same weights in
          float32: `BiEncoder.encode` against `SentenceTransformer.encode`, which sorts by length and pads. Both
          begin at texts and end at numpy arrays of length 1. The largest difference of a number is reported. Then once
-         more beside another program that keeps one core busy; and what a profile of our side says of the matrix
-         products alone: so many texts per second there would be if nothing else took time.
+         more beside another program that keeps one core busy; and how many texts per second there would be if nothing
+         but tokenizing and the matrix products of our side (by a profile) took time.
 train    pairs per second of optimizer steps, the same weights, pairs, batch, precision and AdamW: `EmbeddingModule`
          with `chunk_rows` on packed rows against SentenceTransformerTrainer with
          CachedMultipleNegativesRankingLoss, whose mini-batch is tried at two sizes; the faster one counts.
@@ -65,7 +65,7 @@ def busy_loop():
 
 
 def measure_products(case: dict) -> dict:
-    "Texts per second if our side's matrix products alone took time, on all threads of this process."
+    "Texts per second if tokenizing and our side's matrix products alone took time, on all threads of this process."
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -74,11 +74,15 @@ def measure_products(case: dict) -> dict:
     texts, threads, model = short_texts(case["count"]), torch.get_num_threads(), BiEncoder.load(case["model"])
     torch.set_num_threads(1)  # the profiler sees this thread
     model.encode(texts[:200])
+    begin = time.perf_counter()
+    model.tokenize(texts)
+    tokenizing = time.perf_counter() - begin
     with profile(activities=[ProfilerActivity.CPU]) as found:
         model.encode(texts)
     spent = {row.key: row.self_cpu_time_total for row in found.key_averages()}  # microseconds
-    products = sum(spent.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm"))
-    return {"texts_per_second": len(texts) * threads / (products / 1e6), "share_of_the_time": products / sum(spent.values())}
+    products = sum(spent.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm")) / 1e6
+    return {"texts_per_second": len(texts) / (tokenizing + products / threads), "tokenizing_seconds": tokenizing,
+            "product_seconds": products, "product_share": products * 1e6 / sum(spent.values())}  # fmt: skip
 
 
 def measure_encode(case: dict) -> dict:
@@ -209,8 +213,8 @@ def encode_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
                 for found in runs.values() for f in found)  # fmt: skip
     busy = {f"{name}, one core busy": {**cases[name], "busy": True} for name in ("bertlab", best)}
     runs |= alternate(__file__, busy, options.rounds, options.threads, ledger, show)
-    alone = {"products alone": {**base, "part": "products"}}
-    ceiling = alternate(__file__, alone, options.rounds, options.threads, ledger, show)["products alone"]
+    alone = {"tokenizing and products alone": {**base, "part": "products"}}
+    ceiling = alternate(__file__, alone, options.rounds, options.threads, ledger, show)["tokenizing and products alone"]
     for found in runs.values():
         for figures in found:
             figures.pop("sample")
