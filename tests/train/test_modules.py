@@ -193,7 +193,7 @@ def test_what_sophia_is_refused_would_really_fail():
         torch.autograd.grad(sum(s.sum() for s in slopes if s is not None), weights, allow_unused=True)
 
     second_derivative(lambda model: checkpoint_activations(model, "full"))
-    with pytest.raises(RuntimeError, match="backward once"):
+    with pytest.raises(RuntimeError, match="backward once|is invalid for input"):  # torch 2.9 stumbles sooner
         second_derivative(lambda model: checkpoint_activations(model, "selected_ops"))
     with pytest.raises(RuntimeError, match="double backward|create_graph"):
         second_derivative(lambda model: compile_layers(model, backend="aot_eager"))
