@@ -31,8 +31,8 @@ PYTHONS = {"lowest": "3.10", "newest": "3.13"}
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 EXTRAS = ("optimizers",)
 # What the tests need besides. It says nothing about what bertlab needs, so each has it new.
-TOOLS = ("accelerate>=1.1,<2", "hypothesis>=6.100", "ipykernel>=6.29", "packaging", "pyflakes>=3.2", "pytest>=8", "pytest-timeout>=2.3",
-         "pytest-xdist>=3.6", "scipy>=1.11", "seqeval>=1.2.2", "setuptools>=77", "tensorboard>=2.15",
+TOOLS = ("accelerate>=1.1,<2", "hypothesis>=6.100", "ipykernel>=6.29", "packaging", "pyflakes>=3.2", "pytest>=8",
+         "pytest-timeout>=2.3", "pytest-xdist>=3.6", "scipy>=1.11", "seqeval>=1.2.2", "setuptools>=77", "tensorboard>=2.15",
          "tomli; python_version < '3.11'")  # fmt: skip
 CORE = ("tests/core", "tests/data", "tests/model", "tests/optim", "tests/train/test_training.py",
         "tests/train/test_modules.py", "tests/train/test_resume.py", "tests/train/test_checkpoints.py",
