@@ -166,8 +166,9 @@ def write_blocks(pattern: Pattern) -> FlexPattern:
 
     documents_BL, window, slopes_H = pattern.documents_BL, pattern.window, pattern.slopes_H
     B, L = documents_BL.shape
-    part = pattern.queries or slice(None)  # of a row; the kernel counts queries from 0
-    first, end = part.start or 0, L if part.stop is None else part.stop  # torch 2.9 traces no slice.indices
+    # The kernel counts queries from 0. Torch 2.9 traces no `slice.indices`.
+    part = pattern.queries or slice(None)
+    first, end = part.start or 0, L if part.stop is None else part.stop
 
     # The kernel asks for each pair of a mixed block, in every layer: one comparison of two short
     # numbers, where padding asks for -1, which nobody is.
