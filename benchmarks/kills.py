@@ -116,7 +116,7 @@ class Training:
                  "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--run.vocab_size", "500",
                  "--run.progress", "none", "--run.checkpoint_every_steps", "7", "--run.keep_last", "2",
                  "--run.val_every_steps", str(self.steps), "--run.measure_every_steps", "0", "--run.output", str(output),
-                 *(["--resume"] if any(output.glob(self.sign)) else [])]  # fmt: skip
+                 *(["--resume"] if (output / "run.yaml").exists() else [])]  # fmt: skip
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                  "GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "kills"}  # fmt: skip
         return [(words, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]

@@ -522,7 +522,10 @@ def finish_job(job: Job) -> dict:  # the manifest
     jobs = [*before["jobs"], job.key()]
     facts = {"tokenizer": job.fingerprint, "jobs": jobs, "notes": dict(notes)}
     key = hashlib.blake2b("".join(jobs).encode(), digest_size=16).hexdigest()
-    return finish_shards(job.output, job.first + len(job.parts), key, facts)
+    manifest = finish_shards(job.output, job.first + len(job.parts), key, facts)
+    for left in Path(job.output).glob(".*.tmp"):  # by writers that were killed: all parts are whole
+        left.unlink(missing_ok=True)
+    return manifest
 
 
 def _check_place(

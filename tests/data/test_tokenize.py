@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
+from bertlab.core.files import written_whole
 from bertlab.data import tokenize as module
 from bertlab.data.shards import StaleCache, open_shards
 from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_shards
@@ -283,7 +284,9 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     def die(job, number, num_proc=1, count=None):
         if number == 3:
             time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
+            with written_whole(tmp_path / "out/part-00003-0000.shard") as half:
+                half.write_bytes(b"some of it")
+                os.kill(os.getpid(), signal.SIGKILL)
         return whole(job, number, num_proc, count)
 
     whole = module.tokenize_part
@@ -293,8 +296,9 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     monkeypatch.undo()
     monkeypatch.setattr(module, "PART_BYTES", (8_000, 9_000))
     before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.shard")}
-    assert before
+    assert before and list((tmp_path / "out").glob(".*.tmp"))
     made(text, tmp_path / "out", workers=2)
+    assert not list((tmp_path / "out").glob(".*"))
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.shard")}
     assert before.items() <= after.items() and len(after) == 5
 
