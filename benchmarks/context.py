@@ -4,8 +4,8 @@
 
 A small encoder learns the embedded corpus on rows of 512 throughout, or on rows of 128 and then, for the last
 tenth of its tokens, of 512, each for three seeds. The long run is validated as it goes; the recipe at its end.
-Judged: the share of the long run's cost (seconds of training on this machine, and operations by the shape) at
-which the recipe reaches the long run's final bits per byte. Then the needle test of both, and the seconds and
+Judged: the share of the long run's cost (processor seconds of training, which other work on the machine does not
+change much; operations by the shape stand beside it) at which the recipe reaches the long run's final bits per byte. Then the needle test of both, and the seconds and
 bytes of a step at lengths from 128 to 4,096 with each attention kernel that runs here.
 """
 
@@ -24,7 +24,7 @@ SHAPE = dict(hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_at
 
 
 def train(place: str, seed: int, lengths: list, share: float) -> dict:
-    "Train by stages of (length, steps); seconds of training, operations, and bits per byte at the end."
+    "Train by stages of (length, steps); processor and wall seconds, operations, and bits per byte at the end."
     from bertlab.data.corpus import embedded_corpus
     from bertlab.data.module import PretrainingDataModule
     from bertlab.data.tokenizers import choose_tokenizer, train_tokenizer
@@ -36,7 +36,7 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
     tokenizer = choose_tokenizer([], None, folder / "tokenizer",
                                  lambda: train_tokenizer(embedded_corpus().train_texts, 4096))  # fmt: skip
     tokenizer.save_pretrained(folder / "tokenizer")
-    seconds, flops, previous, found = 0.0, 0.0, None, {}
+    seconds, wall, flops, previous, found = 0.0, 0.0, 0.0, None, {}
     for number, (length, steps) in enumerate(lengths):
         seed_everything(seed + number)
         rows = ROWS * LONG // length
@@ -47,15 +47,15 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
         start = {"pretrained_model_name_or_path": previous} if previous else {"model_config_kwargs": dict(SHAPE)}
         module = PretrainingModule(**start, **options, pretrained_tokenizer_name_or_path=tokenizer)
         trainer = make_trainer(steps, "32-true")
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         trainer.fit(module, data)
-        seconds += time.perf_counter() - began
+        wall, seconds = wall + time.perf_counter() - began, seconds + time.process_time() - busy
         flops += module.config.flops_per_token(length / 2, 0.3) * steps * ROWS * LONG
         if last:
             judge_data = PretrainingDataModule(None, tokenizer, max_sequence_length=LONG, train_batch_size=ROWS, seed=0)
             found = make_trainer(1, "32-true").validate(module, judge_data, verbose=False)[0]
         previous = str(save_model(module.model, tokenizer, folder / f"model-{seed}-{len(lengths)}-{share}"))
-    return {"seconds": seconds, "flops": flops, "bits_per_byte": found["val_bits_per_byte"], "model": previous}
+    return {"seconds": seconds, "wall_seconds": wall, "flops": flops, "bits_per_byte": found["val_bits_per_byte"], "model": previous}
 
 
 def needles(model: str) -> list:
@@ -99,7 +99,7 @@ def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
 
 def draw(result: dict):
     "Bits per byte against cost."
-    figure, axes = new_axes("training (seconds)", "bits per byte of validation, rows of 512")
+    figure, axes = new_axes("training (processor seconds)", "bits per byte of validation, rows of 512")
     for name, colour in (("long", GREY), ("recipe", BLUE)):
         runs = [run for by_share in result["cases"][name].values() for run in by_share]
         axes.plot([r["seconds"] for r in runs], [r["bits_per_byte"] for r in runs], "o", color=colour, label=name)

@@ -30,6 +30,7 @@ import socket
 import sys
 import tempfile
 import time
+from itertools import count
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -67,19 +68,24 @@ class Tokenizing:
         from bertlab.data.corpus import embedded_corpus
         from bertlab.data.tokenizers import train_tokenizer
 
-        texts = embedded_corpus().train_texts[: 400 * size]
+        texts = embedded_corpus().train_texts[:400]
         self.folder, self.calm = folder, folder / "calm"
-        train_tokenizer(texts[:400], 1000).save_pretrained(folder / "tokenizer")
+        train_tokenizer(texts, 1000).save_pretrained(folder / "tokenizer")
         (folder / "text").mkdir()
-        for n in range(8):
-            lines = [json.dumps({"text": text}) for text in texts[n::8]]
-            (folder / "text" / f"{n}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for n in range(2 * size):  # of more than a megabyte, so that each is a part of its own, and two workers have work
+            lines, length = [], 0
+            for copy in count():
+                if length > 1_100_000:
+                    break
+                lines += [json.dumps({"text": f"{n} {copy} {text}"}) + "\n" for text in texts]
+                length = sum(map(len, lines))
+            (folder / "text" / f"{n}.jsonl").write_text("".join(lines), encoding="utf-8")
 
     victims = ("worker", "command", "all")
 
     def commands(self, output: Path) -> list[tuple[list[str], dict[str, str]]]:  # to begin and to go on
         return [(["tokenize", str(self.folder / "text"), "--tokenizer", str(self.folder / "tokenizer"),
-                  "--output", str(output), "--workers", "2", "--shard_tokens", "5000"], {})]  # fmt: skip
+                  "--output", str(output), "--workers", "2", "--shard_tokens", "50000"], {})]  # fmt: skip
 
     def differences(self, output: Path) -> list[str]:
         "What is not as in the undisturbed directory."
@@ -177,11 +183,18 @@ def undisturbed(job) -> float:  # seconds
 
 
 def workers_of(process: BaseProcess) -> list[int]:
-    "Children that still live."
-    try:
-        return sorted(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-    except OSError:
-        return []
+    "Processes below one that still live, whichever of its threads began them, and those below them; the last alone."
+    found, new = [], [process.pid]
+    while new:
+        below = []
+        for pid in new:
+            for path in Path(f"/proc/{pid}/task").glob("*/children"):
+                try:
+                    below += map(int, path.read_text().split())
+                except OSError:  # it ended just now
+                    pass
+        found, new = below or found, below
+    return sorted(found)
 
 
 def kill(processes: list[BaseProcess], victim: str, lots: random.Random) -> str:  # who was killed

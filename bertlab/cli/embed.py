@@ -90,8 +90,8 @@ def finetune_embeddings(
         1, steps // choices.validations) if has_validation else None, **given)
     checkpoint = find_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
-        last = steps if (output / "metrics.json").exists() else -1
-        check_resume(checkpoint, module, data, last, processes=count_readers(trainer))
+        check_resume(checkpoint, module, data, steps, processes=count_readers(trainer),
+                     may_be_finished=not (output / "metrics.json").exists())
     prepare_run_directory(output, again, overwrite)
     notes = {"command": "embed finetune", "record": provenance()}
     with written_whole(output / MARKER) as temporary:

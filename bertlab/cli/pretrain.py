@@ -434,14 +434,20 @@ class Run:
             return training_texts(self.data_options)
         return [text for source in self.data.sources for text in source.texts("train")]
 
+    def is_written(self) -> bool:
+        "Are the figures of the last step on the disk, which are written at the very end?"
+        path = self.output / "metrics.json"
+        steps = read_json(path, finite=False).get("steps", 0) if path.exists() else 0
+        return steps >= self.trainer.max_steps
+
     def prepare(self, may_be_finished: bool = False) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
-            last = -1 if may_be_finished else self.trainer.max_steps
-            check_resume(self.checkpoint, self.module, self.data, last,
-                         processes=count_readers(self.trainer))
+            check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
+                         processes=count_readers(self.trainer),
+                         may_be_finished=may_be_finished)
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -565,7 +571,7 @@ def pretrain(
     run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
               {"command": "pretrain", "record": provenance()})
     run.build()
-    run.prepare()
+    run.prepare(may_be_finished=not run.is_written())
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
     run.fit()

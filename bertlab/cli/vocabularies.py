@@ -154,7 +154,7 @@ def transplant(
     tokenizer: str,  # the new one: a directory or hub name
     output: str,  # directory for the model with the new tokenizer
     method: str = "parts",  # how entries begin that only the new tokenizer has
-    text: str | list[str] | None = None,  # for nearest and linear; null: embedded corpus
+    text: str | list[str] | None = None,  # it will read; null: embedded corpus where one is needed
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
@@ -165,6 +165,7 @@ def transplant(
         raise ValueError(f"{directory} holds a tokenizer and no model: there is nothing to give "
                          "another tokenizer to")
     new = load_tokenizer(tokenizer)
-    texts = read_text(text, text_column) if method in ("nearest", "linear") else None
+    asked = text is not None or method in ("nearest", "linear")
+    texts = read_text(text, text_column) if asked else None
     found = transplant_vocabulary(model, old, new, method, texts)
     return _write(*found, output, f"{len(old):,} entries gave way to {len(new):,} ({method})")

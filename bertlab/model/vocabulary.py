@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'UNREACHABLE', 'TRANSPLANTS', 'masked_bits_per_byte', 'mean_rows', 'change_tables', 'Adapted', 'check_rows',
-           'extend_vocabulary', 'trim_vocabulary', 'use_vectors', 'transplant_vocabulary']
+           'extend_vocabulary', 'trim_vocabulary', 'use_vectors', 'match_frequencies', 'transplant_vocabulary']
 
 # %% ../../nbs/model/20_vocabulary.ipynb #8c02cd8d
 import copy
@@ -229,24 +229,70 @@ def _by_linear(old_VD: Tensor, found: Counterparts, use_VU: Tensor, ridge: float
 TRANSPLANTS: dict[str, Callable] = {"parts": _by_parts, "nearest": _by_nearest,
                                     "linear": _by_linear, "twins": _by_twins}
 
+# %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c02
+def match_frequencies(
+    model: BertLabPreTrainedModel,  # its output bias changes; without one it stays as it is
+    tokenizer: Any,
+    texts: Iterable[str],  # or what `gather_texts` takes
+    max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
+    num_rows: int = 64,  # that the model is asked about
+    rounds: int = 3,  # of dividing the average guess out
+    seed: int = 0,  # of rows and masks
+) -> None:
+    """Shift the output bias until entries are guessed as often as they stand in texts.
 
+    Nothing is trained: this is a classifier's correction for other class frequencies (Saerens et
+    al. 2002, sec. 2.2). Entries that texts lack count as half an occurrence.
+    """
+    bias_V = dict(model.named_parameters()).get("head.bias")
+    ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
+    if bias_V is None or not any(ids):
+        return
+    V, training = len(tokenizer), model.training
+    max_length = min(max_length, model.config.max_position_embeddings)
+    counts_V = np.bincount(np.concatenate([np.asarray(one, np.int64) for one in ids]), minlength=V)
+    target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
+    rows = PackedDataset(ids, max_length, seed=seed, **special_ids(tokenizer))
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, unit="word", seed=seed, max_sequence_length=max_length)
+    chosen = [rows[0, i] for i in range(min(num_rows, len(rows)))]
+    batches = [collate(chosen[start : start + 8]) for start in range(0, len(chosen), 8)]
+    model.eval()
+    with torch.no_grad():
+        for _ in range(rounds):
+            guessed_V = torch.full((V,), 1e-12, dtype=torch.float64)
+            for batch in batches:
+                labels = batch["labels"].gather(1, batch["label_positions"])
+                out = model(**{k: v.to(model.device) for k, v in batch.items() if k != "labels"})
+                logits = out.logits[labels.to(model.device) >= 0][:, :V]
+                guessed_V += logits.double().softmax(-1).sum(0).cpu()
+            bias_V[:V] += (target_V - (guessed_V / guessed_V.sum()).log()).to(bias_V)
+    model.train(training)
+
+# %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c03
 def transplant_vocabulary(
     model: BertLabPreTrainedModel,  # with or without a head; it stays as it is
     tokenizer: Any,  # of the model
     new_tokenizer: Any,  # that the model shall read by
     method: str = "parts",  # of entries that only the new one has; see TRANSPLANTS
-    texts: Iterable[str] | None = None,  # for nearest and linear: text of the new domain
+    texts: Iterable[str] | None = None,  # text of the new domain; nearest and linear need it
 ) -> Adapted:
-    "Give a model another tokenizer. Raises `ValueError` for an unknown method, or without texts."
+    """Give a model another tokenizer; with texts, its guesses are matched to their frequencies.
+
+    Raises `ValueError` for an unknown method, or where a method lacks texts.
+    """
     look_up(method, TRANSPLANTS, "method")
     check_rows(model, tokenizer)
-    use_VU = None
+    use_VU, texts = None, None if texts is None else gather_texts(texts)
     if method in ("nearest", "linear"):
         if texts is None:
             raise ValueError(f"method={method!r} learns from a text how entries are used: give "
                              "texts, or choose method='parts'")
-        ids = new_tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
+        ids = new_tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         use_VU = use_vectors(ids, len(new_tokenizer))
     found = find_counterparts(tokenizer, new_tokenizer)
     fill = lambda table: TRANSPLANTS[method](table.cpu(), found, use_VU).to(table)
-    return Adapted(change_tables(model, fill, new_tokenizer), new_tokenizer)
+    moved = change_tables(model, fill, new_tokenizer)
+    if texts is not None:
+        match_frequencies(moved, new_tokenizer, texts)
+    return Adapted(moved, new_tokenizer)

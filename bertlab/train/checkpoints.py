@@ -447,6 +447,7 @@ def check_resume(
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
     processes: int | None = None,  # with rows of their own; None: not known yet
+    may_be_finished: bool = False,  # past its last step, a run may have left things unwritten
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
@@ -455,7 +456,7 @@ def check_resume(
     check_writable(Path(checkpoint).parent)
     state = read_checkpoint(checkpoint, weights_only)
     step, kept = state["global_step"], state.get("fingerprint", {})
-    if 0 <= max_steps <= step:
+    if 0 <= max_steps < step + (not may_be_finished):
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
     known = {} if processes is None else {"processes": processes}

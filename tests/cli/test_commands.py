@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from bertlab.cli import pretrain as commands
 from bertlab.cli.main import main
@@ -170,6 +171,20 @@ def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, c
     newest.write_bytes(newest.read_bytes()[:1000])
     assert pretrain([], resume=str(tmp_path / "run"))["steps"] == 4
     assert "step-00000004.ckpt" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(words, tmp_path):
+    whole, run = pretrain(words), tmp_path / "run"
+    steps = [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()]
+    for name in ("metrics.json", "history.csv", "report.md"):
+        (run / name).unlink()
+    weights = load_file(find_model(run) / "model.safetensors")
+    shutil.rmtree(run / "models")
+    again = pretrain([], resume=str(run))
+    assert again["steps"] == whole["steps"] and again["val_loss"] == whole["val_loss"]
+    assert [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()] == steps
+    kept = load_file(find_model(run) / "model.safetensors")
+    assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("options, part", [
