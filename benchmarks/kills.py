@@ -183,7 +183,7 @@ def undisturbed(job) -> float:  # seconds
 
 
 def workers_of(process: BaseProcess) -> list[int]:
-    "Processes below one that still live, whichever of its threads began them, and those below them; the last alone."
+    "Processes below one that still live, whichever of its threads began them: of several generations the youngest."
     found, new = [], [process.pid]
     while new:
         below = []

@@ -8,8 +8,8 @@ on held-out modules of both:
 * trim: the largest difference of any kept score on the text that was kept (target: 0, bit for bit);
 * extend: bits per byte of whole hidden words before, after zero steps, and after some (target: +5 % at most at zero);
 * transplant: the steps that a model needs, with another tokenizer, to reach the bits per byte that it had, by each method,
-  beside the steps of a fresh model with that tokenizer (target: 20 % of them). A model that does not get there within
-  twice --steps is written as None.
+  beside the steps of a fresh model with that tokenizer (target: 20 % of them). A transplant that does not get there
+  within --steps is written as None; so is a fresh model within twice as many, which then stand for its steps.
 
 A model with a WordPiece vocabulary of the rest is trimmed and extended to the domain. The transplants go from a byte-level
 BPE of the rest to one of the domain alone, for both write the same text, letter for letter: WordPiece drops capitals and
@@ -134,9 +134,10 @@ def measure_transplants(home, away, held_out, size, seed, steps, quick):
 def summarise(seeds):
     "Every target beside its worst seed."
     zero = [curve["0"] / one["old"] - 1 for one in seeds for curve in one["extend"].values()]
-    steps = [{name: way["steps"] for name, way in one["transplant"]["methods"].items()} for one in seeds]
-    shares = {method: [one[method] / one["fresh"] if one[method] is not None and one["fresh"] else None for one in steps]
-              for method in TRANSPLANTS}  # fmt: skip
+    ways = [one["transplant"]["methods"] for one in seeds]
+    most = [max(map(int, one["fresh"]["curve"])) for one in ways]  # steps to the goal, or all that were tried
+    shares = {method: [None if one[method]["steps"] is None else one[method]["steps"] / max(1, steps)
+                       for one, steps in zip(ways, most)] for method in TRANSPLANTS}  # fmt: skip
     return {"trim_largest_difference": max(one["trim"]["largest_difference"] for one in seeds),
             "extend_worst_rise_at_zero_steps": max(zero), "transplant_share_of_fresh_steps": shares}  # fmt: skip
 

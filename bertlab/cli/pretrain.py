@@ -440,14 +440,18 @@ class Run:
         steps = read_json(path, finite=False).get("steps", 0) if path.exists() else 0
         return steps >= self.trainer.max_steps
 
-    def prepare(self, may_be_finished: bool = False) -> None:
+    def prepare(
+        self,
+        may_be_finished: bool | None = None,  # None: as long as its figures are not written
+    ) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
                          processes=count_readers(self.trainer),
-                         may_be_finished=may_be_finished)
+                         may_be_finished=not self.is_written() if may_be_finished is None
+                         else may_be_finished)
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -487,6 +491,16 @@ class Run:
         if self.data.val_datasets and last.get("step") != self.trainer.global_step:
             return self.trainer.validate(self.module, self.data, verbose=False)[0]
         return last
+
+    def read_metrics(
+        self,
+        validation: dict[str, float],  # of `fit`
+    ) -> dict[str, Any]:
+        "What metrics.json says; of a run without a report, what its last validation said."
+        self.trainer.strategy.barrier()  # the first process writes what all read here
+        if not self.choices.report:
+            return validation
+        return read_json(self.output / "metrics.json", finite=False)
 
 
 def provenance() -> dict[str, str]:
@@ -571,12 +585,10 @@ def pretrain(
     run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
               {"command": "pretrain", "record": provenance()})
     run.build()
-    run.prepare(may_be_finished=not run.is_written())
+    run.prepare()
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
-    run.fit()
-    run.trainer.strategy.barrier()  # the first process writes what all read here
-    return read_json(run.output / "metrics.json", finite=False)
+    return run.read_metrics(run.fit())
 
 # %% ../../nbs/cli/02_pretrain.ipynb #a3202d38
 def find_model(directory: str | os.PathLike) -> Path:

@@ -22,7 +22,7 @@ from .main import quieten
 from .options import Asked
 from .pretrain import Run, ask_for_run, build_objects, provenance
 from ..core.files import MARKER, check_run_directory
-from ..core.reading import read_json, read_yaml
+from ..core.reading import read_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, Launch, get_strategy
 
 # %% ../../nbs/cli/13_ray.ipynb #c672dd34
@@ -170,9 +170,7 @@ def _work(settings: Mapping[str, Any]) -> dict[str, Any]:  # metrics, or why it 
         prepare_trainer(run.trainer)  # Ray's own check; it knows Ray's strategies alone
     if rank_zero_only.rank == 0:
         print(run.describe(), flush=True)
-    run.fit()
-    run.trainer.strategy.barrier()  # the first process writes what is read here
-    return {"metrics": read_json(run.output / "metrics.json", finite=False)}
+    return {"metrics": run.read_metrics(run.fit())}
 
 # %% ../../nbs/cli/13_ray.ipynb #a5b3eb98
 def _import_ray() -> Any:

@@ -245,8 +245,7 @@ class ModelDirectories(Callback):
     def on_fit_end(self, trainer, pl_module) -> None:
         # A run that was killed behind its last checkpoint has no step left: no other hook is called
         # when it goes on, and the model of that step may be missing.
-        if self._seen < 0:
-            step = trainer.global_step
+        if self._seen < 0 < (step := trainer.global_step):
             there = any(marker["step"] == step for marker in self.shelf.models().values())
             if not trainer.strategy.broadcast(there):
                 self.write(trainer, pl_module, None)

@@ -180,11 +180,18 @@ def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(w
         (run / name).unlink()
     weights = load_file(find_model(run) / "model.safetensors")
     shutil.rmtree(run / "models")
+    with pytest.raises(ValueError, match="already passed"):
+        pretrain(["--trainer.max_steps", "3"], resume=str(run))
     again = pretrain([], resume=str(run))
     assert again["steps"] == whole["steps"] and again["val_loss"] == whole["val_loss"]
     assert [row.split(",")[:2] for row in (run / "history.csv").read_text().splitlines()] == steps
     kept = load_file(find_model(run) / "model.safetensors")
     assert all(kept[name].equal(weight) for name, weight in weights.items())
+
+
+def test_a_run_without_a_report_ends_well_and_says_its_last_validation(words, tmp_path):
+    found = pretrain([*words, "--run.report", "false"])
+    assert found["val_loss"] > 0 and not (tmp_path / "run" / "metrics.json").exists()
 
 
 @pytest.mark.parametrize("options, part", [

@@ -18,8 +18,8 @@ from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import TOKENIZER_KINDS, train_tokenizer
 from bertlab.data.vocabularies import extend_tokenizer, find_counterparts, spell_pieces, trim_tokenizer
 from bertlab.model.config import bert_tiny, modernbert_tiny
-from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.encoder import BertLabModel
+from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.vocabulary import (
     TRANSPLANTS,
@@ -256,7 +256,7 @@ def test_models_of_transformers_are_changed_and_open_in_plain_transformers(their
     model = from_huggingface(plain)
     for name, change in {"longer": lambda: extend_vocabulary(model, tokenizer, AWAY, 20, min_count=2),
                          "shorter": lambda: trim_vocabulary(model, tokenizer, AWAY),
-                         "moved": lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["unigram"])}.items():
+                         "moved": lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["unigram"], texts=AWAY)}.items():
         changed, new = change()
         save_model(changed, new, tmp_path / name)
         opened = AutoModelForMaskedLM.from_pretrained(tmp_path / name).eval()
