@@ -1,8 +1,9 @@
 """What is a trick worth to an encoder that learns for a minute? Each alone, tuned alike, at equal tokens and equal seconds.
 
-    python benchmarks/ablations.py [--arms NAME ...] [--steps 440] [--seeds 3] [--workers 2] [--list] [--quick]
+    python benchmarks/ablations.py [--arms NAME ...] [--on RECIPE.yaml] [--seeds 3] [--workers 2] [--list] [--quick]
 
-The first demo's recipe in half of its steps is the control. Every arm changes one thing. Its peak rate is tuned on seed 0
+The first demo's recipe in half of its steps is the control, or, with --on, a recipe of `bertlab speedrun` such as
+benchmarks/records/muon_two_layers.yaml, the best combination. Every arm changes one thing. Its peak rate is tuned on seed 0
 over a grid of factors of two around the control's best, and further while the best lies at an end; then all seeds run
 at that rate. Runs have one thread each, several side by side: how long they take is not read from them. What a step
 of an arm costs is measured apart, in turns with the control, on all threads; an arm whose step costs c runs once more
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -24,10 +26,11 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from sides import KEPT, BenchmarkParser, machine
 
@@ -35,7 +38,6 @@ from bertlab.core.files import written_whole
 
 sys.path.insert(0, str(Path(__file__).parent))  # recipes name models of tricks.py
 
-RATES = (1e-3, 2e-3, 4e-3)  # the control's first grid
 SAME = 0.03  # relative difference of a step's cost that is none
 
 
@@ -45,11 +47,17 @@ class Arm:
 
     about: str
     recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in a file of `bertlab speedrun`
-    warmup: float = 0.05  # share of the steps
-    cooldown: float = 0.3
+    warmup: float | None = None  # share of the steps; None: the control's
+    cooldown: float | None = None
     tokens_per_step: float = 1.0  # of the control's
     slower: Mapping[str, float] = field(default_factory=dict)  # parameters, by glob: share of the arm's rate
     centre: float = 1.0  # where its grid of rates begins, over the control's best rate
+    on: str = "any"  # "first": not on a recipe that has it already; "combination": on one alone, takes a part away
+    kl_weight: float = 0.0  # of a penalty for leaving the answers of the teacher, a run of twice the control's steps
+
+    def centre_on(self, on: str | None) -> float:
+        "On a recipe with Muon, its rates are already the control's."
+        return self.centre if (on is None) == (self.on != "combination") else 1.0
 
 
 def model(**options: Any) -> dict:
@@ -64,8 +72,9 @@ def masks(**options: Any) -> dict:
     return {"data": {"collator_kwargs": options}}
 
 
-def callback(name: str, **options: Any) -> dict:
-    return {"trainer": {"callbacks": [{"class_path": f"tricks.{name}", "init_args": options}]}}
+def callback(name: str, library: bool = False, **options: Any) -> dict:
+    "One of tricks.py, or of the library."
+    return {"trainer": {"callbacks": [{"class_path": name if library else f"tricks.{name}", "init_args": options}]}}
 
 
 def joined(*recipes: Mapping) -> dict:
@@ -85,35 +94,45 @@ def joined(*recipes: Mapping) -> dict:
 ARMS = {
     "control": Arm("the first demo's recipe"),
     # the optimizer and its batch
-    "muon": Arm("Muon for hidden matrices", model(optimizer_class="muon"), centre=2.0),
+    "muon": Arm("Muon for hidden matrices", model(optimizer_class="muon"), centre=2.0, on="first"),
     "muon, tables at half": Arm("Muon, and half of its rate for the embedding", model(optimizer_class="muon"),
-                                slower={"*embeddings*": 0.5}, centre=2.0),
+                                slower={"*embeddings*": 0.5}, centre=2.0, on="first"),
     "muon, tables at a quarter": Arm("Muon, and a quarter of its rate for the embedding", model(optimizer_class="muon"),
-                                     slower={"*embeddings*": 0.25}, centre=2.0),
+                                     slower={"*embeddings*": 0.25}, centre=2.0, on="first"),
+    "muon, polar": Arm("Muon, the best polynomial for each round", model(optimizer_class="tricks.PolarMuon"), centre=2.0),
+    "muon, rows alike": Arm("Muon whose rows move alike (NorMuon)", model(optimizer_class="tricks.NorMuon"), centre=2.0),
     "muon, rows 8": Arm("Muon on half the batch", joined(model(optimizer_class="muon"), {"data": {"train_batch_size": 8}}),
-                        tokens_per_step=0.5, centre=2.0),
+                        tokens_per_step=0.5, centre=2.0, on="first"),
     "muon, zero outputs": Arm("Muon, and projections into the stream begin at zero", model(
-        optimizer_class="muon", objective="tricks.ZeroOutputs"), centre=2.0),
+        optimizer_class="muon", objective="tricks.ZeroOutputs"), centre=2.0, on="first"),
     "muon, momentum 0.9": Arm("Muon that forgets faster", model(
-        optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), centre=2.0),
+        optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), centre=2.0, on="first"),
     "muon, momentum 0.8": Arm("Muon that forgets faster still", model(
-        optimizer_class="muon", optimizer_kwargs={"momentum": 0.8}), centre=4.0),
+        optimizer_class="muon", optimizer_kwargs={"momentum": 0.8}), centre=4.0, on="first"),
     "muon, momentum 0.9, rows 8": Arm("Muon that forgets faster, on half the batch", joined(
         model(optimizer_class="muon", optimizer_kwargs={"momentum": 0.9}), {"data": {"train_batch_size": 8}}),
-        tokens_per_step=0.5, centre=4.0),
-    "muon, cooldown 0.6": Arm("Muon, 60 % cooldown", model(optimizer_class="muon"), cooldown=0.6, centre=2.0),
+        tokens_per_step=0.5, centre=4.0, on="first"),
+    "muon, cooldown 0.6": Arm("Muon, 60 % cooldown", model(optimizer_class="muon"), cooldown=0.6, centre=2.0, on="first"),
     "rows 8": Arm("half the batch, twice the steps", {"data": {"train_batch_size": 8}}, tokens_per_step=0.5),
     "rows 4": Arm("a quarter of the batch, four times the steps", {"data": {"train_batch_size": 4}}, tokens_per_step=0.25),
     "rows 32": Arm("twice the batch, half the steps", {"data": {"train_batch_size": 32}}, tokens_per_step=2.0),
+    "growing batch": Arm("half the batch for half of the tokens, then all of it", {
+        "data": {"train_batch_size": 8}, **callback("GrowingBatch", library=True, warmup={
+            "min_size": 1, "max_size": 2, "warmup_tokens": 440 * 1024, "tokens_per_micro_batch": 1024})},
+        tokens_per_step=2 / 3),
     "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]})),
     "no weight decay": Arm("weight decay 0", model(weight_decay=0.0)),
+    "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
+    "momentum 0.95": Arm("Muon forgets slower", model(optimizer_kwargs={"momentum": 0.95}), on="combination"),
     # the shape
-    "2 layers": Arm("half the depth", shape(num_hidden_layers=2)),
+    "4 layers": Arm("twice the depth", shape(num_hidden_layers=4), on="combination"),
+    "2 layers": Arm("half the depth", shape(num_hidden_layers=2), on="first"),
     "2 layers of 256": Arm("half the depth, a third wider", shape(
         num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4)),
     "6 layers of 128": Arm("deeper and narrower", shape(
         num_hidden_layers=6, hidden_size=128, intermediate_size=256, num_attention_heads=2)),
     "6 heads": Arm("heads of 32", shape(num_attention_heads=6)),
+    "grown": Arm("two layers for half of the run, then four, copied", callback("GrowingDepth", first=2, until=0.5), on="first"),
     "untied head": Arm("the head has a table of its own", shape(tie_word_embeddings=False)),
     # how it begins
     "zero outputs": Arm("projections into the stream begin at zero", model(objective="tricks.ZeroOutputs")),
@@ -136,20 +155,26 @@ ARMS = {
     "windows 32": Arm("local layers see 32 tokens", shape(local_attention=32)),
     "growing windows": Arm("local layers begin with 16 tokens", callback("GrowingWindows")),
     "short rows": Arm("rows of 64, twice as many", {"data": {"max_sequence_length": 64, "train_batch_size": 32}}),
+    "short rows first": Arm("rows of 64 for 70 % of the run, then of 128", callback("ShortRowsFirst", length=64, until=0.7)),
+    "easy first": Arm("the first epoch from frequent to rare tokens", callback("EasyFirst")),
     "long rows": Arm("rows of 256, half as many", {"data": {"max_sequence_length": 256, "train_batch_size": 8}}),
     # what is asked
     "mask 0.15": Arm("15 % hidden", masks(mlm_probability=0.15)),
     "mask 0.2": Arm("20 % hidden", masks(mlm_probability=0.2)),
-    "mask 0.4": Arm("40 % hidden", masks(mlm_probability=0.4)),
+    "mask 0.3": Arm("30 % hidden", masks(mlm_probability=0.3), on="combination"),
+    "mask 0.4": Arm("40 % hidden", masks(mlm_probability=0.4), on="first"),
     "falling masks": Arm("50 % hidden, then less, to 20 %", {
         **masks(mlm_probability=0.5), **callback("FallingMasks", first=0.5, last=0.2)}),
     "whole words": Arm("whole words hidden", masks(unit="word")),
     "spans": Arm("spans hidden", masks(unit="span")),
     "always [MASK]": Arm("no random and no kept tokens", masks(mask_replace_prob=1.0, random_replace_prob=0.0)),
+    "distilled": Arm("also asked to answer as an earlier run does", kl_weight=1.0),
     "label smoothing": Arm("5 % of the target spread", model(loss_kwargs={"label_smoothing": 0.05})),
     "z-loss": Arm("z-loss of 1e-4", model(loss_kwargs={"z_weight": 1e-4})),
     # the rate over time
-    "short warmup": Arm("1 % warmup", warmup=0.01),
+    "short warmup": Arm("1 % warmup", warmup=0.01, on="first"),
+    "warmup 0.05": Arm("5 % warmup", warmup=0.05, on="combination"),
+    "cooldown 0.3": Arm("30 % cooldown", cooldown=0.3, on="combination"),
     "long warmup": Arm("15 % warmup", warmup=0.15),
     "cooldown 0.6": Arm("60 % cooldown", cooldown=0.6),
     "cooldown all": Arm("the rate falls all the way", cooldown=0.95),
@@ -185,23 +210,66 @@ def judge_of(quick: bool, size: int) -> Any:
     return Judge(*course(quick), tokenizer_of(quick, size))
 
 
-def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str) -> Any:
-    "The run of an arm, with nothing to validate on."
-    from bertlab.cli.pretrain import Run
-    from bertlab.cli.speedrun import speedrun_config
+def teacher_of(quick: bool) -> Path:
+    "Where the teacher's directory is, for a distilled arm."
+    return KEPT / f"ablations-teacher{'-quick' * quick}"
 
-    track, corpus = course(quick)
+
+@dataclass(frozen=True)
+class Control:
+    "What an arm's change is laid over."
+
+    recipe: Mapping[str, Mapping[str, Any]]
+    steps: int
+    rates: tuple[float, ...]  # its first grid
+    warmup: float  # shares of the steps
+    cooldown: float
+
+
+@cache
+def control_of(on: str | None) -> Control:
+    "The first demo's recipe in half of its steps, or a recipe in a file."
+    from bertlab.cli.speedrun import load_speedrun
+
+    if on is None:
+        return Control({}, 440, (1e-3, 2e-3, 4e-3), 0.05, 0.3)
+    recipe = load_speedrun(on)
+    model, steps = recipe["model"], recipe["trainer"]["max_steps"]
+    rate = model.pop("learning_rate")
+    shares = (model.pop(f"scheduler_{part}_steps") / steps for part in ("warmup", "cooldown"))
+    return Control(recipe, steps, (rate / 2, rate, 2 * rate), *shares)
+
+
+def arms_on(on: str | None) -> list[str]:
+    "Names of the arms that say something there."
+    left_out = "combination" if on is None else "first"
+    return [name for name, arm in ARMS.items() if arm.on != left_out]
+
+
+def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str, on: str | None = None) -> Any:
+    "The run of an arm, with nothing to validate on."
+    from bertlab.cli import pretrain
+    from bertlab.cli.speedrun import speedrun_config
+    from bertlab.train.distill import DistillationModule
+
+    (track, corpus), control = course(quick), control_of(on)
     steps = max(2, round(steps / arm.tokens_per_step))
     slower = {glob: {"lr": share * rate} for glob, share in arm.slower.items()}
-    own = {"model": {"learning_rate": rate, "parameter_overrides": slower or None, "scheduler_warmup_steps": round(arm.warmup * steps),
-                     "scheduler_cooldown_steps": round(arm.cooldown * steps)},
+    warmup, cooldown = (theirs if own is None else own for own, theirs in
+                        zip((arm.warmup, arm.cooldown), (control.warmup, control.cooldown)))  # fmt: skip
+    own = {"model": {"learning_rate": rate, "parameter_overrides": slower or None,
+                     "scheduler_warmup_steps": round(warmup * steps), "scheduler_cooldown_steps": round(cooldown * steps)},
            "trainer": {"max_steps": steps, "logger": False},
            "run": {"checkpoint_every_steps": 10 * steps, "progress": "none"}}  # fmt: skip
-    config = speedrun_config(track, joined(arm.recipe, own), output, seed)
-    run = Run(config)
+    config = speedrun_config(track, joined(control.recipe, arm.recipe, own), output, seed)
+    run = pretrain.Run(config)
     run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": None}
     run._own_tokenizer = lambda: tokenizer_of(quick, config["run"]["vocab_size"])
-    run.build()
+    module = pretrain.PretrainingModule
+    if arm.kl_weight:
+        module = partial(DistillationModule, str(teacher_of(quick)), kl_weight=arm.kl_weight)
+    with mock.patch.object(pretrain, "PretrainingModule", module):  # the command line knows no teacher
+        run.build()
     run.data.val_datasets = []  # the judge validates, once
     return run
 
@@ -244,7 +312,7 @@ def train_once(case: dict) -> dict:
     torch.set_num_threads(1)
     arm, quick = ARMS[case["arm"]], case["quick"]
     with tempfile.TemporaryDirectory() as folder:
-        run = build(arm, case["rate"], case["steps"], case["seed"], quick, f"{folder}/run")
+        run = build(arm, case["rate"], case["steps"], case["seed"], quick, f"{folder}/run", case.get("on"))
         run.prepare()
         run.fit()
         judge = judge_of(quick, len(run.tokenizer))
@@ -255,7 +323,25 @@ def train_once(case: dict) -> dict:
                 "plain": plain(run.module)}  # fmt: skip
 
 
-def step_cost(name: str, rounds: int, quick: bool) -> dict:
+def train_teacher(rate: float, steps: int, quick: bool) -> None:
+    "A run of the control with twice its steps and a seed of its own, kept as a directory."
+    import torch
+
+    from bertlab.model.huggingface import save_model
+
+    torch.set_num_threads(1)
+    place = teacher_of(quick)
+    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        run = build(ARMS["control"], rate, 2 * steps, 1000, quick, f"{folder}/run")
+        run.prepare()
+        run.fit()
+        made = Path(folder) / "model"
+        save_model(run.module.model, run.tokenizer, made)
+        shutil.rmtree(place, ignore_errors=True)
+        made.replace(place)
+
+
+def step_cost(name: str, rounds: int, quick: bool, on: str | None = None) -> dict:
     "Seconds that an arm takes for the control's tokens of one step, over the control's; in turns, on all threads."
     import torch
 
@@ -263,7 +349,7 @@ def step_cost(name: str, rounds: int, quick: bool) -> dict:
 
     def seconds(one: str) -> float:
         with tempfile.TemporaryDirectory() as folder:
-            run = build(ARMS[one], 1e-3, 24, 0, quick, f"{folder}/run")
+            run = build(ARMS[one], 1e-3, 24, 0, quick, f"{folder}/run", on)
             run.prepare()
             run.fit()
             times = [row[5] for row in run.history.record.rows]
@@ -288,7 +374,8 @@ class Table:
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
 
     def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
-        return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick}
+        on = {} if self.options.on is None else {"on": self.options.on}
+        return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick, **on}
 
     def known(self, case: dict) -> dict | None:
         return next((run for run in self.found["runs"] if all(run[k] == v for k, v in case.items())), None)
@@ -309,7 +396,7 @@ class Table:
         first = next((r for r in self.found["runs"] if r["arm"] == "control"), None)
         if first is None:
             return
-        again = train_once({k: first[k] for k in ("arm", "rate", "seed", "steps", "quick")})
+        again = train_once({k: first[k] for k in ("arm", "rate", "seed", "steps", "quick", "on") if k in first})
         if abs(again["loss"] - first["loss"]) > 2e-3:
             aside = self.path.with_suffix(".before.json")
             self.path.replace(aside)
@@ -319,7 +406,7 @@ class Table:
 
     def tuned(self, arm: str, centre: float | None) -> float:
         "The best rate of an arm on seed 0, with a worse one on each side."
-        rates = list(RATES) if centre is None else [centre / 2, centre, 2 * centre]
+        rates = list(control_of(self.options.on).rates) if centre is None else [centre / 2, centre, 2 * centre]
         if self.options.quick:
             return rates[1]
         while True:
@@ -335,7 +422,7 @@ class Table:
     def cost(self, arm: str) -> dict:
         known = next((one for one in self.found["costs"] if one["arm"] == arm), None)
         if known is None:
-            known = {"arm": arm, "cost": 1.0} if arm == "control" else step_cost(arm, self.options.rounds, self.options.quick)
+            known = {"arm": arm, "cost": 1.0} if arm == "control" else step_cost(arm, self.options.rounds, self.options.quick, self.options.on)
             self.found["costs"].append(known)
             print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
             self.write()
@@ -357,8 +444,9 @@ def gain(control: list[dict], runs: list[dict]) -> dict:
 
 def main() -> None:
     parser = BenchmarkParser("ablations", description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), metavar="NAME", help="of --list (default: all)")
-    parser.add_argument("--steps", type=int, default=440, help="of the control (default: 440)")
+    parser.add_argument("--arms", nargs="+", metavar="NAME", help="of --list (default: all)")
+    parser.add_argument("--on", metavar="FILE", help="a recipe that the arms are laid over (default: the first demo's, halved)")
+    parser.add_argument("--steps", type=int, help="of the control (default: the recipe's)")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3, help="turns with the control, for a step's cost")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once, a thread each")
@@ -366,22 +454,28 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the arms, and run nothing")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget all runs")
-    parser.add_argument("--output", type=Path, help="(default: ablations.json in results)")
+    parser.add_argument("--output", type=Path, help="(default: ablations.json in results, with --on ablations_NAME.json)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where a quick run writes")
     options = parser.parse_args()
+    if options.on and options.output.name == "ablations.json":
+        options.output = options.output.with_stem(f"ablations_{Path(options.on).stem}")
+    known = arms_on(options.on)
     if options.list:
-        return print("\n".join(f"{name:28}{arm.about}" for name, arm in ARMS.items()))
-    if unknown := [name for name in options.arms if name not in ARMS]:
-        parser.error(f"no arm is called {', '.join(unknown)}; --list shows them")
+        return print("\n".join(f"{name:28}{ARMS[name].about}" for name in known))
+    options.arms, options.steps = options.arms or known, options.steps or control_of(options.on).steps
+    if unknown := [name for name in options.arms if name not in known]:
+        parser.error(f"no arm is called {', '.join(unknown)} here; --list shows them")
     if options.quick:
         options.steps, options.seeds, options.rounds = 4, 1, 1
-        options.arms = options.arms if len(options.arms) < len(ARMS) else ["control", "muon", "2 layers"]
+        options.arms = options.arms if len(options.arms) < len(known) else ["control", "muon", "2 layers"]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
     table.check_control()
     best = table.tuned("control", None)
     control, rows = table.seeds("control", best), {}
-    rates = {name: best if name == "control" else table.tuned(name, best * ARMS[name].centre) for name in options.arms}
+    if any(ARMS[name].kl_weight for name in options.arms) and not (teacher_of(options.quick) / "config.json").is_file():
+        table.pool.submit(train_teacher, best, options.steps, options.quick).result()
+    rates = {name: best if name == "control" else table.tuned(name, best * ARMS[name].centre_on(options.on)) for name in options.arms}
     for name, rate in rates.items():
         runs = table.seeds(name, rate)
         rows[name] = {"about": ARMS[name].about, "rate": rate, "plain": runs[0]["plain"],

@@ -4,11 +4,17 @@ An idea that pays moves into the library; one that does not stays here with its 
 named in a recipe as any model of one's own (`model.objective: tricks.SoftCapped`), callbacks likewise.
 """
 
+from functools import cache
+
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from bertlab.data.masking import place_labels
+from bertlab.data.rows import IGNORED
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
+from bertlab.optim.muon import MuonWithAdamW, StackedMuon
 
 
 class ZeroOutputs(BertLabForMaskedLM):
@@ -159,3 +165,142 @@ class GrowingWindows(Callback):
 
     def on_validation_start(self, trainer, module) -> None:
         module.config.local_attention = self.full
+
+
+class ShortRowsFirst(Callback):
+    "Rows are cut into shorter ones, whose documents do not see each other, until a share of the run is over."
+
+    def __init__(self, length: int = 64, until: float = 0.7):
+        self.length, self.until = length, until
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if trainer.global_step >= self.until * trainer.max_steps:
+            return
+        for name in ("input_ids", "attention_mask", "position_ids", "labels"):
+            batch[name] = batch[name].reshape(-1, self.length)
+        labelled_BL = (batch["labels"] != IGNORED).numpy()
+        batch["label_positions"] = torch.from_numpy(place_labels(labelled_BL, labelled_BL.sum(1).max()))
+        dropped_B = batch["num_dropped_labels"]
+        batch["num_dropped_labels"] = torch.cat((dropped_B, dropped_B.new_zeros(len(labelled_BL) - len(dropped_B))))
+
+
+class GrowingDepth(Callback):
+    "The first blocks train alone; then each later block begins as a copy of one of them (Gong et al. 2019, stacking)."
+
+    def __init__(self, first: int = 2, until: float = 0.5):
+        self.first, self.until, self.blocks = first, until, None
+
+    def on_train_start(self, trainer, module) -> None:
+        encoder = module.model.encoder
+        self.blocks, encoder.blocks = encoder.blocks, encoder.blocks[: self.first]
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+        if self.blocks is None or trainer.global_step < self.until * trainer.max_steps:
+            return
+        for number, block in enumerate(self.blocks):
+            origin = dict(self.blocks[number % self.first].named_parameters())
+            for name, weight in block.named_parameters():
+                if name in origin:  # the first block has no norm in front of its attention
+                    weight.copy_(origin[name])
+        module.model.encoder.blocks, self.blocks = self.blocks, None
+
+    def on_train_end(self, trainer, module) -> None:
+        if self.blocks is not None:
+            raise ValueError("the run was over before the model had grown")
+
+
+class EasyFirst(Callback):
+    "The first epoch goes from rows of frequent tokens to rows of rare ones; later ones are shuffled (Bengio et al. 2009)."
+
+    def on_fit_start(self, trainer, module) -> None:
+        dataset = trainer.datamodule.train_dataset
+        rows = dataset.build([(0, index) for index in range(len(dataset))])
+        ids = [np.asarray(row["input_ids"]) for row in rows]
+        counts_V = np.bincount(np.concatenate(ids), minlength=module.config.vocab_size)
+        nats_V = -np.log(np.maximum(counts_V, 1) / counts_V.sum())
+        order, build = np.argsort([nats_V[row].mean() for row in ids], kind="stable"), dataset.build
+
+        def easy_first(keys):
+            pairs = [key if isinstance(key, tuple) else (dataset.epoch, key) for key in keys]
+            return build([(epoch, int(order[index]) if epoch == 0 else index) for epoch, index in pairs])
+
+        dataset.build = easy_first
+
+
+def best_quintic(low: float, high: float) -> tuple[float, float, float]:
+    "The odd polynomial of degree 5 that stays closest to 1 between two numbers, by Remez' exchange of points."
+    inner = np.array([3 * low + high, low + 3 * high]) / 4
+    for _ in range(60):
+        points = np.array([low, *inner, high])
+        matrix = np.stack((points, points**3, points**5, [1, -1, 1, -1]), axis=1)
+        a, b, c, _ = np.linalg.solve(matrix, np.ones(4))
+        root = np.sqrt(9 * b * b - 20 * a * c)  # where the polynomial turns
+        moved = np.sqrt(np.array([-3 * b - root, -3 * b + root]) / (10 * c))
+        if np.abs(moved - inner).max() < 1e-12:
+            break
+        inner = moved
+    return float(a), float(b), float(c)
+
+
+SAFETY = 1.01  # beyond its interval a polynomial grows without bound, and bfloat16 rounds
+
+
+@cache
+def polar_rounds(rounds: int, low: float = 1e-3) -> tuple[tuple[float, float, float], ...]:
+    "A polynomial for each round, best for the singular values that the rounds before have left (Amsel et al. 2025)."
+    found, high = [], 1.0
+    for _ in range(rounds):
+        a, b, c = best_quintic(low, high)
+        low = a * low + b * low**3 + c * low**5
+        high = 2 - low
+        found.append((a, b, c))
+    return tuple(found)
+
+
+def polar(matrices: Tensor, rounds: int) -> Tensor:
+    "Like `orthogonalized`, with a polynomial of its own for each round."
+    X = matrices.bfloat16()
+    tall = X.shape[-2] > X.shape[-1]
+    X = X.mT if tall else X
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for a, b, c in polar_rounds(rounds):
+        X = X / SAFETY
+        gram = X @ X.mT
+        X = a * X + (b * gram + c * gram @ gram) @ X
+    return X.mT if tall else X
+
+
+class StackedPolar(StackedMuon):
+    def turn(self, stacked: Tensor, parameters: list[Tensor], group: dict) -> Tensor:
+        return polar(stacked, group["ns_steps"])
+
+
+class PolarMuon(MuonWithAdamW):
+    "Muon whose rounds each have the best polynomial (Amsel et al. 2025, *Polar Express*)."
+
+    hidden_class = StackedPolar
+
+
+class StackedNor(StackedMuon):
+    beta2 = 0.95
+
+    def turn(self, stacked: Tensor, parameters: list[Tensor], group: dict) -> Tensor:
+        made = super().turn(stacked, parameters, group).float()
+        moves = made if len(parameters) > 1 else [made]
+        scaled = []
+        for parameter, move in zip(parameters, moves):
+            state = self.state[parameter]
+            squares_R1 = move.square().mean(-1, keepdim=True)
+            if "row_squares" not in state:
+                state["row_squares"] = torch.zeros_like(squares_R1)
+            mean_R1 = state["row_squares"].lerp_(squares_R1, 1 - self.beta2)
+            even = move / (mean_R1.sqrt() + 1e-8)
+            scaled.append(even * (move.norm() / even.norm().clamp(min=1e-8)))  # as large as it was
+        return torch.stack(scaled) if len(parameters) > 1 else scaled[0]
+
+
+class NorMuon(MuonWithAdamW):
+    "Muon whose rows move alike, by a mean of their squares (Li et al. 2025, *NorMuon*)."
+
+    hidden_class = StackedNor

@@ -83,6 +83,15 @@ class StackedMuon(Optimizer):
                 self._move(parameters, group)
         return loss
 
+    def turn(
+        self,
+        stacked: Tensor,  # (N, A, B) directions, or (A, B) of one
+        parameters: list[Tensor],  # whose directions they are
+        group: dict[str, Any],
+    ) -> Tensor:  # likewise
+        "Make moves of directions; another way of orthogonalising overrides it."
+        return orthogonalized(stacked, group["ns_steps"])
+
     def _move(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         "Update matrices of one shape."
         directions = []
@@ -93,7 +102,7 @@ class StackedMuon(Optimizer):
             moving = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
             directions.append(grad.lerp(moving, group["momentum"]) if group["nesterov"] else moving)
         stacked = torch.stack(directions) if len(directions) > 1 else directions[0]
-        made = orthogonalized(stacked, group["ns_steps"])
+        made = self.turn(stacked, parameters, group)
         rule = group["adjust_lr_fn"] or "original"  # None in a checkpoint of torch's own Muon
         size = group["lr"] * _SIZES[rule](*parameters[0].shape)
         for parameter, move in zip(parameters, made if len(directions) > 1 else [made]):
@@ -104,10 +113,11 @@ def _sharing(
     groups: list[dict[str, Any]],
     state: dict[torch.Tensor, Any],
     options: dict[bool, dict[str, Any]],  # of Muon at True, of AdamW at False
+    hidden_class: type[StackedMuon] = StackedMuon,
 ) -> list[Optimizer]:
     "A Muon and an AdamW, as far as there are groups for them, that work on these very objects."
     parts = []
-    for hidden, kind in ((True, StackedMuon), (False, AdamW)):
+    for hidden, kind in ((True, hidden_class), (False, AdamW)):
         mine = [group for group in groups if group["hidden"] == hidden]
         if mine:
             part = kind([dict(group) for group in mine], **options[hidden])
@@ -120,6 +130,9 @@ def _sharing(
 # %% ../../nbs/optim/04_muon.ipynb #7c80be1f
 class MuonWithAdamW(Optimizer):
     "Muon on groups with `hidden=True`, AdamW on the others (Liu et al. 2025, sec. 2.2)."
+
+    hidden_apart = True  # it wants groups that say what is hidden
+    hidden_class = StackedMuon  # a subclass may have another
 
     def __init__(
         self,
@@ -147,14 +160,14 @@ class MuonWithAdamW(Optimizer):
                 "parameter_groups(model, hidden_apart=True) sets it"
             )
         super().add_param_group(param_group)
-        self._parts = _sharing(self.param_groups, self.state, self._options)
+        self._parts = _sharing(self.param_groups, self.state, self._options, self.hidden_class)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # of a copy, a pickle or a checkpoint
-        self._parts = _sharing(self.param_groups, self.state, self._options)
+        self._parts = _sharing(self.param_groups, self.state, self._options, self.hidden_class)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

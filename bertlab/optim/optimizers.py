@@ -180,11 +180,17 @@ OPTIMIZERS = {
 
 
 def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, or a user's own
-    "What is known of an optimizer; of your own, its `backward_options` and `elementwise`."
-    known = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else None
-    return known or OptimizerFacts(getattr(optimizer, "__name__", str(optimizer)),
-                                   second_backward=hasattr(optimizer, "backward_options"),
-                                   elementwise=getattr(optimizer, "elementwise", False))
+    """What is known of an optimizer; of your own, what its class says of itself.
+
+    That is `backward_options`, `elementwise` and `hidden_apart`. Raises `ValueError` for no name.
+    """
+    found = find_part(optimizer, OPTIMIZERS, "optimizer_class")
+    if isinstance(found, OptimizerFacts):
+        return found
+    return OptimizerFacts(getattr(found, "__name__", str(found)),
+                          second_backward=hasattr(found, "backward_options"),
+                          elementwise=getattr(found, "elementwise", False),
+                          hidden_apart=getattr(found, "hidden_apart", False))
 
 
 def optimizer_table() -> str:  # one line a name

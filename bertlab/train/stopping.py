@@ -9,7 +9,7 @@ __all__ = ['RunLimit', 'TimeLimit', 'TokenLimit', 'LossInterval', 'RunningLoss',
 # %% ../../nbs/train/08_stopping.ipynb #18a78b6f
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -242,8 +242,11 @@ class LossBound(RunLimit):
 class GrowingBatch(Callback):
     "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
 
-    def __init__(self, warmup: BatchWarmup):  # how the batch grows
-        self.warmup = warmup
+    def __init__(
+        self,
+        warmup: BatchWarmup | Mapping[str, Any],  # how the batch grows; or its options, as in YAML
+    ):
+        self.warmup = BatchWarmup(**warmup) if isinstance(warmup, Mapping) else warmup
 
     def on_train_start(self, trainer, pl_module) -> None:
         accumulate, processes = trainer.accumulate_grad_batches, count_readers(trainer)

@@ -61,11 +61,30 @@ def test_zero_outputs_hand_the_embedding_on_and_caps_hold():
     assert capped(**rows).logits.abs().max() <= tricks.CappedHead.cap
 
 
-def test_every_arm_is_a_configuration_of_the_laptop_track(tmp_path):
-    for name, arm in ablations.ARMS.items():
-        config = speedrun_config(TRACKS["laptop"], arm.recipe, tmp_path / "run", 0)
-        assert name == "control" or arm.recipe or (arm.warmup, arm.cooldown) != (0.05, 0.3), name
-        assert arm.tokens_per_step == (config["data"]["train_batch_size"] * config["data"]["max_sequence_length"]) / 2048, name
+RECORD = str(Path(ablations.__file__).parent / "records" / "muon_two_layers.yaml")
+
+
+@pytest.mark.parametrize("on", [None, RECORD])
+def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
+    control = ablations.control_of(on)
+    assert "control" in ablations.arms_on(on)
+    for name in ablations.arms_on(on):
+        arm = ablations.ARMS[name]
+        config = speedrun_config(TRACKS["laptop"], ablations.joined(control.recipe, arm.recipe), tmp_path / "run", 0)
+        assert name == "control" or arm.recipe or arm.kl_weight or arm.warmup or arm.cooldown, name
+        rows = config["data"]["train_batch_size"] * config["data"]["max_sequence_length"] / 2048
+        assert arm.tokens_per_step == (2 / 3 if name == "growing batch" else rows), name
+        plain = speedrun_config(TRACKS["laptop"], control.recipe, tmp_path / "run", 0)
+        assert name == "control" or config != plain or arm.kl_weight or arm.warmup or arm.cooldown, f"{name} changes nothing"
+
+
+def test_the_control_is_the_first_demo_halved_or_the_recipe_in_a_file():
+    first, record = ablations.control_of(None), ablations.control_of(RECORD)
+    assert (first.steps, first.recipe) == (440, {})
+    assert record.steps == 560 and record.rates == (6e-3, 1.2e-2, 2.4e-2) and record.cooldown == 0.5
+    assert "learning_rate" not in record.recipe["model"]
+    assert "muon" in ablations.arms_on(None) and "muon" not in ablations.arms_on(RECORD)
+    assert "adamw" in ablations.arms_on(RECORD) and "adamw" not in ablations.arms_on(None)
 
 
 def test_recipes_are_laid_over_each_other_and_callbacks_put_together():
@@ -76,7 +95,7 @@ def test_recipes_are_laid_over_each_other_and_callbacks_put_together():
 @pytest.mark.parametrize("best, asked", [(2e-3, 3), (4e-3, 4), (16e-3, 6), (0.25e-3, 6)])
 def test_a_rate_is_tuned_until_it_stands_between_two_worse_ones(best, asked):
     table = ablations.Table.__new__(ablations.Table)
-    table.options, rates = argparse.Namespace(quick=False, steps=10), set()
+    table.options, rates = argparse.Namespace(quick=False, steps=10, on=None), set()
 
     def ask(cases):
         rates.update(case["rate"] for case in cases)
@@ -98,9 +117,104 @@ def test_runs_of_another_machine_are_laid_aside_and_not_lost(tmp_path, monkeypat
     path, run = tmp_path / "ablations.json", {"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "loss": 2.0}
     path.write_text(json.dumps({"what": "old", "arms": {"gone": 1}, "runs": [run], "costs": []}))
     monkeypatch.setattr(ablations, "train_once", lambda case: {**case, "loss": loss})
-    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1))
+    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1, on=None))
     table.check_control()
     assert table.found == {"runs": [run] * kept, "costs": []}
     assert (tmp_path / "ablations.before.json").exists() != kept
     table.write(arms={})
     assert json.loads(path.read_text())["arms"] == {}
+
+
+def test_the_best_polynomials_bring_singular_values_closer_to_one_than_muons_do():
+    from bertlab.optim.muon import orthogonalized
+
+    torch.manual_seed(0)
+    left, _ = torch.linalg.qr(torch.randn(40, 40))
+    right, _ = torch.linalg.qr(torch.randn(40, 40))
+    values = torch.logspace(-2.2, 0, 40)
+    matrix = left @ torch.diag(values / values.norm()) @ right
+    off = {kind: (torch.linalg.svdvals(kind(matrix, 5).float()) - 1).abs().max().item() for kind in (tricks.polar, orthogonalized)}
+    assert off[tricks.polar] < 0.2 < off[orthogonalized]
+    last = tricks.polar_rounds(7)[-1]
+    assert last == pytest.approx((15 / 8, -10 / 8, 3 / 8), abs=1e-3)  # the limit is Newton and Schulz' own
+
+
+@pytest.mark.parametrize("kind", [tricks.PolarMuon, tricks.NorMuon])
+def test_muons_relatives_move_as_much_as_muon_and_go_on_from_a_checkpoint(kind):
+    def moved(optimizer_class, stop_at=None):
+        torch.manual_seed(0)
+        matrices = [torch.nn.Parameter(torch.randn(8, 16)) for _ in range(2)]
+        start = [matrix.detach().clone() for matrix in matrices]
+        make = lambda: optimizer_class([{"params": matrices, "hidden": True}], lr=0.1, weight_decay=0.0)  # noqa: E731
+        optimizer = make()
+        for step in range(3):
+            if step == stop_at:
+                state = optimizer.state_dict()
+                optimizer = make()
+                optimizer.load_state_dict(state)
+            draw = torch.Generator().manual_seed(step)
+            for matrix in matrices:
+                matrix.grad = torch.randn(8, 16, generator=draw)
+            optimizer.step()
+        return [a.detach() - b for a, b in zip(matrices, start)]
+
+    from bertlab.optim.muon import MuonWithAdamW
+
+    ours, theirs = moved(kind), moved(MuonWithAdamW)
+    for a, b in zip(ours, theirs):
+        assert 0.8 < a.norm() / b.norm() < 1.25 and not torch.allclose(a, b, atol=1e-3)
+    for a, b in zip(moved(kind, stop_at=2), ours):
+        torch.testing.assert_close(a, b)
+
+
+def test_short_rows_are_the_same_tokens_and_labels_in_rows_half_as_long():
+    trainer = argparse.Namespace(global_step=0, max_steps=10)
+    ids_BL = torch.arange(32).view(2, 16)
+    labels_BL = torch.where(ids_BL % 5 == 0, ids_BL, -100)
+    given = {"input_ids": ids_BL, "attention_mask": torch.ones_like(ids_BL), "position_ids": torch.arange(16).expand(2, 16),
+             "labels": labels_BL, "label_positions": torch.zeros(2, 4, dtype=torch.long),
+             "num_dropped_labels": torch.tensor([1, 2])}  # fmt: skip
+    short = dict(given)
+    tricks.ShortRowsFirst(8, 0.5).on_train_batch_start(trainer, None, short, 0)
+    assert short["input_ids"].shape == short["labels"].shape == (4, 8) and short["num_dropped_labels"].sum() == 3
+    found = short["labels"].gather(1, short["label_positions"])
+    assert sorted(found[found != -100].tolist()) == labels_BL[labels_BL != -100].tolist()
+    later = dict(given)
+    trainer.global_step = 5
+    tricks.ShortRowsFirst(8, 0.5).on_train_batch_start(trainer, None, later, 0)
+    assert later["input_ids"].shape == (2, 16)
+
+
+def test_a_model_that_grows_computes_with_its_first_blocks_and_ends_whole():
+    torch.manual_seed(0)
+    model = BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "num_hidden_layers": 4})).eval()
+    names = [name for name, _ in model.named_parameters()]
+    module, trainer = argparse.Namespace(model=model), argparse.Namespace(global_step=0, max_steps=10)
+    growing = tricks.GrowingDepth(2, 0.5)
+    growing.on_train_start(trainer, module)
+    growing.on_train_batch_start(trainer, module, None, 0)
+    assert len(model.encoder.blocks) == 2
+    assert model(**{name: value for name, value in batch().items() if name != "labels"}).logits.isfinite().all()
+    with pytest.raises(ValueError, match="before the model had grown"):
+        growing.on_train_end(trainer, module)
+    trainer.global_step = 5
+    growing.on_train_batch_start(trainer, module, None, 5)
+    growing.on_train_end(trainer, module)
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, weight in model.encoder.blocks[1].named_parameters():
+        assert torch.equal(model.encoder.blocks[3].get_parameter(name), weight), name
+
+
+def test_the_first_epoch_goes_from_frequent_tokens_to_rare_ones_and_later_ones_do_not():
+    from bertlab.data.packing import PackedDataset
+
+    documents = [[5] * 6, [40 + i for i in range(6)], [5, 5, 5, 6, 6, 6], [5, 5, 6, 6, 50, 51]] * 5
+    dataset = PackedDataset(documents, 6, pad_token_id=0, seed=3)
+    keys = [(epoch, index) for epoch in (0, 1) for index in range(len(dataset))]
+    before = [row["input_ids"].tolist() for row in dataset.build(keys)]
+    trainer = argparse.Namespace(datamodule=argparse.Namespace(train_dataset=dataset))
+    tricks.EasyFirst().on_fit_start(trainer, argparse.Namespace(config=argparse.Namespace(vocab_size=60)))
+    after = [row["input_ids"].tolist() for row in dataset.build(keys)]
+    half = len(dataset)
+    assert sorted(after[:half]) == sorted(before[:half]) and after[half:] == before[half:]
+    assert after[:5] == [[5] * 6] * 5 and all(row[0] == 40 for row in after[half - 5 : half])

@@ -12,7 +12,7 @@ from bertlab.model.config import BertLabConfig
 from bertlab.optim.groups import parameter_groups
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.losses import masked_lm_loss
-from bertlab.optim.optimizers import OPTIMIZERS, backward_options, get_optimizer, optimizer_table
+from bertlab.optim.optimizers import OPTIMIZERS, backward_options, get_optimizer, optimizer_facts, optimizer_table
 
 HIDDEN_APART = {"muon", "galore"}
 # Rates for the encoder of width 32 below; each optimizer has its own idea of a rate.
@@ -231,3 +231,39 @@ def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tm
         get_optimizer("my_optimizers.Fast", weight)
     with pytest.raises(ValueError, match="quantized=True"):
         get_optimizer(Mine, weight, {"lr": 0.1}, quantized=True)
+
+
+def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too(tmp_path, monkeypatch):
+    (tmp_path / "own_optimizers.py").write_text(
+        "from torch.optim import SGD\nfrom bertlab.optim.muon import MuonWithAdamW\n"
+        "class Apart(MuonWithAdamW): pass\nclass Alone(SGD): elementwise = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    apart, alone = optimizer_facts("own_optimizers.Apart"), optimizer_facts("own_optimizers.Alone")
+    assert (apart.hidden_apart, apart.elementwise, apart.class_name) == (True, False, "Apart")
+    assert (alone.hidden_apart, alone.elementwise) == (False, True)
+    assert optimizer_facts("muon") is OPTIMIZERS["muon"]
+    with pytest.raises(ValueError, match="own_optimizers"):
+        optimizer_facts("own_optimizers.Nobody")
+
+
+def test_another_way_of_orthogonalising_takes_the_place_of_muons():
+    from bertlab.optim.muon import MuonWithAdamW, StackedMuon
+
+    class Signs(StackedMuon):
+        def turn(self, stacked, parameters, group):
+            return stacked.sign()
+
+    class Own(MuonWithAdamW):
+        hidden_class = Signs
+
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.randn(3, 4))
+    before, grad = matrix.detach().clone(), torch.randn(3, 4)
+    optimizer = Own([{"params": [matrix], "hidden": True}], lr=0.1, weight_decay=0.0)
+    copied = io.BytesIO()
+    torch.save(optimizer.state_dict(), copied)
+    for step in range(2):
+        matrix.grad = grad.clone()
+        optimizer.step()
+    torch.testing.assert_close(matrix.detach(), before - 2 * 0.1 * 0.2 * 2 * grad.sign())

@@ -258,6 +258,16 @@ def test_a_step_ends_with_the_epoch_and_the_next_begins_at_the_next():
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
 
 
+def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
+    from bertlab.cli.pretrain import trainer_options
+
+    options = {"min_size": 1, "max_size": 4, "warmup_tokens": 120, "tokens_per_micro_batch": 10}
+    (growing,) = trainer_options({"callbacks": [{"class_path": "GrowingBatch", "init_args": {"warmup": options}}]})["callbacks"]
+    assert [growing.warmup(step) for step in range(16)] == [WARMUP(step) for step in range(16)]
+    with pytest.raises(TypeError, match="min_sizes"):
+        GrowingBatch({**options, "min_sizes": 1})
+
+
 def test_validation_counts_steps_while_the_batch_grows():
     val = Numbered(range(500, 502))
     _, record, _ = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, val=val, val_check_steps=4)
