@@ -1,6 +1,6 @@
 """LoRA beside full fine-tuning on the offline tasks: score and memory of states, three seeds each.
 
-    python benchmarks/adapters.py [--quick] [--steps 2000]
+    python benchmarks/adapters.py [--quick] [--steps 1000]
 
 A small encoder is pretrained once on the embedded corpus. Then each task is fine-tuned with all weights and
 with LoRA, three seeds, the better of two rates for each arm chosen on validation rows of the first seed. Judged:
@@ -84,7 +84,7 @@ def draw(result: dict):
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "adapters", rounds=1)
-    parser.add_argument("--steps", type=int, default=2000, help="of pretraining")
+    parser.add_argument("--steps", type=int, default=1000, help="of pretraining")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--size", type=int, help="rows of a split at most (default: the task's)")
     options = parser.parse_args()
