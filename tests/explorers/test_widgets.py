@@ -179,6 +179,12 @@ def test_a_typed_number_may_leave_the_slider_behind_and_is_never_pulled_back():
     assert typed.value == 0.3 and slider.value == 0.1 + 0.2 != 0.3
 
 
+def test_what_is_zero_but_for_rounding_is_written_as_zero():
+    drawn = widgets.svg_chart({"lead": ([1, 2], [-2.8e-17, 0.1])}, "tried", "lead", "a curve")
+    assert ">0<" in drawn and "e-17" not in drawn
+    assert "1e-12" in widgets.svg_chart({"tiny": ([1, 2], [1e-12, 3e-12])}, "tried", "lead", "small, and no rounding")
+
+
 def test_a_chart_breaks_its_curve_where_a_value_is_missing_and_refuses_nothing_at_all():
     nan = float("nan")
     drawn = widgets.svg_chart({"rate": ([0, 1, 2, 3], [0.0, 1.0, nan, 2.0])}, "steps", "rate", "a curve")
