@@ -305,7 +305,8 @@ def svg_chart(
              svg_line([64, 64, 494], [36, 216, 216], width=1)]
     for share in (0, 0.5, 1):  # numbers at the ends and middles of both axes
         x, y = left + share * (right - left), low + share * (high - low)
-        x, y = (0.0 if abs(z) < 1e-9 * span else z for z, span in ((x, right - left), (y, high - low)))
+        x, y = (0.0 if abs(z) < 1e-9 * span else z  # what rounding left of zero
+                for z, span in ((x, right - left), (y, high - low)))
         parts += [svg_text(64 + 430 * share, 234, f"{x:.4g}", "middle", 12),
                   svg_text(58, 220 - 180 * share, f"{y:.3g}", "end", 12)]
     if cursor is not None:
