@@ -280,6 +280,13 @@ a layer, this is what it would have said at the chosen piece (the logit lens).</
 <form class="swap row-of"><label>Instead <input id="glass-word" maxlength="60" autocomplete="off"></label>
 <button type="submit">Swap</button></form>
 <p class="changed" role="status"></p></section>
+<section aria-labelledby="glass-unmask"><h2 id="glass-unmask">Gap by gap</h2>
+<p>The guesses for several gaps are made at once, and none knows of the others. Masked diffusion writes in steps: the
+surest guess stays, and the other gaps are asked again, now with one word more to look at. The model of this page
+has learned from sentences that keep most of their words; a model that is to write learns from any share of gaps.</p>
+<form class="unmask row-of"><button type="button" class="hide-words">Hide every second word</button>
+<button type="submit">Keep the surest guess</button></form>
+<ol class="kept" aria-live="polite"></ol></section>
 </div>
 <noscript><p>The page computes with JavaScript, which is switched off; what stands here is an answer from before.</p></noscript>
 </div>
@@ -306,6 +313,7 @@ def glass_page(live: Path | None) -> str:
     parts += ["How each part is written, and tested:", ""]
     parts += ["- [words become pieces](data/05_tokenizers.ipynb)", "- [pieces look at each other](model/03_attention.ipynb)",
               "- [layer upon layer](model/04_encoder.ipynb)", "- [from vectors to words](model/06_heads.ipynb)",
+              "- [gap by gap](walkthroughs/07_writing_by_unmasking.ipynb)",
               "- [the same with letters, by hand](course/01_inside_the_encoder.ipynb)", ""]  # fmt: skip
     return "\n".join(parts)
 

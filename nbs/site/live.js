@@ -93,6 +93,8 @@ class Glass extends Box {
     this.part("#glass-layer").addEventListener("change", (event) => { this.layer = Number(event.target.value); this.draw(); });
     this.part("#glass-head").addEventListener("change", (event) => { this.head = Number(event.target.value); this.draw(); });
     this.part(".swap").addEventListener("submit", (event) => { event.preventDefault(); this.swap(); });
+    this.part(".unmask").addEventListener("submit", (event) => { event.preventDefault(); this.keepSurest(); });
+    this.part(".hide-words").addEventListener("click", () => this.hideWords());
     const pieces = this.part(".pieces");
     const of = (event) => { const button = event.target.closest("button.piece"); return button ? [...pieces.children].indexOf(button) : -1; };
     pieces.addEventListener("click", (event) => { if (of(event) >= 0) this.choose(of(event)); });
@@ -157,19 +159,58 @@ class Glass extends Box {
     if (answer) { this.answer = answer; this.draw(); }
   }
 
+  ask() {
+    this.part(".kept").replaceChildren(); // another sentence
+    return super.ask();
+  }
+
+  // The sentence with other words at some places; gaps stay gaps.
+  async rewritten(words) {
+    const encoder = await this.encoder;
+    const { page } = this.parts, { ids } = this.answer;
+    const middle = [...ids.keys()].slice(1, -1).map((place) => words.get(place)
+      ?? (ids[place] === page.maskId ? "___" : encoder.nameOf(ids[place])));
+    return middle.join(" ").replaceAll(" ##", "").replace(/ ([.,:;!?)])/g, "$1").replaceAll("( ", "(");
+  }
+
+  async askRewritten(words) {
+    const text = await this.rewritten(words);
+    this.part("textarea").value = text;
+    const answer = await this.compute(text);
+    if (answer) this.show(answer);
+    return answer;
+  }
+
+  // Makes gaps of every second word, for who wants to see the model write.
+  async hideWords() {
+    const { pieces } = this.answer, words = [...pieces.keys()].slice(1, -1).filter((place) => /^[\p{L}\p{N}]/u.test(pieces[place]));
+    this.part("textarea").value = await this.rewritten(new Map(words.filter((_, i) => i % 2).map((place) => [place, "___"])));
+    await this.ask();
+  }
+
+  // One step of masked diffusion: the surest guess stays, and the other gaps are asked again.
+  async keepSurest() {
+    const { gaps, guesses } = this.answer, list = this.part(".kept");
+    const tell = (text) => list.append(Object.assign(document.createElement("li"), { textContent: text }));
+    if (!gaps.length) {
+      if (!list.children.length) tell("There is no gap: hide some words first.");
+      return;
+    }
+    const surest = gaps.reduce((best, place) => (guesses[place][0][1] > guesses[best][0][1] ? place : best));
+    const [word, share] = guesses[surest][0], others = gaps.filter((place) => place !== surest);
+    const answer = await this.askRewritten(new Map([[surest, word]]));
+    if (!answer) return;
+    const moved = others.filter((place, i) => answer.gaps[i] !== undefined && answer.guesses[answer.gaps[i]][0][0] !== guesses[place][0][0]);
+    tell(`${word}, ${percent(share)} sure` + (others.length
+      ? `; then ${moved.length} of ${others.length} other ${others.length === 1 ? "gap" : "gaps"} had another best guess.` : "; no gap is left."));
+  }
+
   // Puts another word in the place of the chosen one, and says what that does to the guesses.
   async swap() {
     const word = this.part("#glass-word").value.trim();
     if (!this.answer || !word) return;
-    const encoder = await this.encoder;
-    const { page } = this.parts, before = this.answer;
-    const middle = [...before.ids.keys()].slice(1, -1).map((place) => (place === this.chosen ? word
-      : before.ids[place] === page.maskId ? "___" : encoder.nameOf(before.ids[place])));
-    const text = middle.join(" ").replaceAll(" ##", "").replace(/ ([.,:;!?)])/g, "$1").replaceAll("( ", "(");
-    this.part("textarea").value = text;
-    const answer = await this.compute(text);
+    const before = this.answer, answer = await this.askRewritten(new Map([[this.chosen, word]]));
     if (!answer) return;
-    this.show(answer);
     const lines = answer.gaps.map((place, i) => {
       const old = before.guesses[before.gaps[i]]?.[0], now = answer.guesses[place][0];
       return old ? `${old[0]} ${percent(old[1])} became ${now[0]} ${percent(now[1])}` : "";

@@ -323,6 +323,33 @@ def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browse
 
 
 @needs_model
+def test_the_glass_encoder_writes_gap_by_gap_and_keeps_the_surest_guess_first(browser, address):
+    page, said = visit(browser, address, "glass.html", 390, "light")
+    page.get_by_role("textbox", name="Sentence").fill("Return True if the object is a string, and False otherwise.")
+    page.get_by_role("button", name="Fill the gaps").click()
+    page.get_by_role("button", name="Keep the surest guess").click()
+    assert page.locator(".kept li").all_inner_texts() == ["There is no gap: hide some words first."]
+    page.get_by_role("button", name="Hide every second word").click()
+    page.wait_for_function("document.querySelectorAll('.guesses table').length > 3")
+    gaps = page.locator(".guesses table").count()
+    written = lambda: page.get_by_role("textbox", name="Sentence").input_value()  # noqa: E731
+    assert page.locator(".kept li").count() == 0 and written().count("___") == gaps
+    for step in range(gaps):
+        first = page.locator(".guesses tbody tr:first-child")
+        best = max(first.all(), key=lambda row: float(row.locator("td.number").inner_text().rstrip(" %")))
+        word = best.locator("th").inner_text()
+        page.get_by_role("button", name="Keep the surest guess").click()
+        page.wait_for_function("count => document.querySelectorAll('.kept li').length === count", arg=step + 1)
+        kept = page.locator(".kept li").last.inner_text()
+        assert kept.startswith(f"{word}, ") and (f"of {gaps - step - 1} other" in kept or step == gaps - 1)
+    assert "no gap is left" in kept and "___" not in written()
+    assert said == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
+    if os.environ.get("AXE"):
+        page.evaluate(Path(os.environ["AXE"]).read_text(encoding="utf-8"))
+        assert page.evaluate("axe.run({runOnly: ['wcag2a', 'wcag2aa']})")["violations"] == []
+
+
+@needs_model
 def test_without_scripts_a_static_figure_stands_there(browser, address):
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(address + "glass.html")
