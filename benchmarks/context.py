@@ -80,7 +80,7 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
             found = make_trainer(1, "32-true").validate(module, judge_data, verbose=False)[0]
         previous = str(save_model(module.model, tokenizer, folder / f"model-{seed}-{len(lengths)}-{share}"))
     return {"seconds": seconds, "wall_seconds": wall, "flops": flops, "bits_per_byte": found["val_bits_per_byte"],
-            "model": previous}  # fmt: skip
+            "model": Path(previous).name}  # fmt: skip
 
 
 def cost_at(runs: list[dict], goal: float, figure: str) -> float | None:
@@ -194,7 +194,7 @@ def main() -> None:
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": machine(options.threads),
         "steps": options.steps, "seeds": options.seeds, "judged": judged,
         "goal": goal, "share_of_operations": costs["flops"], "cases": cases,
-        "needles": {name: needles(cases[name]["1.0"][0]["model"]) for name in cases},
+        "needles": {name: needles(str(place / cases[name]["1.0"][0]["model"])) for name in cases},
         "by_length": by_length}, draw)  # fmt: skip
 
 
