@@ -188,7 +188,7 @@ def draw(result):
                 curve = {int(steps): value for steps, value in method["curve"].items() if name != "fresh" or steps != "0"}
                 axes.plot(list(curve), list(curve.values()), "o-", color=colour, lw=1, ms=3, label=name if number == 0 else None)
             axes.axhline(found["goal"], color="0.3", ls=":", lw=0.9, label="the old model" if number == 0 else None)
-        axes.set_title(f"from a vocabulary {way}", fontsize=10)
+        axes.set_title({"to its own": "to a vocabulary of its own text"}.get(way, "to a vocabulary of other text"), fontsize=10)
         axes.set_xlabel("steps of the run")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("bits per byte of hidden words")
