@@ -13,7 +13,8 @@ on held-out modules of both:
 A model with a WordPiece vocabulary of the rest is trimmed and extended to the domain. The transplants are of models with
 byte-level BPE, for its vocabularies write the same text, letter for letter: WordPiece drops capitals and spaces, so that
 its hidden bytes are easier to guess, and no other family could reach its figure. Both ways are measured: from a
-vocabulary of the domain, a foreign one that cuts most text into crumbs, to one of all text, which is judged; and, on one seed, back.
+vocabulary of the domain, a foreign one that cuts most text into crumbs, to one of all text, which is judged; and, on
+one seed, back.
 Pieces of a hidden word are guessed one without another, so that crumbs cost bits by themselves, whatever the model knows.
 
 All training is on all text, and every run has a whole schedule of its own: a warmup of 5 %, and a fall to nothing over
