@@ -72,9 +72,8 @@ def masks(**options: Any) -> dict:
     return {"data": {"collator_kwargs": options}}
 
 
-def callback(name: str, library: bool = False, **options: Any) -> dict:
-    "One of tricks.py, or of the library."
-    return {"trainer": {"callbacks": [{"class_path": name if library else f"tricks.{name}", "init_args": options}]}}
+def callback(name: str, **options: Any) -> dict:
+    return {"trainer": {"callbacks": [{"class_path": f"tricks.{name}", "init_args": options}]}}
 
 
 def joined(*recipes: Mapping) -> dict:
@@ -117,9 +116,7 @@ ARMS = {
     "rows 4": Arm("a quarter of the batch, four times the steps", {"data": {"train_batch_size": 4}}, tokens_per_step=0.25),
     "rows 32": Arm("twice the batch, half the steps", {"data": {"train_batch_size": 32}}, tokens_per_step=2.0),
     "growing batch": Arm("half the batch for half of the tokens, then all of it", {
-        "data": {"train_batch_size": 8}, **callback("GrowingBatch", library=True, warmup={
-            "min_size": 1, "max_size": 2, "warmup_tokens": 440 * 1024, "tokens_per_micro_batch": 1024})},
-        tokens_per_step=2 / 3),
+        "data": {"train_batch_size": 8}, **callback("DoublingBatch")}, tokens_per_step=2 / 3),
     "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]})),
     "no weight decay": Arm("weight decay 0", model(weight_decay=0.0)),
     "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
@@ -210,9 +207,10 @@ def judge_of(quick: bool, size: int) -> Any:
     return Judge(*course(quick), tokenizer_of(quick, size))
 
 
-def teacher_of(quick: bool) -> Path:
+def teacher_of(quick: bool, on: str | None) -> Path:
     "Where the teacher's directory is, for a distilled arm."
-    return KEPT / f"ablations-teacher{'-quick' * quick}"
+    name = "first_demo" if on is None else Path(on).stem
+    return KEPT / f"ablations-teacher-{name}{'-quick' * quick}"
 
 
 @dataclass(frozen=True)
@@ -234,9 +232,14 @@ def control_of(on: str | None) -> Control:
     if on is None:
         return Control({}, 440, (1e-3, 2e-3, 4e-3), 0.05, 0.3)
     recipe = load_speedrun(on)
-    model, steps = recipe["model"], recipe["trainer"]["max_steps"]
-    rate = model.pop("learning_rate")
-    shares = (model.pop(f"scheduler_{part}_steps") / steps for part in ("warmup", "cooldown"))
+    model, parts = recipe.get("model", {}), [f"scheduler_{part}_steps" for part in ("warmup", "cooldown")]
+    if missing := [name for name in ("learning_rate", *parts) if name not in model]:
+        raise ValueError(f"{on}: arms are laid over a recipe that sets its own model.{', model.'.join(missing)}; write them "
+                         "into it, or leave --on out for the first demo's")  # fmt: skip
+    if "max_steps" not in recipe.get("trainer", {}):
+        raise ValueError(f"{on}: arms are laid over a recipe that sets trainer.max_steps; write it into it")
+    steps, rate = recipe["trainer"]["max_steps"], model.pop("learning_rate")
+    shares = [model.pop(part) / steps for part in parts]
     return Control(recipe, steps, (rate / 2, rate, 2 * rate), *shares)
 
 
@@ -267,7 +270,7 @@ def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str
     run._own_tokenizer = lambda: tokenizer_of(quick, config["run"]["vocab_size"])
     module = pretrain.PretrainingModule
     if arm.kl_weight:
-        module = partial(DistillationModule, str(teacher_of(quick)), kl_weight=arm.kl_weight)
+        module = partial(DistillationModule, str(teacher_of(quick, on)), kl_weight=arm.kl_weight)
     with mock.patch.object(pretrain, "PretrainingModule", module):  # the command line knows no teacher
         run.build()
     run.data.val_datasets = []  # the judge validates, once
@@ -323,16 +326,16 @@ def train_once(case: dict) -> dict:
                 "plain": plain(run.module)}  # fmt: skip
 
 
-def train_teacher(rate: float, steps: int, quick: bool) -> None:
+def train_teacher(rate: float, steps: int, quick: bool, on: str | None) -> None:
     "A run of the control with twice its steps and a seed of its own, kept as a directory."
     import torch
 
     from bertlab.model.huggingface import save_model
 
     torch.set_num_threads(1)
-    place = teacher_of(quick)
+    place = teacher_of(quick, on)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
-        run = build(ARMS["control"], rate, 2 * steps, 1000, quick, f"{folder}/run")
+        run = build(ARMS["control"], rate, 2 * steps, 1000, quick, f"{folder}/run", on)
         run.prepare()
         run.fit()
         made = Path(folder) / "model"
@@ -462,7 +465,13 @@ def main() -> None:
     known = arms_on(options.on)
     if options.list:
         return print("\n".join(f"{name:28}{ARMS[name].about}" for name in known))
-    options.arms, options.steps = options.arms or known, options.steps or control_of(options.on).steps
+    if options.on:
+        options.on = os.path.relpath(options.on)  # it stands in the result, which names no place of one machine
+    try:
+        base = control_of(options.on)
+    except ValueError as error:
+        parser.error(str(error))
+    options.arms, options.steps = options.arms or known, options.steps or base.steps
     if unknown := [name for name in options.arms if name not in known]:
         parser.error(f"no arm is called {', '.join(unknown)} here; --list shows them")
     if options.quick:
@@ -473,8 +482,10 @@ def main() -> None:
     table.check_control()
     best = table.tuned("control", None)
     control, rows = table.seeds("control", best), {}
-    if any(ARMS[name].kl_weight for name in options.arms) and not (teacher_of(options.quick) / "config.json").is_file():
-        table.pool.submit(train_teacher, best, options.steps, options.quick).result()
+    distilled = [name for name in options.arms if ARMS[name].kl_weight]
+    known = any(run["arm"] in distilled for run in table.found["runs"])  # of this code, by this teacher
+    if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
+        table.pool.submit(train_teacher, best, options.steps, options.quick, options.on).result()
     rates = {name: best if name == "control" else table.tuned(name, best * ARMS[name].centre_on(options.on)) for name in options.arms}
     for name, rate in rates.items():
         runs = table.seeds(name, rate)

@@ -4,6 +4,7 @@ An idea that pays moves into the library; one that does not stays here with its 
 named in a recipe as any model of one's own (`model.objective: tricks.SoftCapped`), callbacks likewise.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from bertlab.data.masking import place_labels
 from bertlab.data.rows import IGNORED
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
+from bertlab.optim.budgets import BatchWarmup
 from bertlab.optim.muon import MuonWithAdamW, StackedMuon
+from bertlab.train.stopping import GrowingBatch
 
 
 class ZeroOutputs(BertLabForMaskedLM):
@@ -143,8 +146,6 @@ class FallingMasks(Callback):
         self.first, self.last = first, last
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        from dataclasses import replace
-
         done = trainer.global_step / trainer.max_steps
         collator = trainer.datamodule.batches.collator
         collator.rule = replace(collator.rule, mlm_probability=self.first + (self.last - self.first) * done)
@@ -182,6 +183,18 @@ class ShortRowsFirst(Callback):
         batch["label_positions"] = torch.from_numpy(place_labels(labelled_BL, labelled_BL.sum(1).max()))
         dropped_B = batch["num_dropped_labels"]
         batch["num_dropped_labels"] = torch.cat((dropped_B, dropped_B.new_zeros(len(labelled_BL) - len(dropped_B))))
+
+
+class DoublingBatch(GrowingBatch):
+    "Two micro-batches a step from half of the tokens on, which is two thirds of the steps."
+
+    def __init__(self, tokens_per_micro_batch: int = 1024):
+        super().__init__(BatchWarmup(1, 2, 1, tokens_per_micro_batch=tokens_per_micro_batch))
+
+    def on_train_start(self, trainer, module) -> None:
+        single = round(2 * trainer.max_steps / 3)
+        self.warmup = replace(self.warmup, warmup_tokens=single * self.warmup.tokens_per_micro_batch)
+        super().on_train_start(trainer, module)
 
 
 class GrowingDepth(Callback):

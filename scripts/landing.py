@@ -282,8 +282,8 @@ a layer, this is what it would have said at the chosen piece (the logit lens).</
 <p class="changed" role="status"></p></section>
 <section aria-labelledby="glass-unmask"><h2 id="glass-unmask">Gap by gap</h2>
 <p>The guesses for several gaps are made at once, and none knows of the others. Masked diffusion writes in steps. One
-of its orders: the surest guess stays, and the other gaps are asked again, now with one word more to look at. The model of this page
-has learned from sentences that keep most of their words; a model that is to write learns from any share of gaps.</p>
+of its orders: the surest guess stays, and the other gaps are asked again, now with one word more to look at. The
+model of this page has learned from sentences that keep most of their words; a model that is to write learns from any share of gaps.</p>
 <form class="unmask row-of"><button type="button" class="hide-words">Hide every second word</button>
 <button type="submit">Keep the surest guess</button></form>
 <ol class="kept" aria-live="polite"></ol></section>

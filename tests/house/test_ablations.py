@@ -78,6 +78,30 @@ def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
         assert name == "control" or config != plain or arm.kl_weight or arm.warmup or arm.cooldown, f"{name} changes nothing"
 
 
+def test_a_recipe_that_leaves_its_rate_or_steps_out_is_answered(tmp_path):
+    recipe = tmp_path / "half.yaml"
+    recipe.write_text("model: {learning_rate: 0.001}\ntrainer: {max_steps: 10}\n")
+    with pytest.raises(ValueError, match="half.yaml.*model.scheduler_warmup_steps, model.scheduler_cooldown_steps"):
+        ablations.control_of(str(recipe))
+    recipe.write_text("model: {learning_rate: 0.001, scheduler_warmup_steps: 1, scheduler_cooldown_steps: 2}\n")
+    with pytest.raises(ValueError, match="trainer.max_steps"):
+        ablations.control_of(str(recipe))
+
+
+def test_a_teacher_belongs_to_its_control():
+    assert len({ablations.teacher_of(quick, on) for quick in (True, False) for on in (None, RECORD)}) == 4
+
+
+def test_the_batch_doubles_at_half_of_the_tokens():
+    trainer = argparse.Namespace(max_steps=660, accumulate_grad_batches=1, world_size=1, global_step=0, val_check_batch=1,
+                                 check_val_every_n_epoch=None, fit_loop=argparse.Namespace(batch_idx=0, total_batch_idx=0),
+                                 strategy=argparse.Namespace(handles_gradient_accumulation=False))  # fmt: skip
+    doubling = tricks.DoublingBatch()
+    doubling.on_train_start(trainer, None)
+    sizes = [doubling.warmup(step) for step in range(660)]
+    assert sizes == [1] * 440 + [2] * 220 and sum(sizes[:440]) == sum(sizes[440:])
+
+
 def test_the_control_is_the_first_demo_halved_or_the_recipe_in_a_file():
     first, record = ablations.control_of(None), ablations.control_of(RECORD)
     assert (first.steps, first.recipe) == (440, {})
