@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache, partial
 from multiprocessing import get_context
@@ -370,11 +370,15 @@ class Table:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.path = options, options.output
-        self.found = {"runs": [], "costs": []}
+        self.found, self.lock = self.nothing(), threading.Lock()
         if self.path.exists() and not options.fresh:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
-            self.found = {name: kept[name] for name in self.found}
+            self.found = {name: kept.get(name, none) for name, none in self.found.items()}
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
+
+    @staticmethod
+    def nothing() -> dict:
+        return {"runs": [], "costs": [], "arms": {}}
 
     def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
         on = {} if self.options.on is None else {"on": self.options.on}
@@ -388,10 +392,11 @@ class Table:
         wanted = [self.pool.submit(train_once, case) for case in cases if self.known(case) is None]
         for done in as_completed(wanted):
             run = done.result()
-            self.found["runs"].append(run)
-            print(f"  {run['arm']:20} rate {run['rate']:.2g}  seed {run['seed']}  {run['steps']} steps  "
-                  f"{run['loss']:.4f} nats  {run['bits_per_byte']:.4f} bits per byte", flush=True)  # fmt: skip
-            self.write()
+            with self.lock:
+                self.found["runs"].append(run)
+                print(f"  {run['arm']:20} rate {run['rate']:.2g}  seed {run['seed']}  {run['steps']} steps  "
+                      f"{run['loss']:.4f} nats  {run['bits_per_byte']:.4f} bits per byte", flush=True)  # fmt: skip
+                self.write()
         return [self.known(case) for case in cases]
 
     def check_control(self) -> None:
@@ -405,7 +410,7 @@ class Table:
             self.path.replace(aside)
             print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f}: all begins anew, and the "
                   f"runs so far lie in {aside}")  # fmt: skip
-            self.found = {"runs": [], "costs": []}
+            self.found = self.nothing()
 
     def tuned(self, arm: str, centre: float | None) -> float:
         "The best rate of an arm on seed 0, with a worse one on each side."
@@ -418,6 +423,16 @@ class Table:
             if 0 < best < len(rates) - 1 or len(rates) > 7:
                 return rates[best]
             rates = [rates[0] / 2, *rates] if best == 0 else [*rates, 2 * rates[-1]]
+
+    def at_equal_tokens(self, arm: str, centre: float | None, control: list[dict]) -> None:
+        "The arm's row: its best rate, and what all seeds gain with it."
+        rate = self.tuned(arm, centre)
+        runs = self.seeds(arm, rate)
+        row = {"about": ARMS[arm].about, "rate": rate, "plain": runs[0]["plain"],
+               "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
+        with self.lock:
+            self.found["arms"][arm] = row
+            self.write()
 
     def seeds(self, arm: str, rate: float, steps: int | None = None) -> list[dict]:
         return self.ask([self.case(arm, rate, seed, steps) for seed in range(self.options.seeds)])
@@ -434,7 +449,8 @@ class Table:
     def write(self, **more: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as temporary:
-            whole = {"what": __doc__.splitlines()[0], **more, **self.found}
+            arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
+            whole = {"what": __doc__.splitlines()[0], **more, **self.found, "arms": arms}
             temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -481,16 +497,15 @@ def main() -> None:
     table = Table(options)
     table.check_control()
     best = table.tuned("control", None)
-    control, rows = table.seeds("control", best), {}
+    control = table.seeds("control", best)
     distilled = [name for name in options.arms if ARMS[name].kl_weight]
     known = any(run["arm"] in distilled for run in table.found["runs"])  # of this code, by this teacher
     if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
         table.pool.submit(train_teacher, best, options.steps, options.quick, options.on).result()
-    rates = {name: best if name == "control" else table.tuned(name, best * ARMS[name].centre_on(options.on)) for name in options.arms}
-    for name, rate in rates.items():
-        runs = table.seeds(name, rate)
-        rows[name] = {"about": ARMS[name].about, "rate": rate, "plain": runs[0]["plain"],
-                      "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
+    with ThreadPoolExecutor(options.workers + 1) as arms:  # several at a time: no worker waits for the last of a grid
+        centres = [None if name == "control" else best * ARMS[name].centre_on(options.on) for name in options.arms]
+        list(arms.map(table.at_equal_tokens, options.arms, centres, [control] * len(centres)))
+    rows = {name: table.found["arms"][name] for name in options.arms}
     for name in [] if options.no_costs else options.arms:
         cost = table.cost(name)["cost"]
         steps = options.steps if math.isclose(cost, 1, rel_tol=SAME) else round(options.steps / cost)
@@ -500,7 +515,7 @@ def main() -> None:
         timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
               f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
-    table.write(machine=machine(1), steps=options.steps, arms=rows)
+    table.write(machine=machine(1), steps=options.steps)
     print(f"written to {table.path}")
 
 

@@ -111,7 +111,11 @@ def alternate(
     def measure(turn: tuple[int, str]) -> dict:
         (number, name), case = turn, {**cases[turn[1]], "round": turn[0]}
         key = json.dumps([case, threads], sort_keys=True)
-        figures, known = ledger.ask(key, lambda: run_child(script, case, threads))
+        try:
+            figures, known = ledger.ask(key, lambda: run_child(script, case, threads))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # none of the turns behind begins
+            raise
         print(f"  {number + 1}/{rounds} {name:44} {show(figures)}{' (kept)' * known}", flush=True)
         return figures
 

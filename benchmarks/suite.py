@@ -27,11 +27,15 @@ HERE = Path(__file__).resolve().parent
 class Part:
     "A benchmark of the suite."
 
-    name: str  # of the script, and of its result
+    name: str  # of the script
     minutes: float  # on two cores that do nothing else
     quick: tuple[str, ...] | None = ("--quick",)  # its flags in a quick suite; None: left out there
     flags: tuple[str, ...] = ()  # its flags otherwise
     resumes: bool = False  # does it take the flags of `sides`?
+    result: str | None = None  # its name, where it is not the script's
+
+    def output(self, folder: Path) -> Path:
+        return folder / f"{self.result or self.name}.json"
 
 
 PARTS = (
@@ -58,13 +62,16 @@ PARTS = (
     Part("scaling", 25, resumes=True),
     Part("final_project", 140, resumes=True),
     Part("pretraining", 75, resumes=True),
+    Part("records", 25, resumes=True, result="records/laptop"),
+    Part("minutes", 110, resumes=True),
+    Part("ablations", 900),
 )
 
 
 def command(part: Part, options: argparse.Namespace) -> list[str]:
     "What is run for a benchmark."
     words = [sys.executable, str(HERE / f"{part.name}.py"), *(part.quick if options.quick else part.flags),
-             "--output", str(options.folder / f"{part.name}.json")]  # fmt: skip
+             "--output", str(part.output(options.folder))]  # fmt: skip
     if part.resumes:
         words += ["--kept", str(options.kept), "--threads", str(options.threads)] if options.threads else [
             "--kept", str(options.kept)]  # fmt: skip
