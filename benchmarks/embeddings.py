@@ -18,16 +18,13 @@ Sides take turns in fresh processes; see `sides`. The targets are 3 times, 1.5 t
 baselines; what misses is said and ends nothing.
 """
 
-import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
 
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, ratios, say, spread, write_result
+from sides import Ledger, alternate, busy_loops, common_parser, fingerprint, judge, machine, ratios, say, spread, write_result
 
 import bertlab
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
@@ -51,17 +48,6 @@ def save_bi_encoder(demo: str, place: Path) -> None:
     from bertlab.embeddings.bi_encoder import BiEncoder
 
     BiEncoder.load(demo, max_sequence_length=LENGTH).save(place)
-
-
-@contextlib.contextmanager
-def busy_loop():
-    "Another program that wants a core, until the end of the block or of this process."
-    loop = "import os; me = os.getppid()\nwhile os.getppid() == me: pass"
-    with subprocess.Popen([sys.executable, "-c", loop]) as other:
-        try:
-            yield
-        finally:
-            other.kill()
 
 
 def measure_products(case: dict) -> dict:
@@ -101,7 +87,7 @@ def measure_encode(case: dict) -> dict:
         model = SentenceTransformer(case["model"], device="cpu")
         encode = lambda some: model.encode(some, batch_size=case["batch"], show_progress_bar=False)  # noqa: E731
     encode(texts[:200])  # warm
-    with busy_loop() if case.get("busy") else contextlib.nullcontext():
+    with busy_loops(int(case.get("busy", False))):
         begin = time.perf_counter()
         vectors = encode(texts)
         seconds = time.perf_counter() - begin

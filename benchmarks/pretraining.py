@@ -8,30 +8,34 @@ its two usual forms: a document a row, padded to the longest of its batch; and d
 and cut. Architecture, first weights, text, tokenizer, share of masked tokens, optimizer, rate,
 clipping and real tokens of a batch are equal. Real tokens are counted where the model meets them.
 
-Each measurement is a process of its own. Preparing data is reported, and not part of the timed steps.
+Each measurement is a process of its own. Preparing data is reported, and not part of the timed steps. Beside each
+rate stands the share of the machine's own rate of matrix products that it is worth: operations of real tokens, of
+real tokens that they may see, and of labels alone, over what the same process measured before and after.
+With `--busy 1 2` the sides are measured once more beside so many other programs that want a core each.
 Parts of the result that a call does not measure stay as they are, each with its date, if they come from
 such a machine and the same settings.
 """
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 
 import torch
-from sides import (KEPT, Ledger, alternate, common_parser, fingerprint, judge, machine, ratios, say,
+from sides import (KEPT, Ledger, alternate, busy_loops, common_parser, fingerprint, judge, machine, ratios, say,
                    spread, write_result)  # fmt: skip
 
 import bertlab
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_tiny
+from bertlab.core.devices import measured_peak_flops
 from bertlab.core.plots import BLUE, GREY, ORANGE, HouseFigure
 
 SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
     "demo": (4, 192, 3, 4096, 32),
     "small": (4, 256, 4, 30_522, 32),
+    "short": (4, 256, 4, 8192, 32),
     "base": (12, 768, 12, 30_522, 8),
     "tiny": (1, 32, 2, 2048, 4),  # to try the benchmark
 }
@@ -44,6 +48,7 @@ TARGETS = {  # (model, form, same precision?): at least so many times their toke
     ("small", "grouped", False): 4.0, ("small", "padded", False): 10.0,
     ("base", "grouped", True): 1.3, ("base", "padded", True): 3.5,
 }  # fmt: skip
+ALONE, KEPT_BUSY = ("short", "grouped", "fp32", 2.5), 0.75  # times theirs; the share of it that is left beside busy loops
 NATS = 0.3  # by which our loss must be lower after the same time
 
 
@@ -74,7 +79,7 @@ class Meter:
     "Counts real tokens where the model meets them, and notes both clocks after each step."
 
     def __init__(self, model: torch.nn.Module):
-        self.real = self.positions = 0
+        self.real = self.positions = self.seen = 0
         self.marks = [self.mark()]
         model.register_forward_pre_hook(self.count, with_kwargs=True)
 
@@ -83,9 +88,11 @@ class Meter:
             mask = named["attention_mask"]
             self.real += int((mask > 0).sum())
             self.positions += mask.numel()
+            documents = torch.arange(len(mask))[:, None] * (int(mask.max()) + 1) + mask  # a number for each
+            self.seen += int(documents[mask > 0].bincount().square().sum())  # a token sees its document
 
-    def mark(self) -> tuple[float, float, int, int]:
-        return time.perf_counter(), time.process_time(), self.real, self.positions
+    def mark(self) -> tuple[float, float, int, int, int]:
+        return time.perf_counter(), time.process_time(), self.real, self.positions, self.seen
 
     def step(self) -> None:
         self.marks.append(self.mark())
@@ -93,9 +100,9 @@ class Meter:
     def figures(self, warm: int) -> dict[str, float]:
         "Of the steps after the first so many."
         parts = [b - a for a, b in zip(self.marks[warm], self.marks[-1])]
-        wall, cpu, real, positions = parts
+        wall, cpu, real, positions, seen = parts
         return {"wall_seconds": wall, "processor_seconds": cpu, "real_tokens": real,
-                "steps": len(self.marks) - 1 - warm, "fill": real / positions,
+                "steps": len(self.marks) - 1 - warm, "fill": real / positions, "mean_context": seen / real,
                 "tokens_per_second": real / wall, "tokens_per_processor_second": real / cpu}  # fmt: skip
 
 
@@ -136,8 +143,9 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     run = RunChoices(output=folder, progress="none", val_every_steps=10**9, checkpoint_every_steps=10**9)
     options = {"max_steps": steps, "precision": PRECISIONS[case["precision"]], "callbacks": [Clock()],
                "gradient_clip_val": CLIP, "limit_val_batches": 0, **case.get("trainer", {})}  # fmt: skip
-    run_trainer(run, options, module, "").fit(module, data)
-    return {"preparation_seconds": prepared, **meter.figures(case["warm"])}, module.model
+    trainer = run_trainer(run, options, module, "")
+    trainer.fit(module, data)
+    return {"preparation_seconds": prepared, "precision": trainer.precision, **meter.figures(case["warm"])}, module.model
 
 
 def their_tokens(form: str, texts: list[str], tokenizer):
@@ -205,7 +213,7 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
     Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
-    return {"preparation_seconds": prepared, **meter.figures(case["warm"])}, model
+    return {"preparation_seconds": prepared, "precision": PRECISIONS[case["precision"]], **meter.figures(case["warm"])}, model
 
 
 def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
@@ -238,8 +246,14 @@ def measure(case: dict) -> dict:
     "One case, in this process."
     corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     side = our_side if case["side"] == "ours" else their_side
+    may_be = [name for name in PRECISIONS.values() if case["precision"] == "auto" and name != "auto"]
     with tempfile.TemporaryDirectory() as folder:
-        figures, model = side(case, corpus, tokenizer, folder)
+        rates = {name: [measured_peak_flops(name)] for name in may_be or [PRECISIONS[case["precision"]]]}
+        with busy_loops(case.get("busy", 0)):
+            figures, model = side(case, corpus, tokenizer, folder)
+        found = rates[figures["precision"]] + [measured_peak_flops(figures["precision"])]
+        operations = shape(case["kind"], case["model"]).flops_per_token(figures["mean_context"], PROBABILITY)
+        figures["useful_share"] = figures["tokens_per_second"] * operations / statistics.mean(found)
         figures["num_params"] = sum(p.numel() for p in model.parameters())
         if case["seconds"]:
             model.float().save_pretrained(Path(folder, "model"))
@@ -266,7 +280,7 @@ def show(figures: dict) -> str:
     loss = f", loss {figures['loss_apart']:.3f}" if "loss_apart" in figures else ""
     return (f"{figures['tokens_per_second']:9,.0f} tokens/s, "
             f"{figures['tokens_per_processor_second']:9,.0f} a processor second, "
-            f"{figures['fill']:4.0%} full{loss}")  # fmt: skip
+            f"{figures['fill']:4.0%} full, {figures['useful_share']:4.0%} of the products{loss}")  # fmt: skip
 
 
 def compare_rates(runs: dict[str, list[dict]]) -> dict[str, dict]:
@@ -318,20 +332,46 @@ def race(kind: str, options, ledger: Ledger) -> dict:
             "loss": losses, "nats_below": gaps, "runs": runs}  # fmt: skip
 
 
-def earlier_parts(output: Path, place: dict, settings: dict) -> tuple[dict, dict]:
-    "Rates and races of the file that is there, if they were measured here and in the same way."
+def beside_loops(model: str, kind: str, options, ledger: Ledger) -> dict:
+    "Ours over theirs, alone and beside programs that want a core each, all in turns."
+    cases = {f"{name}, {loops} busy": {**case, "busy": loops} for loops in (0, *options.busy)
+             for name, case in rate_cases(model, kind, options).items()}  # fmt: skip
+    runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
+    parts = {loops: {name.rpartition(", ")[0]: found for name, found in runs.items() if name.endswith(f", {loops} busy")}
+             for loops in (0, *options.busy)}  # fmt: skip
+    return {str(loops): {"ratios": compare_rates(part), "runs": part} for loops, part in parts.items()}
+
+
+def judge_busy(name: str, found: dict) -> list[dict]:
+    "The advantage alone beside its target, and what is left of it beside busy loops."
+    model, form, precision, times = ALONE
+    pair = f"ours in {precision} over {form} in {precision}"
+    if not name.startswith(f"{model},") or pair not in found["0"]["ratios"]:
+        return []
+    middle = {loops: part["ratios"][pair]["wall"]["median"] for loops, part in found.items() if loops.isdigit()}
+    return [judge(f"{name}: {pair}, nothing beside it", middle["0"], at_least=times), *(
+        judge(f"{name}: of this advantage, beside busy loops: {loops}", ratio / middle["0"], at_least=KEPT_BUSY)
+        for loops, ratio in middle.items() if loops != "0")]  # fmt: skip
+
+
+def earlier_parts(output: Path, place: dict, settings: dict) -> dict[str, dict]:
+    "The parts of the file that is there, if they were measured here and in the same way."
+    parts: dict[str, dict] = {name: {} for name in ("rates", "races", "busy")}
     if not output.exists():
-        return {}, {}
+        return parts
     old = json.loads(output.read_text(encoding="utf-8"))
-    same = json.loads(json.dumps(settings)) == old.get("settings") and all(
+    settings, before = json.loads(json.dumps(settings)), dict(old.get("settings", {}))
+    shapes = before.pop("shapes", {})  # one that is new spoils no figure of the others
+    same = all(settings["shapes"].get(name) == one for name, one in shapes.items()) and before == {
+        name: value for name, value in settings.items() if name != "shapes"} and all(
         place[name] == old["machine"][name] for name in ("processor", "cores", "threads", "torch", "transformers"))
     if not same:
         print(f"{output} is of another machine or other settings: all of it is replaced at the end; "
               "stop now and choose another --output to keep it")  # fmt: skip
-        return {}, {}
-    for part in (*old["rates"].values(), *old["races"].values()):
-        part.setdefault("machine", old["machine"])
-    return old["rates"], old["races"]
+        return parts
+    for name in parts:
+        parts[name] = {case: {"machine": old["machine"], **part} for case, part in old.get(name, {}).items()}
+    return parts
 
 
 def judge_race(kind: str, found: dict) -> list[dict]:
@@ -372,6 +412,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="timed steps (default: 8, of the base shape 3)")
     parser.add_argument("--warm", type=int, help="steps before (default: 2)")
     parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
+    parser.add_argument("--busy", nargs="+", type=int, default=[], metavar="N", help="also beside so many busy loops")
     parser.add_argument("--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the races")
     parser.add_argument("--race-kinds", nargs="+", default=["modernbert"], choices=KINDS,
@@ -391,15 +432,18 @@ def main() -> None:
     settings = dict(row_length=LENGTH, masked_share=PROBABILITY, learning_rate=RATE, weight_decay=DECAY,
                     warmup_steps=WARMUP, gradient_clip=CLIP, shapes=SHAPES)  # fmt: skip
     settings |= {"documents": options.documents} if options.documents else {}
-    rates, races = earlier_parts(options.output, place, settings)
+    rates, races, busy = earlier_parts(options.output, place, settings).values()
     for vocabulary in {SHAPES[model][3] for model in (*options.models, options.race_model)}:
         shared_text(vocabulary, options.documents, options.kept)  # before the children need it
     for model, kind in product(options.models, options.kinds):
         print(f"{model}, {kind}", flush=True)
         runs = alternate(__file__, rate_cases(model, kind, options), options.rounds, options.threads, ledger, show)
-        sides = {side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()}
+        sides = {side: {k: spread(f[k] for f in found) for k in found[0] if k != "precision"} for side, found in runs.items()}
         rates[f"{model}, {kind}"] = {"machine": place, "ratios": compare_rates(runs),
                                      "sides": sides, "runs": runs}  # fmt: skip
+    for model, kind in product(options.models, options.kinds) if options.busy else ():
+        print(f"{model}, {kind}, beside busy loops", flush=True)
+        busy[f"{model}, {kind}"] = {"machine": place, **beside_loops(model, kind, options, ledger)}
     for kind in options.race_kinds if options.seconds else ():
         print(f"race, {kind}", flush=True)
         races[kind] = {"machine": place, **race(kind, options, ledger)}
@@ -407,10 +451,11 @@ def main() -> None:
              if f"{model}, {kind}" in rates}  # fmt: skip
     judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
     judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
+    judged += [one for name, found in busy.items() for one in judge_busy(name, found)]
     say(judged)
     write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
                                   "machine": place, "settings": settings, "judged": judged,
-                                  "rates": rates, "races": races}, draw if rates else None)  # fmt: skip
+                                  "rates": rates, "races": races, "busy": busy}, draw if rates else None)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ interrupted goes on where it stopped, as long as the code is the same; `--fresh`
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -89,6 +90,19 @@ def run_child(script: str | Path, case: dict, threads: int) -> dict:
     if done.returncode:
         raise SystemExit(f"{Path(script).name} {case} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def busy_loops(number: int):
+    "Other programs that want a core each, until the end of the block or of this process."
+    loop = "import os; me = os.getppid()\nwhile os.getppid() == me: pass"
+    others = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(number)]
+    try:
+        yield others
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def in_turns(names: Iterable[str], rounds: int) -> list[tuple[int, str]]:

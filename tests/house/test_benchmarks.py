@@ -114,6 +114,20 @@ def test_padding_steps_before_the_clock_and_validation_are_not_counted():
     found = meter.figures(warm=1)
     assert (found["real_tokens"], found["steps"], found["fill"]) == (4, 2, 0.5)
     assert found["tokens_per_second"] == pytest.approx(4 / found["wall_seconds"])
+    assert found["mean_context"] == (2 + 2 + 1 + 1) / 4  # a token sees the real tokens of its own document
+
+
+def test_an_advantage_is_judged_alone_and_by_what_is_left_of_it_beside_busy_loops():
+    part = lambda times: {"ratios": {"ours in fp32 over grouped in fp32": {"wall": {"median": times}}}}  # noqa: E731
+    found = {"machine": {}, "0": part(2.0), "1": part(1.6), "2": part(1.0)}
+    assert [one["passed"] for one in pretraining.judge_busy("short, bert", found)] == [False, True, False]
+    assert pretraining.judge_busy("small, bert", found) == []  # the target is of one shape
+
+
+def test_busy_loops_end_with_their_block():
+    with sides.busy_loops(2) as others:
+        assert [other.poll() for other in others] == [None, None]
+    assert all(other.poll() is not None for other in others)
 
 
 def figures(*rates: float) -> list[dict]:
@@ -280,14 +294,17 @@ def test_sizes_run_side_by_side_one_at_a_time_until_the_longest_is_through(tmp_p
 def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tmp_path, capsys):
     place = {**sides.machine(2), "measured": "2026-01-31"}
     settings = {"shapes": {"small": (4, 256)}}
-    part = {"ratios": {}}
+    part, nothing = {"ratios": {}}, {"rates": {}, "races": {}, "busy": {}}
     path = tmp_path / "pretraining.json"
-    assert pretraining.earlier_parts(path, place, settings) == ({}, {})
+    assert pretraining.earlier_parts(path, place, settings) == nothing
     path.write_text(json.dumps({"machine": place, "settings": settings, "rates": {"small, bert": part}, "races": {}}))
-    rates, races = pretraining.earlier_parts(path, {**place, "measured": "2026-02-01"}, settings)
-    assert rates == {"small, bert": {**part, "machine": place}} and races == {}
+    more = {"shapes": {**settings["shapes"], "short": (4, 128)}}  # one that is new spoils nothing
+    for same in (settings, more):
+        kept = pretraining.earlier_parts(path, {**place, "measured": "2026-02-01"}, same)
+        assert kept == {**nothing, "rates": {"small, bert": {**part, "machine": place}}}
+    assert pretraining.earlier_parts(path, place, {"shapes": {"small": (4, 128)}}) == nothing
     for other in ({**place, "processor": "another"}, {**place, "torch": "2.99"}):
-        assert pretraining.earlier_parts(path, other, settings) == ({}, {})
+        assert pretraining.earlier_parts(path, other, settings) == nothing
     assert "of another machine or other settings" in capsys.readouterr().out
 
 
