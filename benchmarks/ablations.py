@@ -446,11 +446,12 @@ class Table:
             self.write()
         return known
 
-    def write(self, **more: Any) -> None:
+    def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as temporary:
             arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
-            whole = {"what": __doc__.splitlines()[0], **more, **self.found, "arms": arms}
+            whole = {"what": __doc__.splitlines()[0], "machine": machine(1), "steps": self.options.steps,
+                     "of": len(arms_on(self.options.on)), **self.found, "arms": arms}  # fmt: skip
             temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -515,7 +516,7 @@ def main() -> None:
         timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
               f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
-    table.write(machine=machine(1), steps=options.steps)
+    table.write()
     print(f"written to {table.path}")
 
 
