@@ -236,8 +236,8 @@ def write_run_report(
     head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {reason}.\n"
     sections = report_sections(trainer, module, metrics, record, configuration)
     text = "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in sections.items())])
-    contents = {"metrics.json": json.dumps({**metrics, "stopped": reason}, indent=2),
-                "report.md": text}  # fmt: skip
+    contents = {"report.md": text,  # before the file by which a run counts as written
+                "metrics.json": json.dumps({**metrics, "stopped": reason}, indent=2)}  # fmt: skip
     for name, content in contents.items():
         with written_whole(directory / name) as temporary:
             temporary.write_text(content + "\n", encoding="utf-8")

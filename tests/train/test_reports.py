@@ -55,6 +55,13 @@ def test_a_report_holds_configuration_data_model_cost_validation_guards_and_numb
     assert {p.name for p in tmp_path.iterdir()} == {"report.md", "metrics.json", "history.csv", "loss.png", "rate.png"}
 
 
+def test_the_file_by_which_a_run_counts_as_written_comes_last(tmp_path):
+    (tmp_path / "metrics.json").mkdir()  # stands in the way
+    with pytest.raises(OSError):
+        run(tmp_path)
+    assert {"report.md", "history.csv", "loss.png", "rate.png"} < {path.name for path in tmp_path.iterdir()}
+
+
 def test_parts_of_a_model_add_up_to_it_whatever_the_objective():
     for objective in ("mlm", "enhanced_mlm", "diffusion"):
         module, _ = parts(objective)
