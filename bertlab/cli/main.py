@@ -498,9 +498,6 @@ def _run(words: Sequence[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     "The program `bertlab`."
-    # OpenMP's threads spin while they wait; on a busy machine that keeps the others from working.
-    # Spinning briefly costs nothing measurable when idle. It is read when torch is imported.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     words = join_family(list(sys.argv[1:] if argv is None else argv))
     if not words or words[0] in ("--help", "-h", "--version"):
         print(f"bertlab {__version__}" if words[:1] == ["--version"] else usage())

@@ -1,6 +1,7 @@
 "What editors and type checkers see of the public face."
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,12 @@ def test_the_stubs_name_what_is_there():
     for name, module in bertlab._PLACES.items():
         assert f"from .{module} import {name} as {name}\n" in stub
     assert (ROOT / "bertlab/py.typed").exists()
+
+
+@pytest.mark.parametrize("before, after", [(None, "1000"), ("7", "7")])
+def test_threads_that_wait_are_asked_to_spin_briefly_unless_somebody_says_otherwise(before, after):
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment |= {"GOMP_SPINCOUNT": before} if before else {}
+    words = [sys.executable, "-c", "import os, bertlab; print(os.environ['GOMP_SPINCOUNT'])"]
+    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == after
