@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -139,14 +140,31 @@ def test_a_gain_is_of_seeds_side_by_side():
 @pytest.mark.parametrize("loss, kept", [(2.0005, True), (2.1, False)])
 def test_runs_of_another_machine_are_laid_aside_and_not_lost(tmp_path, monkeypatch, loss, kept):
     path, run = tmp_path / "ablations.json", {"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "loss": 2.0}
-    path.write_text(json.dumps({"what": "old", "arms": {"gone": 1}, "runs": [run], "costs": []}))
+    path.write_text(json.dumps({"what": "old", "arms": {"gone": 1, "muon": 2}, "runs": [run], "costs": []}))
     monkeypatch.setattr(ablations, "train_once", lambda case: {**case, "loss": loss})
-    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1, on=None))
+    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1, on=None, steps=4))
     table.check_control()
-    assert table.found == {"runs": [run] * kept, "costs": []}
+    assert table.found == {"runs": [run] * kept, "costs": [], "arms": {"gone": 1, "muon": 2} if kept else {}}
     assert (tmp_path / "ablations.before.json").exists() != kept
-    table.write(arms={})
-    assert json.loads(path.read_text())["arms"] == {}
+    table.write()
+    written = json.loads(path.read_text())
+    assert written["arms"] == ({"muon": 2} if kept else {})  # an arm that there is no more has no row
+    assert written["steps"] == 4 and written["of"] == len(ablations.arms_on(None))
+
+
+def test_arms_are_judged_side_by_side_and_each_row_is_written_as_soon_as_it_is_there(tmp_path, monkeypatch):
+    path = tmp_path / "ablations.json"
+    table = ablations.Table(argparse.Namespace(output=path, fresh=True, workers=1, on=None, steps=4, seeds=2, quick=True))
+    loss = {"control": 2.0, "muon": 1.5, "rows 8": 1.9}
+    monkeypatch.setattr(table, "ask", lambda cases: [
+        {**case, "loss": loss[case["arm"]], "bits_per_byte": loss[case["arm"]], "plain": True, "parameters": 7}
+        for case in cases])  # fmt: skip
+    control = table.seeds("control", 1e-3)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(table.at_equal_tokens, ["rows 8", "muon"], [1e-3, 2e-3], [control] * 2))
+    rows = json.loads(path.read_text())["arms"]
+    assert list(rows) == [name for name in ablations.ARMS if name in rows] == ["muon", "rows 8"]
+    assert rows["muon"]["equal_tokens"]["mean"] == pytest.approx(0.5) and rows["muon"]["rate"] == 2e-3
 
 
 def test_the_best_polynomials_bring_singular_values_closer_to_one_than_muons_do():
