@@ -5,8 +5,8 @@ import os as _os
 __version__ = "0.1.0"
 
 # OpenMP's threads spin while they wait; on a busy machine that takes time from the very thread they wait for:
-# beside one other program a training step took twice as long (benchmarks/NOTES.md). Spinning briefly costs
-# next to nothing when the machine is idle. It is read when torch is imported, so `import bertlab` goes first.
+# beside one other program a training step took twice as long (benchmarks/NOTES.md). Alone on
+# the machine it costs three hundredths. It is read when torch is imported, so `import bertlab` goes first.
 _os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 # The public face, by chapter: what a user comes for. Everything else is reached by its chapter,
