@@ -370,7 +370,7 @@ class Table:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.path = options, options.output
-        self.found, self.lock = self.nothing(), threading.Lock()
+        self.found, self.lock, self.where = self.nothing(), threading.Lock(), machine(1)
         if self.path.exists() and not options.fresh:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
             self.found = {name: kept.get(name, none) for name, none in self.found.items()}
@@ -450,7 +450,7 @@ class Table:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as temporary:
             arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
-            whole = {"what": __doc__.splitlines()[0], "machine": machine(1), "steps": self.options.steps,
+            whole = {"what": __doc__.splitlines()[0], "machine": self.where, "steps": self.options.steps,
                      "of": len(arms_on(self.options.on)), **self.found, "arms": arms}  # fmt: skip
             temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 

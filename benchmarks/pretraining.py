@@ -246,9 +246,10 @@ def measure(case: dict) -> dict:
     "One case, in this process."
     corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     side = our_side if case["side"] == "ours" else their_side
-    may_be = [name for name in PRECISIONS.values() if case["precision"] == "auto" and name != "auto"]
+    chosen = PRECISIONS[case["precision"]]  # of "auto" the side itself says what it was
     with tempfile.TemporaryDirectory() as folder:
-        rates = {name: [measured_peak_flops(name)] for name in may_be or [PRECISIONS[case["precision"]]]}
+        names = ("32-true", "bf16-mixed") if chosen == "auto" else (chosen,)
+        rates = {name: [measured_peak_flops(name)] for name in names}
         with busy_loops(case.get("busy", 0)):
             figures, model = side(case, corpus, tokenizer, folder)
         found = rates[figures["precision"]] + [measured_peak_flops(figures["precision"])]
@@ -348,7 +349,7 @@ def judge_busy(name: str, found: dict) -> list[dict]:
     pair = f"ours in {precision} over {form} in {precision}"
     if not name.startswith(f"{model},") or pair not in found["0"]["ratios"]:
         return []
-    middle = {loops: part["ratios"][pair]["wall"]["median"] for loops, part in found.items() if loops.isdigit()}
+    middle = {loops: part["ratios"][pair]["wall"]["median"] for loops, part in found.items()}
     return [judge(f"{name}: {pair}, nothing beside it", middle["0"], at_least=times), *(
         judge(f"{name}: of this advantage, beside busy loops: {loops}", ratio / middle["0"], at_least=KEPT_BUSY)
         for loops, ratio in middle.items() if loops != "0")]  # fmt: skip
@@ -443,7 +444,7 @@ def main() -> None:
                                      "sides": sides, "runs": runs}  # fmt: skip
     for model, kind in product(options.models, options.kinds) if options.busy else ():
         print(f"{model}, {kind}, beside busy loops", flush=True)
-        busy[f"{model}, {kind}"] = {"machine": place, **beside_loops(model, kind, options, ledger)}
+        busy[f"{model}, {kind}"] = {"machine": place, "loops": beside_loops(model, kind, options, ledger)}
     for kind in options.race_kinds if options.seconds else ():
         print(f"race, {kind}", flush=True)
         races[kind] = {"machine": place, **race(kind, options, ledger)}
@@ -451,7 +452,7 @@ def main() -> None:
              if f"{model}, {kind}" in rates}  # fmt: skip
     judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
     judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
-    judged += [one for name, found in busy.items() for one in judge_busy(name, found)]
+    judged += [one for name, found in busy.items() for one in judge_busy(name, found["loops"])]
     say(judged)
     write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
                                   "machine": place, "settings": settings, "judged": judged,

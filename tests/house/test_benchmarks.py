@@ -119,7 +119,7 @@ def test_padding_steps_before_the_clock_and_validation_are_not_counted():
 
 def test_an_advantage_is_judged_alone_and_by_what_is_left_of_it_beside_busy_loops():
     part = lambda times: {"ratios": {"ours in fp32 over grouped in fp32": {"wall": {"median": times}}}}  # noqa: E731
-    found = {"machine": {}, "0": part(2.0), "1": part(1.6), "2": part(1.0)}
+    found = {"0": part(2.0), "1": part(1.6), "2": part(1.0)}
     assert [one["passed"] for one in pretraining.judge_busy("short, bert", found)] == [False, True, False]
     assert pretraining.judge_busy("small, bert", found) == []  # the target is of one shape
 
