@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.devices import default_attention, find_varlen
+from .layers import drop
 
 # %% ../../nbs/model/03_attention.ipynb #600a9e8f
 def document_mask(
@@ -98,12 +99,14 @@ def attention_weights(
     "Softmax of scaled scores over what may be seen (Vaswani et al. 2017, eq. 1)."
     k_BHLK = share_heads(k_BGLK, q_BHLK.shape[1])
     scores_BHLL = (q_BHLK * q_BHLK.shape[-1] ** -0.5) @ k_BHLK.mT
-    if scoring.bias_1HLL is not None:
-        scores_BHLL = scores_BHLL + scoring.bias_1HLL
-    # The lowest finite score, not -inf: a padding query may look nowhere, and exp(-inf - -inf)
-    # is NaN. Its output is set to 0 at the end instead.
-    lowest = max(torch.finfo(scores_BHLL.dtype).min, torch.finfo(torch.float32).min)
-    return scores_BHLL.masked_fill(~scoring.mask_B1LL, lowest).softmax(-1, dtype=torch.float32)
+    # Very low, and not -inf: a padding query may look nowhere, and exp(-inf - -inf) is NaN. Its
+    # output is set to 0 at the end instead. Added, because a sum passes gradients on as they are:
+    # those of weights that are 0 are 0 by themselves.
+    dtype = scores_BHLL.dtype
+    lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
+    bias = scores_BHLL.new_zeros(()) if scoring.bias_1HLL is None else scoring.bias_1HLL
+    closed_BHLL = torch.where(scoring.mask_B1LL, bias, lowest)  # H is 1 without slopes
+    return (scores_BHLL + closed_BHLL).softmax(-1, dtype=torch.float32)
 
 # %% ../../nbs/model/03_attention.ipynb #8a457071
 def silence(
@@ -122,7 +125,7 @@ def eager_attention(
     "Attention in the open: the one to read and to check the others by."
     weights_BHLL = attention_weights(q_BHLK, k_BGLK, scoring).to(v_BGLK.dtype)
     if dropout:
-        weights_BHLL = F.dropout(weights_BHLL, dropout)
+        weights_BHLL = drop(weights_BHLL, dropout)
     return silence(weights_BHLL @ share_heads(v_BGLK, q_BHLK.shape[1]), scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #9befaccc
@@ -413,6 +416,6 @@ def choose_kernel(
         if not (idle or breaks_graph or KERNELS[name].objection(setting)):
             return name, reason
     precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
-    name = default_attention(setting.device, precision, setting.row_length)
-    return name, {"eager": "a CPU with bfloat16 and short rows: plain products are faster",
+    name = default_attention(setting.device, precision, setting.row_length, setting.dropout)
+    return name, {"eager": "a CPU with dropout, or with bfloat16 and short rows: plain products",
                   "sdpa": "exact and fused on every device"}[name]

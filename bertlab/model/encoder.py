@@ -24,7 +24,7 @@ from .attention import KERNELS, Pattern, Setting, attention_weights, check_kerne
 from .attention import choose_kernel, find_capability, pad_again, restart_positions
 from .attention import unpad
 from .config import BertLabConfig
-from .layers import MLPS, NORMS, alibi_slopes, deepnorm_alpha, deepnorm_gain
+from .layers import MLPS, NORMS, Dropout, alibi_slopes, deepnorm_alpha, deepnorm_gain
 from .layers import gather_positions, init_matrix_, rotary_table, rotate, sinusoids
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
@@ -45,7 +45,7 @@ class Embeddings(nn.Module):
         self.positions = nn.Embedding(rows, D) if c.embedding_positions == "learned" else None
         self.segments = nn.Embedding(c.type_vocab_size, D) if c.type_vocab_size else None
         self.norm = make_norm(c, c.embedding_norm)
-        self.dropout = nn.Dropout(c.embedding_dropout)
+        self.dropout = Dropout(c.embedding_dropout)
 
     def position_vectors(
         self,
@@ -181,7 +181,10 @@ def split_heads(
 ) -> list[Tensor]:  # (B, H, L, K), (B, G, L, K), (B, G, L, K)
     "Part the heads; norm and turn queries and keys."
     H, G = num_heads, (heads_BLXK.shape[2] - num_heads) // 2
-    # split, because the backward pass of a slice fills a whole tensor with zeros.
+    # split, because the backward pass of a slice fills a whole tensor with zeros; and once where
+    # nothing happens to queries and keys, because the backward pass of each writes all of them.
+    if norms is None and table is None:
+        return [t.transpose(1, 2) for t in heads_BLXK.split((H, G, G), dim=2)]
     qk, v = heads_BLXK.split((H + G, G), dim=2)
     if norms is not None:
         normed = [norm(t) for norm, t in zip(norms, qk.split((H, G), dim=2))]
@@ -207,7 +210,7 @@ class SelfAttention(nn.Module):
         width = {"none": 0, "head": c.num_attention_heads, "element": D}[c.output_gate]
         self.gate = nn.Linear(D, width, bias=False) if width else None
         # BERT drops attention's output once, by hidden_dropout; ModernBERT by attention_dropout.
-        self.dropout = nn.Dropout(0.0 if c.hidden_dropout else c.attention_dropout)
+        self.dropout = Dropout(0.0 if c.hidden_dropout else c.attention_dropout)
 
     def forward(
         self,
@@ -259,7 +262,7 @@ class Block(GradientCheckpointingLayer):
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = MLPS[c.mlp](*sizes, c.hidden_activation, c.mlp_dropout, c.mlp_bias)
         self.mlp_end_norm = make_norm(c, c.norms_after)
-        self.dropout = nn.Dropout(c.hidden_dropout)
+        self.dropout = Dropout(c.hidden_dropout)
         weight = deepnorm_alpha(c.num_hidden_layers) if c.norm == "deep" else 1.0
         self.alpha = weight if c.norm_position == "post" else None
 
@@ -445,12 +448,14 @@ class BertLabModel(BertLabPreTrainedModel):
             c.attention_positions == "alibi", torch.is_grad_enabled(), with_weights, compiled,
             find_capability(device))
         asked = c._attn_implementation or "sdpa"
-        if asked != "auto":
+        # transformers writes "sdpa" where nobody chose.
+        free = asked == "auto" or (asked == "sdpa" and kind == "cpu" and not with_weights)
+        if not free:
             name = {"flex_attention": "flex"}.get(asked, asked)  # as transformers calls it
             check_kernel(name, setting)
             return name, f"asked for by attn_implementation={asked!r}"
         choice = choose_kernel(setting)
-        if not tracing and choice[0] not in self._kernels_said:
+        if asked == "auto" and not tracing and choice[0] not in self._kernels_said:
             self._kernels_said.add(choice[0])
             logging.getLogger(__name__).info("attention kernel %s (%s)", *choice)
         return choice

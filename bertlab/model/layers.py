@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table', 'rotate', 'sinusoids', 'alibi_slopes',
-           'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'PlainMLP',
-           'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_', 'residual_std', 'init_matrix_']
+           'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'drop',
+           'Dropout', 'PlainMLP', 'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_',
+           'residual_std', 'init_matrix_']
 
 # %% ../../nbs/model/02_layers.ipynb #7b3585da
 import math
@@ -165,6 +166,35 @@ def deepnorm_gain(
     "By how much those weights begin smaller (Wang et al. 2022, fig. 2: (8n)^(-1/4))."
     return (8 * num_layers) ** -0.25
 
+# %% ../../nbs/model/02_layers.ipynb #bdb3dbd7
+_VALUES = 2**16  # of the bits that decide about one number
+
+
+def drop(
+    x: Tensor,  # any shape and type of float
+    rate: float,  # probability that a number becomes 0
+) -> Tensor:  # the same shape and type; its mean is that of x
+    """Set numbers to 0 at random and scale up the others (Srivastava et al. 2014, sec. 4).
+
+    On a CPU by 16 bits for each, four from a draw of torch's own generator; elsewhere, and in a
+    compiled graph, by torch's own operation.
+    """
+    kept = round((1 - rate) * _VALUES)
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or kept in (0, _VALUES):
+        return F.dropout(x, rate)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    bits = draws.view(torch.int16)[: x.numel()].view(x.shape)
+    # 0 or 1, written as x's own numbers: a bool would be turned into them in a pass of its own.
+    factor = torch.lt(bits, kept - _VALUES // 2, out=torch.empty(x.shape, dtype=x.dtype))
+    return x * factor.mul_(_VALUES / kept)
+
+
+class Dropout(nn.Dropout):
+    "torch's own, drawn by `drop`."
+
+    def forward(self, x: Tensor) -> Tensor:
+        return drop(x, self.p) if self.training and self.p else x
+
 # %% ../../nbs/model/02_layers.ipynb #5428ab23
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -196,7 +226,7 @@ class PlainMLP(nn.Module):
         self.expand = nn.Linear(hidden_size, self.inputs_per_unit * intermediate_size, bias=bias)
         self.contract = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.contract.starts_narrow = True  # it adds to the residual stream
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.contract(self.dropout(self.activation(self.expand(x_BLD))))

@@ -241,6 +241,9 @@ class TrainingModule(L.LightningModule):
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val:
+            # A factor of 1 changes nothing. Only a CPU may ask: elsewhere asking is waiting.
+            if self._norm.device.type == "cpu" and self._norm + 1e-6 <= gradient_clip_val:
+                return
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, self._norm)
 
     # --- validation and test --------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         assert name == "eager"
     elif setting.device != "cuda":
         precision = "bf16-mixed" if setting.dtype == HALF else "32-true"
-        assert name == default_attention(setting.device, precision, setting.row_length)
+        assert name == default_attention(setting.device, precision, setting.row_length, setting.dropout)
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,20 @@ def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
     assert len(caplog.records) == 2  # who asks for nothing special is told nothing
 
 
+def test_on_a_cpu_the_kernel_that_nobody_asked_for_is_the_one_that_trains_faster():
+    cpu, model = torch.device("cpu"), BertLabForMaskedLM(small(attention_dropout=0.1)).train()
+    assert model.config._attn_implementation == "sdpa"  # by transformers
+    choose = model.encoder.attention_kernel
+    assert choose(cpu, L)[0] == "eager"
+    model.eval()
+    assert choose(cpu, L)[0] == "sdpa"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert choose(cpu, L)[0] == "eager" and choose(cpu, 4096)[0] == "sdpa"
+    assert choose(torch.device("mps"), L)[0] == "sdpa"
+    with pytest.raises(ValueError, match="never stores the weights"):
+        model(some_ids(1, L), output_attentions=True)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

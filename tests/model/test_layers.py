@@ -15,12 +15,14 @@ from bertlab.model.layers import (
     ACTIVATIONS,
     MLPS,
     NORMS,
+    Dropout,
     DynamicTanhNorm,
     GatedMLP,
     PlainMLP,
     alibi_slopes,
     deepnorm_alpha,
     deepnorm_gain,
+    drop,
     init_matrix_,
     init_truncated_,
     residual_std,
@@ -225,6 +227,51 @@ def test_both_mlps_name_their_weights_alike_and_mark_what_writes_into_the_stream
         "expand.weight", "expand.bias", "contract.weight", "contract.bias"
     }  # fmt: skip
     assert [name for name, m in mlp.named_modules() if getattr(m, "starts_narrow", False)] == ["contract"]
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
+def test_numbers_are_dropped_each_by_a_coin_of_its_own(rate):
+    ones = torch.ones(2**18)
+    dropped = drop(ones, rate)
+    kept = (dropped != 0).double()
+    noise = (rate * (1 - rate) / len(ones)) ** 0.5
+    assert abs(kept.mean() - (1 - rate)) < 5 * noise
+    assert abs(dropped.double().mean() - 1) < 5 * noise / (1 - rate)
+    assert dropped[dropped != 0].unique().numel() == 1
+    for apart in (1, 2, 3, 4, 5, 8):  # four come from one draw: neighbours must not know of each other
+        pair = (kept[apart:] * kept[:-apart]).mean()
+        assert abs(pair - (1 - rate) ** 2) < 5 * (1 - rate) * (rate * (2 - rate) / len(ones)) ** 0.5 * 2
+
+
+def test_every_value_of_the_16_bits_decides_as_it_should(monkeypatch):
+    counted = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.int64)
+    monkeypatch.setattr(torch.Tensor, "random_", lambda self, *_: self.copy_(counted))
+    for rate in (0.1, 0.5, 1 / 3):
+        kept = drop(torch.ones(2**16), rate)
+        share = (kept != 0).double().mean().item()
+        assert abs(share - (1 - rate)) <= 2**-17
+        assert kept.double().mean().item() == pytest.approx(1, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_dropping_keeps_type_shape_and_gradient_of_any_layout(dtype):
+    for x in (torch.randn(3, 5, 7), torch.randn(4, 6).T, torch.randn(0, 3), torch.tensor(2.0), torch.randn(2, 3)[:, ::2]):
+        x = x.to(dtype).requires_grad_()
+        y = drop(x, 0.3)
+        assert y.shape == x.shape and y.dtype == dtype
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(gradient * x, y)
+
+
+def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
+    x = torch.randn(1001)
+    assert torch.equal(drop(x, 0.0), x) and torch.equal(drop(x, 1.0), torch.zeros_like(x))
+    state = torch.get_rng_state()
+    first, second = drop(x, 0.1), drop(x, 0.1)
+    torch.set_rng_state(state)
+    assert torch.equal(drop(x, 0.1), first) and not torch.equal(first, second)
+    part = Dropout(0.1)
+    assert isinstance(part, torch.nn.Dropout) and part.eval()(x) is x and not torch.equal(part.train()(x), x)
 
 
 @pytest.mark.parametrize("kind", MLPS)

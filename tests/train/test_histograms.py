@@ -81,6 +81,17 @@ def test_gradients_are_those_the_optimizer_saw_divided_by_the_labels_and_clipped
     assert 0.25 < whole["free"] < 100, "a sum over labels, or one scaled down, would be far off"
 
 
+def test_a_norm_within_the_limit_costs_no_pass_over_the_gradients(monkeypatch):
+    asked, clip = [], torch.nn.utils.clip_grads_with_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: asked.append(args[1:]) or clip(*args))
+    far, _ = train(Texts(), 4, gradient_clip_val=1e9)
+    assert not asked
+    free, _ = train(Texts(), 4, gradient_clip_val=None)
+    assert all(torch.equal(a, b) for a, b in zip(far.values(), free.values()))
+    train(Texts(), 4, gradient_clip_val=1e-3)
+    assert len(asked) == 4
+
+
 def test_weights_are_recorded_before_the_first_step_and_then_every_n(tmp_path):
     callback = WeightHistograms(["*.bias", "*norm*"], 2, path=tmp_path / "h.npz")
     train(Texts(), 7, [callback])
