@@ -71,6 +71,17 @@ print("noise"); print(json.dumps({"rate": 1}))
 """
 
 
+def test_what_bertlab_asks_of_openmp_is_not_asked_of_a_side_without_it(tmp_path, monkeypatch):
+    script = tmp_path / "child.py"
+    script.write_text("import json, os; print(json.dumps(os.environ.get('GOMP_SPINCOUNT')))")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    found = {}
+    for given in ({}, {"GOMP_SPINCOUNT": "1000"}):
+        monkeypatch.setattr(sides, "GIVEN", given)
+        found[bool(given)] = [sides.run_child(script, {"side": side}, 1) for side in ("ours", "grouped")]
+    assert found == {False: ["1000", None], True: ["1000", "1000"]}
+
+
 def test_an_interrupted_benchmark_goes_on_where_it_stopped_and_changed_code_begins_anew(tmp_path):
     script, log, kept = tmp_path / "child.py", tmp_path / "log", tmp_path / "kept.json"
     script.write_text(CHILD)
