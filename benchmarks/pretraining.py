@@ -12,8 +12,8 @@ Each measurement is a process of its own. Preparing data is reported, and not pa
 rate stands the share of the machine's own rate of matrix products that it is worth: operations of real tokens, of
 real tokens that they may see, and of labels alone, over what the same process measured before and after.
 With `--busy 1 2` the sides are measured once more beside so many other programs that want a core each.
-Parts of the result that a call does not measure stay as they are, each with its date, if they come from
-such a machine and the same settings.
+Parts of the result that a call does not measure stay as they are, each with its date. A result of another
+machine or of other settings is replaced with --fresh alone.
 """
 
 import json
@@ -49,6 +49,7 @@ TARGETS = {  # (model, form, same precision?): at least so many times their toke
     ("base", "grouped", True): 1.3, ("base", "padded", True): 3.5,
 }  # fmt: skip
 ALONE, KEPT_BUSY = ("short", "grouped", "fp32", 2.5), 0.75  # times theirs; the share of it that is left beside busy loops
+USED = {"small": 0.5, "base": 0.7}  # of the machine's rate of matrix products
 NATS = 0.3  # by which our loss must be lower after the same time
 
 
@@ -314,6 +315,13 @@ def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
     return judged
 
 
+def judge_shares(model: str, kind: str, sides: dict[str, dict]) -> list[dict]:
+    "What our side uses of the machine, in each precision."
+    return [judge(f"{model}, {kind}: share of the products, {name}", found["useful_share"]["median"], at_least=USED[model])
+            for name, found in sides.items() if model in USED and name in ("ours, fp32", "ours, bf16")
+            and "useful_share" in found]  # fmt: skip
+
+
 def race(kind: str, options, ledger: Ledger) -> dict:
     "Loss after the same time, a round for each seed."
     base = {"model": options.race_model, "kind": kind, "steps": 0, "warm": 0, "seconds": options.seconds,
@@ -355,8 +363,8 @@ def judge_busy(name: str, found: dict) -> list[dict]:
         for loops, ratio in middle.items() if loops != "0")]  # fmt: skip
 
 
-def earlier_parts(output: Path, place: dict, settings: dict) -> dict[str, dict]:
-    "The parts of the file that is there, if they were measured here and in the same way."
+def earlier_parts(output: Path, place: dict, settings: dict, fresh: bool = False) -> dict[str, dict]:
+    "The parts of the file that is there. What was measured elsewhere or otherwise goes with `fresh` alone."
     parts: dict[str, dict] = {name: {} for name in ("rates", "races", "busy")}
     if not output.exists():
         return parts
@@ -366,9 +374,10 @@ def earlier_parts(output: Path, place: dict, settings: dict) -> dict[str, dict]:
     same = all(settings["shapes"].get(name) == one for name, one in shapes.items()) and before == {
         name: value for name, value in settings.items() if name != "shapes"} and all(
         place[name] == old["machine"][name] for name in ("processor", "cores", "threads", "torch", "transformers"))
+    if not same and not fresh:
+        raise SystemExit(f"{output} is of another machine or other settings: choose another --output, or --fresh to "
+                         "replace all of it")  # fmt: skip
     if not same:
-        print(f"{output} is of another machine or other settings: all of it is replaced at the end; "
-              "stop now and choose another --output to keep it")  # fmt: skip
         return parts
     for name in parts:
         parts[name] = {case: {"machine": old["machine"], **part} for case, part in old.get(name, {}).items()}
@@ -433,7 +442,7 @@ def main() -> None:
     settings = dict(row_length=LENGTH, masked_share=PROBABILITY, learning_rate=RATE, weight_decay=DECAY,
                     warmup_steps=WARMUP, gradient_clip=CLIP, shapes=SHAPES)  # fmt: skip
     settings |= {"documents": options.documents} if options.documents else {}
-    rates, races, busy = earlier_parts(options.output, place, settings).values()
+    rates, races, busy = earlier_parts(options.output, place, settings, options.fresh).values()
     for vocabulary in {SHAPES[model][3] for model in (*options.models, options.race_model)}:
         shared_text(vocabulary, options.documents, options.kept)  # before the children need it
     for model, kind in product(options.models, options.kinds):
@@ -451,6 +460,7 @@ def main() -> None:
     rates = {f"{model}, {kind}": rates[f"{model}, {kind}"] for model, kind in product(SHAPES, KINDS)
              if f"{model}, {kind}" in rates}  # fmt: skip
     judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
+    judged += [one for name, found in rates.items() for one in judge_shares(*name.split(", "), found["sides"])]
     judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
     judged += [one for name, found in busy.items() for one in judge_busy(name, found["loops"])]
     say(judged)

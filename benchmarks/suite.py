@@ -27,16 +27,23 @@ HERE = Path(__file__).resolve().parent
 class Part:
     "A benchmark of the suite."
 
-    name: str  # of the script
+    name: str
     minutes: float  # on two cores that do nothing else
     quick: tuple[str, ...] | None = ("--quick",)  # its flags in a quick suite; None: left out there
     flags: tuple[str, ...] = ()  # its flags otherwise
     resumes: bool = False  # does it take the flags of `sides`?
-    result: str | None = None  # its name, where it is not the script's
+    result: str | None = None  # the file's name, where it is another
+    measured_by: str | None = None  # likewise the script's
+
+    @property
+    def script(self) -> Path:
+        return HERE / f"{self.measured_by or self.name}.py"
 
     def output(self, folder: Path) -> Path:
         return folder / f"{self.result or self.name}.json"
 
+
+_SHORT = ("--kinds", "bert", "--seconds", "0")  # rates alone, of one architecture
 
 PARTS = (
     Part("startup", 3, resumes=True),
@@ -62,6 +69,11 @@ PARTS = (
     Part("scaling", 25, resumes=True),
     Part("final_project", 140, resumes=True),
     Part("pretraining", 75, resumes=True),
+    Part("pretraining_busy", 15, None, (*_SHORT, "--models", "short", "--precisions", "fp32", "--busy", "1", "2"),
+         resumes=True, measured_by="pretraining"),
+    Part("pretraining_share", 20, None, (*_SHORT, "--models", "small", "base", "--precisions", "fp32", "bf16"),
+         resumes=True, measured_by="pretraining"),
+    Part("half_hour", 130, resumes=True),
     Part("records", 25, resumes=True, result="records/laptop"),
     Part("minutes", 110, resumes=True),
     Part("ablations", 900),
@@ -70,7 +82,7 @@ PARTS = (
 
 def command(part: Part, options: argparse.Namespace) -> list[str]:
     "What is run for a benchmark."
-    words = [sys.executable, str(HERE / f"{part.name}.py"), *(part.quick if options.quick else part.flags),
+    words = [sys.executable, str(part.script), *(part.quick if options.quick else part.flags),
              "--output", str(part.output(options.folder))]  # fmt: skip
     if part.resumes:
         words += ["--kept", str(options.kept), "--threads", str(options.threads)] if options.threads else [
@@ -82,7 +94,7 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
 def stamp(part: Part, words: list[str]) -> str:
     "What a finished benchmark is known by: its code and its flags."
     flags = [word for word in words[2:] if word != "--fresh"]
-    return json.dumps([fingerprint(HERE / f"{part.name}.py"), flags])
+    return json.dumps([fingerprint(part.script), flags])
 
 
 def chosen(options: argparse.Namespace) -> list[Part]:

@@ -66,7 +66,10 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
               "the same command and --resume", file=sys.stderr, flush=True)
         os._exit(3)  # leaving in order would wait for the process that is gone
     except Stopped as stopped:
-        print(f"\n{stopped}", flush=True)
+        try:
+            print(f"\n{stopped}", flush=True)
+        except BrokenPipeError:  # whoever read has ended first; Python would try once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 130
     except (KeyboardInterrupt, SystemExit) as stopped:
         # Lightning makes an exit of Ctrl-C, and no longer listens to it.

@@ -395,3 +395,15 @@ def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_on
     assert shown.returncode == 0 and yaml.safe_load(shown.stdout)["model"]["learning_rate"] == 0.01
     wrong = subprocess.run([*command, "--model.learning_rat", "1"], capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and wrong.stdout == ""
+
+
+def test_who_is_stopped_without_a_reader_leaves_in_order():
+    code = ("import os, sys; from bertlab.cli.main import Stopped, answer\n"
+            "def work(): raise Stopped('stopped at step 3 and saved')\n"
+            "sys.stdin.read()\n"  # until the reader is gone
+            "sys.exit(answer('pretrain', work))")  # fmt: skip
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=subprocess.PIPE, text=True)  # fmt: skip
+    child.stdout.close()
+    child.stdin.close()
+    assert child.stderr.read() == "" and child.wait(60) == 130

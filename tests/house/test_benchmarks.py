@@ -135,6 +135,14 @@ def test_an_advantage_is_judged_alone_and_by_what_is_left_of_it_beside_busy_loop
     assert pretraining.judge_busy("small, bert", found) == []  # the target is of one shape
 
 
+def test_what_is_used_of_the_machine_is_judged_for_our_side_alone():
+    found = {side: {"useful_share": {"median": share}} for side, share in
+             (("ours, fp32", 0.6), ("ours, bf16", 0.2), ("ours, auto", 0.2), ("grouped, fp32", 0.9))}  # fmt: skip
+    assert [one["passed"] for one in pretraining.judge_shares("small", "bert", found)] == [True, False]
+    assert not pretraining.judge_shares("short", "bert", found)  # nothing was promised
+    assert not pretraining.judge_shares("base", "bert", {"ours, fp32": {}})  # an older result
+
+
 def test_busy_loops_end_with_their_block():
     with sides.busy_loops(2) as others:
         assert [other.poll() for other in others] == [None, None]
@@ -302,7 +310,7 @@ def test_sizes_run_side_by_side_one_at_a_time_until_the_longest_is_through(tmp_p
         scaling.in_slices({**cases, "long": {**cases["long"], "broken": True}}, tmp_path / "child.py", 0.2)
 
 
-def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tmp_path, capsys):
+def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tmp_path):
     place = {**sides.machine(2), "measured": "2026-01-31"}
     settings = {"shapes": {"small": (4, 256)}}
     part, nothing = {"ratios": {}}, {"rates": {}, "races": {}, "busy": {}}
@@ -313,10 +321,11 @@ def test_parts_that_a_call_does_not_measure_keep_their_figures_and_their_date(tm
     for same in (settings, more):
         kept = pretraining.earlier_parts(path, {**place, "measured": "2026-02-01"}, same)
         assert kept == {**nothing, "rates": {"small, bert": {**part, "machine": place}}}
-    assert pretraining.earlier_parts(path, place, {"shapes": {"small": (4, 128)}}) == nothing
-    for other in ({**place, "processor": "another"}, {**place, "torch": "2.99"}):
-        assert pretraining.earlier_parts(path, other, settings) == nothing
-    assert "of another machine or other settings" in capsys.readouterr().out
+    elsewhere = ({**place, "processor": "another"}, settings), ({**place, "torch": "2.99"}, settings)
+    for other in (*elsewhere, (place, {"shapes": {"small": (4, 128)}})):
+        with pytest.raises(SystemExit, match="of another machine or other settings: choose another --output"):
+            pretraining.earlier_parts(path, *other)
+        assert pretraining.earlier_parts(path, *other, fresh=True) == nothing
 
 
 def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
@@ -335,7 +344,8 @@ def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
 
 def test_every_benchmark_of_the_suite_is_there_and_every_comparison_is_in_it():
     names = {part.name for part in suite.PARTS}
-    assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in names)
+    assert all(part.script.exists() for part in suite.PARTS) and len(names) == len(suite.PARTS)
+    assert len({part.output(ROOT) for part in suite.PARTS}) == len(names)  # none writes over another
     compares = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "from sides import" in path.read_text()}
     assert compares - {"suite"} <= names
 
