@@ -68,7 +68,7 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
     except Stopped as stopped:
         try:
             print(f"\n{stopped}", flush=True)
-        except BrokenPipeError:  # whoever read has ended first; Python would try once more at its end
+        except BrokenPipeError:  # the reader has ended; Python would try again at its own end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 130
     except (KeyboardInterrupt, SystemExit) as stopped:
