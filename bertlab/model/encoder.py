@@ -24,8 +24,8 @@ from .attention import KERNELS, Pattern, Setting, attention_weights, check_kerne
 from .attention import choose_kernel, find_capability, pad_again, restart_positions
 from .attention import unpad
 from .config import BertLabConfig
-from .layers import MLPS, NORMS, Dropout, alibi_slopes, deepnorm_alpha, deepnorm_gain
-from .layers import gather_positions, init_matrix_, rotary_table, rotate, sinusoids
+from .layers import MLPS, NORMS, BitDropout, alibi_slopes, deepnorm_alpha
+from .layers import deepnorm_gain, gather_positions, init_matrix_, rotary_table, rotate, sinusoids
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
 def make_norm(config: BertLabConfig, wanted: bool = True) -> nn.Module:
@@ -45,7 +45,7 @@ class Embeddings(nn.Module):
         self.positions = nn.Embedding(rows, D) if c.embedding_positions == "learned" else None
         self.segments = nn.Embedding(c.type_vocab_size, D) if c.type_vocab_size else None
         self.norm = make_norm(c, c.embedding_norm)
-        self.dropout = Dropout(c.embedding_dropout)
+        self.dropout = BitDropout(c.embedding_dropout)
 
     def position_vectors(
         self,
@@ -210,7 +210,7 @@ class SelfAttention(nn.Module):
         width = {"none": 0, "head": c.num_attention_heads, "element": D}[c.output_gate]
         self.gate = nn.Linear(D, width, bias=False) if width else None
         # BERT drops attention's output once, by hidden_dropout; ModernBERT by attention_dropout.
-        self.dropout = Dropout(0.0 if c.hidden_dropout else c.attention_dropout)
+        self.dropout = BitDropout(0.0 if c.hidden_dropout else c.attention_dropout)
 
     def forward(
         self,
@@ -262,7 +262,7 @@ class Block(GradientCheckpointingLayer):
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = MLPS[c.mlp](*sizes, c.hidden_activation, c.mlp_dropout, c.mlp_bias)
         self.mlp_end_norm = make_norm(c, c.norms_after)
-        self.dropout = Dropout(c.hidden_dropout)
+        self.dropout = BitDropout(c.hidden_dropout)
         weight = deepnorm_alpha(c.num_hidden_layers) if c.norm == "deep" else 1.0
         self.alpha = weight if c.norm_position == "post" else None
 

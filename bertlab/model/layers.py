@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table', 'rotate', 'sinusoids', 'alibi_slopes',
            'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'drop',
-           'Dropout', 'PlainMLP', 'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_',
+           'BitDropout', 'PlainMLP', 'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_',
            'residual_std', 'init_matrix_']
 
 # %% ../../nbs/model/02_layers.ipynb #7b3585da
@@ -189,7 +189,7 @@ def drop(
     return x * factor.mul_(_VALUES / kept)
 
 
-class Dropout(nn.Dropout):
+class BitDropout(nn.Dropout):
     "torch's own, drawn by `drop`."
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class PlainMLP(nn.Module):
         self.expand = nn.Linear(hidden_size, self.inputs_per_unit * intermediate_size, bias=bias)
         self.contract = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.contract.starts_narrow = True  # it adds to the residual stream
-        self.dropout = Dropout(dropout)
+        self.dropout = BitDropout(dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.contract(self.dropout(self.activation(self.expand(x_BLD))))

@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple
 from .config import TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, make_norm
 from .heads import all_one_document
-from .layers import ACTIVATIONS, Dropout, rotary_table, rotate
+from .layers import ACTIVATIONS, BitDropout, rotary_table, rotate
 from ..data.rows import IGNORED
 from .layers import gather_positions
 from .losses import masked_lm_loss, mean_loss
@@ -59,7 +59,7 @@ class TaskHead(nn.Module):
         name = "tanh" if plain else c.head_activation or c.hidden_activation
         self.activation = ACTIVATIONS[name]
         self.norm = make_norm(c, not plain)
-        self.dropout = Dropout(c.classifier_dropout)
+        self.dropout = BitDropout(c.classifier_dropout)
         self.classifier = nn.Linear(D, num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., C)

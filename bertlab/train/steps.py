@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..data.rows import IGNORED
 from ..model.layers import gather_positions
-from ..model.losses import LossParts
+from ..model.losses import LossParts, shapes_are_free
 from ..model.losses import perplexity
 from ..optim.optimizers import backward_options, forward_context
 
@@ -241,8 +241,8 @@ class TrainingModule(L.LightningModule):
         if gradient_clip_algorithm == "value":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val:
-            # A factor of 1 changes nothing. Only a CPU may ask: elsewhere asking is waiting.
-            if self._norm.device.type == "cpu" and self._norm + 1e-6 <= gradient_clip_val:
+            # A factor of 1 changes nothing. A CPU may ask for it; elsewhere asking is waiting.
+            if shapes_are_free(self._norm) and self._norm + 1e-6 <= gradient_clip_val:
                 return
             torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, self._norm)
 

@@ -15,7 +15,7 @@ from bertlab.model.layers import (
     ACTIVATIONS,
     MLPS,
     NORMS,
-    Dropout,
+    BitDropout,
     DynamicTanhNorm,
     GatedMLP,
     PlainMLP,
@@ -270,7 +270,7 @@ def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
     first, second = drop(x, 0.1), drop(x, 0.1)
     torch.set_rng_state(state)
     assert torch.equal(drop(x, 0.1), first) and not torch.equal(first, second)
-    part = Dropout(0.1)
+    part = BitDropout(0.1)
     assert isinstance(part, torch.nn.Dropout) and part.eval()(x) is x and not torch.equal(part.train()(x), x)
 
 
