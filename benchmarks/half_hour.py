@@ -16,8 +16,10 @@ them, a schedule of its own each, to show where it passes.
 """
 
 import json
+import os
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 from final_project import full_recipe
@@ -82,8 +84,6 @@ def steps_per_minute(times: list[float]) -> float:
 
 def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # when each step ended
     "transformers' Trainer; writes its model into the folder."
-    import time
-
     from datasets import Dataset
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments,
                               set_seed)  # fmt: skip
@@ -187,8 +187,6 @@ def main() -> None:
     base = {"documents": documents}
     probes = {side: {**base, "side": side, "seed": 0, "steps": probe, "rate": RATES[0], "share": SHARES[0], "probe": True}
               for side in minutes}  # fmt: skip
-    import os
-
     found = alternate(__file__, probes, 1 if options.quick else 3, os.cpu_count(), ledger,
                       lambda f: f"{f['steps_per_minute']:.0f} steps a minute")  # fmt: skip
     pace = {side: statistics.median(run["steps_per_minute"] for run in runs) for side, runs in found.items()}

@@ -25,7 +25,8 @@ from .attention import choose_kernel, find_capability, pad_again, restart_positi
 from .attention import unpad
 from .config import BertLabConfig
 from .layers import MLPS, NORMS, BitDropout, alibi_slopes, deepnorm_alpha
-from .layers import deepnorm_gain, gather_positions, init_matrix_, rotary_table, rotate, sinusoids
+from .layers import deepnorm_gain, gather_positions, init_matrix_, rotary_table
+from .layers import rotate, sinusoids
 
 # %% ../../nbs/model/04_encoder.ipynb #b30422e9
 def make_norm(config: BertLabConfig, wanted: bool = True) -> nn.Module:
