@@ -81,7 +81,7 @@ def default_attention(
     row_length: int,  # positions; the plain kernel's memory grows with the square
     dropout: float = 0.0,  # on attention weights
 ) -> str:  # "eager" or "sdpa", as transformers calls them
-    "Choose the kernel that trains faster: plain products on a CPU with bfloat16 and short rows."
+    "What trains faster: plain products on a CPU with dropout, or bfloat16 and short rows."
     short = precision.startswith("bf16") and row_length <= 512
     # With dropout torch's kernel, too, writes down all scores on a CPU, in more passes.
     return "eager" if kind == "cpu" and (short or dropout) else "sdpa"
@@ -113,7 +113,7 @@ def describe_attention(
     if kind == "cuda" and row_length > 128:
         return "flex", "blocks between documents are skipped"
     name = default_attention(kind, precision, row_length)
-    return name, {"eager": "a CPU with dropout, or with bfloat16 and short rows: plain products",
+    return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
                   "sdpa": "exact and fused on every device"}[name]
 
 # %% ../../nbs/core/05_devices.ipynb #345be769

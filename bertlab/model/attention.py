@@ -101,10 +101,10 @@ def attention_weights(
     scores_BHLL = (q_BHLK * q_BHLK.shape[-1] ** -0.5) @ k_BHLK.mT
     # Very low, and not -inf: a padding query may look nowhere, and exp(-inf - -inf) is NaN. Its
     # output is set to 0 at the end instead. Added, because a sum passes gradients on as they are:
-    # those of weights that are 0 are 0 by themselves.
-    dtype = scores_BHLL.dtype
-    lowest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min) / 2
-    bias = scores_BHLL.new_zeros(()) if scoring.bias_1HLL is None else scoring.bias_1HLL
+    # those of weights that are 0 are 0 by themselves. float16 holds no number that is low enough.
+    dtype, lowest = scores_BHLL.dtype, torch.finfo(torch.float32).min / 2
+    zero = scores_BHLL.new_zeros((), dtype=torch.float32 if dtype == torch.float16 else dtype)
+    bias = zero if scoring.bias_1HLL is None else scoring.bias_1HLL
     closed_BHLL = torch.where(scoring.mask_B1LL, bias, lowest)  # H is 1 without slopes
     return (scores_BHLL + closed_BHLL).softmax(-1, dtype=torch.float32)
 
@@ -417,5 +417,5 @@ def choose_kernel(
             return name, reason
     precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
     name = default_attention(setting.device, precision, setting.row_length, setting.dropout)
-    return name, {"eager": "a CPU with dropout, or with bfloat16 and short rows: plain products",
+    return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
                   "sdpa": "exact and fused on every device"}[name]

@@ -449,8 +449,9 @@ class BertLabModel(BertLabPreTrainedModel):
             c.attention_positions == "alibi", torch.is_grad_enabled(), with_weights, compiled,
             find_capability(device))
         asked = c._attn_implementation or "sdpa"
-        # transformers writes "sdpa" where nobody chose.
-        free = asked == "auto" or (asked == "sdpa" and kind == "cpu" and not with_weights)
+        # transformers writes "sdpa" where nobody chose, and without a backward pass it is faster.
+        unsaid = asked == "sdpa" and kind == "cpu" and setting.trains and not with_weights
+        free = asked == "auto" or unsaid
         if not free:
             name = {"flex_attention": "flex"}.get(asked, asked)  # as transformers calls it
             check_kernel(name, setting)

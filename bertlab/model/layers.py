@@ -180,7 +180,7 @@ def drop(
     compiled graph, by torch's own operation.
     """
     kept = round((1 - rate) * _VALUES)
-    if x.device.type != "cpu" or torch.compiler.is_compiling() or kept in (0, _VALUES):
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < kept < _VALUES:
         return F.dropout(x, rate)
     draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     bits = draws.view(torch.int16)[: x.numel()].view(x.shape)

@@ -411,3 +411,12 @@ def test_varlen_trains_on_a_gpu_close_to_the_plain_kernel(pattern):
     for a, b in zip(on_gpu("varlen", HALF, PATTERNS[pattern]), want):
         assert a.isfinite().all()
         assert (a - b).abs().mean() < 0.02 * b.abs().mean()  # bfloat16 keeps 8 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_score_is_large_enough_to_be_seen_in_another_document(dtype):
+    q = torch.full((1, 1, 4, 4), 200.0, dtype=dtype)
+    k = torch.tensor([-80.0, -80.0, 80.0, 80.0])[:, None].expand(1, 1, 4, 4).to(dtype)  # -32,000 within, 32,000 across
+    weights = attention.attention_weights(q, k, attention.write_out(Pattern(torch.tensor([[1, 1, 2, 2]]))))
+    assert torch.equal(weights[0, 0, :2, 2:], torch.zeros(2, 2)) and torch.equal(weights[0, 0, 2:, :2], torch.zeros(2, 2))
+    assert torch.isfinite(weights).all() and torch.equal(weights.sum(-1), torch.ones(1, 1, 4))

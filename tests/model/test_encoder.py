@@ -415,6 +415,8 @@ def test_on_a_cpu_the_kernel_that_nobody_asked_for_is_the_one_that_trains_faster
     assert choose(cpu, L)[0] == "sdpa"
     with torch.autocast("cpu", torch.bfloat16):
         assert choose(cpu, L)[0] == "eager" and choose(cpu, 4096)[0] == "sdpa"
+        with torch.no_grad():
+            assert choose(cpu, L)[0] == "sdpa"  # twice as fast without a backward pass
     assert choose(torch.device("mps"), L)[0] == "sdpa"
     with pytest.raises(ValueError, match="never stores the weights"):
         model(some_ids(1, L), output_attentions=True)

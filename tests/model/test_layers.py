@@ -270,6 +270,9 @@ def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
     first, second = drop(x, 0.1), drop(x, 0.1)
     torch.set_rng_state(state)
     assert torch.equal(drop(x, 0.1), first) and not torch.equal(first, second)
+    for rate in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            drop(x, rate)
     part = BitDropout(0.1)
     assert isinstance(part, torch.nn.Dropout) and part.eval()(x) is x and not torch.equal(part.train()(x), x)
 
