@@ -153,7 +153,6 @@ def gaps_in(
 def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
     "The configuration of `bertlab pretrain` that a recipe stands for."
     from bertlab.cli.pretrain import shape_settings  # torch: seconds
-    from bertlab.core.devices import default_attention, describe_device
     from bertlab.model.config import modernbert_tiny
 
     shape = shape_settings(modernbert_tiny(
@@ -162,12 +161,9 @@ def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
         num_attention_heads=max(1, recipe.hidden_size // 64),
         max_position_embeddings=max(512, recipe.max_sequence_length),
     ))
-    device = describe_device()
-    precision = device.precision if recipe.precision == "auto" else recipe.precision
-    kernel = default_attention(device.kind, precision, recipe.max_sequence_length)
     config = COMMANDS["pretrain"].parse([]).config | {"seed_everything": recipe.seed}
     config["model"] |= {
-        "model_config_kwargs": {**shape, "attn_implementation": kernel}, "compile_model": False,
+        "model_config_kwargs": shape, "compile_model": False,
         "learning_rate": recipe.learning_rate, "weight_decay": recipe.weight_decay,
         "optimizer_class": recipe.optimizer,
         "optimizer_kwargs": {"betas": [0.9, 0.98], "eps": 1e-6,

@@ -80,9 +80,10 @@ def default_attention(
     precision: str,  # Lightning's name
     row_length: int,  # positions; the plain kernel's memory grows with the square
     dropout: float = 0.0,  # on attention weights
+    trains: bool = True,  # is there a backward pass?
 ) -> str:  # "eager" or "sdpa", as transformers calls them
-    "What trains faster: plain products on a CPU with dropout, or bfloat16 and short rows."
-    short = precision.startswith("bf16") and row_length <= 512
+    "What is faster: plain products train so on a CPU with dropout, or bfloat16 and short rows."
+    short = precision.startswith("bf16") and row_length <= 512 and trains
     # With dropout torch's kernel, too, writes down all scores on a CPU, in more passes.
     return "eager" if kind == "cpu" and (short or dropout) else "sdpa"
 

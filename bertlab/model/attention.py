@@ -416,6 +416,7 @@ def choose_kernel(
         if not (idle or breaks_graph or KERNELS[name].objection(setting)):
             return name, reason
     precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
-    name = default_attention(setting.device, precision, setting.row_length, setting.dropout)
+    name = default_attention(setting.device, precision, setting.row_length, setting.dropout,
+                             setting.trains)
     return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
                   "sdpa": "exact and fused on every device"}[name]

@@ -449,9 +449,10 @@ class BertLabModel(BertLabPreTrainedModel):
             c.attention_positions == "alibi", torch.is_grad_enabled(), with_weights, compiled,
             find_capability(device))
         asked = c._attn_implementation or "sdpa"
-        # transformers writes "sdpa" where nobody chose, and without a backward pass it is faster.
-        unsaid = asked == "sdpa" and kind == "cpu" and setting.trains and not with_weights
-        free = asked == "auto" or unsaid
+        # transformers writes "sdpa" where nobody chose. With dropout the choice is that of a
+        # training step even without gradients: gradient caching and some checkpoints make their
+        # first pass under no_grad, and the second must drop the same numbers.
+        free = asked == "auto" or asked == "sdpa" and kind == "cpu" and not with_weights
         if not free:
             name = {"flex_attention": "flex"}.get(asked, asked)  # as transformers calls it
             check_kernel(name, setting)

@@ -274,7 +274,8 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         assert name == "eager"
     elif setting.device != "cuda":
         precision = "bf16-mixed" if setting.dtype == HALF else "32-true"
-        assert name == default_attention(setting.device, precision, setting.row_length, setting.dropout)
+        assert name == default_attention(setting.device, precision, setting.row_length, setting.dropout,
+                                         setting.trains)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +292,8 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         (Setting("cuda", HALF, weights=True), "eager"),
         (Setting("cpu", trains=False), "sdpa"),
         (Setting("cpu", HALF, row_length=128), "eager"),
+        (Setting("cpu", HALF, row_length=128, trains=False), "sdpa"),
+        (Setting("cpu", dropout=0.1, trains=False), "eager"),  # a first pass drops as the second will
     ],
 )
 def test_fastest_kernel_of_a_setting(setting, want, monkeypatch):

@@ -878,3 +878,17 @@ def test_configuration_module_does_not_import_models():
     code = "import sys, bertlab.model.config; print('transformers.modeling_utils' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("asked", ["sdpa", "auto", "eager"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_pass_without_gradients_drops_what_the_second_drops(asked, autocast):
+    "Gradient caching and reentrant checkpoints compute a pass under no_grad and then again."
+    model = BertLabModel(small(attention_dropout=0.3, attn_implementation=asked)).train()
+    ids = torch.arange(5, 35).view(2, 15)
+    passes = []
+    for gradients in (False, True):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            passes.append(model(input_ids=ids).last_hidden_state.detach())
+    assert torch.equal(*passes)
