@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from final_project import full_recipe
-from pretraining import grouped_rows
+from pretraining import held_out_losses, their_rows
 from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, say, spread, write_result
 
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
@@ -56,27 +56,6 @@ def our_model(recipe: dict):
     return BertLabConfig(**shape, vocab_size=TRACKS["ten-minutes"].vocab_size)
 
 
-def score(directory: str, corpus, tokenizer, track) -> dict[str, float]:
-    "Nats per hidden token of the judge's rows: documents apart, and rows as one text."
-    import torch
-
-    from bertlab.cli.speedrun import Judge
-    from bertlab.train.modules import load_encoder
-
-    model, sums = load_encoder(directory).eval(), {"apart": [0.0, 0], "joined": [0.0, 0]}
-    for batch in Judge(track, corpus, tokenizer).data.val_dataloader():
-        mask = batch["attention_mask"]
-        places = torch.arange(mask.shape[1]).expand_as(mask)
-        for way, (documents, positions) in {"apart": (mask, batch["position_ids"]),
-                                            "joined": ((mask > 0).long(), places)}.items():  # fmt: skip
-            with torch.no_grad():
-                out = model(batch["input_ids"], documents, positions, labels=batch["labels"],
-                            label_positions=batch["label_positions"])  # fmt: skip
-            sums[way][0] += out.loss_sum.item()
-            sums[way][1] += int(out.num_labels)
-    return {way: total / count for way, (total, count) in sums.items()}
-
-
 def steps_per_minute(times: list[float]) -> float:
     "From the times of a short run's steps, the first of them left out."
     return 60 / statistics.median(b - a for a, b in zip(times[WARM:], times[WARM + 1 :]))
@@ -84,16 +63,13 @@ def steps_per_minute(times: list[float]) -> float:
 
 def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # when each step ended
     "transformers' Trainer; writes its model into the folder."
-    from datasets import Dataset
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments,
                               set_seed)  # fmt: skip
 
     from bertlab.core.devices import describe_device
     from bertlab.model.huggingface import huggingface_config, their_class
 
-    tokens = Dataset.from_dict({"text": corpus.train_texts}).map(
-        lambda batch: tokenizer(batch["text"], return_special_tokens_mask=True), batched=True, remove_columns=["text"])
-    rows, times = grouped_rows(tokens), []
+    rows, times = their_rows("grouped", corpus.train_texts, tokenizer), []
     set_seed(case["seed"])
     config = huggingface_config(our_model(full_recipe(RECIPE, case["steps"])), "modernbert", "ForMaskedLM")
     model = their_class("modernbert", "ForMaskedLM")(config)
@@ -130,12 +106,15 @@ def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
 
 def measure(case: dict) -> dict:
     "One run of a side."
+    from bertlab.cli.speedrun import Judge
+
     track, corpus, tokenizer = text_and_tokenizer(case["documents"])
     with tempfile.TemporaryDirectory() as name:
         folder = str(Path(name) / "run")
         times = (train_ours(case, corpus, track, folder) if case["side"] == "ours"
                  else train_theirs(case, corpus, tokenizer, folder))  # fmt: skip
-        found = {} if case.get("probe") else score(folder, corpus, tokenizer, track)
+        batches = Judge(track, corpus, tokenizer).data.val_dataloader()
+        found = {} if case.get("probe") else held_out_losses(folder, batches)
     return {**found, "nats": min(found.values(), default=None), "steps_per_minute": steps_per_minute(times)}
 
 

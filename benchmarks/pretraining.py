@@ -217,20 +217,16 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     return {"preparation_seconds": prepared, "precision": PRECISIONS[case["precision"]], **meter.figures(case["warm"])}, model
 
 
-def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
-    """Loss on held-out text, of weights of either side.
+def held_out_losses(directory: str, batches) -> dict[str, float]:
+    """Nats per hidden token, of weights of either side.
 
-    The same packed rows and masks for all. `apart`: each document alone, its positions from 0.
-    `joined`: the row as one text, as rows of concatenated texts are trained on.
+    `apart`: each document alone, its positions from 0. `joined`: the row as one text, as rows of
+    concatenated texts are trained on.
     """
-    from bertlab.data.module import PretrainingDataModule
     from bertlab.train.modules import load_encoder
 
-    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, val_batch_size=32,
-                                 collator_kwargs={"mlm_probability": PROBABILITY}, seed=0)  # fmt: skip
-    data.setup()
     model, sums = load_encoder(directory).eval(), {"apart": [0.0, 0], "joined": [0.0, 0]}
-    for batch in data.val_dataloader():
+    for batch in batches:
         mask = batch["attention_mask"]
         places = torch.arange(mask.shape[1]).expand_as(mask)
         ways = {"apart": (mask, batch["position_ids"]), "joined": ((mask > 0).long(), places)}
@@ -240,7 +236,17 @@ def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
                             label_positions=batch.get("label_positions"))  # fmt: skip
             sums[way][0] += out.loss_sum.item()
             sums[way][1] += int(out.num_labels)
-    return {f"loss_{way}": total / count for way, (total, count) in sums.items()}
+    return {way: total / count for way, (total, count) in sums.items()}
+
+
+def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
+    "Loss on held-out text: the same packed rows and masks for all."
+    from bertlab.data.module import PretrainingDataModule
+
+    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, val_batch_size=32,
+                                 collator_kwargs={"mlm_probability": PROBABILITY}, seed=0)  # fmt: skip
+    data.setup()
+    return {f"loss_{way}": loss for way, loss in held_out_losses(directory, data.val_dataloader()).items()}
 
 
 def measure(case: dict) -> dict:

@@ -6,7 +6,9 @@ import pytest
 
 import yaml
 
-from bertlab.cli.demo import FIRST_RECIPE, Recipe, demo_config, load_recipe
+import bertlab.core.devices
+from bertlab.cli.demo import FIRST_RECIPE, Recipe, demo_config, load_recipe, settle_steps
+from bertlab.core.devices import Device
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ from bertlab.cli.demo import FIRST_RECIPE, Recipe, demo_config, load_recipe
         ({"steps": 0}, "steps"),
         ({"steps": 2.5}, "steps must be int"),
         ({"steps": True}, "steps must be int"),
-        ({"steps": None}, "steps must be int"),
+        ({"batch_size": None}, "batch_size must be int"),
         ({"batch_size": "x"}, "batch_size must be int"),
         ({"mlm_probability": 0}, "mlm_probability"),
         ({"mlm_probability": 1.5}, "mlm_probability"),
@@ -78,3 +80,15 @@ def test_a_run_from_before_there_was_a_choice_is_made_again_with_adamw(tmp_path)
     assert load_recipe(tmp_path / "run.yaml")[0] == FIRST_RECIPE
     (tmp_path / "mine.yaml").write_text("steps: 5\n")  # not a run's
     assert load_recipe(tmp_path / "mine.yaml")[0].optimizer == Recipe().optimizer
+
+
+@pytest.mark.parametrize("kind, here, asked, steps", [
+    ("cpu", "32-true", "auto", 600), ("cpu", "bf16-mixed", "auto", 1000), ("cpu", "bf16-mixed", "32-true", 600),
+    ("cpu", "32-true", "bf16-mixed", 1000), ("mps", "32-true", "auto", 1000), ("cuda", "16-mixed", "auto", 1000),
+])  # fmt: skip
+def test_a_cpu_without_bfloat16_makes_fewer_steps_where_nobody_says_how_many(monkeypatch, kind, here, asked, steps):
+    monkeypatch.setattr(bertlab.core.devices, "describe_device", lambda: Device(kind, "this", 0, here, "why"))
+    assert settle_steps(Recipe(precision=asked)).steps == steps
+    assert settle_steps(Recipe(precision=asked, steps=7)).steps == 7
+    config = demo_config(Recipe(precision=asked), "run")
+    assert config["trainer"]["max_steps"] == steps and config["model"]["scheduler_cooldown_steps"] == 0.3 * steps
