@@ -89,7 +89,7 @@ def measure(case: dict) -> dict:
     corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     with tempfile.TemporaryDirectory() as folder:
         with Products() as products:
-            our_side({**case, "steps": 1, "warm": 0}, corpus, tokenizer, f"{folder}/written")
+            our_side({**case, "steps": 1, "warm": 0, "warmup": 0}, corpus, tokenizer, f"{folder}/written")
         alone = products.timed()
         found, _ = our_side(case, corpus, tokenizer, f"{folder}/timed")
         alone += products.timed()
