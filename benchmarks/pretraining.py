@@ -435,6 +435,7 @@ def main() -> None:
                         help="BERT's norms want a longer warm-up")
     parser.add_argument("--race-model", default="small", choices=list(SHAPES))
     parser.add_argument("--race-precision", default="bf16", choices=("fp32", "bf16"))
+    parser.add_argument("--no-picture", action="store_true", help="write the figures alone")
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(json.loads(options.case))))
@@ -472,7 +473,8 @@ def main() -> None:
     say(judged)
     write_result(options.output, {"what": __doc__.splitlines()[0], "bertlab": bertlab.__version__,
                                   "machine": place, "settings": settings, "judged": judged,
-                                  "rates": rates, "races": races, "busy": busy}, draw if rates else None)  # fmt: skip
+                                  "rates": rates, "races": races, "busy": busy},
+                 draw if rates and not options.no_picture else None)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Part:
         return folder / f"{self.result or self.name}.json"
 
 
-_SHORT = ("--kinds", "bert", "--seconds", "0")  # rates alone, of one architecture
+_SHORT = ("--kinds", "bert", "--seconds", "0", "--no-picture")  # rates alone, of one architecture
 
 PARTS = (
     Part("startup", 3, resumes=True),
@@ -73,6 +73,7 @@ PARTS = (
          resumes=True, measured_by="pretraining"),
     Part("pretraining_share", 20, None, (*_SHORT, "--models", "small", "base", "--precisions", "fp32", "bf16"),
          resumes=True, measured_by="pretraining"),
+    Part("ceiling", 30, resumes=True),
     Part("half_hour", 130, resumes=True),
     Part("records", 25, resumes=True, result="records/laptop"),
     Part("minutes", 110, resumes=True),

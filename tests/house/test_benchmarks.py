@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import ceiling  # noqa: E402
 import finetuning_trainer  # noqa: E402
 import pretraining  # noqa: E402
 import scaling  # noqa: E402
@@ -141,6 +142,19 @@ def test_what_is_used_of_the_machine_is_judged_for_our_side_alone():
     assert [one["passed"] for one in pretraining.judge_shares("small", "bert", found)] == [True, False]
     assert not pretraining.judge_shares("short", "bert", found)  # nothing was promised
     assert not pretraining.judge_shares("base", "bert", {"ours, fp32": {}})  # an older result
+
+
+def test_the_products_of_a_step_are_written_down_and_made_again():
+    left, right, bias = torch.randn(6, 4), torch.randn(4, 5).requires_grad_(), torch.zeros(5)
+    stacks = torch.randn(3, 2, 4), torch.randn(3, 4, 7)
+    with ceiling.Products() as products:
+        (torch.addmm(bias, left, right).sum() + torch.bmm(*stacks).sum()).backward()
+    kinds = [str(op).split(".")[1] for op, *_ in products.calls]
+    assert kinds == ["addmm", "bmm", "mm"]  # the last is the gradient for `right`
+    assert products.flops() == 2 * (6 * 4 * 5 + 3 * 2 * 4 * 7 + 4 * 6 * 5)
+    before = left.clone()
+    assert products.seconds() > 0 and torch.equal(left, before)
+    assert len(products.calls) == 3  # making them again writes nothing down
 
 
 def test_busy_loops_end_with_their_block():
