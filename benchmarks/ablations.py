@@ -9,8 +9,10 @@ at that rate. Runs have one thread each, several side by side: how long they tak
 of an arm costs is measured apart, in turns with the control, on all threads; an arm whose step costs c runs once more
 with 1 / c of the steps, which is the same number of seconds. The judge of `bertlab speedrun` scores every run.
 
-Every run is written to the result as soon as it is there. A later call goes on, if the control's first run still
-comes out as it did; else, on other code or another processor, everything begins anew.
+Every run is written to the result as soon as it is there, and a later call goes on. Where no control so far comes out
+again, on other code or another kind of processor, a control of its own is tuned first, and the arms that are still missing
+are compared with that one: a gain is always of runs in one place. The arms of other places stay as they are, unless --arms
+names them.
 """
 
 import argparse
@@ -374,15 +376,23 @@ class Table:
         if self.path.exists() and not options.fresh:
             kept = json.loads(self.path.read_text(encoding="utf-8"))
             self.found = {name: kept.get(name, none) for name, none in self.found.items()}
+            if not self.found["machines"] and self.found["runs"]:  # of a time when there was one
+                self.found["machines"] = [kept["machine"]]
+                for one in (*self.found["runs"], *self.found["costs"], *self.found["arms"].values()):
+                    one["machine"] = 0
+                for row in self.found["arms"].values():
+                    row["control_rate"] = self.found["arms"]["control"]["rate"]
+        self.here = 0
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
 
     @staticmethod
     def nothing() -> dict:
-        return {"runs": [], "costs": [], "arms": {}}
+        return {"machines": [], "runs": [], "costs": [], "arms": {}}
 
     def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
         on = {} if self.options.on is None else {"on": self.options.on}
-        return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick, **on}
+        return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick,
+                "machine": self.here, **on}  # fmt: skip
 
     def known(self, case: dict) -> dict | None:
         return next((run for run in self.found["runs"] if all(run[k] == v for k, v in case.items())), None)
@@ -399,18 +409,27 @@ class Table:
                 self.write()
         return [self.known(case) for case in cases]
 
-    def check_control(self) -> None:
-        "Runs of other code or of another processor are not mixed with these."
-        first = next((r for r in self.found["runs"] if r["arm"] == "control"), None)
-        if first is None:
-            return
-        again = train_once({k: first[k] for k in ("arm", "rate", "seed", "steps", "quick", "on") if k in first})
-        if abs(again["loss"] - first["loss"]) > 2e-3:
-            aside = self.path.with_suffix(".before.json")
-            self.path.replace(aside)
-            print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f}: all begins anew, and the "
-                  f"runs so far lie in {aside}")  # fmt: skip
-            self.found = self.nothing()
+    def find_place(self) -> None:
+        "Go on with the runs of this code and processor, or begin some beside those of others."
+        keys = ("arm", "rate", "seed", "steps", "quick", "machine", "on")
+        for number in range(len(self.found["machines"])):
+            runs = (run for run in self.found["runs"] if run["arm"] == "control" and run["machine"] == number)
+            if (first := next(runs, None)) is not None:
+                again = train_once({key: first[key] for key in keys if key in first})
+                if abs(again["loss"] - first["loss"]) <= 2e-3:
+                    self.here = number
+                    return
+                print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f} as on "
+                      f"{self.found['machines'][number]['processor']}")  # fmt: skip
+        begun = {run["machine"] for run in self.found["runs"]}  # a call may have ended before its first run did
+        self.found["machines"] = [place for number, place in enumerate(self.found["machines"]) if number in begun]
+        self.here = len(self.found["machines"])
+        self.found["machines"].append(self.where)
+
+    def missing(self, names: list[str]) -> list[str]:
+        "The control, and arms that have no row of another place."
+        rows = self.found["arms"]
+        return [name for name in names if name == "control" or rows.get(name, {}).get("machine", self.here) == self.here]
 
     def tuned(self, arm: str, centre: float | None) -> float:
         "The best rate of an arm on seed 0, with a worse one on each side."
@@ -428,8 +447,8 @@ class Table:
         "The arm's row: its best rate, and what all seeds gain with it."
         rate = self.tuned(arm, centre)
         runs = self.seeds(arm, rate)
-        row = {"about": ARMS[arm].about, "rate": rate, "plain": runs[0]["plain"],
-               "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
+        row = {"about": ARMS[arm].about, "machine": self.here, "rate": rate, "control_rate": control[0]["rate"],
+               "plain": runs[0]["plain"], "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
         with self.lock:
             self.found["arms"][arm] = row
             self.write()
@@ -438,10 +457,10 @@ class Table:
         return self.ask([self.case(arm, rate, seed, steps) for seed in range(self.options.seeds)])
 
     def cost(self, arm: str) -> dict:
-        known = next((one for one in self.found["costs"] if one["arm"] == arm), None)
+        known = next((one for one in self.found["costs"] if (one["arm"], one["machine"]) == (arm, self.here)), None)
         if known is None:
             known = {"arm": arm, "cost": 1.0} if arm == "control" else step_cost(arm, self.options.rounds, self.options.quick, self.options.on)
-            self.found["costs"].append(known)
+            self.found["costs"].append(known | {"machine": self.here})
             print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
             self.write()
         return known
@@ -450,7 +469,7 @@ class Table:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as temporary:
             arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
-            whole = {"what": __doc__.splitlines()[0], "machine": self.where, "steps": self.options.steps,
+            whole = {"what": __doc__.splitlines()[0], "machine": next(iter(self.found["machines"]), self.where), "steps": self.options.steps,
                      "of": len(arms_on(self.options.on)), **self.found, "arms": arms}  # fmt: skip
             temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
@@ -488,19 +507,20 @@ def main() -> None:
         base = control_of(options.on)
     except ValueError as error:
         parser.error(str(error))
-    options.arms, options.steps = options.arms or known, options.steps or base.steps
-    if unknown := [name for name in options.arms if name not in known]:
+    options.steps = options.steps or base.steps
+    if unknown := [name for name in options.arms or () if name not in known]:
         parser.error(f"no arm is called {', '.join(unknown)} here; --list shows them")
     if options.quick:
         options.steps, options.seeds, options.rounds = 4, 1, 1
-        options.arms = options.arms if len(options.arms) < len(known) else ["control", "muon", "2 layers"]
+        options.arms = options.arms or ["control", "muon", "2 layers"]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
-    table.check_control()
+    table.find_place()
+    options.arms = options.arms or table.missing(known)
     best = table.tuned("control", None)
     control = table.seeds("control", best)
     distilled = [name for name in options.arms if ARMS[name].kl_weight]
-    known = any(run["arm"] in distilled for run in table.found["runs"])  # of this code, by this teacher
+    known = any(run["arm"] in distilled and run["machine"] == table.here for run in table.found["runs"])  # by this teacher
     if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
         table.pool.submit(train_teacher, best, options.steps, options.quick, options.on).result()
     with ThreadPoolExecutor(options.workers + 1) as arms:  # several at a time: no worker waits for the last of a grid

@@ -29,10 +29,9 @@ import bertlab
 SECONDS = 3  # of the products alone, before the step's steps and after
 
 
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    "Room of the same shape, strides and type, filled with small random numbers."
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return made.normal_(std=0.02)
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    "Small random numbers of the same shape, strides and type."
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).normal_(std=0.02)
 
 
 class Products(TorchDispatchMode):
@@ -51,18 +50,17 @@ class Products(TorchDispatchMode):
             for place, x in enumerate(args):
                 if isinstance(x, torch.Tensor):
                     key = place, x.shape, x.stride(), x.dtype
-                    with torch.utils._python_dispatch._disable_current_modes():
-                        x = self.rooms.setdefault(key, empty_like(x.detach()))
+                    if key not in self.rooms:
+                        with torch.utils._python_dispatch._disable_current_modes():
+                            self.rooms[key] = room_for(x)
+                    x = self.rooms[key]
                 inputs.append(x)
             self.calls.append((op, inputs, kwargs or {}))
         return op(*args, **(kwargs or {}))
 
     def flops(self) -> int:
         "Two for each number of a product and each step along the axis that goes."
-        total = 0
-        for _, (*_, left, right), _ in self.calls:
-            total += 2 * left.numel() * right.shape[-1]
-        return total
+        return sum(2 * left.numel() * right.shape[-1] for _, (*_, left, right), _ in self.calls)
 
     def seconds(self) -> float:
         "What all of them take, once more and nothing else."

@@ -27,7 +27,7 @@ from ..data.corpus import Corpus, load_corpus
 # %% ../../nbs/cli/03_demo.ipynb #dcd2e535
 LEVELS = ("stdlib", "installed")
 _OPTIMIZERS = ("muon", "adamw")
-_STEPS, _STEPS_OF_FLOAT32 = 1000, 600  # about a minute of the one, and two of the other
+_STEPS, _STEPS_OF_FLOAT32 = 1000, 600  # a minute of the one, two and a half of the other
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed")
 _LEAST = {"max_sequence_length": 8, "vocab_size": 6, "hidden_size": 8, "num_hidden_layers": 1,
           "steps": 1, "batch_size": 1, "max_documents": 2, "seed": 0}  # fmt: skip

@@ -120,7 +120,7 @@ def test_recipes_are_laid_over_each_other_and_callbacks_put_together():
 @pytest.mark.parametrize("best, asked", [(2e-3, 3), (4e-3, 4), (16e-3, 6), (0.25e-3, 6)])
 def test_a_rate_is_tuned_until_it_stands_between_two_worse_ones(best, asked):
     table = ablations.Table.__new__(ablations.Table)
-    table.options, rates = argparse.Namespace(quick=False, steps=10, on=None), set()
+    table.options, table.here, rates = argparse.Namespace(quick=False, steps=10, on=None), 0, set()
 
     def ask(cases):
         rates.update(case["rate"] for case in cases)
@@ -137,19 +137,45 @@ def test_a_gain_is_of_seeds_side_by_side():
     assert found == pytest.approx({"mean": 0.3, "least": 0.1, "most": 0.5, "nats": 0.6})
 
 
-@pytest.mark.parametrize("loss, kept", [(2.0005, True), (2.1, False)])
-def test_runs_of_another_machine_are_laid_aside_and_not_lost(tmp_path, monkeypatch, loss, kept):
+def opened(path: Path, **options) -> ablations.Table:
+    return ablations.Table(argparse.Namespace(**{"output": path, "fresh": False, "workers": 1, "on": None, "steps": 4,
+                                                 "quick": True, "seeds": 3, **options}))  # fmt: skip
+
+
+@pytest.mark.parametrize("loss, here", [(2.0005, 0), (2.1, 1)])
+def test_runs_of_another_machine_stay_and_a_control_of_its_own_begins_beside_them(tmp_path, monkeypatch, loss, here):
     path, run = tmp_path / "ablations.json", {"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "loss": 2.0}
-    path.write_text(json.dumps({"what": "old", "arms": {"gone": 1, "muon": 2}, "runs": [run], "costs": []}))
+    rows = {"gone": {"rate": 1.0}, "control": {"rate": 1e-3}, "muon": {"rate": 2e-3}}
+    path.write_text(json.dumps({"what": "old", "machine": {"processor": "old"}, "arms": rows, "runs": [run], "costs": []}))
     monkeypatch.setattr(ablations, "train_once", lambda case: {**case, "loss": loss})
-    table = ablations.Table(argparse.Namespace(output=path, fresh=False, workers=1, on=None, steps=4))
-    table.check_control()
-    assert table.found == {"runs": [run] * kept, "costs": [], "arms": {"gone": 1, "muon": 2} if kept else {}}
-    assert (tmp_path / "ablations.before.json").exists() != kept
+    table = opened(path)
+    table.find_place()
+    assert table.here == here and len(table.found["machines"]) == 1 + here
+    assert table.found["runs"] == [{**run, "machine": 0}] and table.found["arms"]["muon"]["machine"] == 0
+    assert table.missing(["control", "muon", "rows 8"]) == ["control", *["muon"] * (1 - here), "rows 8"]
+    case = table.case("control", 1e-3, 0)
+    assert (table.known(case) is None) == bool(here)  # its own control is run again there
     table.write()
     written = json.loads(path.read_text())
-    assert written["arms"] == ({"muon": 2} if kept else {})  # an arm that there is no more has no row
+    assert written["machine"] == {"processor": "old"} and written["machines"][0] == {"processor": "old"}
+    assert list(written["arms"]) == ["control", "muon"]  # an arm that there is no more has no row
+    assert written["arms"]["muon"]["control_rate"] == 1e-3
     assert written["steps"] == 4 and written["of"] == len(ablations.arms_on(None))
+    again = opened(path)
+    again.find_place()  # the second place has no run yet, and is not kept beside a third
+    assert again.here == here and len(again.found["machines"]) == 1 + here
+
+
+def test_a_second_place_is_found_again_by_its_control(tmp_path, monkeypatch):
+    path = tmp_path / "ablations.json"
+    runs = [{"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "machine": n, "loss": 2.0 + n} for n in (0, 1)]
+    path.write_text(json.dumps({"machines": [{"processor": "a"}, {"processor": "b"}], "arms": {}, "runs": runs, "costs": []}))
+    asked = []
+    monkeypatch.setattr(ablations, "train_once", lambda case: asked.append(case["machine"]) or {**case, "loss": 3.0})
+    table = opened(path)
+    table.find_place()
+    assert (asked, table.here, len(table.found["machines"])) == ([0, 1], 1, 2)
+    assert table.known(table.case("control", 1e-3, 0)) == runs[1]
 
 
 def test_arms_are_judged_side_by_side_and_each_row_is_written_as_soon_as_it_is_there(tmp_path, monkeypatch):
