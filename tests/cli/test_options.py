@@ -128,7 +128,7 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     ("validate", ["run", "other"], ["nobody reads 'other'"]),
     ("finetune", ["--trainer.max_steps", "3"], ["max_steps", "leave it out"]),
     ("demo", ["--lerning-rate", "1"], ["did you mean 'learning_rate'"]),
-    ("demo", ["--steps", "many"], ["steps must be int, got 'many'"]),
+    ("demo", ["--batch-size", "many"], ["batch_size must be int, got 'many'"]),
     ("predict", [], ["directory is missing"]),
     ("fill-mask", ["d", "--top_q", "3"], ["did you mean 'top_k'"]),
     ("distill", ["s.yaml", "--run.output", "x"], ["run.output", "leave it out"]),
