@@ -31,7 +31,8 @@ SECONDS = 3  # of the products alone, before the step's steps and after
 
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     "Small random numbers of the same shape, strides and type."
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).normal_(std=0.02)
+    length = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    return (0.02 * torch.randn(length)).to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 class Products(TorchDispatchMode):
