@@ -239,14 +239,27 @@ def held_out_losses(directory: str, batches) -> dict[str, float]:
     return {way: total / count for way, (total, count) in sums.items()}
 
 
-def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
-    "Loss on held-out text: the same packed rows and masks for all."
+def held_out_rows(corpus, tokenizer):
+    "The same packed rows of held-out text and the same masks for all."
     from bertlab.data.module import PretrainingDataModule
 
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, val_batch_size=32,
                                  collator_kwargs={"mlm_probability": PROBABILITY}, seed=0)  # fmt: skip
     data.setup()
-    return {f"loss_{way}": loss for way, loss in held_out_losses(directory, data.val_dataloader()).items()}
+    return data.val_dataloader()
+
+
+def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
+    "Loss on held-out text."
+    return {f"loss_{way}": loss for way, loss in held_out_losses(directory, held_out_rows(corpus, tokenizer)).items()}
+
+
+def unigram_loss(corpus, tokenizer) -> float:
+    "Of a guesser who reads nothing and knows how often each token stands in the training text, one added to each count."
+    texts = tokenizer(corpus.train_texts, add_special_tokens=False)["input_ids"]
+    counts = torch.bincount(torch.tensor([token for ids in texts for token in ids]), minlength=len(tokenizer)) + 1.0
+    labels = torch.cat([batch["labels"].flatten() for batch in held_out_rows(corpus, tokenizer)])
+    return -(counts / counts.sum()).log()[labels[labels >= 0]].mean().item()
 
 
 def measure(case: dict) -> dict:
@@ -343,8 +356,9 @@ def race(kind: str, options, ledger: Ledger) -> dict:
     losses = {side: spread(min(f["loss_apart"], f["loss_joined"]) for f in runs[side]) for side in runs}
     gaps = {form: spread(min(b["loss_apart"], b["loss_joined"]) - a["loss_apart"]
                          for a, b in zip(runs["ours"], runs[form])) for form in FORMS}  # fmt: skip
+    text = shared_text(SHAPES[options.race_model][3], options.documents, options.kept)
     return {"seconds": options.seconds, "precision": options.race_precision, "seeds": options.seeds,
-            "loss": losses, "nats_below": gaps, "runs": runs}  # fmt: skip
+            "unigram": unigram_loss(*text), "loss": losses, "nats_below": gaps, "runs": runs}  # fmt: skip
 
 
 def beside_loops(model: str, kind: str, options, ledger: Ledger) -> dict:

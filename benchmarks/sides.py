@@ -37,11 +37,13 @@ def machine(threads: int) -> dict:
     "Where something was measured, and with what."
     from importlib.metadata import version
 
+    from bertlab.core.devices import describe_device
+
     names = ("torch", "lightning", "transformers", "datasets", "tokenizers")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "measured": time.strftime("%Y-%m-%d"), "processor": processor(), "cores": os.cpu_count(),
-        "threads": threads, "memory_bytes": memory, "system": platform.platform(),
+        "computes_in": describe_device().precision, "threads": threads, "memory_bytes": memory, "system": platform.platform(),
         "python": platform.python_version(), "load_at_start": os.getloadavg()[0],
         **{name: version(name) for name in names},
     }  # fmt: skip

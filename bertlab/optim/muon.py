@@ -20,24 +20,61 @@ from ..core.devices import cpu_multiplies_bfloat16
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of X, of its cube and of its fifth power
 
 
+def _product(X: Tensor) -> Callable[..., Tensor]:
+    "beta * first + alpha * second @ third, of matrices or of stacks."
+    return torch.addmm if X.dim() == 2 else torch.baddbmm
+
+
+def _by_rounds(
+    X: Tensor,  # (m, n), or (N, m, n), of norm 1
+    rounds: int,
+) -> Tensor:  # likewise
+    "Newton and Schulz's rounds on a matrix itself (Jordan et al. 2024)."
+    (a, b, c), product = QUINTIC, _product(X)
+    for _ in range(rounds):
+        gram = X @ X.mT  # (m, m)
+        X = product(X, product(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+    return X
+
+# %% ../../nbs/optim/04_muon.ipynb #d04503db
+def _by_rounds_on_square(
+    X: Tensor,  # (m, n), or (N, m, n), of norm 1
+    rounds: int,
+) -> Tensor:  # likewise
+    "The same rounds on the Gram matrix, begun anew after every five (Zhang et al. 2026)."
+    (a, b, c), product = QUINTIC, _product(X)
+    for begun in range(0, rounds, 5):  # rounding in the square grows twelvefold a round
+        gram, whole = X @ X.mT, None  # (m, m)
+        for left in reversed(range(min(5, rounds - begun))):
+            factor = product(gram, gram, gram, beta=b, alpha=c)
+            factor.diagonal(dim1=-2, dim2=-1).add_(a)
+            whole = factor if whole is None else factor @ whole
+            if left:
+                gram = factor @ (factor @ gram)  # the next round's
+        X = whole @ X
+    return X
+
+# %% ../../nbs/optim/04_muon.ipynb #831471d8
 def orthogonalized(
     matrices: Tensor,  # (A, B), or (N, A, B)
     rounds: int = 5,
     dtype: torch.dtype | None = None,  # of the rounds; None: bfloat16 where the device has it
 ) -> Tensor:  # likewise, in that dtype
-    "Lift all singular values to between about 0.7 and 1.2 (Jordan et al. 2024, Newton-Schulz)."
+    """Lift all singular values to between about 0.7 and 1.2 (Jordan et al. 2024, Newton-Schulz).
+
+    In float32, where one side is over 1.5 times as long as the other, by way of the Gram matrix.
+    """
     if dtype is None:
         slow = matrices.device.type == "cpu" and not cpu_multiplies_bfloat16()
         dtype = torch.float32 if slow else torch.bfloat16
-    a, b, c = QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
     X = X.mT if tall else X
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    product = torch.addmm if X.dim() == 2 else torch.baddbmm  # beta first + alpha second @ third
-    for _ in range(rounds):
-        gram = X @ X.mT
-        X = product(X, product(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+    wide = 2 * X.shape[-1] > 3 * X.shape[-2]
+    whole = type(X) is Tensor  # shares of a matrix on several processes have no diagonal
+    on_square = wide and whole and dtype.itemsize >= 4
+    X = (_by_rounds_on_square if on_square else _by_rounds)(X, rounds)
     return X.mT if tall else X
 
 # %% ../../nbs/optim/04_muon.ipynb #0c0ffee1

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import ceiling  # noqa: E402
 import finetuning_trainer  # noqa: E402
+import minutes  # noqa: E402
 import pretraining  # noqa: E402
 import scaling  # noqa: E402
 import sides  # noqa: E402
@@ -155,6 +156,16 @@ def test_the_products_of_a_step_are_written_down_and_made_again():
     before = left.clone()
     assert products.seconds() > 0 and torch.equal(left, before)
     assert len(products.calls) == 3  # making them again writes nothing down
+
+
+@pytest.mark.parametrize("precision, place", [("bf16-mixed", "."), ("32-true", "without_bfloat16")])
+def test_minutes_are_those_of_a_processor_that_multiplies_as_this_one(precision, place, monkeypatch):
+    monkeypatch.setattr("bertlab.core.devices.describe_device", lambda: SimpleNamespace(precision=precision))
+    row = json.loads((sides.RESULTS / "records" / place / "laptop.json").read_text())["rows"]["muon_two_layers"]
+    assert minutes.steps_in("record", 0) == 0
+    per_minute = [60 * row["steps"] / seconds for seconds in row["seconds"]]
+    assert min(per_minute) < minutes.steps_in("record", 1) < max(per_minute)
+    assert minutes.steps_in("record", 10) == pytest.approx(10 * minutes.steps_in("record", 1), abs=10)
 
 
 def test_busy_loops_end_with_their_block():

@@ -215,8 +215,55 @@ def test_matrices_together_come_out_as_each_alone(shape):
         torch.testing.assert_close(one.double(), by_decomposition(matrix), rtol=0, atol=1e-5)
 
 
+def by_rounds(matrix: torch.Tensor, rounds: int) -> torch.Tensor:
+    "The rounds as they are defined, on the matrix itself."
+    X, (a, b, c) = matrix / matrix.norm(), QUINTIC
+    for _ in range(rounds):
+        gram = X @ X.mT
+        X = a * X + (b * gram + c * gram @ gram) @ X
+    return X
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 2, 5, 8])
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (16, 24), (16, 23), (16, 16)])
+def test_rounds_on_the_square_are_those_on_the_matrix(shape, rounds):
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    expected = by_rounds(matrix.double(), rounds)
+    torch.testing.assert_close(orthogonalized(matrix, rounds, torch.float32).double(), expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(orthogonalized(matrix, rounds, torch.float64), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("least", [1e-2, 1e-4, 1e-6, 0.0])
+def test_small_singular_values_survive_the_square_in_float32(least):
+    draw = torch.Generator().manual_seed(2)
+    left, _ = torch.linalg.qr(torch.randn(24, 24, generator=draw, dtype=torch.float64))
+    right, _ = torch.linalg.qr(torch.randn(96, 24, generator=draw, dtype=torch.float64))
+    sigma = torch.full((24,), least, dtype=torch.float64)
+    sigma[0] = 1.0
+    matrix = left @ sigma.diag() @ right.mT
+    made, expected = orthogonalized(matrix.float(), dtype=torch.float32).double(), by_rounds(matrix, 5)
+    assert (made - expected).norm() < 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("rounds", [6, 9, 12, 20])
+def test_many_rounds_of_a_matrix_without_full_rank_stay_bounded_on_the_square(rounds):
+    draw = torch.Generator().manual_seed(3)
+    matrix = torch.randn(24, 8, generator=draw) @ torch.randn(8, 96, generator=draw)
+    made = torch.linalg.svdvals(orthogonalized(matrix, rounds, torch.float32))
+    assert 0.65 < made[7] and made[0] < 1.25
+
+
+def test_half_precision_keeps_away_from_the_square(monkeypatch):
+    monkeypatch.setattr("bertlab.optim.muon._by_rounds_on_square", None)
+    assert orthogonalized(torch.randn(4, 16), dtype=torch.bfloat16).shape == (4, 16)
+    with pytest.raises(TypeError):
+        orthogonalized(torch.randn(4, 16), dtype=torch.float32)
+
+
 def test_a_matrix_of_zeros_stays_zero():
     assert not orthogonalized(torch.zeros(2, 3, 4)).any()
+    assert not orthogonalized(torch.zeros(2, 3, 4), dtype=torch.float32).any()
+    assert not orthogonalized(torch.zeros(2, 3, 8), dtype=torch.float32).any()
 
 
 @pytest.mark.parametrize(("able", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
