@@ -49,9 +49,9 @@ def machine(threads: int) -> dict:
     }  # fmt: skip
 
 
-def fingerprint(script: str | Path) -> str:
-    "A hash of the package and of a benchmark: figures of other code are not mixed with new ones."
-    files = [*sorted((ROOT / "bertlab").rglob("*.py")), Path(__file__), Path(script)]
+def fingerprint(*scripts: str | Path) -> str:
+    "A hash of the package and of a benchmark with what it takes from others: figures of other code are not mixed in."
+    files = [*sorted((ROOT / "bertlab").rglob("*.py")), Path(__file__), *map(Path, scripts)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,14 +159,21 @@ def test_the_products_of_a_step_are_written_down_and_made_again():
     assert len(products.calls) == 3  # making them again writes nothing down
 
 
-@pytest.mark.parametrize("precision, place", [("bf16-mixed", "."), ("32-true", "without_bfloat16")])
-def test_minutes_are_those_of_a_processor_that_multiplies_as_this_one(precision, place, monkeypatch):
-    monkeypatch.setattr("bertlab.core.devices.describe_device", lambda: SimpleNamespace(precision=precision))
-    row = json.loads((sides.RESULTS / "records" / place / "laptop.json").read_text())["rows"]["muon_two_layers"]
-    assert minutes.steps_in("record", 0) == 0
-    per_minute = [60 * row["steps"] / seconds for seconds in row["seconds"]]
-    assert min(per_minute) < minutes.steps_in("record", 1) < max(per_minute)
-    assert minutes.steps_in("record", 10) == pytest.approx(10 * minutes.steps_in("record", 1), abs=10)
+def test_minutes_choose_a_rate_by_validation_rows_and_score_by_test_rows():
+    tried = [{"rate": 1e-3, "validation": 0.7, "test": 0.5}, {"rate": 3e-3, "validation": 0.6, "test": 0.9}]
+    assert minutes.best(tried)["rate"] == 1e-3
+    assert minutes.score({"tasks": {"one": tried, "two": [{"rate": 1e-3, "validation": 0.1, "test": 0.7}]}}) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("name, file", [("first", "first_demo_in_half"), ("record", "muon_two_layers")])
+def test_recipes_of_minutes_are_those_of_the_records(name, file):
+    record = yaml.safe_load((ROOT / "benchmarks" / "records" / f"{file}.yaml").read_text())
+    made = minutes.recipe_of(name, record["trainer"]["max_steps"])
+    for part in ("scheduler_warmup_steps", "scheduler_cooldown_steps"):
+        assert made["model"].pop(part) == pytest.approx(record["model"].pop(part), abs=1), part
+    made.setdefault("data", {}), record.setdefault("data", {})
+    assert made == record
+    assert minutes.recipe_of(name, 0)["trainer"]["max_steps"] == 2
 
 
 def test_busy_loops_end_with_their_block():
