@@ -52,7 +52,7 @@ class Arm:
     warmup: float | None = None  # share of the steps; None: the control's
     cooldown: float | None = None
     tokens_per_step: float = 1.0  # of the control's
-    slower: Mapping[str, float] = field(default_factory=dict)  # parameters, by glob: share of the arm's rate
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the arm's rate, for parameters by glob
     centre: float = 1.0  # where its grid of rates begins, over the control's best rate
     on: str = "any"  # "first": not on a recipe that has it already; "combination": on one alone, takes a part away
     kl_weight: float = 0.0  # of a penalty for leaving the answers of the teacher, a run of twice the control's steps
@@ -97,9 +97,9 @@ ARMS = {
     # the optimizer and its batch
     "muon": Arm("Muon for hidden matrices", model(optimizer_class="muon"), centre=2.0, on="first"),
     "muon, tables at half": Arm("Muon, and half of its rate for the embedding", model(optimizer_class="muon"),
-                                slower={"*embeddings*": 0.5}, centre=2.0, on="first"),
+                                shares={"*embeddings*": 0.5}, centre=2.0, on="first"),
     "muon, tables at a quarter": Arm("Muon, and a quarter of its rate for the embedding", model(optimizer_class="muon"),
-                                     slower={"*embeddings*": 0.25}, centre=2.0, on="first"),
+                                     shares={"*embeddings*": 0.25}, centre=2.0, on="first"),
     "muon, polar": Arm("Muon, the best polynomial for each round", model(optimizer_class="tricks.PolarMuon"), centre=2.0),
     "muon, rows alike": Arm("Muon whose rows move alike (NorMuon)", model(optimizer_class="tricks.NorMuon"), centre=2.0),
     "muon, rows 8": Arm("Muon on half the batch", joined(model(optimizer_class="muon"), {"data": {"train_batch_size": 8}}),
@@ -119,6 +119,8 @@ ARMS = {
     "rows 32": Arm("twice the batch, half the steps", {"data": {"train_batch_size": 32}}, tokens_per_step=2.0),
     "growing batch": Arm("half the batch for half of the tokens, then all of it", {
         "data": {"train_batch_size": 8}, **callback("DoublingBatch")}, tokens_per_step=2 / 3),
+    "tables at twice": Arm("AdamW, twice its rate for the embedding", shares={"*embeddings*": 2.0}, on="first"),
+    "tables at four": Arm("AdamW, four times its rate for the embedding", shares={"*embeddings*": 4.0}, on="first"),
     "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]})),
     "no weight decay": Arm("weight decay 0", model(weight_decay=0.0)),
     "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
@@ -259,10 +261,10 @@ def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str
 
     (track, corpus), control = course(quick), control_of(on)
     steps = max(2, round(steps / arm.tokens_per_step))
-    slower = {glob: {"lr": share * rate} for glob, share in arm.slower.items()}
+    shares = {glob: {"lr": share * rate} for glob, share in arm.shares.items()}
     warmup, cooldown = (theirs if own is None else own for own, theirs in
                         zip((arm.warmup, arm.cooldown), (control.warmup, control.cooldown)))  # fmt: skip
-    own = {"model": {"learning_rate": rate, "parameter_overrides": slower or None,
+    own = {"model": {"learning_rate": rate, "parameter_overrides": shares or None,
                      "scheduler_warmup_steps": round(warmup * steps), "scheduler_cooldown_steps": round(cooldown * steps)},
            "trainer": {"max_steps": steps, "logger": False},
            "run": {"checkpoint_every_steps": 10 * steps, "progress": "none"}}  # fmt: skip

@@ -72,7 +72,7 @@ def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
     for name in ablations.arms_on(on):
         arm = ablations.ARMS[name]
         config = speedrun_config(TRACKS["laptop"], ablations.joined(control.recipe, arm.recipe), tmp_path / "run", 0)
-        assert name == "control" or arm.recipe or arm.kl_weight or arm.warmup or arm.cooldown, name
+        assert name == "control" or arm.recipe or arm.shares or arm.kl_weight or arm.warmup or arm.cooldown, name
         rows = config["data"]["train_batch_size"] * config["data"]["max_sequence_length"] / 2048
         assert arm.tokens_per_step == (2 / 3 if name == "growing batch" else rows), name
         plain = speedrun_config(TRACKS["laptop"], control.recipe, tmp_path / "run", 0)
