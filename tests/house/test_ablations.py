@@ -76,7 +76,7 @@ def test_every_arm_is_a_configuration_of_the_laptop_track(on, tmp_path):
         rows = config["data"]["train_batch_size"] * config["data"]["max_sequence_length"] / 2048
         assert arm.tokens_per_step == (2 / 3 if name == "growing batch" else rows), name
         plain = speedrun_config(TRACKS["laptop"], control.recipe, tmp_path / "run", 0)
-        assert name == "control" or config != plain or arm.kl_weight or arm.warmup or arm.cooldown, f"{name} changes nothing"
+        assert name == "control" or config != plain or arm.shares or arm.kl_weight or arm.warmup or arm.cooldown, f"{name} changes nothing"
 
 
 def test_a_recipe_that_leaves_its_rate_or_steps_out_is_answered(tmp_path):
