@@ -256,8 +256,10 @@ def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
 
 def unigram_loss(corpus, tokenizer) -> float:
     "Of a guesser who reads nothing and knows how often each token stands in the training text, one added to each count."
+    from bertlab.model.losses import unigram_counts
+
     texts = tokenizer(corpus.train_texts, add_special_tokens=False)["input_ids"]
-    counts = torch.bincount(torch.tensor([token for ids in texts for token in ids]), minlength=len(tokenizer)) + 1.0
+    counts = unigram_counts(torch.tensor([token for ids in texts for token in ids]), len(tokenizer)) + 1.0
     labels = torch.cat([batch["labels"].flatten() for batch in held_out_rows(corpus, tokenizer)])
     return -(counts / counts.sum()).log()[labels[labels >= 0]].mean().item()
 
