@@ -1,35 +1,50 @@
 """Training throughput of BERT-base and ModernBERT-base shapes on a GPU, beside transformers' own models.
 
     python benchmarks/gpu.py [--rows N] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
+    python benchmarks/gpu.py --sides "bertlab, varlen" transformers    other sides than those of the first figure
+    python benchmarks/gpu.py --losses 600     and what a stream in 16 bits does to the loss, after so many steps
     python benchmarks/gpu.py --small          the same path on a CPU, tiny shapes, no figures to quote
 
-Needs torch and bertlab with what it depends on; nothing is downloaded, and the file runs from any
-folder. For each shape, in bfloat16 (autocast, weights in float32), in one process, taking turns:
+Needs torch and bertlab with what it depends on; for the rates nothing is downloaded, and the file runs from
+any folder. For each shape, in bfloat16 (autocast, weights in float32), in one process, taking turns:
 
 - bertlab: documents packed into rows of 512, labels-only head, compiled layers. With the attention
-  kernel that "auto" takes; with varlen attention on unpadded tokens; with FlexAttention, whose shapes
-  are static; and with FlexAttention and CUDA graphs (mode="reduce-overhead"), which pays where kernels
-  are shorter than their launch
+  kernel that "auto" takes; and the same with BERT's stream in 16 bits between the norms
+  (`residual_in_fp32=False`). Where they are named: with varlen attention on unpadded tokens; with
+  FlexAttention, whose shapes are static; and with FlexAttention and CUDA graphs (mode="reduce-overhead"),
+  which pays where kernels are shorter than their launch
 - transformers: BertForMaskedLM or ModernBertForMaskedLM with SDPA, one document in a row, padded to
   the longest of the batch; as many positions in a batch as bertlab's, so more rows
 
 Both without dropout, with the fused AdamW, clipping and pinned batches that are copied without
 waiting. Real tokens (no padding) per second are medians over rounds. MFU is the work that the real
 tokens need (forward and backward, `flops_per_token`), over the best rate of matrix products measured
-here; recomputed or padded work counts for nothing. Memory is what a side takes on the GPU at its peak
-beyond what was there before it was built. A side that fails is named with its error, and the others go
-on. Behind BERT-base stand two lines of verdict: each target, whether it is reached, and by which side.
+here; recomputed or padded work counts for nothing. Where the time goes is a profile of four steps:
+milliseconds of a step in kernels of a kind, and "none", when no kernel ran. Memory is what a side takes
+on the GPU at its peak beyond what was there before it was built. A side that fails is named with its
+error, and the others go on. Behind BERT-base stand two lines of verdict: each target, whether it is
+reached, and by which side.
+
+Then the track `gpu-hour` of `bertlab speedrun` is run for two minutes instead of an hour, compiling
+included: a first figure, and no entry of the track. Its text comes from the hub; without a network it is the
+embedded corpus. Rates and race take less than ten minutes together.
+
+With --losses a BERT of 12 layers of 384 is trained on the embedded corpus from the same three starts, with
+its stream in 32 and in 16 bits; the losses are those of all held-out rows at the end.
 """
 
 import argparse
 import itertools
 import json
 import math
+import re
 import statistics
+import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +59,7 @@ from bertlab.core.devices import find_devices, measured_peak_flops, wait_functio
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.module import pack_texts
-from bertlab.model.losses import LossRule
+from bertlab.model.losses import LossParts, LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import get_optimizer
@@ -59,12 +74,21 @@ SHAPES = {"BERT-base": (lambda **o: bert_base(**{"vocab_size": 30528, **NO_DROPO
                         dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
           "ModernBERT-base": (modernbert_base, ModernBertConfig, dict.fromkeys(
               ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")))}  # fmt: skip
+NARROW = "bertlab, stream in 16 bits"
 SIDES = {  # name -> (attention kernel, options of torch.compile)
     "bertlab": ("auto", {}),
+    NARROW: ("auto", {}),
     "bertlab, varlen": ("varlen", {}),
     "bertlab, flex": ("flex", {"dynamic": False}),
     "bertlab, flex, CUDA graphs": ("flex", {"dynamic": False, "mode": "reduce-overhead"}),
     "transformers": None,
+}
+FIRST = ["bertlab", NARROW, "transformers"]  # within ten minutes; the others were never faster on an H100
+ON_CUDA_ALONE = [name for name in SIDES if "varlen" in name or "flex" in name]  # on a CPU: no backward pass
+KERNELS = {  # of a step -> how the names of its kernels are known; the first that fits
+    "attention": r"flex_attention|flash|fmha", "matrix products": r"nvjet|gemm|cutlass|splitKreduce",
+    "loss": r"softmax|nll", "norms": r"layer_norm", "activation": r"(?i)gelu", "optimizer and clipping": r"multi_tensor|lpnorm",
+    "copies to and from the GPU": r"^Mem",
 }
 TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
     "mfu": ("BERT-base's share of the measured ceiling (MFU)", 0.45),
@@ -72,9 +96,8 @@ TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
 }
 
 
-def make_batches(rows: int, options: argparse.Namespace, padded: bool, texts, tokenizer) -> list[dict]:
+def make_batches(rows: int, options: argparse.Namespace, padded: bool, texts, tokenizer, count: int) -> list[dict]:
     "Batches of the same documents: packed, or one in a row, padded to the longest of the batch."
-    count = 2 if options.small else 8
     dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, mlm_probability=MASKED, max_sequence_length=LENGTH,
@@ -106,6 +129,8 @@ class Side:
     def __init__(self, name: str, shape: str, options: argparse.Namespace, batches: list[dict]):
         ours, theirs, more = SHAPES[shape]
         size, self.device = TINY if options.small else {}, options.device
+        if name == NARROW:
+            size = {**size, "residual_in_fp32": False}
         self.config, self.batches, self.turn = ours(**size), batches, 0
         torch.manual_seed(0)
         if SIDES[name] is None:
@@ -162,6 +187,21 @@ def count_waits(step: Callable[[], None]) -> dict[str, int]:  # what waited -> t
     return dict(Counter(places))
 
 
+def time_by_kind(side: Side, steps: int = 4) -> Counter:  # kind of kernel -> milliseconds of a step
+    "Where the GPU's time goes."
+    names = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=names) as profile:
+        for _ in range(steps):
+            side.step()
+        torch.cuda.synchronize()
+    found = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            kind = next((kind for kind, known in KERNELS.items() if re.search(known, event.name)), "other")
+            found[kind] += event.self_device_time_total / steps / 1000
+    return found
+
+
 def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | None, dict]:
     "A side, warm, and what is known of it so far; None and the error where it fails."
     on_gpu = options.device.type == "cuda"
@@ -187,13 +227,14 @@ def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | N
 def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, dict]:
     "All sides of a shape, in turns."
     rows = options.rows or (2 if options.small else ROWS[shape])
-    batches = {padded: make_batches(rows, options, padded, texts, tokenizer) for padded in (False, True)}
+    count = 2 if options.small else 8
+    batches = {padded: make_batches(rows, options, padded, texts, tokenizer, count) for padded in (False, True)}
     sides, found = {}, {}
     if options.compile:  # torch compiles a function for so many models and shapes, and then runs it as it is
         torch.compiler.reset()
-    for name in SIDES:
-        if options.small and "," in name:
-            continue  # on a CPU these kernels have no backward pass
+    for name in options.sides:
+        if options.small and name in ON_CUDA_ALONE or name == NARROW and SHAPES[shape][0]().norm_position != "post":
+            continue
         sides[name], found[name] = build(name, shape, options, batches[SIDES[name] is None])
     able = {name: side for name, side in sides.items() if side is not None}
     for number in range(options.rounds):
@@ -214,14 +255,90 @@ def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, 
             "flops_per_token": cost, "real_share": tokens / positions,
             "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches),
             "last_loss": float(side.last_loss)}  # fmt: skip
+        if not options.small:
+            kinds, step = time_by_kind(side), 1000 * tokens / len(side.batches) / rate
+            found[name]["milliseconds"] = {"step": step, **dict(kinds.most_common()), "none": step - kinds.total()}
         print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
               f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
               f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
-    base = found["transformers"].get("tokens_per_second")
+        for kind, spent in found[name].get("milliseconds", {}).items():
+            print(f"{'':16} {spent:8.2f} ms  {spent / step:5.1%}  {kind}", flush=True)
+    base = found.get("transformers", {}).get("tokens_per_second")
     for name in able:
         rate = found[name].get("tokens_per_second")
         found[name]["times_transformers"] = base and rate and rate / base
     return found
+
+
+def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
+    "Held-out loss of a BERT with its stream in 32 and in 16 bits, from the same starts on the same batches."
+    rows, steps, device = (2 if options.small else 32), options.losses, options.device
+    shape = TINY if options.small else dict(hidden_size=384, intermediate_size=1536, num_attention_heads=6)
+    batches, held_out = (make_batches(rows, options, False, texts, tokenizer, count) for texts, count in (
+        (corpus.train_texts, 2 if options.small else 150), (corpus.validation_texts, 2 if options.small else 16)))  # fmt: skip
+    losses = {name: [] for name in ("32 bits", "16 bits")}
+    for name in losses:
+        config = bert_base(**{**NO_DROPOUT, **shape, "vocab_size": len(tokenizer), "residual_in_fp32": name == "32 bits"})
+        model, judge = BertLabForMaskedLM(config).to(device), BertLabForMaskedLM(config).to(device).eval()
+        if options.compile:
+            torch.compiler.reset()
+            compile_layers(model.train())
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for module in model.modules():
+                model.begin_weights(module)
+            optimizer = get_optimizer("adamw", parameter_groups(model, weight_decay=0.01), {"lr": 5e-4})
+            warm = max(1, steps // 10)
+            rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / warm, (steps - n) / (steps - warm + 1)))
+            for number in range(steps):
+                loss_of(model, batches[number % len(batches)], device).mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                rate.step()
+            judge.load_state_dict(model.state_dict())  # not compiled, which without gradients is another program
+            with torch.no_grad():
+                parts = [loss_of(judge, batch, device) for batch in held_out]
+            losses[name].append(float(sum(p.loss_sum for p in parts) / sum(p.num_labels for p in parts)))
+            print(f"stream in {name}, seed {seed}: {losses[name][-1]:.4f} nats held out after {steps} steps", flush=True)
+    return {"steps": steps, "rows": rows, "layers": model.config.num_hidden_layers, "width": model.config.hidden_size,
+            "held_out_loss": losses}  # fmt: skip
+
+
+def loss_of(model, batch: dict, device: torch.device) -> LossParts:
+    "The sums of a batch, its products in bfloat16."
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        out = model(**batch, loss_rule=LossRule(only_loss=True))
+    return LossParts(out.loss_sum, out.num_labels, out.z_loss, None)
+
+
+def race(options: argparse.Namespace) -> dict:
+    "A first figure of the track `gpu-hour`: its recipe with some of the seconds."
+    from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed
+
+    track = replace(TRACKS["gpu-hour"], seconds=options.track)
+    recipe = load_speedrun(Path(__file__).with_name("gpu_hour.yaml"))
+    recipe["model"]["scheduler_kwargs"]["budget"] = options.track
+    here = replace(track, source=None, config_name=None, validation_fraction=0.1)
+    if options.small:
+        track = here = replace(here, accelerator="cpu", vocab_size=1024, max_sequence_length=128, max_documents=100)
+        shape = {name: value for name, value in TINY.items() if name != "vocab_size"}
+        recipe["model"] |= {"model_config_kwargs": shape, "compile_model": False}
+        recipe["data"] |= {"train_batch_size": 4, "num_workers": 0}
+    try:
+        corpus = track.text()
+    except (OSError, ValueError) as error:  # no network
+        track, corpus = here, here.text()
+        print(f"{error}\nso the race is on the embedded corpus, which a GPU knows by heart within a minute", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        found, _ = run_seed(track, recipe, Path(folder) / "run", 0, corpus)
+    rate = found.tokens / found.train_seconds
+    print(f"gpu-hour, in {found.train_seconds:.0f} s: {found.steps} steps, {rate:,.0f} tokens/s with compiling, "
+          f"{found.validation_loss:.3f} nats held out, {found.bits_per_byte:.3f} bits per byte", flush=True)
+    return {"text": corpus.name, "seconds": found.train_seconds, "steps": found.steps, "tokens": found.tokens,
+            "curve": found.curve[:: max(1, len(found.curve) // 20)], "validation_loss": found.validation_loss,
+            "bits_per_byte": found.bits_per_byte, "recipe": recipe}  # fmt: skip
 
 
 def judge(sides: dict[str, dict], small: bool) -> list[dict]:
@@ -242,7 +359,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of 512 in a batch (default: 128, or 64; 2 with --small)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of a side in a round (default: 10; 1 with --small)")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="these alone")
+    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="these alone")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=FIRST, help="these alone")
+    parser.add_argument("--track", type=float, metavar="SECONDS", help="of a first race on the track gpu-hour (default: 120; 3 with --small); 0: none")
+    parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare the losses of both streams, too")
     parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
     parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere with --small")
     options = parser.parse_args()
@@ -250,6 +370,7 @@ def main() -> None:
         raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
     options.device = torch.device("cpu" if options.small else "cuda")
     options.compile = not options.small
+    options.track = (3 if options.small else 120) if options.track is None else options.track
     options.steps = options.steps or (1 if options.small else 10)
     corpus = embedded_corpus(max_documents=100 if options.small else None)
     texts = corpus.train_texts
@@ -264,14 +385,24 @@ def main() -> None:
         "torch": str(torch.__version__), "cuda": torch.version.cuda, "bertlab": bertlab.__version__,
         "verdicts": [], "shapes": {},
     }  # fmt: skip
+
+    def write() -> None:
+        if output:
+            with written_whole(Path(output)) as temporary:
+                temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
     output = options.output or (None if options.small else str(Path(__file__).parent / "results" / "gpu.json"))
     for shape in options.shapes:
         result["shapes"][shape] = measure(shape, options, texts, tokenizer, ceiling)
         if shape == "BERT-base":
             result["verdicts"] = judge(result["shapes"][shape], options.small)
-        if output:  # after each, so that a machine that is lent for minutes leaves what it measured
-            with written_whole(Path(output)) as temporary:
-                temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write()  # after each, so that a machine that is lent for minutes leaves what it measured
+    if options.track:
+        result["track"] = race(options)
+        write()
+    if options.losses:
+        result["stream"] = compare_streams(options, corpus, tokenizer)
+        write()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload([
+import torch
+
+# Who forks from a process that has looked for GPUs cannot use one: there each begins from nothing, and slower.
+PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+multiprocessing.set_forkserver_preload([
     "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
     "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert", "prepared",
 ])  # fmt: skip
@@ -22,7 +25,8 @@ def forked(target, arguments: tuple) -> BaseProcess:
     # The server finds `prepared` by its environment alone.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), outer)))
     try:
-        ensure_running()
+        if PROCESSES.get_start_method() == "forkserver":
+            ensure_running()
     finally:
         if outer is None:
             del os.environ["PYTHONPATH"]

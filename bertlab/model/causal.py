@@ -80,9 +80,10 @@ def read_block(
     if attention.gate is not None:
         y_BQHK = y_BQHK * attention.gate(normed_BQD).sigmoid().unflatten(-1, (q.shape[1], -1))
     y_BQD = attention.dropout(attention.out(y_BQHK.flatten(2)))
-    x_BQD = add_to_stream(x_BQD, block.dropout(y_BQD), block.attention_end_norm, block.alpha)
+    alpha, in_fp32 = block.alpha, block.residual_in_fp32
+    x_BQD = add_to_stream(x_BQD, block.dropout(y_BQD), block.attention_end_norm, alpha, in_fp32)
     y_BQD = block.dropout(block.mlp(block.mlp_norm(x_BQD)))
-    return add_to_stream(x_BQD, y_BQD, block.mlp_end_norm, block.alpha)
+    return add_to_stream(x_BQD, y_BQD, block.mlp_end_norm, alpha, in_fp32)
 
 # %% ../../nbs/model/13_causal.ipynb #336f1550
 class BertLabForCausalLM(BertLabTokenPredictor):

@@ -43,7 +43,7 @@ CHOICES = {  # settings by name, and the names that each knows
     "classifier_head": ("prediction", "tanh"),
 }
 SWITCHES = ("tie_word_embeddings", "embedding_norm", "norm_bias", "attention_bias", "mlp_bias",
-            "head_bias", "decoder_bias", "qk_norm")  # fmt: skip
+            "head_bias", "decoder_bias", "qk_norm", "residual_in_fp32")  # fmt: skip
 
 # %% ../../nbs/model/01_config.ipynb #029e82c3
 def _check_each(config: PretrainedConfig) -> None:
@@ -121,6 +121,10 @@ def _check_together(config: "BertLabConfig") -> None:
         raise ValueError("norm 'deep' scales the stream in front of a norm behind the sum: set "
                          f"norm_position to 'post' (got {config.norm_position!r}), or norm to "
                          "'layer'")
+    if not config.residual_in_fp32 and config.norm_position != "post":
+        raise ValueError("residual_in_fp32=False rounds the stream where a norm has just set its "
+                         "size; here it is a sum that grows from block to block: set norm_position "
+                         f"to 'post' (got {config.norm_position!r}), or leave it True")
     if config.norm == "group" and width % config.norm_groups:
         raise ValueError(f"norm_groups {config.norm_groups} must divide hidden_size {width}")
     for name in TOKEN_IDS:
@@ -187,6 +191,7 @@ class BertLabConfig(PretrainedConfig):
     norm: str = "layer"  # layer, rms, group, deep, dynamic_tanh
     norm_position: str = "pre"  # pre, post, pre_and_post, none
     norm_bias: bool = False  # of LayerNorm
+    residual_in_fp32: bool = True  # False: between post-norms as precise as the products
     norm_eps: float = 1e-5  # keeps a norm from dividing by zero
     norm_groups: int = 8  # of norm "group"
     initialization: str = "megatron"  # truncated_normal, kaiming, xavier

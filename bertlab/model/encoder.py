@@ -242,11 +242,13 @@ def add_to_stream(
     y_BLD: Tensor,  # what a part of the block adds
     end_norm: nn.Module,
     alpha: float | None,  # factor of the stream where the sum is normed; None: it is not
+    in_fp32: bool = True,  # False: a normed sum goes on in the precision of y
 ) -> Tensor:  # (B, L, D)
     "norm(alpha x + y) where the sum is normed, x + norm(y) else."
     if alpha is None:
         return x_BLD + end_norm(y_BLD)
-    return end_norm(x_BLD + y_BLD if alpha == 1 else alpha * x_BLD + y_BLD)
+    x_BLD = end_norm(x_BLD + y_BLD if alpha == 1 else alpha * x_BLD + y_BLD)
+    return x_BLD if in_fp32 else x_BLD.to(y_BLD.dtype)
 
 # %% ../../nbs/model/04_encoder.ipynb #71cc73a3
 class Block(GradientCheckpointingLayer):
@@ -266,6 +268,7 @@ class Block(GradientCheckpointingLayer):
         self.dropout = BitDropout(c.hidden_dropout)
         weight = deepnorm_alpha(c.num_hidden_layers) if c.norm == "deep" else 1.0
         self.alpha = weight if c.norm_position == "post" else None
+        self.residual_in_fp32 = c.residual_in_fp32
 
     def forward(
         self,
@@ -276,9 +279,10 @@ class Block(GradientCheckpointingLayer):
     ) -> tuple[Tensor, Tensor | None]:  # (B, L or M, D); attention weights where asked for
         y, weights = self.attention(self.attention_norm(x_BLD), context, with_weights, wanted_BM)
         x = x_BLD if wanted_BM is None else gather_positions(x_BLD, wanted_BM)
-        x = add_to_stream(x, self.dropout(y), self.attention_end_norm, self.alpha)
+        alpha, in_fp32 = self.alpha, self.residual_in_fp32
+        x = add_to_stream(x, self.dropout(y), self.attention_end_norm, alpha, in_fp32)
         y = self.dropout(self.mlp(self.mlp_norm(x)))
-        return add_to_stream(x, y, self.mlp_end_norm, self.alpha), weights
+        return add_to_stream(x, y, self.mlp_end_norm, alpha, in_fp32), weights
 
 # %% ../../nbs/model/04_encoder.ipynb #3bf75251
 class BertLabPreTrainedModel(PreTrainedModel):

@@ -343,9 +343,10 @@ class RebuildingBlock(Block):
     ) -> Tensor:  # (B, L, D)
         y_BLD = self.dropout(self.attention(self.attention_norm(x_BLD), context, places_BLD))
         # The stream begins empty: what stood here before is the token itself.
-        y_BLD = add_to_stream(torch.zeros_like(x_BLD), y_BLD, self.attention_end_norm, self.alpha)
+        empty_BLD, alpha, in_fp32 = torch.zeros_like(x_BLD), self.alpha, self.residual_in_fp32
+        y_BLD = add_to_stream(empty_BLD, y_BLD, self.attention_end_norm, alpha, in_fp32)
         more_BLD = self.dropout(self.mlp(self.mlp_norm(y_BLD)))
-        return add_to_stream(y_BLD, more_BLD, self.mlp_end_norm, self.alpha)
+        return add_to_stream(y_BLD, more_BLD, self.mlp_end_norm, alpha, in_fp32)
 
 
 def rebuilding_context(

@@ -214,7 +214,7 @@ def bertlab_config(
 _TRAINING = ("initialization", "initializer_range", "initializer_cutoff_factor",
              "embedding_dropout", "attention_dropout", "mlp_dropout", "hidden_dropout",
              "classifier_dropout", "cls_token_id", "sep_token_id", "mask_token_id",
-             "norm_groups")  # fmt: skip
+             "norm_groups", "residual_in_fp32")  # fmt: skip
 _SETTINGS = BertLabConfig.__dataclass_fields__.keys() - PretrainedConfig.__dataclass_fields__.keys()
 _MEANT_BY = {  # what a setting comes down to
     "global_attention_every_n_layers": lambda c: c.layer_kinds,

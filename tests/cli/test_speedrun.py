@@ -3,6 +3,7 @@
 import copy
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -12,6 +13,7 @@ from bertlab.cli.main import main
 from bertlab.cli.speedrun import TRACKS, Judge, arrived, check_log, load_speedrun, recipe_sha256
 from bertlab.cli.speedrun import seconds_before, speedrun
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.optim.budgets import BudgetTriangle
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +61,14 @@ def test_a_recipe_that_touches_what_the_track_fixes_is_refused_by_name(recipe, n
     with pytest.raises(ValueError) as found:
         load_speedrun(path)
     assert all(name in str(found.value) for name in [*named, "mine.yaml"]), found.value
+
+
+def test_the_recipe_for_a_gpus_hour_follows_the_clock_for_the_hour_of_its_track():
+    track, recipe = TRACKS["gpu-hour"], load_speedrun(Path(__file__).parents[2] / "benchmarks" / "gpu_hour.yaml")
+    model = races.speedrun_config(track, recipe, "out", 0)["model"]
+    assert model["schedule"] == "time_budget" and model["compile_model"] is True
+    assert BudgetTriangle(**model["scheduler_kwargs"]).seconds == track.seconds == 3600
+    assert (model["scheduler_warmup_steps"], model["scheduler_cooldown_steps"]) == (None, 0)  # phases would be refused
 
 
 def test_the_demo_itself_is_the_empty_recipe():

@@ -225,8 +225,8 @@ def test_batches_for_a_gpu_wait_in_pinned_memory(material):
 
 
 def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(material, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bertlab.data.corpus.embedded_corpus", lambda max_documents: material[0])  # read once, above
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--small", "--rounds", "1", "--output", str(tmp_path / "gpu.json")])
+    monkeypatch.setattr("bertlab.data.corpus.embedded_corpus", lambda *_, **__: material[0])  # read once, above
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--small", "--rounds", "1", "--losses", "2", "--output", str(tmp_path / "gpu.json")])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if "benchmarks" not in p])  # it stands alone
     runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"), run_name="__main__")
     found = json.loads((tmp_path / "gpu.json").read_text())
@@ -238,7 +238,12 @@ def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(material, tmp_path,
         assert ours["mfu"] > 0 and math.isfinite(ours["last_loss"]) and ours["times_transformers"] > 0
         # The cost of a token is 6 x the weights of the matrices it meets and a little for attention.
         assert ours["flops_per_token"] > 6 * 2 * (64 * 64 * 4 + 2 * 64 * 96)
+    assert "bertlab, stream in 16 bits" in found["shapes"]["BERT-base"]
+    assert "bertlab, stream in 16 bits" not in found["shapes"]["ModernBERT-base"]  # its stream is a sum that grows
+    for losses in found["stream"]["held_out_loss"].values():
+        assert len(losses) == 3 and all(0 < loss < 10 for loss in losses)
+    assert found["track"]["steps"] > 0 and 0 < found["track"]["validation_loss"] < 8
     mfu, times = found["verdicts"]
     assert (mfu["least"], times["least"]) == (0.45, 2.0)
-    assert mfu["value"] == found["shapes"]["BERT-base"]["bertlab"]["mfu"]
+    assert mfu["value"] == max(found["shapes"]["BERT-base"][side]["mfu"] for side in ("bertlab", "bertlab, stream in 16 bits"))
     assert mfu["reached"] == (mfu["value"] >= 0.45) and capsys.readouterr().out.count("reached (tiny shapes") == 2

@@ -51,7 +51,7 @@ OTHER = dict(
     rope_stretch={"rope_type": "linear", "factor": 2.0}, global_attention_every_n_layers=2, local_attention=6, attention_bias=True, qk_norm=True,
     output_gate="head", attention_dropout=0.1, num_hidden_layers=3, intermediate_size=20,
     mlp="plain", hidden_activation="silu", mlp_bias=True, mlp_dropout=0.1, hidden_dropout=0.1,
-    norm="deep", norm_position="post", norm_bias=True, norm_eps=1e-6, norm_groups=4,
+    norm="deep", norm_position="post", norm_bias=True, residual_in_fp32=False, norm_eps=1e-6, norm_groups=4,
     initialization="xavier", initializer_range=0.05, initializer_cutoff_factor=3.0,
 )  # fmt: skip
 
@@ -202,7 +202,7 @@ shapes = st.fixed_dictionaries(
         num_key_value_heads=st.sampled_from([None, 1, 2, 3, 6]),
         norm=st.sampled_from(["layer", "rms", "group", "dynamic_tanh"]),
         **{name: st.sampled_from(CHOICES[name]) for name in CHOICES if name not in ("norm", "norm_groups")},
-        **{name: st.booleans() for name in SWITCHES},
+        **{name: st.booleans() for name in SWITCHES if name != "residual_in_fp32"},  # it goes with one place of norms
     )
 )
 
@@ -303,6 +303,8 @@ def test_every_known_name_builds_a_model(name, known):
         (dict(norm="deep"), "norm 'deep'.*norm_position to 'post'.*'pre'"),
         (dict(norm="group", norm_groups=5), "norm_groups 5 must divide hidden_size 24"),
         (dict(qk_norm=1), "qk_norm must be True or False, got 1"),
+        (dict(residual_in_fp32=False), "residual_in_fp32=False rounds.*norm_position to 'post'.*'pre'"),
+        (dict(residual_in_fp32=False, norm_position="pre_and_post"), "to 'post'.*'pre_and_post'"),
         (dict(hidden_dropout=1.0), "hidden_dropout is a share"),
         (dict(mask_token_id=50), "mask_token_id.*49.*50"),
         (dict(rotary=True), "'rotary' is no setting"),

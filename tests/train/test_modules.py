@@ -17,7 +17,7 @@ from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.model.activation_checkpointing import checkpoint_activations
-from bertlab.model.config import BertLabConfig, count_matrices
+from bertlab.model.config import BertLabConfig, bert_base, count_matrices
 from bertlab.model.heads import BertLabForMaskedLM, score_vectors
 from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
@@ -375,6 +375,26 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gradient():
+    ids, batch = torch.randint(5, 50, (4, 256), generator=torch.Generator().manual_seed(0)).cuda(), {}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).cumsum(1) // 100 + 1, "labels": ids}
+    found = {}
+    for in_fp32 in (True, False):
+        torch.manual_seed(0)
+        config = bert_base(vocab_size=50, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2,
+                           embedding_dropout=0.0, attention_dropout=0.0, hidden_dropout=0.0,
+                           residual_in_fp32=in_fp32)  # fmt: skip
+        model = BertLabForMaskedLM(config).cuda().train()
+        compile_layers(model)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
+        loss.backward()
+        found[in_fp32] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert found[False][0] == pytest.approx(found[True][0], rel=0.005)
+    assert torch.cosine_similarity(found[False][1], found[True][1], dim=0) > 0.995
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
