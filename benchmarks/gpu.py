@@ -1,7 +1,7 @@
 """Training throughput of BERT-base and ModernBERT-base shapes on a GPU, beside transformers' own models.
 
     python benchmarks/gpu.py [--rows N] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
-    python benchmarks/gpu.py --sides "bertlab, varlen" transformers    other sides than those of the first figure
+    python benchmarks/gpu.py --sides bertlab "bertlab, varlen"    these sides alone, and nothing is written
     python benchmarks/gpu.py --losses 600     and what a stream in 16 bits does to the loss, after so many steps
     python benchmarks/gpu.py --small          the same path on a CPU, tiny shapes, no figures to quote
 
@@ -14,22 +14,23 @@ any folder. For each shape, in bfloat16 (autocast, weights in float32), in one p
   FlexAttention, whose shapes are static; and with FlexAttention and CUDA graphs (mode="reduce-overhead"),
   which pays where kernels are shorter than their launch
 - transformers: BertForMaskedLM or ModernBertForMaskedLM with SDPA, one document in a row, padded to
-  the longest of the batch; as many positions in a batch as bertlab's, so more rows
+  the longest of the batch, so that most positions hold nothing; about as many positions as bertlab's
+- transformers, grouped: bertlab's own rows, full, read as if each were one text, as group_texts makes them
 
-Both without dropout, with the fused AdamW, clipping and pinned batches that are copied without
-waiting. Real tokens (no padding) per second are medians over rounds. MFU is the work that the real
-tokens need (forward and backward, `flops_per_token`), over the best rate of matrix products measured
-here; recomputed or padded work counts for nothing. Where the time goes is a profile of four steps:
-milliseconds of a step in kernels of a kind, and "none", when no kernel ran. Memory is what a side takes
-on the GPU at its peak beyond what was there before it was built. A side that fails is named with its
-error, and the others go on. Behind BERT-base stand two lines of verdict: each target, whether it is
-reached, and by which side.
+All without dropout, with the fused AdamW, clipping and pinned batches that are copied without waiting.
+Real tokens (no padding) per second are medians over rounds, behind one that is not counted. MFU is the
+work that the real tokens need (forward and backward, `flops_per_token`), over the best rate of matrix
+products measured before and after; recomputed or padded work counts for nothing. Where the time goes is a
+profile of a step with each batch: milliseconds of a step in kernels of a kind, and "none", when no kernel
+ran. Memory is what a side takes on the GPU at its peak beyond what was there before it was built. A side
+that fails is named with its error, and the others go on. Behind BERT-base stand two lines of verdict: each
+target, whether it is reached, and by which side.
 
 Then the track `gpu-hour` of `bertlab speedrun` is run for two minutes instead of an hour, compiling
 included: a first figure, and no entry of the track. Its text comes from the hub; without a network it is the
-embedded corpus. Rates and race take less than ten minutes together.
+embedded corpus.
 
-With --losses a BERT of 12 layers of 384 is trained on the embedded corpus from the same three starts, with
+With --losses a BERT of 4 layers of 256 is trained on the embedded corpus from the same three starts, with
 its stream in 32 and in 16 bits; the losses are those of all held-out rows at the end.
 """
 
@@ -82,13 +83,14 @@ SIDES = {  # name -> (attention kernel, options of torch.compile)
     "bertlab, flex": ("flex", {"dynamic": False}),
     "bertlab, flex, CUDA graphs": ("flex", {"dynamic": False, "mode": "reduce-overhead"}),
     "transformers": None,
+    "transformers, grouped": None,
 }
-FIRST = ["bertlab", NARROW, "transformers"]  # within ten minutes; the others were never faster on an H100
+FIRST = ["bertlab", NARROW, "transformers", "transformers, grouped"]  # the others: no more than 1 % faster on an H100
 ON_CUDA_ALONE = [name for name in SIDES if "varlen" in name or "flex" in name]  # on a CPU: no backward pass
 KERNELS = {  # of a step -> how the names of its kernels are known; the first that fits
     "attention": r"flex_attention|flash|fmha", "matrix products": r"nvjet|gemm|cutlass|splitKreduce",
-    "loss": r"softmax|nll", "norms": r"layer_norm", "activation": r"(?i)gelu", "optimizer and clipping": r"multi_tensor|lpnorm",
-    "copies to and from the GPU": r"^Mem",
+    "loss": r"(?i)softmax|nll_loss", "norms": r"(?i)layer_?norm|GammaBeta", "activation": r"(?i)gelu",
+    "optimizer and clipping": r"multi_tensor|lpnorm", "copies and fills": r"^Mem",
 }
 TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
     "mfu": ("BERT-base's share of the measured ceiling (MFU)", 0.45),
@@ -96,8 +98,9 @@ TARGETS = {  # of BERT-base, by the best of bertlab's sides: (what, at least)
 }
 
 
-def make_batches(rows: int, options: argparse.Namespace, padded: bool, texts, tokenizer, count: int) -> list[dict]:
-    "Batches of the same documents: packed, or one in a row, padded to the longest of the batch."
+def make_batches(rows: int, options: argparse.Namespace, kind: str, texts, tokenizer, count: int | None) -> list[dict]:
+    "So many batches of the same documents, or all rows once: packed, grouped or padded (one in a row)."
+    padded = kind == "padded"
     dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, mlm_probability=MASKED, max_sequence_length=LENGTH,
@@ -105,9 +108,10 @@ def make_batches(rows: int, options: argparse.Namespace, padded: bool, texts, to
     if padded:  # as many positions as the other side has
         some = collate([dataset[0, i] for i in range(min(64, len(dataset)))])
         rows = max(8, rows * LENGTH // some["input_ids"].shape[1] // 8 * 8)
-    order = itertools.cycle(range(len(dataset)))
-    batches = [collate([dataset[0, next(order)] for _ in range(rows)]) for _ in range(count)]
-    if padded:
+    order = itertools.cycle(range(len(dataset))) if count else iter(range(len(dataset)))
+    parts = iter(lambda: list(itertools.islice(order, rows)), [])
+    batches = [collate([dataset[0, i] for i in part]) for part in itertools.islice(parts, count)]
+    if kind != "packed":
         batches = [{"input_ids": b["input_ids"], "attention_mask": (b["attention_mask"] > 0).long(),
                     "labels": b["labels"]} for b in batches]  # fmt: skip
     else:
@@ -187,19 +191,27 @@ def count_waits(step: Callable[[], None]) -> dict[str, int]:  # what waited -> t
     return dict(Counter(places))
 
 
-def time_by_kind(side: Side, steps: int = 4) -> Counter:  # kind of kernel -> milliseconds of a step
-    "Where the GPU's time goes."
-    names = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=names) as profile:
-        for _ in range(steps):
-            side.step()
-        torch.cuda.synchronize()
-    found = Counter()
+def time_by_kind(side: Side, step: float) -> dict:  # milliseconds of a step
+    "Where the GPU's time goes, and the kernels that are of no kind; nothing where no profile can be had."
+    names, steps = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA], len(side.batches)
+    try:
+        with torch.profiler.profile(activities=names) as profile:
+            for _ in range(steps):
+                side.step()
+            torch.cuda.synchronize()
+    except RuntimeError as error:  # of the driver
+        print(f"no profile: {error}", flush=True)
+        return {}
+    found, others = Counter(), Counter()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kind = next((kind for kind, known in KERNELS.items() if re.search(known, event.name)), "other")
             found[kind] += event.self_device_time_total / steps / 1000
-    return found
+            others[event.name[:80]] += event.self_device_time_total / steps / 1000 * (kind == "other")
+    if not found:
+        return {}
+    return {"milliseconds": {"step": step, **dict(found.most_common()), "none": step - found.total()},
+            "others": dict(others.most_common(5))}  # fmt: skip
 
 
 def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | None, dict]:
@@ -213,7 +225,7 @@ def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | N
         side = Side(name, shape, options, batches)
         for _ in range(len(batches)):  # compiles, also for the last new shape
             side.step()
-        if hasattr(side.model, "encoder") and name != "transformers":
+        if hasattr(side.model, "encoder") and SIDES[name]:
             with torch.autocast(options.device.type, torch.bfloat16):
                 side.kernel = side.model.encoder.attention_kernel(options.device, LENGTH)[0]
         reads = count_waits(side.step) if on_gpu else host_reads(side.step)
@@ -224,22 +236,27 @@ def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | N
     return side, {"kernel": side.kernel, "peak_memory_bytes": peak, "host_waits": reads}
 
 
-def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, dict]:
-    "All sides of a shape, in turns."
+def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dict[str, dict]:
+    "All sides of a shape, in turns; the rate of products is measured again behind them."
     rows = options.rows or (2 if options.small else ROWS[shape])
     count = 2 if options.small else 8
-    batches = {padded: make_batches(rows, options, padded, texts, tokenizer, count) for padded in (False, True)}
+    kinds = {"transformers": "padded", "transformers, grouped": "grouped"}  # of rows; the others have packed ones
+    batches = {kind: make_batches(rows, options, kind, texts, tokenizer, count) for kind in ("packed", "grouped", "padded")}
     sides, found = {}, {}
     if options.compile:  # torch compiles a function for so many models and shapes, and then runs it as it is
         torch.compiler.reset()
     for name in options.sides:
         if options.small and name in ON_CUDA_ALONE or name == NARROW and SHAPES[shape][0]().norm_position != "post":
             continue
-        sides[name], found[name] = build(name, shape, options, batches[SIDES[name] is None])
+        sides[name], found[name] = build(name, shape, options, batches[kinds.get(name, "packed")])
     able = {name: side for name, side in sides.items() if side is not None}
-    for number in range(options.rounds):
+    for number in range(options.rounds + 1):
         for name in list(able)[:: 1 if number % 2 else -1]:
             able[name].run(options.steps)
+    for side in able.values():
+        del side.rates[0]  # four times as slow, where sides have just been built
+    ceilings.append(measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device))
+    ceiling = max(ceilings)
     for name, side in able.items():
         if not math.isfinite(float(side.last_loss)):  # a kernel that is fast and wrong has no rate
             print(f"{shape}, {name}: failed: the loss is {float(side.last_loss)}", flush=True)
@@ -256,8 +273,7 @@ def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, 
             "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches),
             "last_loss": float(side.last_loss)}  # fmt: skip
         if not options.small:
-            kinds, step = time_by_kind(side), 1000 * tokens / len(side.batches) / rate
-            found[name]["milliseconds"] = {"step": step, **dict(kinds.most_common()), "none": step - kinds.total()}
+            found[name] |= time_by_kind(side, step := 1000 * tokens / len(side.batches) / rate)
         print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
               f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
               f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
@@ -273,13 +289,14 @@ def measure(shape: str, options, texts, tokenizer, ceiling: float) -> dict[str, 
 def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
     "Held-out loss of a BERT with its stream in 32 and in 16 bits, from the same starts on the same batches."
     rows, steps, device = (2 if options.small else 32), options.losses, options.device
-    shape = TINY if options.small else dict(hidden_size=384, intermediate_size=1536, num_attention_heads=6)
-    batches, held_out = (make_batches(rows, options, False, texts, tokenizer, count) for texts, count in (
-        (corpus.train_texts, 2 if options.small else 150), (corpus.validation_texts, 2 if options.small else 16)))  # fmt: skip
+    shape = TINY if options.small else dict(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)  # fmt: skip
+    batches = make_batches(rows, options, "packed", corpus.train_texts, tokenizer, 2 if options.small else 150)
+    held_out = make_batches(rows, options, "packed", corpus.validation_texts, tokenizer, None)
     losses = {name: [] for name in ("32 bits", "16 bits")}
     for name in losses:
         config = bert_base(**{**NO_DROPOUT, **shape, "vocab_size": len(tokenizer), "residual_in_fp32": name == "32 bits"})
-        model, judge = BertLabForMaskedLM(config).to(device), BertLabForMaskedLM(config).to(device).eval()
+        model, plain = BertLabForMaskedLM(config).to(device), BertLabForMaskedLM(config).to(device).eval()
         if options.compile:
             torch.compiler.reset()
             compile_layers(model.train())
@@ -287,18 +304,19 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
             torch.manual_seed(seed)
             for module in model.modules():
                 model.begin_weights(module)
-            optimizer = get_optimizer("adamw", parameter_groups(model, weight_decay=0.01), {"lr": 5e-4})
+            optimizer = get_optimizer("adamw", parameter_groups(model, weight_decay=0.01), {"lr": 1e-3})
             warm = max(1, steps // 10)
-            rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min((n + 1) / warm, (steps - n) / (steps - warm + 1)))
+            rate = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda n: min((n + 1) / warm, (steps - n) / (steps - warm + 1)))  # fmt: skip
             for number in range(steps):
                 loss_of(model, batches[number % len(batches)], device).mean().backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 rate.step()
-            judge.load_state_dict(model.state_dict())  # not compiled, which without gradients is another program
+            plain.load_state_dict(model.state_dict())  # not compiled, which without gradients is another program
             with torch.no_grad():
-                parts = [loss_of(judge, batch, device) for batch in held_out]
+                parts = [loss_of(plain, batch, device) for batch in held_out]
             losses[name].append(float(sum(p.loss_sum for p in parts) / sum(p.num_labels for p in parts)))
             print(f"stream in {name}, seed {seed}: {losses[name][-1]:.4f} nats held out after {steps} steps", flush=True)
     return {"steps": steps, "rows": rows, "layers": model.config.num_hidden_layers, "width": model.config.hidden_size,
@@ -343,11 +361,14 @@ def race(options: argparse.Namespace) -> dict:
 
 def judge(sides: dict[str, dict], small: bool) -> list[dict]:
     "Hold the best of bertlab's sides against the targets, a line each."
-    ours = {name: side for name, side in sides.items() if name != "transformers"}
+    ours = {name: side for name, side in sides.items() if SIDES[name]}
     verdicts = []
     for key, (what, least) in TARGETS.items():
-        name = max(ours, key=lambda name: ours[name].get(key) or 0)
-        value = ours[name].get(key) or 0
+        name = max(ours, key=lambda name: ours[name].get(key) or 0, default=None)
+        value = name and ours[name].get(key)
+        if not value:
+            print(f"{what}: not measured")
+            continue
         verdicts.append({"what": what, "least": least, "value": value, "side": name, "reached": value >= least})
         print(f"{what}: {value:.3g} ({name}), target {least:g} or more: {'' if value >= least else 'not '}reached"
               + (" (tiny shapes on a CPU: not what the target is about)" if small else ""))  # fmt: skip
@@ -361,10 +382,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of a side in a round (default: 10; 1 with --small)")
     parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="these alone")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=FIRST, help="these alone")
-    parser.add_argument("--track", type=float, metavar="SECONDS", help="of a first race on the track gpu-hour (default: 120; 3 with --small); 0: none")
+    parser.add_argument("--track", type=float, metavar="SECONDS",
+                        help="of a first race on the track gpu-hour (default: 120; 3 with --small); 0: none")  # fmt: skip
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare the losses of both streams, too")
     parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
-    parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere with --small")
+    parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere where sides or shapes are left out")
     options = parser.parse_args()
     if not options.small and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
@@ -375,12 +397,12 @@ def main() -> None:
     corpus = embedded_corpus(max_documents=100 if options.small else None)
     texts = corpus.train_texts
     tokenizer = train_tokenizer(texts, 1024 if options.small else 8192)
-    ceiling = measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)
+    ceilings = [measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)]
     device = find_devices()[-1 if options.small else 0]  # the last is the CPU, the first what a run takes
-    print(f"{device.name}: {ceiling / 1e12:.4g} TFLOP/s measured; table: {device.peak}", flush=True)
+    print(f"{device.name}: {ceilings[0] / 1e12:.4g} TFLOP/s measured; table: {device.peak}", flush=True)
     result = {
         "what": __doc__.splitlines()[0], "hardware": device.name,
-        "ceiling_flops": ceiling, "table_peak": device.peak, "small": options.small, "row_length": LENGTH,
+        "ceiling_flops": ceilings, "table_peak": device.peak, "small": options.small, "row_length": LENGTH,
         "steps": options.steps, "rounds": options.rounds, "measured": time.strftime("%Y-%m-%d"),
         "torch": str(torch.__version__), "cuda": torch.version.cuda, "bertlab": bertlab.__version__,
         "verdicts": [], "shapes": {},
@@ -391,9 +413,12 @@ def main() -> None:
             with written_whole(Path(output)) as temporary:
                 temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    output = options.output or (None if options.small else str(Path(__file__).parent / "results" / "gpu.json"))
+    whole = options.sides == FIRST and options.shapes == list(SHAPES) and not options.small
+    output = options.output or (str(Path(__file__).parent / "results" / "gpu.json") if whole else None)
+    if output is None:
+        print("a part or a rehearsal: nothing is written without --output", flush=True)
     for shape in options.shapes:
-        result["shapes"][shape] = measure(shape, options, texts, tokenizer, ceiling)
+        result["shapes"][shape] = measure(shape, options, texts, tokenizer, ceilings)
         if shape == "BERT-base":
             result["verdicts"] = judge(result["shapes"][shape], options.small)
         write()  # after each, so that a machine that is lent for minutes leaves what it measured

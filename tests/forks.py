@@ -1,6 +1,6 @@
 """Processes that fork from one which has imported what takes seconds to import, and read the embedded corpus.
 
-All tests of a worker share that server: notebooks, programs and ranks ask here for their processes.
+Where there is a GPU they start afresh instead. All tests of a worker share that server: notebooks, programs and ranks ask here for their processes.
 """
 
 import multiprocessing
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-# Who forks from a process that has looked for GPUs cannot use one: there each begins from nothing, and slower.
+# A process that is forked from one that has looked for GPUs cannot use them.
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload([
     "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",

@@ -131,7 +131,8 @@ class RowLinear(_CutLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = leave(F.linear(x, self.weight), self.cut_group)
-        return y if self.bias is None else y + self.bias
+        # As in a whole layer, under autocast too: the sum has the type of the product.
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 # %% ../../nbs/model/21_tensor_parallel.ipynb #4464ecc9
 class HeadNorm(nn.RMSNorm):

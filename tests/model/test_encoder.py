@@ -29,7 +29,8 @@ from bertlab.model.config import (
     modernbert_tiny,
 )
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 from bertlab.model.layers import gather_positions
 from bertlab.model.losses import masked_lm_loss, mean_loss
 from bertlab.model.layers import ACTIVATIONS, GatedMLP, init_truncated_, rotary_table, rotate
@@ -297,31 +298,30 @@ def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
         assert error < 0.05 * exact[DOCUMENTS > 0].abs().mean()
 
 
-def test_a_post_norm_stream_may_be_as_precise_as_the_products():
-    "In float32 nothing changes; under autocast the blocks hand on bfloat16, and what they say stays close."
+@pytest.mark.parametrize("kind", [BertLabForMaskedLM, BertLabForCausalLM, BertLabForEnhancedMaskedLM])
+def test_a_post_norm_stream_may_be_as_precise_as_the_products(kind):
+    "In float32 nothing changes; under autocast sums are made in bfloat16, and what the model says stays close."
     shape = dict(norm_position="post", embedding_dropout=0.0, hidden_dropout=0.0)
-    found, streams = {}, {}
     ids, documents = torch.randint(50, (2, L)), torch.tensor([[1] * 5 + [2] * 7, [1] * 9 + [0] * 3])
-    weights = lively(BertLabForMaskedLM(small(**shape))).state_dict()
-    for in_fp32, autocast in ((True, False), (True, True), (False, False), (False, True)):
-        model = BertLabForMaskedLM(small(**shape, residual_in_fp32=in_fp32))
+    weights, found, types = lively(kind(small(**shape))).state_dict(), {}, {}
+    for in_fp32, autocast in itertools.product((True, False), (True, False)):
+        model = kind(small(**shape, residual_in_fp32=in_fp32)).eval()
         model.load_state_dict(weights)
-        types = streams[in_fp32, autocast] = []
-        for block in model.encoder.blocks:
-            for norm in (block.attention_end_norm, block.mlp_end_norm):
-                norm.register_forward_pre_hook(lambda _, inputs: types.append(inputs[0].dtype))
-            block.register_forward_hook(lambda *args: types.append(args[-1][0].dtype))
+        sums = types[in_fp32, autocast] = []
+        for name, norm in model.named_modules():
+            if name.endswith("_end_norm"):
+                norm.register_forward_pre_hook(lambda _, inputs, sums=sums: sums.append(inputs[0].dtype))
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(ids, documents, labels=ids.masked_fill(documents == 0, -100))
         out.loss.backward()
-        found[in_fp32, autocast] = [out.loss.detach(), *(p.grad for p in model.parameters())]
+        found[in_fp32, autocast] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     f32, half = torch.float32, torch.bfloat16
-    assert set(streams[True, False]) == set(streams[True, True]) == set(streams[False, False]) == {f32}
-    assert set(streams[False, True][1:]) == {half}  # the embedding's norm enters the first sum
-    assert all(torch.equal(a, b) for a, b in zip(found[True, False], found[False, False]))
-    exact = torch.cat([t.flatten() for t in found[True, False]])
-    far = {in_fp32: 1 - F.cosine_similarity(torch.cat([t.flatten() for t in found[in_fp32, True]]), exact, dim=0)
-           for in_fp32 in (True, False)}  # fmt: skip
+    assert len(types[False, True]) == 8 + 2 * (kind is BertLabForEnhancedMaskedLM)
+    # The embedding is in float32, so it enters the first sum.
+    assert types[False, True][0] == f32 and set(types[False, True][1:]) == {half}
+    assert set(types[False, False]) == set(types[True, False]) == {f32}
+    assert torch.equal(found[False, False], found[True, False])
+    far = {in_fp32: 1 - F.cosine_similarity(found[in_fp32, True], found[True, False], dim=0) for in_fp32 in (True, False)}
     assert 0 < far[True] < far[False] < 0.02  # one more rounding costs something, and little
 
 

@@ -212,6 +212,7 @@ def test_settings_of_decoders_alone_do_not_stop_an_encoder():
         (bert_tiny(mask_token_id=103, cls_token_id=101, sep_token_id=102, pad_token_id=0), "bert"),
         (bert_tiny(local_attention=6, rope_share=0.5, num_key_value_heads=2, classifier_dropout=0.3), "bert"),
         (bert_tiny(head_activation="gelu", num_labels=7), "bert"),
+        (bert_tiny(residual_in_fp32=False), "bert"),
         (roberta_base(pad_token_id=1, tie_word_embeddings=False), "roberta"),
         (roberta_base(position_offset=1, pad_token_id=0, mask_token_id=5), "roberta"),
         (modernbert_tiny(), "modernbert"),

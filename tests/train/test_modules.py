@@ -393,6 +393,7 @@ def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gr
             loss = model(**batch, loss_rule=LossRule(only_loss=True)).loss
         loss.backward()
         found[in_fp32] = loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert not torch.equal(found[False][1], found[True][1])
     assert found[False][0] == pytest.approx(found[True][0], rel=0.005)
     assert torch.cosine_similarity(found[False][1], found[True][1], dim=0) > 0.995
 

@@ -16,7 +16,7 @@ from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
 from bertlab.model.losses import LossRule
-from bertlab.model.tensor_parallel import Cut, check_split, find_cuts, gather_cut, split_model
+from bertlab.model.tensor_parallel import Cut, RowLinear, check_split, find_cuts, gather_cut, split_model
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.parallel import FullyShardedStrategy, batch_options, gather_weights, get_strategy
@@ -108,6 +108,18 @@ def scores(way):
     odd = {k: v[:, :23] for k, v in batch.items()}
     with torch.no_grad():
         return [(whole(**b).logits - shared(**b).logits).abs().max().item() for b in (batch, odd)]
+
+
+def types_of_sums():
+    "What layers give under autocast that processes add up and then add a bias to."
+    model, found = OBJECTIVE_MODELS["mlm"](BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})), []
+    split_model(model, dist.group.WORLD)
+    for module in model.modules():
+        if isinstance(module, RowLinear):
+            module.register_forward_hook(lambda *args: found.append(args[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch_for("mlm", 5, 9, 11))
+    return found
 
 
 class Shared(Batches):
@@ -217,6 +229,7 @@ def worker(folder):
         results[f"{way} variants"] = {name: apart(name, way) for name in QUICK}
         results[f"{way} rules"] = {"all terms": apart("plain", way, rule=RULES["all terms"])}
         results[f"{way} of one"] = run(way, 2, steps=4, seed=99, resume=folder / "one")
+    results["types of sums"] = types_of_sums()
     torch.save(results, folder / f"result-{os.environ['RANK']}.pt")
 
 
@@ -277,6 +290,11 @@ def test_sharing_changes_no_sum_and_no_gradient(results, way, variant):
     for result in results:
         assert_alike(result[f"{way} variants"][variant])
         assert_alike(result[f"{way} rules"]["all terms"])
+
+
+def test_a_sum_over_processes_has_the_type_of_the_product_with_its_bias_too(results):
+    for result in results:
+        assert len(result["types of sums"]) >= 4 and set(result["types of sums"]) == {torch.bfloat16}
 
 
 @pytest.mark.slow
