@@ -11,6 +11,7 @@ interrupted goes on where it stopped, as long as the code is the same; `--fresh`
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import os
 import platform
@@ -26,6 +27,8 @@ from pathlib import Path
 GIVEN = dict(os.environ)  # before `import bertlab` adds what it asks of OpenMP
 
 from demo import processor  # noqa: E402
+
+from PIL import Image  # noqa: E402
 
 from bertlab.core.files import written_whole  # noqa: E402
 
@@ -184,7 +187,9 @@ def write_result(output: str | Path, result: dict, draw: Callable | None = None)
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if draw is not None:
         with written_whole(output.with_suffix(".png")) as temporary:
-            draw(result).savefig(temporary, format="png", dpi=110, bbox_inches="tight")
+            draw(result).savefig(drawn := io.BytesIO(), format="png", dpi=110, bbox_inches="tight")
+            # Few colours, a third of the bytes: the page of all benchmarks carries its pictures.
+            Image.open(drawn).convert("RGB").quantize(128).save(temporary, "PNG", optimize=True)
     print(f"written to {output}")
 
 
