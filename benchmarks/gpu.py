@@ -60,7 +60,7 @@ from bertlab.core.devices import find_devices, measured_peak_flops, wait_functio
 from bertlab.core.files import written_whole
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.module import pack_texts
-from bertlab.model.losses import LossParts, LossRule
+from bertlab.model.losses import LossRule
 from bertlab.train.modules import BATCH_KEYS, compile_layers
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.optimizers import get_optimizer
@@ -309,26 +309,25 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
             rate = torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda n: min((n + 1) / warm, (steps - n) / (steps - warm + 1)))  # fmt: skip
             for number in range(steps):
-                loss_of(model, batches[number % len(batches)], device).mean().backward()
+                scored(model, batches[number % len(batches)], device).loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 rate.step()
             plain.load_state_dict(model.state_dict())  # not compiled, which without gradients is another program
             with torch.no_grad():
-                parts = [loss_of(plain, batch, device) for batch in held_out]
+                parts = [scored(plain, batch, device) for batch in held_out]
             losses[name].append(float(sum(p.loss_sum for p in parts) / sum(p.num_labels for p in parts)))
             print(f"stream in {name}, seed {seed}: {losses[name][-1]:.4f} nats held out after {steps} steps", flush=True)
     return {"steps": steps, "rows": rows, "layers": model.config.num_hidden_layers, "width": model.config.hidden_size,
             "held_out_loss": losses}  # fmt: skip
 
 
-def loss_of(model, batch: dict, device: torch.device) -> LossParts:
-    "The sums of a batch, its products in bfloat16."
+def scored(model, batch: dict, device: torch.device):
+    "What the model says of a batch, its products in bfloat16: `loss`, `loss_sum`, `num_labels`."
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
     with torch.autocast(device.type, torch.bfloat16):
-        out = model(**batch, loss_rule=LossRule(only_loss=True))
-    return LossParts(out.loss_sum, out.num_labels, out.z_loss, None)
+        return model(**batch, loss_rule=LossRule(only_loss=True))
 
 
 def race(options: argparse.Namespace) -> dict:

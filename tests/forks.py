@@ -1,6 +1,7 @@
 """Processes that fork from one which has imported what takes seconds to import, and read the embedded corpus.
 
-Where there is a GPU they start afresh instead. All tests of a worker share that server: notebooks, programs and ranks ask here for their processes.
+All tests of a worker share that server: notebooks, programs and ranks ask here for their processes. Where there is
+a GPU, each starts afresh instead.
 """
 
 import multiprocessing

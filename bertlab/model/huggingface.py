@@ -227,7 +227,7 @@ def unread_settings(
     config: BertLabConfig,
     head: str,  # how the class's name ends: Model, ForMaskedLM, ...
 ) -> set[str]:  # settings
-    "What the scores of a trained model of this shape do not depend on."
+    "What the scores of a trained model of this shape do not depend on, computed in float32."
     unread = set(_TRAINING)
     if config.attention_positions != "rope":
         unread |= {"global_rope_theta", "local_rope_theta", "rope_share", "rope_stretch"}

@@ -379,7 +379,7 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
 
 @pytest.mark.gpu
 def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gradient():
-    ids, batch = torch.randint(5, 50, (4, 256), generator=torch.Generator().manual_seed(0)).cuda(), {}
+    ids = torch.randint(5, 50, (4, 256), generator=torch.Generator().manual_seed(0)).cuda()
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).cumsum(1) // 100 + 1, "labels": ids}
     found = {}
     for in_fp32 in (True, False):
