@@ -119,21 +119,19 @@ def measure(case: dict) -> dict:
 
 
 def tuned(base: dict, steps: int, options, ledger: Ledger) -> dict:
-    "Theirs over shares and rates on seed 0, and further while the best rate lies at an end."
-    best, tried = None, {}
-    for share in SHARES:
-        rates = list(RATES)
-        while True:
-            cases = {f"{share:g} hidden, rate {rate:g}": {**base, "side": "theirs", "seed": 0, "rate": rate, "share": share,
-                                                          "steps": steps} for rate in rates}  # fmt: skip
-            found = alternate(__file__, cases, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
-            tried |= {(share, cases[name]["rate"]): runs[0]["nats"] for name, runs in found.items()}
+    "Theirs over shares and rates on seed 0, and further while the best rate of a share lies at an end."
+    tried, next_ones = {}, [(share, rate) for share in SHARES for rate in RATES]
+    while next_ones:
+        cases = {f"{share:g} hidden, rate {rate:g}": {**base, "side": "theirs", "seed": 0, "rate": rate, "share": share,
+                                                      "steps": steps} for share, rate in next_ones}  # fmt: skip
+        found = alternate(__file__, cases, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
+        tried |= {(cases[name]["share"], cases[name]["rate"]): runs[0]["nats"] for name, runs in found.items()}
+        next_ones = []
+        for share in () if options.quick else SHARES:
             own = {rate: nats for (s, rate), nats in tried.items() if s == share}
             lowest = min(own, key=own.get)
-            rates = [lowest / 2] if lowest == min(own) else [lowest * 2] if lowest == max(own) else []
-            if options.quick or not rates:
-                break
-        best = min(tried, key=tried.get)
+            next_ones += [(share, rate) for at, rate in ((min(own), lowest / 2), (max(own), lowest * 2)) if lowest == at]
+    best = min(tried, key=tried.get)
     return {"share": best[0], "rate": best[1],
             "tried": [{"share": s, "rate": r, "nats": nats} for (s, r), nats in tried.items()]}  # fmt: skip
 
@@ -174,12 +172,10 @@ def main() -> None:
     cases = {"theirs": {**base, "side": "theirs", "steps": steps["theirs"], "rate": best["rate"], "share": best["share"]},
              "ours, half": {**base, "side": "ours", "steps": max(WARM + 2, steps["ours"] // 2)},
              "ours": {**base, "side": "ours", "steps": steps["ours"]}}  # fmt: skip
-    runs = {name: [] for name in cases}
-    for seed in range(options.rounds):
-        seeded = {name: {**case, "seed": seed} for name, case in cases.items()}
-        for name, one in alternate(__file__, seeded, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats",
-                                   options.at_once).items():  # fmt: skip
-            runs[name] += one
+    seeded = {f"{name}, seed {seed}": {**case, "seed": seed} for name, case in cases.items()
+              for seed in range(options.rounds)}  # fmt: skip
+    found = alternate(__file__, seeded, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
+    runs = {name: [found[f"{name}, seed {seed}"][0] for seed in range(options.rounds)] for name in cases}
     nats = {name: [run["nats"] for run in found] for name, found in runs.items()}
     gaps = [theirs - ours for theirs, ours in zip(nats["theirs"], nats["ours"])]
     judged = [judge(f"nats below {minutes['theirs']:g} minutes of Trainer after {minutes['ours']:g} of ours, the least of "
