@@ -294,6 +294,7 @@ class Command:
     ) -> Asked:
         "Read words and files. Raises `ValueError`, in one line, for what nobody knows."
         known, given, texts, own = self.options(), {}, [], {"files": [], "flags": {}}
+        unflagged: dict[str, Any] = {}
         rest, positional = list(words), []
         while rest:
             word = rest.pop(0)
@@ -314,9 +315,12 @@ class Command:
                 raise ValueError(f"--{name} needs a value")
             texts.append((name, key, rest.pop(0), grows))
         for key, several in self._places(positional).items():
+            if any(name == key and not grows for name, _, _, grows in texts):
+                raise ValueError(f"{key} is said twice, as {several[0]!r} and by --{key}: leave "
+                                 "one of them out")
             if f"*{key}" in self.positionals:  # all of them, as they were typed
                 listed = len(several) > 1 or known[key].kind.startswith(("list", "Sequence"))
-                given[key] = several if listed else several[0]
+                unflagged[key] = several if listed else several[0]
             else:
                 texts.append((key, key, several[0], False))
         if "help" in own["flags"]:
@@ -324,6 +328,7 @@ class Command:
         layers = [(None, dict(base))] if base else []
         for path, content in [*layers, *((file, read_yaml(file)) for file in own["files"])]:
             given.update(self._from_file(path, content, known))
+        given.update(unflagged)  # like a flag, a word that was typed wins over the files
         seen: set[str] = set()
         for name, key, text, grows in texts:  # a flag for a list may come several times
             again = name in seen and known[key].kind.startswith(("list", "Sequence"))

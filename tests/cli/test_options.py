@@ -85,6 +85,16 @@ def test_files_are_laid_over_each_other_flags_win_and_stand_anywhere(tmp_path):
         assert (model["learning_rate"], model["weight_decay"], asked.config["run"]["output"]) == (0.002, 3.0, "here")
 
 
+@pytest.mark.parametrize("words, text", [([], "of_file.txt"), (["mine.txt"], "mine.txt"), (["a.txt", "b.txt"], ["a.txt", "b.txt"]),
+                                         (["a.txt", "--data.train_dataset_name_or_path+", "b.txt"], ["a.txt", "b.txt"])])  # fmt: skip
+def test_a_text_without_a_flag_wins_over_files_and_over_the_run_that_goes_on(tmp_path, words, text):
+    (tmp_path / "a.yaml").write_text("data: {train_dataset_name_or_path: of_file.txt}\n")
+    files, base = ["--config", str(tmp_path / "a.yaml")], {"data": {"train_dataset_name_or_path": "of_file.txt"}}
+    parse = COMMANDS["pretrain"].parse
+    for asked in (parse([*words, *files]), parse([*files, *words]), parse(words, base)):
+        assert asked.config["data"]["train_dataset_name_or_path"] == text
+
+
 def test_print_config_is_the_whole_configuration_in_either_order(tmp_path):
     (tmp_path / "a.yaml").write_text("model: {learning_rate: 2e-3}\n")
     words = ["--config", str(tmp_path / "a.yaml"), "--run.vocab_size", "60"]
@@ -126,6 +136,8 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     ("pretrain", ["--run.loggers", "[cvs]"], ["run.loggers 'cvs'", "did you mean 'csv'"]),
     ("pretrain", ["--data.seed", "1"], ["follows seed_everything"]),
     ("validate", ["run", "other"], ["nobody reads 'other'"]),
+    ("validate", ["run", "--run.output", "other"], ["run.output", "twice", "'run'"]),
+    ("pretrain", ["--data.train_dataset_name_or_path=b.txt", "a.txt"], ["train_dataset_name_or_path", "twice", "'a.txt'"]),
     ("finetune", ["--trainer.max_steps", "3"], ["max_steps", "leave it out"]),
     ("demo", ["--lerning-rate", "1"], ["did you mean 'learning_rate'"]),
     ("demo", ["--batch-size", "many"], ["batch_size must be int, got 'many'"]),
