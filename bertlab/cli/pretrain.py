@@ -640,6 +640,8 @@ def validate(
         model[MODEL] = str(find_model(output))
     own_layers(model["model_config_kwargs"] or {})  # which the model may be made of
     model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
+    # The run's mapping is from the names of the model that it began with: its own have ours.
+    model["load_key_mapping"] = asked.given.get("model.load_key_mapping")
     tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
     linked = {"objective": data_objective(model["objective"]),
               "seed": config["seed_everything"]}

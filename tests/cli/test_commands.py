@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from bertlab.cli import pretrain as commands
 from bertlab.cli.main import main
@@ -277,6 +277,23 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
     assert row["loss"] == pytest.approx(kept["value"], rel=1e-5) and row["model"] == str(best)
     assert set(row) >= {"perplexity", "accuracy", "bits_per_byte"}
     assert json.loads((place / "run" / "validation.json").read_text()) == [row]
+
+
+def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_that_it_began_with(place, tmp_path):
+    shutil.copytree(find_model(place / "run"), tmp_path / "theirs")
+    weights = load_file(tmp_path / "theirs" / "model.safetensors")
+    renamed = {name.replace("head.", "top."): weight for name, weight in weights.items()}
+    save_file(renamed, tmp_path / "theirs" / "model.safetensors", {"format": "pt"})
+    begun = ["--model.pretrained_model_name_or_path", str(tmp_path / "theirs"),
+             "--model.load_key_mapping", "{head.dense.*: top.dense.*, head.norm.*: top.norm.*}"]  # fmt: skip
+    pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", *begun,
+              "--run.output", str(tmp_path / "run")])  # fmt: skip
+    kept = json.loads((find_model(tmp_path / "run") / "bertlab-model.json").read_text())["value"]
+    [row] = validate([str(tmp_path / "run")])
+    assert row["loss"] == pytest.approx(kept, rel=1e-5)
+    [first] = validate([str(tmp_path / "run"), *begun])  # that one, by its names
+    [same] = validate([str(tmp_path / "run"), *begun[:1], str(find_model(place / "run"))])
+    assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) != row["loss"]
 
 
 def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_path):
