@@ -342,7 +342,10 @@ def match_names(
     weights: dict[str, Tensor],  # theirs
     key_mapping: dict[str, str] | None = None,  # ours: theirs, see `rename_key`
 ) -> dict[str, list[str]]:  # of each key of ours: names that are there, or nothing
-    "Find out under which names the weights of a model are in a source."
+    """Find out under which names the weights of a model are in a source.
+
+    Raises `ValueError` for a pattern that fits no key, or leads to names that are not there.
+    """
     other = {first: name for name, first in SECOND_NAMES.items()} | SECOND_NAMES
 
     def resolve(names: list[str]) -> list[str]:
@@ -351,6 +354,12 @@ def match_names(
 
     keys = list(model.state_dict())
     mapped = map_keys(keys, key_mapping or {})
+    for pattern, target in (key_mapping or {}).items():
+        asked = [new for key in keys if (new := rename_key(key, pattern, target)) is not None]
+        if not any(resolve([name]) for name in asked):
+            near = difflib.get_close_matches(asked[0], list(weights), n=1, cutoff=0)
+            raise ValueError(f"load_key_mapping {pattern!r}: the weights have no {asked[0]!r}" +
+                             (f"; a name that looks like it is {near[0]!r}" if near else ""))
     left = [key for key in keys if key not in mapped]
     tries = [{key: resolve(scheme(key)) for key in left} for scheme in _naming_schemes(model)]
     best = max(tries, key=lambda found: sum(map(bool, found.values())))

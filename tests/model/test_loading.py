@@ -253,6 +253,8 @@ def test_a_mapping_reaches_what_no_convention_explains(model):
 def test_a_pattern_that_fits_nothing_is_named_with_a_likely_one(model):
     with pytest.raises(ValueError, match=r"'encoder.block.\*' fits no weight.*'encoder\.blocks"):
         load_weights(model, model.state_dict(), {"encoder.block.*": "x.*"})
+    with pytest.raises(ValueError, match=r"'encoder.blocks.\*': .*no 'encoder.stack.*'encoder\.blocks"):
+        load_weights(model, model.state_dict(), {"encoder.blocks.*": "encoder.stack.*"}, strict=False)
 
 
 # ---- strict, partial, and types of numbers --------------------------------------------------------
