@@ -145,7 +145,7 @@ def gaps_in(
         words = re.split(r"(?<=[.!?])\s", text.strip())[0].split()
         middle = len(words) // 2
         if len(found) < count and 5 <= len(words) <= 16 and words[middle].isalpha():
-            if len(tokenizer.tokenize(words[middle])) == 1:
+            if len(tokenizer.tokenize(" " + words[middle])) == 1:  # some mark the space
                 hidden = [*words[:middle], tokenizer.mask_token, *words[middle + 1 :]]
                 found.append((" ".join(hidden), words[middle]))
     return found

@@ -224,9 +224,12 @@ class FillMaskEvaluator(Evaluator):
                                  "sentence with one [MASK], a tab and the right words, got "
                                  f"{line.text!r}")
             self.texts.append(text.replace("[MASK]", tokenizer.mask_token))
-            known = [tokenizer.tokenize(word) for word in words.split("|")]
-            self.answers.append({pieces[0] for pieces in known if len(pieces) == 1})
-            if not self.answers[-1] - {tokenizer.unk_token}:
+            known = [tokenizer(before + word.strip(), add_special_tokens=False)["input_ids"]
+                     for word in words.split("|") for before in ("", " ")]
+            known = [ids for ids in known if len(ids) == 1 and ids != [tokenizer.unk_token_id]]
+            # As guesses are written: a byte-level or unigram token may begin with a space's mark.
+            self.answers.append({tokenizer.decode(ids).strip() for ids in known} - {""})
+            if not self.answers[-1]:
                 raise ValueError(f"{self.name}: {self.source} line {line.number}: none of "
                                  f"{words!r} is a single token of this tokenizer")
         encode_masked(tokenizer, self.texts, length)

@@ -239,6 +239,16 @@ def test_flags_and_recipe_cannot_contradict_a_resumed_run(finished):
     assert result.returncode == 2 and "--steps" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_a_word_whose_token_holds_the_space_before_it_can_be_hidden(kind):
+    from bertlab.cli.demo import gaps_in
+    from bertlab.data.tokenizers import train_tokenizer
+
+    text = "the bird sees cat the bird ."
+    tokenizer = train_tokenizer([text] * 20, 300 if kind == "bpe" else 60, kind=kind)
+    assert gaps_in([text], tokenizer) == [("the bird sees [MASK] the bird .", "cat")]
+
+
 def test_a_resume_with_other_text_is_refused(finished, tmp_path):
     directory, text = tmp_path / "run", tmp_path / "text.txt"
     text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))

@@ -7,6 +7,7 @@ import torch
 
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.generate import fill_mask
 from bertlab.train.evaluators import BatchSpec, Evaluator, Evaluators, FillMaskEvaluator, LossEvaluator, ProbeEvaluator
 from bertlab.train.evaluators import make_evaluator
 from bertlab.train.history import History
@@ -72,13 +73,19 @@ def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_
     assert found["nouns"] > 0.95 and found["noise"] < 0.8
 
 
-def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(tokenizer, tmp_path):
-    (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat|dog|cow\n")
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])  # the last two mark the space before a word
+def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path):
+    tokenizer = train_tokenizer(TEXTS * 5, 320 if kind == "bpe" else 100, kind=kind)
+    (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat | dog|cow\n")
     module, data, *_ = run(tokenizer, [])
-    one = FillMaskEvaluator("facts", tmp_path / "facts.tsv", top_k=len(tokenizer))
-    one.prepare(tokenizer, data.collator, 32)
-    found = one.measure(module.eval())
-    assert found[f"top_{len(tokenizer)}"] == 1.0 and 0 <= found["accuracy"] <= 1
+    found = {}
+    for top_k in (1, len(tokenizer)):
+        one = FillMaskEvaluator("facts", tmp_path / "facts.tsv", top_k=top_k)
+        one.prepare(tokenizer, data.collator, 32)
+        found |= one.measure(module.eval())
+    assert found[f"top_{len(tokenizer)}"] == 1.0 and found["accuracy"] == found["top_1"]
+    best = [answers[0][0] for answers in fill_mask(module.model, tokenizer, one.texts, top_k=1)]
+    assert found["accuracy"] == ((best[0] == "sees") + (best[1] in ("cat", "dog", "cow"))) / 2
 
 
 @pytest.mark.parametrize("duration, batches", [(None, 3), (1, 1), (2, 2), ("64 tokens", 1), ("130 tokens", 2)])
