@@ -300,6 +300,14 @@ class Evaluators(Callback):
             due = [one for one in self.evaluators if last or step % one.every_steps == 0]
             self.ask(trainer, pl_module, due)
 
+    def on_train_end(self, trainer, pl_module) -> None:  # not where a signal or an error ends it
+        "Ask those that were not asked after the last step, because a limit ended the run before."
+        step = trainer.global_step
+        asked = [row["evaluator"] for row in self.results if row["step"] == step]
+        asked = trainer.strategy.broadcast(asked)  # the first process keeps the results
+        due = [one for one in self.evaluators if step and one.name not in asked]
+        self.ask(trainer, pl_module, due)
+
     def ask(self, trainer, pl_module, evaluators: Sequence[Evaluator]) -> None:
         "Ask some of them, with the weights that would be saved."
         spread = trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)

@@ -48,6 +48,7 @@ from ..model.losses import token_bytes
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
+from .history import say
 from .steps import TrainingModule, count_readers
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
@@ -325,6 +326,9 @@ class DirectoriesBeside(_WrappingCheckpointIO):
 class PretrainingModule(TrainingModule):
     "Pretrain an encoder, from a configuration or going on with one that is there."
 
+    reason: str | None = None  # why the module has ended this session; None where it has not
+    _paid_steps: int | float = math.inf
+
     def __init__(
         self,
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
@@ -500,10 +504,13 @@ class PretrainingModule(TrainingModule):
 
     def total_steps(self) -> int | float:
         "Optimizer steps of the run: the trainer's, or fewer where the budget of tokens pays less."
-        steps, h = self.trainer.estimated_stepping_batches, self.hparams
+        return min(self.trainer.estimated_stepping_batches, self.paid_steps())
+
+    def paid_steps(self) -> int | float:
+        "Optimizer steps that the budget of tokens pays for; infinite where there is no budget."
+        h, data = self.hparams, self.trainer.datamodule
         if h.budget_tokens is None:
-            return steps
-        data = self.trainer.datamodule
+            return math.inf
         if not hasattr(data, "max_sequence_length"):
             raise ValueError("budget_tokens needs a PretrainingDataModule, which knows how many "
                              "tokens a batch has; give one to fit, or give max_steps instead")
@@ -513,15 +520,23 @@ class PretrainingModule(TrainingModule):
         if paid < 1:
             raise ValueError(f"budget_tokens={h.budget_tokens!r} is less than one step of "
                              f"{per_step:,} tokens; train longer, or on smaller batches")
-        return min(steps, paid)
+        return paid
 
     def on_train_start(self) -> None:
-        if self.hparams.budget_tokens is not None:
-            self._last_step = self.total_steps()
+        self.reason, self._paid_steps = None, self.paid_steps()
+        self._end_with_budget()  # a resume may have nothing left
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.hparams.budget_tokens is not None and self.trainer.global_step >= self._last_step:
-            self.trainer.should_stop = True
+        self._end_with_budget()
+
+    def _end_with_budget(self) -> None:
+        "Ask the trainer to stop after the last step that the budget of tokens pays for."
+        step, trainer = self.trainer.global_step, self.trainer
+        if self.reason is None and step >= self._paid_steps and step != trainer.max_steps:
+            self.reason = f"the budget is spent (budget_tokens={self.hparams.budget_tokens!r})"
+            trainer.should_stop = True
+            if trainer.is_global_zero:
+                say(f"stopping after step {step}: {self.reason}")
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint is plain data, and needs neither its first weights nor a user's own objects."

@@ -105,6 +105,12 @@ class Preview(Callback, ABC):
         if step != seen and (step % self.every_steps == 0 or step == trainer.max_steps):
             self.look(trainer, pl_module)
 
+    def on_train_end(self, trainer, pl_module) -> None:  # not where a signal or an error ends it
+        "Look at the last step's model, where a limit has ended the run before its number."
+        looked = bool(self.history) and self.history[-1]["step"] == trainer.global_step
+        if trainer.global_step and not trainer.strategy.broadcast(looked):  # the first keeps them
+            self.look(trainer, pl_module)
+
     def look(self, trainer, pl_module) -> None:
         "Ask without dropout, with the weights that would be saved."
         spread = trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)

@@ -150,9 +150,10 @@ def why_stopped(trainer: L.Trainer, exception: BaseException | None = None) -> s
         return "a signal asked it to stop, and it was saved"
     if exception is not None:
         return f"an error: {type(exception).__name__}"
-    reasons = [c.reason for c in trainer.callbacks if isinstance(c, RunLimit) and c.reason]
-    if reasons:
-        return reasons[0]
+    limits = [c.reason for c in trainer.callbacks if isinstance(c, RunLimit)]
+    reasons = [*limits, getattr(trainer.lightning_module, "reason", None)]
+    if found := [reason for reason in reasons if reason]:
+        return found[0]
     done = 0 <= trainer.max_steps <= trainer.global_step
     return "its last step was reached" if done else "the data or the epochs came to an end"
 

@@ -4,14 +4,17 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.generate import fill_mask
+from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.evaluators import BatchSpec, Evaluator, Evaluators, FillMaskEvaluator, LossEvaluator, ProbeEvaluator
 from bertlab.train.evaluators import make_evaluator
 from bertlab.train.history import History
 from bertlab.train.modules import PretrainingModule
+from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer
 
 TEXTS = [f"the {noun} {verb} the {other} ." for noun in ("cat", "dog", "cow") for verb in ("sees", "hears", "likes")
@@ -24,15 +27,15 @@ def tokenizer():
     return train_tokenizer(TEXTS, 100)
 
 
-def run(tokenizer, evaluators, steps=6, **options):
+def run(tokenizer, evaluators, steps=6, more=(), budget=None, kept=None, **options):
     L.seed_everything(0, verbose=False)
-    module = PretrainingModule(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer)
+    module = PretrainingModule(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer, budget_tokens=budget)
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=4)
     data.set_datasets(TEXTS, TEXTS[:6])
     history = History()
     callback = Evaluators(evaluators, quiet=True)
-    trainer = make_trainer(steps, callbacks=[history, callback], precision="32-true", **options)
-    trainer.fit(module, data)
+    trainer = make_trainer(steps, callbacks=[history, callback, *more], precision="32-true", **options)
+    trainer.fit(module, data, ckpt_path=kept, weights_only=True)
     return module, data, history, callback, trainer
 
 
@@ -56,6 +59,36 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     assert np.array_equal(with_[2].record.column("loss"), without[2].record.column("loss"))
     steps = {name: with_[3].column(name, "accuracy")[0].tolist() for name in "abc"}
     assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
+
+
+@pytest.mark.parametrize("early", [{"more": [TokenLimit(300)]}, {"budget": 3 * 4 * 32}, {"max_epochs": 2}])
+def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(tokenizer, tmp_path, early):
+    make, path = lambda: [LossEvaluator("a", TEXTS[:4], every_steps=40)], tmp_path / "last.ckpt"
+    early = {"steps": 50, **early, "more": [*early.get("more", []), RunCheckpoint(path, every_steps=1)]}
+    *_, callback, trainer = run(tokenizer, make(), **early)
+    assert 1 < trainer.global_step < 40
+    assert callback.column("a", "loss")[0].tolist() == [0, trainer.global_step]
+    # The newest checkpoint is older than the last answer, and a resume has not one step left.
+    *_, again, resumed = run(tokenizer, make(), kept=path, **early)
+    assert resumed.global_step == trainer.global_step and again.results == callback.results
+
+
+def test_a_run_that_is_interrupted_is_not_asked(tokenizer):
+    asked = []
+
+    class Steps(Evaluator):
+        def measure(self, module):
+            asked.append(module.global_step)
+            return {"none": 0.0}
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                raise RunInterrupted(3)
+
+    with pytest.raises(RunInterrupted):
+        run(tokenizer, [Steps("steps", every_steps=2)], more=[Stop()])
+    assert asked == [0, 2]
 
 
 def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_path):

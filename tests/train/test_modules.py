@@ -23,6 +23,7 @@ from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
 from bertlab.model.writing import generate
 from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
+from bertlab.train.reports import why_stopped
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
 
@@ -580,8 +581,20 @@ def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():
     trainer, record = fit(module, data_of(), 100)
     assert trainer.global_step == 5
     np.testing.assert_allclose(record.column("learning_rate") / 3e-3, [1, 1, 1, 2 / 3, 1 / 3])
+    assert "budget_tokens" in why_stopped(trainer)
     with pytest.raises(ValueError, match="budget_tokens=3"):
         fit(module_of(budget_tokens=3), data_of(), 10)
+
+
+def test_a_resume_takes_no_step_that_the_budget_does_not_pay_for(tmp_path, capsys):
+    trainer, _ = fit(module_of(budget_tokens=3 * 8 * 32), data_of(), 10)
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    resumed = make_trainer(10, "32-true", "cpu", callbacks=[History()])
+    resumed.fit(module_of(budget_tokens=3 * 8 * 32), data_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    assert resumed.global_step == 3 and "budget_tokens=768" in why_stopped(resumed)
+    assert capsys.readouterr().out.count("stopping after step 3: the budget") == 2
+    whole, _ = fit(module_of(budget_tokens="1M"), data_of(), 2)
+    assert why_stopped(whole) == "its last step was reached" and not capsys.readouterr().out
 
 
 # --- what is kept ---------------------------------------------------------------------------------------

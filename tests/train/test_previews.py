@@ -20,6 +20,7 @@ from bertlab.model.generate import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_layers
 from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek
 from bertlab.train.previews import rehearsal, undisturbed
+from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer, seed_everything
 
 RNG = np.random.default_rng(0)
@@ -73,6 +74,15 @@ def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_
     assert [e["step"] for e in preview.history] == [0, 3, 6, 7, 9, 12, 13]
     rows = [json.loads(line) for line in Path(tmp_path, "p.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [e["step"] for e in preview.history] and rows[0]["texts"] == [ONE]
+
+
+def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
+    path, looks = tmp_path / "last.ckpt", []
+    for kept in (None, path):  # a resume has no step left, and its checkpoint is older than the look
+        looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
+        stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_steps=1)]
+        train(Texts(), 30, stops, kept)
+        assert [entry["step"] for entry in looks[-1].history] == [0, 1]
 
 
 class Counted:
