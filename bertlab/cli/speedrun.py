@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ class Track:
         return load_corpus(self.source, config_name=self.config_name,
                            validation_fraction=self.validation_fraction,
                            max_documents=self.max_documents)
+
+    def in_time(self, seconds: float) -> bool:  # of training
+        "Whether a training fits into the track's time; the step under way may end."
+        return self.seconds is None or seconds <= 1.02 * self.seconds + 1
+
+    def seconds_left(self, before: float) -> float | None:  # None: there is no limit
+        "What a run may take that begins with a trained model. Raises `ValueError` for nothing."
+        left = None if self.seconds is None else self.seconds - before
+        if left is not None and left <= 0:
+            raise ValueError(f"pretrained_model_name_or_path was trained for {before:.0f} s, and "
+                             f"the track {self.name!r} allows {self.seconds:.0f} s in all: begin "
+                             "with a model that took less")
+        return left
 
 
 TRACKS = {track.name: track for track in (
@@ -222,6 +235,7 @@ def speedrun_config(
     recipe: Mapping[str, Mapping[str, Any]],  # of `load_speedrun`
     output: str | os.PathLike,
     seed: int,
+    spent: float = 0.0,  # training seconds of the model that the recipe begins with
 ) -> dict[str, Any]:  # for `Run`
     "The first demo's configuration with a recipe's changes and the track's keys."
     base = replace(FIRST_RECIPE, vocab_size=track.vocab_size,
@@ -235,7 +249,7 @@ def speedrun_config(
     config["run"] |= {"output": str(output), "models": False, "report": False,
                       "val_every_steps": config["trainer"]["max_steps"], "validate_first": False}
     if track.seconds is not None:
-        config["run"]["time_limit"] = track.seconds
+        config["run"]["time_limit"] = track.seconds_left(spent)
     config["trainer"] |= {"accelerator": track.accelerator, "devices": 1}
     return config
 
@@ -251,9 +265,9 @@ def run_seed(
     from bertlab.cli.pretrain import Run, provenance
     from bertlab.model.huggingface import save_model
 
-    config = speedrun_config(track, recipe, output, seed)
-    first = config["model"]["pretrained_model_name_or_path"]
+    first = recipe.get("model", {}).get("pretrained_model_name_or_path")
     before = seconds_before(first, corpus.sha256) if first else 0.0
+    config = speedrun_config(track, recipe, output, seed, before)
     notes = {"command": "speedrun", "record": {
         "corpus": corpus.name, "corpus_sha256": corpus.sha256, "track": track.name, **provenance()}}
     run = Run(config, resume=(Path(output) / "run.yaml").exists(), notes=notes)
@@ -352,7 +366,7 @@ def speedrun(
     corpus = course.text()
     first = said.get("model", {}).get("pretrained_model_name_or_path")
     if first:
-        seconds_before(first, corpus.sha256)
+        course.seconds_left(seconds_before(first, corpus.sha256))
     tokenizer = train_tokenizer(corpus.train_texts, course.vocab_size)
     reference = Judge(course, corpus, tokenizer)
     target = {"nats": course.target, "bits_per_byte": reference.target_bits(),
@@ -421,6 +435,34 @@ def _close(last: float, total: float) -> bool:
     return abs(last - total) <= 1 + 0.02 * total
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_parts(log: Mapping[str, Any]) -> None:
+    "Raise `ValueError` where a log lacks a number that the checks compute with."
+    attempts, target, no_log = log["attempts"], log["target"], "this is no log of a speedrun: "
+    if not isinstance(attempts, list) or not all(isinstance(one, Mapping) for one in attempts):
+        raise ValueError(f"{no_log}its attempts must be a list of mappings")
+    for number, one in enumerate(attempts, 1):
+        for name in (part.name for part in fields(Attempt) if part.name != "curve"):
+            if not _is_number(one.get(name)):
+                raise ValueError(f"{no_log}attempt {number} needs a number as {name}, got "
+                                 f"{one.get(name)!r}")
+        curve = one.get("curve")
+        if not isinstance(curve, list) or not all(
+                isinstance(point, (list, tuple)) and len(point) == 3 and all(map(_is_number, point))
+                for point in curve):
+            raise ValueError(f"{no_log}attempt {number} needs a curve, a list of [step, seconds, "
+                             "loss]")
+    names = ("nats", "bits_per_byte")
+    if not isinstance(target, Mapping) or "hidden_sha256" not in target or not (
+            all(target.get(name, 0) is None for name in names)
+            or all(_is_number(target.get(name)) for name in names)):
+        raise ValueError(f"{no_log}its target needs nats, bits_per_byte and hidden_sha256, got "
+                         f"{target!r}")
+
+
 def check_log(
     log: Mapping[str, Any] | str | os.PathLike,  # or the file
 ) -> list[str]:  # what is wrong; empty: nothing was found
@@ -431,12 +473,13 @@ def check_log(
               "hidden_sha256", "machine")
     if missing := [name for name in needed if not isinstance(log, Mapping) or name not in log]:
         raise ValueError(f"this is no log of a speedrun: it lacks {', '.join(missing)}")
-    wrong = []
+    _check_parts(log)
+    wrong, track = [], TRACKS.get(str(log["track"]))
     if log["format"] != FORMAT:
         wrong.append(f"format {log['format']} is not {FORMAT}")
-    if log["track"] not in TRACKS:
+    if track is None:
         wrong.append(f"no track is called {log['track']!r}")
-    elif log["target"]["nats"] != TRACKS[log["track"]].target:
+    elif log["target"]["nats"] != track.target:
         wrong.append(f"the target {log['target']['nats']} is not the track's")
     if recipe_sha256(log["recipe"]) != log["recipe_sha256"]:
         wrong.append("the recipe was changed after the run")
@@ -446,6 +489,9 @@ def check_log(
     for one in log["attempts"]:
         if not arrived(log, one):
             wrong.append(f"seed {one['seed']} did not arrive")
+        if track is not None and not track.in_time(one["train_seconds"]):
+            wrong.append(f"seed {one['seed']} trained for {one['train_seconds']:.0f} s, and the "
+                         f"track allows {track.seconds:.0f} s")
         steps, times = [point[0] for point in one["curve"]], [point[1] for point in one["curve"]]
         if not one["curve"] or steps != sorted(steps) or times != sorted(times):
             wrong.append(f"the curve of seed {one['seed']} goes backwards, or is empty")
@@ -479,10 +525,7 @@ class ModelScore:
     @property
     def in_time(self) -> bool | None:  # None: nothing says
         "Whether the training fits into the track's time; the step under way may end."
-        limit = TRACKS[self.track].seconds
-        if self.seconds is None or limit is None:
-            return None if self.seconds is None else True
-        return self.seconds <= 1.02 * limit + 1
+        return None if self.seconds is None else TRACKS[self.track].in_time(self.seconds)
 
     @property
     def reads(self) -> bool:

@@ -125,8 +125,21 @@ def log_of(*attempts, recipe=None, hidden="a"):
             "attempts": list(attempts)}  # fmt: skip
 
 
+def in_ten_minutes(seconds):
+    "A change of a log: it is of the track whose only rule is its time, and seed 2 took so long."
+
+    def change(log):
+        log.update(track="ten-minutes", target={"nats": None, "bits_per_byte": None, "hidden_sha256": "a"})
+        log["attempts"][2].update(train_seconds=seconds, curve=[[400, seconds, 4.3]])
+
+    return change
+
+
 def test_an_honest_log_passes():
     assert check_log(log_of(attempt(0), attempt(1), attempt(2))) == []
+    log = log_of(attempt(0), attempt(1), attempt(2))
+    in_ten_minutes(604.0)(log)  # the step under way may end
+    assert check_log(log) == []
 
 
 @pytest.mark.parametrize(
@@ -143,6 +156,7 @@ def test_an_honest_log_passes():
         (lambda log: log["target"].update(nats=9.0), "target"),
         (lambda log: log.update(track="downhill"), "downhill"),
         (lambda log: log.update(format=2), "format"),
+        (in_ten_minutes(36_000.0), "seed 2 trained for 36000 s, and the track allows 600 s"),
     ],
 )
 def test_a_forged_log_is_found_out(change, named):
@@ -159,6 +173,40 @@ def test_what_is_no_log_is_one_sentence(text, said, tmp_path):
     with pytest.raises(ValueError, match=said) as caught:
         check_log(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change, said", [
+    (lambda log: log.update(attempts=[{}]), "attempt 1 needs a number as seed"),
+    (lambda log: log.update(attempts={}), "attempts"),
+    (lambda log: log["attempts"][1].update(train_seconds="1"), "attempt 2 needs a number as train_seconds"),
+    (lambda log: log["attempts"][2].pop("curve"), "attempt 3 needs a curve"),
+    (lambda log: log["attempts"][0]["curve"].append([1]), "attempt 1 needs a curve"),
+    (lambda log: log["target"].update(bits_per_byte=None), "target"),
+    (lambda log: log.update(target=4.25), "target"),
+])  # fmt: skip
+def test_a_log_that_lacks_a_number_is_one_sentence(change, said):
+    log = copy.deepcopy(log_of(attempt(0), attempt(1), attempt(2)))
+    change(log)
+    with pytest.raises(ValueError, match=f"no log of a speedrun: .*{said}"):
+        check_log(log)
+
+
+def test_a_run_has_the_time_that_the_model_it_begins_with_has_left(tmp_path):
+    track = TRACKS["ten-minutes"]
+    limit = lambda spent: races.speedrun_config(track, {}, "out", 0, spent)["run"]["time_limit"]  # noqa: E731
+    assert limit(0.0) == 600 and limit(61.5) == 538.5
+    assert races.speedrun_config(TRACKS["laptop"], {}, "out", 0, 61.5)["run"]["time_limit"] is None
+    with pytest.raises(ValueError, match="600 s, and the track 'ten-minutes' allows 600 s"):
+        limit(600.0)
+    # It is refused before anything is made.
+    corpus, model = track.text(), tmp_path / "model"
+    model.mkdir()
+    (model / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": corpus.sha256}}))
+    (model / "metrics.json").write_text('{"train_seconds": 700}')
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(model)}}))
+    with pytest.raises(ValueError, match="allows 600 s"):
+        speedrun(tmp_path / "mine.yaml", "ten-minutes", str(tmp_path / "race"))
+    assert not (tmp_path / "race").exists()
 
 
 def test_another_vocabulary_is_compared_in_bits_per_byte():
