@@ -416,20 +416,23 @@ def has_adapter(model: nn.Module) -> bool:
 
 def plain_copy(
     model: BertLabPreTrainedModel,
-    weights: dict[str, Tensor] | None = None,  # in place of its own, such as gathered ones
+    # In place of its own, such as gathered ones. On the CPU, and without an adapter to merge, the
+    # copy takes their memory; its own weights are always copied.
+    weights: dict[str, Tensor] | None = None,
 ) -> BertLabPreTrainedModel:  # on the CPU, in evaluation mode, without adapters
     "Copy a model, with a configuration of its own; what adapters add is added to the weights."
-    weights = model.state_dict() if weights is None else weights
-    weights = {name: weight.detach().cpu() for name, weight in weights.items()}
     adapters = getattr(model, "peft_config", None) or {}
+    new = weights is None or bool(adapters)  # merging writes into the weights
+    weights = {name: weight.detach().to("cpu", copy=new)
+               for name, weight in (model.state_dict() if weights is None else weights).items()}
     with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
         fresh = type(model)(copy.deepcopy(model.config))
         for name, adapter in adapters.items():
             from peft import inject_adapter_in_model
 
-            inject_adapter_in_model(copy.deepcopy(adapter), fresh, name)
-    if adapters:  # merging writes into the weights, which are still the model's
-        weights = {name: weight.clone() for name, weight in weights.items()}
+            adapter = copy.deepcopy(adapter)
+            adapter.modules_to_save = None  # parts that are free as a whole, in place already
+            inject_adapter_in_model(adapter, fresh, name)
     fresh.load_state_dict(weights, assign=True)
     for name, layer in list(fresh.named_modules()):
         if adapters and hasattr(layer, "get_base_layer") and hasattr(layer, "merge"):
@@ -568,7 +571,7 @@ def save_model(
         if kind is not None:
             raise
         _say_once(describe_saving(model))
-        written = plain_copy(model)
+        written = plain_copy(model, model.state_dict())  # read alone: no need for more memory
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
     def write(place: Path) -> None:

@@ -58,7 +58,7 @@ class GlassEncoder(nn.Module):
     ):
         super().__init__()
         check_parts(parts)
-        self.model, self.parts = plain_copy(model), tuple(parts)
+        self.model, self.parts = plain_copy(model, model.state_dict()), tuple(parts)
         # The kernel that knows its weights, and the one made of nothing but plain products.
         self.model.config._attn_implementation = "eager"
         self.eval().requires_grad_(False)

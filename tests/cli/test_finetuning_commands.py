@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
 from transformers import pipeline
@@ -20,6 +21,7 @@ from bertlab.cli.main import answer, main
 from bertlab.cli.options import COMMANDS
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.predictions import load_predictor, predict_rows
+from bertlab.model.loading import read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -134,6 +136,21 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
     said = [row["predicted_label"] for row in predict_rows(load_predictor(tmp_path / "run"), rows).rows]
     accuracy = np.mean([one == row["label"] for one, row in zip(said, rows)])
     assert accuracy == pytest.approx(evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"])
+
+
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_the_average_of_a_run_is_the_mean_of_its_seeds(tok, tmp_path, adapter):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    more = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
+    assert by_words(words_for(tok, source, output, *more)) == 0
+    assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
+    seeds = [read_weights(path)["task_head.classifier.weight"] for path in sorted(output.glob("seed-*/best.ckpt"))]
+    mean = load_predictor(tmp_path / "mean").model.classifier.weight
+    assert not torch.equal(*seeds)
+    torch.testing.assert_close(mean, (seeds[0] + seeds[1]) / 2)
+    note = json.loads((tmp_path / "mean" / "average.json").read_text())
+    runs = json.loads((output / "metrics.json").read_text())["runs"]
+    assert list(note["singles"].values()) == pytest.approx([run[note["monitor"]] for run in runs])
 
 
 def test_the_saved_configuration_repeats_the_run(tok, tmp_path):

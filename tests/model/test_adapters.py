@@ -137,6 +137,7 @@ def test_the_head_of_a_task_goes_along(shape, tmp_path):
     moving = add_adapter(model, "lora", ["task_head"])
     assert any(name.startswith("task_head.classifier") for name in moving)
     move(model)
+    torch.testing.assert_close(plain_copy(model)(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
     save_adapter(model, tmp_path)
     load_adapter(fresh, tmp_path)
     torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)

@@ -29,6 +29,7 @@ from bertlab.model.huggingface import (
     from_huggingface,
     huggingface_config,
     match_tokens,
+    plain_copy,
     save_model,
     their_class,
     to_huggingface,
@@ -476,13 +477,15 @@ def test_round_trip_loses_no_weight_and_no_setting(tied):
         assert torch.equal(again.state_dict()[name], weight), name
 
 
-def test_a_copy_shares_no_memory_with_its_original():
+@pytest.mark.parametrize("copied", [to_huggingface, plain_copy])
+def test_a_copy_shares_no_memory_with_its_original(copied):
     model = ours()
-    copy = to_huggingface(model)
-    before = copy.model.layers[0].attn.Wqkv.weight.clone()
+    copy = copied(model)
+    before = {name: weight.clone() for name, weight in copy.state_dict().items()}
     with torch.no_grad():
-        model.encoder.blocks[0].attention.qkv.weight.zero_()
-    assert torch.equal(copy.model.layers[0].attn.Wqkv.weight, before)
+        for weight in model.parameters():
+            weight.fill_(7)
+    assert all(torch.equal(weight, before[name]) for name, weight in copy.state_dict().items())
 
 
 def test_type_of_numbers_is_kept():
