@@ -119,6 +119,15 @@ def _read_index(path: Path) -> list[str]:
     return sorted({check_beside(file, path) for file in places.values()})
 
 
+def _read_file(path: str | os.PathLike) -> dict[str, Any]:
+    "Read a file of weights under the names that it has. Raises `ValueError`."
+    safe = Path(path).suffix == ".safetensors"
+    found = _read_safetensors(path) if safe else read_torch_file(path)
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{path} holds no state dict: names with tensors")
+    return dict(found)
+
+
 def find_weight_files(
     name: str | os.PathLike,  # a directory, or a model on the hub
 ) -> list[Path]:
@@ -161,20 +170,21 @@ def read_weights(
     "Read weights, safely. Of a Lightning checkpoint: what its module keeps in `model`."
     if isinstance(source, Mapping):
         found = dict(source)
-    elif not Path(source).is_file():
+    elif Path(source).is_file():
+        found = _read_file(source)
+    else:
+        # All files before any name is changed: a prefix is taken off where every name has it, and
+        # in one file of several every name may have it by chance.
         found = {}
         for path in find_weight_files(source):
-            found |= read_weights(path)
-    else:
-        safe = Path(source).suffix == ".safetensors"
-        found = _read_safetensors(source) if safe else read_torch_file(source)
-    inner = found.get("state_dict") if isinstance(found, Mapping) else None
+            found |= _read_file(path)
+    inner = found.get("state_dict")
     if isinstance(inner, Mapping):  # Lightning's, or of one who saves alike
         found = _strip_wrappers(inner)
         found = {name.removeprefix("model."): found[name] for name in found
                  if name.startswith("model.")} or found  # fmt: skip
-    if not found or not isinstance(found, Mapping) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()):
+    if not found or not all(isinstance(name, str) and isinstance(value, Tensor)
+                            for name, value in found.items()):
         raise ValueError(f"source {str(source)[:80]} holds no state dict: names with tensors")
     return _strip_wrappers(found)
 

@@ -89,6 +89,15 @@ def test_every_kind_of_source_gives_the_same_weights(model, tmp_path, kind):
     assert sorted(report.loaded) == sorted(model.state_dict())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_transformers_in_many_files_is_read_as_in_one(family, tmp_path):
+    "Of ModernBERT's names most begin with model., and in some files all do; the head's do not."
+    model, fresh = lively(BertLabForMaskedLM(config(family))), BertLabForMaskedLM(config(family))
+    to_huggingface(model).save_pretrained(tmp_path, max_shard_size="25KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert load_weights(fresh, tmp_path).complete and equal(fresh, model)
+
+
 def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
     weights, _ = train(Texts(), 3, [RunCheckpoint(tmp_path / "last.ckpt")])
     from bertlab.model.config import BertLabConfig
