@@ -42,15 +42,18 @@ def ranks_of(
     block: int = 1024,  # queries that are compared at once
 ) -> Tensor:  # (Q,) int64: 1 is best; queries of group -1 are left out
     "Rank each query's own document among all that are not of its group; ties count against it."
-    q_QD, d_ND = (F.normalize(e.vectors_ND, dim=1) for e in (queries, documents))
+    wide = torch.promote_types(queries.vectors_ND.dtype, torch.float32)
+    q_QD, d_ND = (F.normalize(e.vectors_ND.to(wide), dim=1) for e in (queries, documents))
     real_N, found = documents.groups_N >= 0, []
+    rounding = 16 * torch.finfo(wide).eps  # by which equal cosines of one product may differ
     for start in range(0, len(q_QD), block):
         part = slice(start, start + block)
         groups_Q1 = queries.groups_N[part][:, None]
         cosines_QN = q_QD[part] @ d_ND.T
-        own_Q1 = (q_QD[part] * d_ND[part]).sum(1, keepdim=True)
+        own_Q1 = cosines_QN.diagonal(start)[:, None]
         rival_QN = real_N[None] & (documents.groups_N[None] != groups_Q1)
-        ranks_Q = 1 + (rival_QN & (cosines_QN >= own_Q1)).sum(1)
+        below_QN = cosines_QN < own_Q1 - rounding  # surely; a cosine that is NaN is not
+        ranks_Q = 1 + (rival_QN & ~below_QN).sum(1)
         found.append(ranks_Q[queries.groups_N[part] >= 0])
     return torch.cat(found)
 

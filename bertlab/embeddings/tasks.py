@@ -221,11 +221,16 @@ def score_queries(
     "Recall at k, reciprocal rank and nDCG at 10 of each query; ties count against the answer."
     names = [f"recall_{k}" for k in ks]
     found: dict[str, list[float]] = {name: [] for name in (*names, "mrr", "ndcg_10")}
+    kind = np.asarray(scores_QN).dtype
+    eps = np.finfo(kind).eps if np.issubdtype(kind, np.floating) else 0
+    scores_QN = np.where(np.isnan(scores_QN), -np.inf, scores_QN)  # no number: found last
     for scores_N, answers in zip(scores_QN, relevant, strict=True):
         answers = np.asarray(answers)
+        # Equal scores of one product may differ by this much, as its sums are rounded.
+        rounding = 16 * eps * np.abs(scores_N[np.isfinite(scores_N)]).max(initial=0)
         others_N = np.delete(scores_N, answers)
         own = np.sort(scores_N[answers])[::-1]
-        ranks = 1 + np.arange(len(own)) + (others_N[None] >= own[:, None]).sum(1)
+        ranks = 1 + np.arange(len(own)) + (others_N >= own[:, None] - rounding).sum(1)
         for name, k in zip(names, ks):
             found[name].append((ranks <= k).sum() / min(k, len(own)))
         found["mrr"].append(1 / ranks[0])

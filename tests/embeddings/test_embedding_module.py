@@ -44,6 +44,21 @@ def test_ties_count_against_a_query_so_that_a_collapse_is_not_a_success():
     assert ranks_of(same, same).tolist() == [5] * 5
 
 
+@pytest.mark.parametrize("width", [64, 384, 768])
+def test_ties_are_seen_through_the_rounding_of_products(width):
+    torch.manual_seed(0)
+    collapsed = Embedded(torch.randn(1, width).expand(300, width), torch.arange(300))
+    assert ranks_of(collapsed, collapsed, block=128).tolist() == [300] * 300
+    q = torch.randn(100, width).repeat(2, 1)  # every text has a twin in another group
+    d = q + 0.3 * torch.randn(100, width).repeat(2, 1)
+    assert ranks_of(Embedded(q, torch.arange(200)), Embedded(d, torch.arange(200))).tolist() == [2] * 200
+
+
+def test_vectors_that_are_no_numbers_find_nothing():
+    broken = Embedded(torch.full((5, 3), torch.nan), torch.arange(5))
+    assert ranks_of(broken, broken).tolist() == [5] * 5
+
+
 def test_a_step_is_the_gradient_of_the_mean_over_queries():
     data, module = small_data(), small_module(optimizer_class="sgd", learning_rate=0.1, weight_decay=0.0,
                                               scheduler_warmup_steps=0, scheduler_training_decay=1.0)  # fmt: skip

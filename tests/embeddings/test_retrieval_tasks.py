@@ -81,6 +81,25 @@ def test_a_model_that_knows_nothing_scores_nothing():
     assert all(values.max() <= 1 / 50 for values in found.values())
 
 
+@pytest.mark.parametrize("width", [64, 384, 768])
+def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(width):
+    class Collapsed:
+        def encode(self, texts):
+            return np.tile(np.random.default_rng(0).normal(size=(1, width)).astype(np.float32), (len(texts), 1))
+
+    texts = ["x"] * 300
+    scores = 20 * EncoderScorer(Collapsed())(texts, texts)  # on any scale
+    found = score_queries(scores, [[n] for n in range(300)])
+    assert all(values.max() <= 1 / 300 for values in found.values())
+
+
+def test_scores_that_are_no_numbers_or_infinite_are_ranked_as_what_they_are():
+    scores = np.array([[np.nan, 1.0, 2.0], [0.5, np.nan, -np.inf], [np.inf, 1.0, 2.0]])
+    assert score_queries(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx([1 / 3, 1, 1 / 2])
+    ranks = np.arange(5, 0, -1)[None] + 10**7  # whole numbers are exact, however large
+    assert score_queries(ranks, [[2]])["mrr"].tolist() == pytest.approx([1 / 3])
+
+
 def test_bm25_is_its_formula():
     documents = ["red red blue", "green", "red four five six seven"]
     n, lengths = len(documents), [3, 1, 5]
