@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -96,7 +96,10 @@ def encode_texts(
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,  # gets how many texts are done
 ) -> int:  # texts that were encoded, in all runs together
-    "Encode texts in constant memory; started again, it goes on after the last whole part."
+    """Encode texts in constant memory; started again, it goes on after the last whole part.
+
+    Raises `ValueError` where a stopped run has another model, source or choice, or other texts.
+    """
     form, output = check_form(output, overwrite), Path(output)
     if part_size < 1:
         raise ValueError(f"part_size must be 1 or more, got {part_size}")
@@ -112,16 +115,15 @@ def encode_texts(
                                  f"({state.get(key)!r}, not {value!r}); go on with that one, or "
                                  "delete the directory")
     parts.mkdir(parents=True, exist_ok=True)
-    texts = (d for d in documents() if d.text.strip())
-    stream = islice(texts, state["num_texts"], None)
+    stream = (d for d in documents() if d.text.strip())
+    _skip_done(stream, parts, state["num_parts"])
     progress(state["num_texts"])
     while chunk := list(islice(stream, part_size)):
         number = state["num_parts"]
         with written_whole(parts / f"{number:06d}.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, model.encode([d.text for d in chunk], width))
         with written_whole(parts / f"{number:06d}.jsonl") as temporary:
-            lines = (json.dumps({"text": d.text, "source": d.source}) + "\n" for d in chunk)
-            temporary.write_text("".join(lines), encoding="utf-8")
+            temporary.write_text("".join(map(_as_line, chunk)), encoding="utf-8")
         state |= {"num_parts": number + 1, "num_texts": state["num_texts"] + len(chunk)}
         with written_whole(parts / "state.json") as temporary:  # last: then the part counts
             temporary.write_text(json.dumps(state), encoding="utf-8")
@@ -132,6 +134,27 @@ def encode_texts(
     _WRITERS[form](parts, state, output)
     shutil.rmtree(parts)
     return state["num_texts"]
+
+
+def _as_line(document: Document) -> str:
+    return json.dumps({"text": document.text, "source": document.source}) + "\n"
+
+
+def _skip_done(stream: Iterator[Document], parts: Path, num_parts: int) -> None:
+    "Move past the texts of all whole parts. Raises `ValueError` at one that is not the same."
+    number = 0
+    for part in range(num_parts):
+        with open(parts / f"{part:06d}.jsonl", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, number + 1):
+                found = next(stream, None)
+                if found is not None and _as_line(found) == line:
+                    continue
+                old, new = json.loads(line), found or Document("", "the end")
+                raise ValueError(
+                    f"{parts} holds a run that was stopped, and text {number} is not the same: it "
+                    f"was {old['text'][:40]!r} ({old['source']}) and is {new.text[:40]!r} "
+                    f"({new.source}); go on with the source and options of then, or delete the "
+                    "directory")
 
 
 def _write_npy(parts: Path, state: dict[str, Any], output: Path) -> None:
@@ -172,7 +195,7 @@ def _write_parquet(parts: Path, state: dict[str, Any], output: Path) -> None:
 
 def _write_store(parts: Path, state: dict[str, Any], output: Path) -> None:
     "Vectors, texts, and where each text begins; a directory that appears whole or not at all."
-    with written_directory(output) as place:
+    with written_directory(output, keep=True) as place:  # a user's own files stay
         _write_npy(parts, state, place / "vectors.npy")
         begins, end = [], 0
         with open(place / "texts.jsonl", "wb") as file:

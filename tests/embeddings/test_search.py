@@ -85,6 +85,39 @@ def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_p
             encode_texts(wrong, documents, tmp_path / "v.npy", **{"part_size": 10, **options})
 
 
+def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path):
+    model, path = make_model(), tmp_path / "texts.txt"
+    path.write_text("one two\nthree four\n\nfive six\nseven\n")
+
+    def stop(count):
+        if count >= 2:
+            raise Stop
+
+    def encode(lines, progress=lambda count: None):
+        read = source_documents([str(path)], lines=lines)
+        return encode_texts(model, read, tmp_path / "index", part_size=2, progress=progress)
+
+    with pytest.raises(Stop):
+        encode("documents", stop)
+    with pytest.raises(ValueError, match=r"text 1 .* was 'one two' \(texts.txt:1\) and is 'one two\\nthree four'"):
+        encode("paragraphs")
+    path.write_text("one two\n")
+    with pytest.raises(ValueError, match=r"text 2 .* was 'three four' .*the end"):
+        encode("documents")
+    path.write_text("one two\nthree four\nfive\n")  # what follows may change: it is not encoded yet
+    assert encode("documents") == 3
+    index = TextIndex.open(tmp_path / "index")
+    assert [index.read(n) for n in range(3)] == [(t, f"texts.txt:{n}") for n, t in enumerate(["one two", "three four", "five"], 1)]
+
+
+def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
+    model, docs = make_model(), documents(30)
+    encode_texts(model, lambda: docs[:10], tmp_path / "index")
+    (tmp_path / "index/notes.txt").write_text("mine")
+    assert encode_texts(model, lambda: docs, tmp_path / "index", overwrite=True) == 30
+    assert (tmp_path / "index/notes.txt").read_text() == "mine" and len(TextIndex.open(tmp_path / "index")) == 30
+
+
 def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
     model, docs = make_model(), documents(30)
     encode_texts(model, lambda: docs, tmp_path / "index", width=16)
