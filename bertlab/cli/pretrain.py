@@ -311,9 +311,10 @@ def validation_entropy(
     data: PretrainingDataModule,  # after `setup`
 ) -> float:  # nats per token
     "Unigram entropy of the first validation set, special tokens left out: the line to beat."
-    tokens = torch.from_numpy(data.val_dataset.documents.tokens.astype("int64"))
+    tokens = data.val_dataset.documents.tokens[:]  # in memory, in shards or of several sources
     tokenizer = data.tokenizer
-    return unigram_entropy(unigram_counts(tokens, len(tokenizer), tokenizer.all_special_ids))
+    ids = torch.from_numpy(tokens.astype("int64"))
+    return unigram_entropy(unigram_counts(ids, len(tokenizer), tokenizer.all_special_ids))
 
 
 class Run:

@@ -259,6 +259,19 @@ def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the
     assert "permissions" in said(capsys, "pretrain", *config, str(tmp_path / "run"))
 
 
+def test_several_texts_and_a_cache_are_described_like_one_text_in_memory(place, words, tmp_path):
+    (tmp_path / "other.txt").write_text("".join(" ".join(WORDS[i:] + WORDS[:i]) + "\n" for i in range(1, 20)))
+    texts = ["--data.train_dataset_name_or_path", str([str(place / "text.txt"), str(tmp_path / "other.txt")])]
+    named = ["--data.val_dataset_name_or_path", str(place / "text.txt")]
+    for more in (texts, [*texts, *named], named):
+        lines = []
+        for cache in ([], ["--data.cache_dir", str(tmp_path / "tokens")]):
+            run = configured([*words, *more, *cache])
+            run.build()
+            lines += [line for line in run.describe().splitlines() if line.startswith("line ")]
+        assert len(lines) == 2 and lines[0] == lines[1]
+
+
 def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, tmp_path):
     pretrain([*words, "--run.vocab_size", "40"])
     pretrain([*words, "--trainer.max_steps", "2"], overwrite=True)
