@@ -171,7 +171,8 @@ def check_named(asked: Asked) -> None:
     for name in ("train_dataset_name_or_path", "val_dataset_name_or_path"):
         texts = data.get(name)
         for text in [texts] if isinstance(texts, str) else texts or []:
-            if isinstance(text, str) and not glob.has_magic(text) and is_local(text):
+            named = isinstance(text, str) and not glob.has_magic(text) and is_local(text)
+            if named and not _holds_tokens(text):
                 check_text(text, data["text_column"], options.get("lines", "auto"), **how)
     rows = data.get("dataset_name_or_path")
     for name in rows.values() if isinstance(rows, dict) else [rows]:
@@ -190,6 +191,15 @@ def _check_own_file(key: str, name: str) -> None:  # "my_file.MyClass"
         files = [path.stem for path in Path().glob("*.py")]
         raise ValueError(f"{key} {name!r}: there is no file {top}.py here, and no package of that "
                          f"name{did_you_mean(top, files)}")
+
+
+def _holds_tokens(name: str) -> bool:
+    "Whether a local text is a directory of `bertlab tokenize`, in which there is no text."
+    if not os.path.isdir(os.path.expanduser(name)):
+        return False
+    from bertlab.data.shards import holds_shards  # numpy: a moment
+
+    return holds_shards(name)
 
 
 def check_text(name: str, text_column: str, lines: str, **how: Any) -> None:  # of `find_documents`

@@ -564,6 +564,9 @@ class PretrainingDataModule(L.LightningDataModule):
                              "may not do: set num_workers=0, or leave num_shards out")
         if streaming and not all(isinstance(name, (str, os.PathLike)) for name in names or [0]):
             raise ValueError("streaming reads files or hub datasets: name one, or set it to False")
+        if streaming and (stored := [name for name in names if holds_shards(name)]):
+            raise ValueError(f"{stored[0]} holds tokens of bertlab tokenize, which are read where "
+                             "they are needed and never all at once: leave streaming out")
 
         self.source, self.tokenizer = train_dataset_name_or_path, pretrained_tokenizer_name_or_path
         asked = (objective,) if collator is None else (collator, "collator")

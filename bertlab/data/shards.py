@@ -563,7 +563,7 @@ def open_shards(
     num_ids: int | None = None,  # that its tokenizer may give; None: any
 ) -> StoredDocuments:
     "Open a directory of shards; tokens are checked when they are read. Raises `StaleCache`."
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     manifest = read_manifest(directory)
     if key is not None and manifest["key"] != key:
         raise StaleCache(f"{directory} holds other text or another tokenizer's tokens")
@@ -574,7 +574,8 @@ def holds_shards(
     place: Any,  # a path, a hub name, or what has none
 ) -> bool:
     "Whether a directory holds shards, finished or not."
-    if not isinstance(place, (str, os.PathLike)) or not os.path.isdir(place):
+    place = os.path.expanduser(place) if isinstance(place, (str, os.PathLike)) else ""
+    if not os.path.isdir(place):
         return False
     try:
         return json.loads(Path(place, MANIFEST).read_bytes())["format"].startswith("bertlab shards")

@@ -272,6 +272,18 @@ def test_several_texts_and_a_cache_are_described_like_one_text_in_memory(place, 
         assert len(lines) == 2 and lines[0] == lines[1]
 
 
+def test_what_tokenize_makes_is_trained_and_validated_on(place, words, tmp_path, capsys):
+    shards = str(tmp_path / "shards")
+    assert main(["tokenize", str(place / "text.txt"), "--tokenizer", str(place / "run" / "tokenizer"),
+                 "--output", shards]) == 0  # fmt: skip
+    printed = capsys.readouterr().out.split("bertlab ")[-1].split()
+    assert printed == ["pretrain", "--data.train_dataset_name_or_path", shards]
+    assert main([*printed, *words, "--trainer.max_steps", "1", "--data.val_dataset_name_or_path", shards]) == 0
+    assert "120 documents" in capsys.readouterr().out
+    other = ["--run.output", str(tmp_path / "other"), "--data.streaming", "true"]
+    assert "leave streaming out" in said(capsys, *printed, *words, *other)
+
+
 def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, tmp_path):
     pretrain([*words, "--run.vocab_size", "40"])
     pretrain([*words, "--trainer.max_steps", "2"], overwrite=True)
