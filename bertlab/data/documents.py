@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['BLOCKS', 'DOCUMENTED', 'RULE', 'SKIPPED', 'INSTALLED', 'SLICE', 'Document', 'parse_docstrings', 'sections',
-           'drop_rules', 'python_files', 'module_documents', 'installed_documents', 'fingerprint', 'stable_hash',
-           'deduplicate', 'word_runs', 'overlap', 'hold_out', 'divide', 'parse_split', 'slice_bounds', 'sliced',
-           'hash_files']
+           'drop_rules', 'python_files', 'module_documents', 'installed_documents', 'marks_in', 'fingerprint',
+           'stable_hash', 'deduplicate', 'word_runs', 'overlap', 'hold_out', 'divide', 'parse_split', 'slice_bounds',
+           'sliced', 'hash_files']
 
 # %% ../../nbs/data/01_documents.ipynb #1a029f5e
 import ast
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -152,11 +153,19 @@ def installed_documents(
             yield document
 
 # %% ../../nbs/data/01_documents.ipynb #69519f11
+def marks_in(
+    text: str,
+) -> str:  # each mark once
+    r"The combining marks of a text, such as accents and vowel signs, which `\w` does not match."
+    return "".join(sorted(c for c in set(text) if unicodedata.category(c).startswith("M")))
+
+
 def fingerprint(
     text: str,
 ) -> str:  # its words in lower case, with one space between them
     "What is left of a text when layout, case and punctuation are not looked at."
-    return " ".join(re.findall(r"\w+", text.casefold())) or text
+    folded = unicodedata.normalize("NFC", text.casefold())
+    return " ".join(re.findall(rf"\w[\w{marks_in(folded)}]*", folded)) or text
 
 
 def stable_hash(

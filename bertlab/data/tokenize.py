@@ -35,6 +35,7 @@ from ..core.files import written_directory
 from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
 from .cache import id_dtype, remove_shards, serialize_tokenizer, text_batches
+from .documents import marks_in
 from .readers import TABLES, check_format, error_policy, kind_of
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
@@ -216,10 +217,10 @@ def _plain_words() -> Any:
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class PlainWords(WordTokenizer):
-        "Words are runs of letters and digits, or single other signs."
+        "Words are runs of letters, their marks and digits, or single other signs."
 
         def word_tokenize(self, text: str) -> list[str]:
-            return re.findall(r"\w+|[^\w\s]", text)
+            return re.findall(rf"\w[\w{marks_in(text)}]*|[^\w\s]", text)
 
         def sent_tokenize(self, text: str) -> list[str]:
             return [s for s in re.split(r"(?<=[.!?])\s+", text) if s]

@@ -9,6 +9,7 @@ import string
 import subprocess
 import sys
 import textwrap
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
@@ -230,6 +231,18 @@ def test_copies_differ_in_layout_case_and_punctuation_alone():
 
 def test_texts_of_marks_alone_are_not_taken_for_copies_of_each_other():
     assert len(deduplicate([Document("☃☃", ""), Document("☃", ""), Document("!?", "")], 1, Counter())) == 3
+
+
+def test_words_that_differ_in_vowel_signs_or_accents_are_different_words():
+    hindi, thai = ["दिन", "दान", "दीन"], ["น้ำมา", "นำมา"]
+    whole = ["con má", "con mà", "con mả"]  # Vietnamese: an accent is another word
+    apart = [unicodedata.normalize("NFD", text) for text in whole]
+    assert len({fingerprint(text) for text in [*hindi, *thai, *whole]}) == 8
+    assert [fingerprint(text) for text in apart] == [fingerprint(text) for text in whole]
+    assert word_runs("यह दिन है", 2) == [("यह", "दिन"), ("दिन", "है")]
+    kept = deduplicate([Document(text, "") for text in [*hindi, *whole, *apart]], 1, Counter())
+    assert [d.text for d in kept] == [*hindi, *whole]
+    assert fingerprint("I ❤\ufe0f you") == fingerprint("I ❤ you"), "a mark on no letter is no word"
 
 
 def test_word_runs_by_hand():

@@ -162,6 +162,13 @@ def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monke
     assert short["documents"] + short["notes"].get("left out by gopher_quality", 0) == len(TEXTS)
 
 
+def test_a_filter_counts_whole_words_where_vowels_are_signs():
+    pytest.importorskip("datatrove")
+    verbs = "खाना जाना पाना गाना नहाना लाना आना बताना दिखाना सुनाना बनाना पढ़ाना चलाना हटाना "  # each once
+    verbs += "मिलाना उठाना जगाना हँसाना डराना मनाना कमाना बचाना रखवाना घुमाना सजाना लगाना"
+    assert module.make_filter("gopher_repetition")(verbs) == verbs
+
+
 def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     pytest.importorskip("datatrove")
     lots = random.Random(0)
