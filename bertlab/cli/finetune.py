@@ -151,6 +151,9 @@ class FinetuningRun:
         "Read rows and tokenizer; build module and optimizer once, so that each has been checked."
         run, model = self.choices, dict(self.config["model"])
         data = {**self.config["data"], "task": model["task"]}
+        if model["problem_type"] is not None and model["task"] == "classification":
+            data["collator_kwargs"] = {"problem_type": model["problem_type"],
+                                       **(data["collator_kwargs"] or {})}
         self.task = load_task(run.task, sizes=run.task_sizes) if run.task else None
         if self.task and data["max_sequence_length"] == 512:  # the default is for unknown texts
             data["max_sequence_length"] = self.task.max_sequence_length

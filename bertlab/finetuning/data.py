@@ -109,7 +109,7 @@ def parse_cells(
     task: str,
     text_column: str,
     label_column: str,
-    problem_type: str | None = None,  # "regression": labels are numbers, whatever they look like
+    problem_type: str | None = None,  # "regression": labels are numbers, or lists of them
 ) -> dict[str, LabelledRows]:
     "Read cells as what a task needs: words, answers, names or numbers."
     first = next(iter(splits.values()))
@@ -117,7 +117,7 @@ def parse_cells(
     tokens = task == "token_classification"
     labels = flatten(list(map(split_cell, cells))) if tokens else cells
     read = choose_reader([one for one in labels if isinstance(one, str)])
-    if problem_type == "regression":
+    if problem_type == "regression" and read is not read_json_cell:
         read = read_number_cell
     records = task in ("question_answering", "span_classification")
     readers = {label_column: read_json_cell if records else read}
@@ -259,6 +259,13 @@ def guess_problem(labels: Sequence) -> str:  # a value of PROBLEM_OF
     if any(isinstance(label, (list, tuple, np.ndarray)) for label in labels):
         return PROBLEM_OF["several"]
     return PROBLEM_OF["amounts" if any(isinstance(label, float) for label in labels) else "one"]
+
+
+def _is_multi_hot(labels: Sequence, num_labels: int | None = None) -> bool:
+    "Whether each row has a list with 0 or 1 for each label there is; None: as many as the first."
+    width = num_labels or np.size(labels[0])
+    return all(isinstance(row, (list, tuple, np.ndarray)) and len(row) == width
+               and all(one in (0, 1) for one in row) for row in labels)
 
 # %% ../../nbs/finetuning/02_data.ipynb #b20a7942
 class EncodedRows(Dataset):
@@ -531,13 +538,14 @@ class FinetuningDataModule(L.LightningDataModule):
     def _hold_out(self, train: LabelledRows) -> dict[str, LabelledRows]:
         "Split the training rows, and say so."
         key = self.context_column or self.text_columns[0]
-        columns = train.read_columns([key, self.label_column])
-        kinds = [[] if isinstance(one, (float, Mapping)) or self.context_column else flatten([one])
-                 for one in columns[self.label_column]]
-        if self.task == "span_classification":
-            kinds = [[label for *_, label in read_spans(row, self.label_column, row[key], 0)]
-                     for row in train]
-        texts = list(map(str, columns[key]))
+        texts, kinds = list(map(str, train.read_columns([key])[key])), [[]] * len(train)
+        if not self.context_column:  # an answer is no label that training could keep
+            values, feature, problem = self._read_labels(train)
+            if problem == PROBLEM_OF["several"] and feature_names(feature) is None \
+                    and _is_multi_hot(values, len(self.label_names or ()) or None):
+                kinds = [np.flatnonzero(one).tolist() for one in values]
+            elif problem != PROBLEM_OF["amounts"]:
+                kinds = [flatten([one]) for one in values]
         parts = hold_out_texts(texts, kinds, self.validation_fraction, self.seed)
         self.note = (f"there is no validation split: {len(parts[1])} of {len(train)} training rows "
                      f"are held out, by seed {self.seed}")
@@ -576,23 +584,29 @@ class FinetuningDataModule(L.LightningDataModule):
             made["train"] = pack_rows(made["train"], *how)
         self.datasets = {split: EncodedRows(rows, self.collator) for split, rows in made.items()}
 
+    def _read_labels(self, rows: LabelledRows) -> tuple[list, Any, str | None]:
+        "Labels, one or a list a row; what `datasets` knows of them; and of texts, the problem."
+        column = self.label_column
+        values, feature = rows.read_columns([column])[column], rows.features.get(column)
+        if self.task == "span_classification":
+            texts = rows.read_columns(self.text_columns[:1])[self.text_columns[0]]
+            values = [[label for *_, label in read_spans({column: one}, column, text, 0)]
+                      for one, text in zip(values, texts)]
+            feature = span_feature(feature)
+        if self.task != "classification":
+            return values, feature, None
+        return values, feature, self.collator_kwargs.get("problem_type") or guess_problem(values)
+
     def _name_labels(self) -> dict[str, Any]:  # options for the collator
         "Find out what the labels of the training rows are for, and name them."
         self.labels = None
         if self.task == "question_answering":
             return {}
         rows = self.records.get("train", next(iter(self.records.values())))
-        values = rows.read_columns([self.label_column])[self.label_column]
-        feature = rows.features.get(self.label_column)
-        plain = self.task in ("token_classification", "span_classification")  # lists of names
-        if self.task == "span_classification":
-            values = [[label for *_, label in read_spans(row, self.label_column,
-                       row[self.text_columns[0]], 0)] for row in rows]
-            feature = span_feature(feature)
-        flat = flatten(values)
+        values, feature, problem = self._read_labels(rows)
+        plain, flat = problem is None, flatten(values)  # words and spans have lists of names
         if not flat:
             raise ValueError(f"no row to train on has a label in {self.label_column!r}")
-        problem = self.collator_kwargs.get("problem_type", guess_problem(values))
         named = feature_names(feature) is not None or isinstance(flat[0], str)
         if self.label_names or self.label_columns:
             names = tuple(self.label_names or self.label_columns)

@@ -232,6 +232,15 @@ def test_there_is_a_configuration_for_each_kind():
         f"finetune-{name}" for name in ("docstring-area", "code-tokens", "doc-words", "api-questions", "own-csv", "glue")}  # fmt: skip
 
 
+def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
+    (tmp_path / "prices.csv").write_text("text,label\n" + "".join(f"the apple costs {n},{n}\n" for n in range(40)))
+    words = words_for(tok, tmp_path / "prices.csv", tmp_path / "run", "--model.problem_type", "regression")
+    run = FinetuningRun(COMMANDS["finetune"].parse(words).config)
+    run.build()
+    assert run.data.collator.problem_type == "regression" and run.monitor == "val_spearman"
+    assert len(run.data.records["validation"]) == 4
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

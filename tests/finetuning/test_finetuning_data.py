@@ -175,6 +175,32 @@ def test_questions_on_one_context_stay_together():
     assert len(sides[1]) == 1 and not sides[0] & sides[1]
 
 
+REGRESSION = {"collator_kwargs": {"problem_type": "regression"}}
+
+
+@pytest.mark.parametrize("price", [lambda i: i, lambda i: [i / 8, -1 - i / 8], lambda i: i / 8], ids=["whole", "lists", "fractions"])
+def test_amounts_are_held_out_whatever_they_look_like(price):
+    rows = [{"text": f"text number {i} is good", "label": price(i) if i < 36 else price(7)} for i in range(40)]
+    data = given_rows(rows, **REGRESSION)
+    assert len(data.records["validation"]) == 4 and data.collator.problem_type == "regression"
+    assert any(row["label"] != price(7) for row in data.records["validation"])
+
+
+def test_lists_of_amounts_in_a_table_are_regressed(tmp_path):
+    path = save(tmp_path / "train.csv", "text,label\n" + "".join(f'text {i},"[{i}, 0.5]"\n' for i in range(20)))
+    data = module(source=path, **REGRESSION)
+    data.setup()
+    assert data.num_labels == 2 and len(data.records["validation"]) == 2
+    assert sorted(row["label"][0] for split in data.records.values() for row in split) == [*range(20)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_training_keeps_a_row_of_each_of_several_labels_that_are_marked_by_0_and_1(seed):
+    rows = [{"text": f"text number {i}", "label": [i % 2, 1 - i % 2, int(i < 2)]} for i in range(8)]
+    data = given_rows(rows, seed=seed, validation_fraction=0.5)
+    assert np.sum(data.records["train"]["label"], axis=0).min() > 0
+
+
 # --- labels ---------------------------------------------------------------------------------------
 
 
