@@ -449,6 +449,9 @@ def choose_reader(
     numbers = [cell for cell in filled if _NUMBER.fullmatch(cell)]
     fractions = [cell for cell in numbers if not re.fullmatch(r"[+-]?\d+", cell)]
     # Among fractions a word is a mistake; among whole numbers it may be a name.
-    if filled and (len(numbers) == len(filled) or fractions and 2 * len(numbers) > len(filled)):
+    if filled and fractions and 2 * len(numbers) > len(filled):
+        return read_number_cell
+    # As numbers, the codes 007 and 7 would be one class, and predictions would lack the zeros.
+    if filled and not fractions and all(re.fullmatch(r"0|-?[1-9][0-9]*", cell) for cell in filled):
         return read_number_cell
     return lambda cell: cell if cell.strip() else None

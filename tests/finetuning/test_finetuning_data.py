@@ -542,6 +542,16 @@ def test_files_by_split_and_a_format_by_name(tmp_path):
         module(source=train, file_format="xml")
 
 
+def test_codes_of_a_table_keep_their_zeros_and_amounts_do_not(tmp_path):
+    path = save(tmp_path / "train.csv", "text,label\n" + "".join(f"text {i} is good,{('007', '7', '0101')[i % 3]}\n" for i in range(12)))
+    data = module(source=path)
+    data.setup()
+    assert data.label2id == {"007": 0, "0101": 1, "7": 2}
+    amounts = module(source=path, **REGRESSION)
+    amounts.setup()
+    assert {row["label"] for split in amounts.records.values() for row in split} == {7, 101}
+
+
 def test_two_columns_are_a_pair_and_several_are_several_labels(tmp_path):
     lines = "".join(f"text {i},is good,{i % 2},{int(i == 1)},0\n" for i in range(6))
     path = save(tmp_path / "train.csv", "a,b,odd,one,never\n" + lines)

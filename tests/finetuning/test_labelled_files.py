@@ -225,6 +225,10 @@ def test_a_broken_line_of_json_is_named_and_may_be_left_out(tmp_path):
         (['["a", "b"]', "[]", ""], [["a", "b"], [], None]),
         (["-1", "1e3"], [-1, 1000.0]),
         (["1_0"], ["1_0"]),
+        (["007", "7", "0101", "12"], ["007", "7", "0101", "12"]),  # codes are no numbers
+        (["+1", "-1"], ["+1", "-1"]),
+        (["0", "-1", " 12 "], [0, -1, 12]),
+        (["007.5", "7"], [7.5, 7]),  # amounts are
     ],
 )
 def test_cells_are_numbers_lists_or_names(cells, expected):
