@@ -12,6 +12,7 @@ __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from ..model.losses import unigram_counts, unigram_entropy
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
 from ..train.checkpoints import find_checkpoint, same_random_states
 from ..train.averages import AveragedWeights
-from ..train.history import History
+from ..train.history import History, say
 from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, data_objective, load_encoder
 from ..train.modules import pretraining_optimizer
@@ -469,9 +470,12 @@ class Run:
             entropy = validation_entropy(self.data)
             line = (f"\nline    {entropy:.3f} nats on the validation text, which no model comes "
                     "below that ignores its input (the entropy of single tokens)")
+        fresh = "" if self.checkpoint else self.module.describe_fresh()  # else it has them all
+        fresh = f"\nfresh   {fresh}" if fresh else ""
         rate = self.module.hparams.learning_rate
         return (f"device  {describe_device()}\n{self.data.describe(num_rows=1)}\n"
-                f"model   {size}\nrate    {rate:.3g} at its peak{line}\noutput  {self.output}")
+                f"model   {size}{fresh}\nrate    {rate:.3g} at its peak{line}\n"
+                f"output  {self.output}")
 
     def fit(self) -> dict[str, float]:  # the final validation; empty where there is no such text
         "Train to the last step. Raises `RunInterrupted` after a signal, with the directory."
@@ -652,6 +656,8 @@ def validate(
         module = PretrainingModule(**{**model, TOKENIZER: tokenizer})
         data.prepare_data()
         data.setup("validate")
+    if module.fresh and rank_zero_only.rank == 0:  # beside the numbers, which are JSON
+        print(f"bertlab validate: {module.describe_fresh()}", file=sys.stderr, flush=True)
     trainer = make_trainer(1, **{**_given(options), "val_check_steps": 1})
     sets, rows = data.val_datasets, []
     names = list(map(str, data.val_sources)) if len(data.val_sources) == len(sets) else []
@@ -682,6 +688,8 @@ def distill(
     stages, limits = load_stages(config), run_limits(choices)  # the limits are of all stages
 
     def watchers(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
+        if module.fresh and rank_zero_only.rank == 0:
+            say(f"{place.name}: {module.describe_fresh()}")
         own = replace(choices, output=str(place))
         return [*get_progress(own.progress, history), *run_guards(own), *limits,
                 *run_monitors(own, module)]

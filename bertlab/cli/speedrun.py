@@ -241,6 +241,8 @@ def speedrun_config(
     base = replace(FIRST_RECIPE, vocab_size=track.vocab_size,
                    max_sequence_length=track.max_sequence_length)
     config = copy.deepcopy(demo_config(base, output)) | {"seed_everything": seed}
+    if recipe.get("model", {}).get("pretrained_model_name_or_path"):  # it brings its shape
+        config["model"]["model_config_kwargs"] = None
     for section, options in recipe.items():
         for name, value in options.items():
             before = config[section].get(name)
@@ -277,6 +279,8 @@ def run_seed(
     run.build()
     run.data.val_datasets = []  # the judge validates, once
     run.prepare(may_be_finished=True)
+    if run.module.fresh and run.checkpoint is None:
+        print(f"seed {seed}: {run.module.describe_fresh()}", flush=True)
     rates = [measure_machine(run.trainer.precision)["matmul_flops"]]
     run.fit()
     rates.append(measure_machine(run.trainer.precision)["matmul_flops"])

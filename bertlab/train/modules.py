@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'HIGHEST_RATE', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
            'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model',
-           'settings_from', 'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options',
+           'describe_fresh', 'settings_from', 'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options',
            'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
 
 # %% ../../nbs/train/02_modules.ipynb #4f3f6a4e
@@ -13,7 +13,7 @@ import inspect
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def continued_model(
     key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
     deferred: bool = False,  # True: with shapes alone, to be filled by `fill_weights`
 ) -> BertLabTokenPredictor:
-    "The objective's model with another's weights; says which parts are fresh."
+    "The objective's model with another's weights; says which are fresh, and keeps it as `fresh`."
     shape = read_shape(source)
     shape = shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
     config = BertLabConfig(**{**shape.to_diff_dict(), **overrides})
@@ -167,10 +167,21 @@ def continued_model(
             line = " ".join(str(error).split())[:300]
             raise ValueError(f"model_config_kwargs={overrides} change shapes, so that the weights "
                              f"of {source} do not fit: {line}") from None
+    model.fresh = fresh
     if fresh:
-        rank_zero_info(f"{source} has no weights for {len(fresh)} tensors, which begin anew: "
-                       f"{', '.join(fresh[:4])}{', ...' if len(fresh) > 4 else ''}")
+        rank_zero_info(describe_fresh(source, fresh))
     return model
+
+
+def describe_fresh(
+    source: str | os.PathLike,  # of the weights
+    fresh: Sequence[str],  # names of the weights that it does not have
+) -> str:
+    "Say in a line which weights begin anew; nothing where none does."
+    if not fresh:
+        return ""
+    return (f"{source} has no weights for {len(fresh)} tensors, which begin anew: "
+            f"{', '.join(fresh[:4])}{', ...' if len(fresh) > 4 else ''}")
 
 # %% ../../nbs/train/02_modules.ipynb #ac44ed68
 SPECIAL_IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
@@ -399,7 +410,7 @@ class PretrainingModule(TrainingModule):
         tokenizer = source if tokenizer is None else tokenizer
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
-        self.tokenizer = tokenizer
+        self.tokenizer, self.fresh = tokenizer, []  # weights that the continued model lacks
         overrides = own_layers({**(model_config_kwargs or {}), **(model_kwargs or {})})
         if source is None:
             self.config = BertLabConfig(**settings_from(tokenizer, overrides))
@@ -408,7 +419,7 @@ class PretrainingModule(TrainingModule):
             later = torch.get_default_device().type == "meta" and not adapter and not float8
             with torch.device("cpu"):
                 self.model = continued_model(source, objective, overrides, load_key_mapping, later)
-            self.config = self.model.config
+            self.config, self.fresh = self.model.config, self.model.fresh
             settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
         if learning_rate is None:
             self.hparams["learning_rate"] = (
@@ -421,6 +432,10 @@ class PretrainingModule(TrainingModule):
             with torch.device("cpu"):
                 self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
         self._configured = self._checked = False
+
+    def describe_fresh(self) -> str:
+        "Say in a line which weights begin anew though a model is continued; nothing where none."
+        return describe_fresh(self.hparams.pretrained_model_name_or_path, self.fresh)
 
     # --- what a batch is worth ------------------------------------------------------------------
 

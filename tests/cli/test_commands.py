@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from bertlab.cli import pretrain as commands
 from bertlab.cli.main import main
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
-from bertlab.data.tokenizers import train_tokenizer
+from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.train.checkpoints import find_checkpoint
+from bertlab.train.modules import load_encoder
 from bertlab.train.parallel import Launch
 
 CONFIG = {
@@ -152,6 +153,23 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(place, wor
     report = (tmp_path / "run" / "report.md").read_text()
     first = json.loads((model / "bertlab-model.json").read_text())["value"]
     assert f"{first:.4g}"[:4] in report
+
+
+def test_the_terminal_says_which_weights_begin_anew(place, words, tmp_path, capsys):
+    model, headless = find_model(place / "run"), tmp_path / "headless"
+    load_encoder(model).encoder.save_pretrained(headless)
+    load_tokenizer(model).save_pretrained(headless)
+    go_on = ["pretrain", *words, "--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path"]
+    assert main([*go_on, str(headless), "--trainer.max_steps", "2"]) == 0
+    told = capsys.readouterr().out
+    assert f"fresh   {headless} has no weights for " in told and "head." in told
+    assert main([*go_on, str(headless), "--trainer.max_steps", "4", "--resume"]) == 0
+    assert "fresh " not in capsys.readouterr().out, "the checkpoint has them all"
+    assert main([*go_on, str(model), "--overwrite"]) == 0 and "fresh " not in capsys.readouterr().out
+    text = ["--data.train_dataset_name_or_path", str(place / "text.txt"), "--data.max_sequence_length", "32"]
+    assert main(["validate", str(headless), *text, "--data.val_batch_size", "4"]) == 0
+    found = capsys.readouterr()
+    assert "begin anew" in found.err and json.loads(found.out)
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):

@@ -84,6 +84,13 @@ def test_a_recipe_changes_entries_of_a_mapping_and_leaves_the_others():
     assert shape["num_hidden_layers"] == 2 and shape["hidden_size"] == 192
 
 
+def test_a_recipe_that_begins_with_a_model_takes_its_shape_and_not_the_demos():
+    named = {"pretrained_model_name_or_path": "somewhere"}
+    config = lambda **more: races.speedrun_config(TRACKS["laptop"], {"model": {**named, **more}}, "o", 0)["model"]  # noqa: E731
+    assert config()["model_config_kwargs"] is None
+    assert config(model_config_kwargs={"embedding_dropout": 0.1})["model_config_kwargs"] == {"embedding_dropout": 0.1}
+
+
 @pytest.mark.parametrize("record", [None, {}, {"corpus_sha256": "other", "corpus": "my text"}])
 def test_a_model_that_may_have_read_the_held_out_text_is_refused(record, tmp_path):
     if record is not None:

@@ -150,12 +150,13 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm")
     assert "rebuilder" in caplog.text and "begin anew" in caplog.text
+    assert later.describe_fresh() in caplog.text
     old, new = first.model.state_dict(), later.model.state_dict()
-    assert all(torch.equal(old[name], new[name]) for name in old)
+    assert all(torch.equal(old[name], new[name]) for name in old) and set(later.fresh) == new.keys() - old.keys()
     caplog.clear()
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
-    assert "anew" not in caplog.text
+    assert "anew" not in caplog.text and first.fresh == [] and first.describe_fresh() == ""
 
 
 def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_trains():
