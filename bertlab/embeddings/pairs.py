@@ -9,10 +9,13 @@ __all__ = ['USUAL', 'PairSet', 'find_columns', 'read_pair', 'group_texts', 'clea
 # %% ../../nbs/embeddings/05_pairs.ipynb #0f81dd4a
 import hashlib
 import json
+import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +95,41 @@ def _one_text(value: Any, column: str, where: str) -> str:
     return value
 
 
-def _several(value: Any, where: str) -> list:
-    "A cell with one or many: a list, a list in JSON, or one value."
+def _several(value: Any) -> list:
+    "A cell with one or many: a list, or one value."
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return list(value)
+    return [] if value is None or value == "" else [value]
+
+
+def _texts(value: Any, where: str) -> list:
+    "A cell of texts, perhaps a list in JSON; a text such as `[1] See below` is one text."
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return _several(value)
+    if re.match(r"""\s*\[\s*["']""", value):  # begins like a list of texts, and so must be one
+        return parse_json(value, f"{where}: the list {value[:40]!r}")
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return [value]
+    is_mark = found and all(isinstance(one, (int, float)) for one in found)  # such as [2019]
+    return [value] if is_mark else found
+
+
+def _scores(value: Any, column: str, where: str) -> list[float]:
+    "A cell of scores, perhaps a list in JSON. Raises `ValueError` for what is no finite number."
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parse_json(value, where)
-    if value is None or value == "":
-        return []
-    return list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+    found = []
+    for one in _several(value):
+        try:
+            found.append(float(one))
+        except (TypeError, ValueError):
+            found.append(math.nan)
+        if not math.isfinite(found[-1]):
+            raise ValueError(f"{where}: the column {column!r} holds {str(one)[:40]!r}; a score is "
+                             "a finite number")
+    return found
 
 
 def read_pair(row: Mapping, columns: Mapping[str, list[str]], where: str) -> tuple:
@@ -106,10 +137,10 @@ def read_pair(row: Mapping, columns: Mapping[str, list[str]], where: str) -> tup
     query, positive = (_one_text(row.get(columns[kind][0]), columns[kind][0], where)
                        for kind in ("query", "positive"))
     negatives = [_one_text(text, name, where) for name in columns["negative"]
-                 for text in _several(row.get(name), where)]
+                 for text in _texts(row.get(name), where)]
     scores = None
     if columns["scores"]:
-        scores = [float(score) for score in _several(row.get(columns["scores"][0]), where)]
+        scores = _scores(row.get(columns["scores"][0]), columns["scores"][0], where)
         if len(scores) != 1 + len(negatives):
             raise ValueError(f"{where}: {len(scores)} scores for a positive and {len(negatives)} "
                              f"negatives; give one each, the positive's first")
@@ -255,6 +286,9 @@ class PairRows(Dataset):
         shuffle: bool = True,
         seed: int = 0,
     ):
+        for n, own in enumerate(pairs.scores or (), 1):
+            if not all(map(math.isfinite, own)):
+                raise ValueError(f"pair {n} has the scores {own}; each must be a finite number")
         longest = max((len(n) for n in pairs.negatives), default=0)
         self.num_negatives = longest if num_negatives is None else num_negatives
         texts, groups = pairs.texts(), group_texts(pairs)
@@ -358,6 +392,10 @@ class EmbeddingDataModule(L.LightningDataModule):
                                    ("val_batch_size", val_batch_size, 2)):
             if value < least:
                 raise ValueError(f"{name} must be {least} or more, got {value}")
+        if num_negatives is not None and not (
+                isinstance(num_negatives, Integral) and num_negatives >= 0):
+            raise ValueError(f"num_negatives must be a whole number of 0 or more, got "
+                             f"{num_negatives}; None takes as many as the longest list")
         if not 0 <= validation_fraction < 1:
             raise ValueError(f"validation_fraction must be 0 or more and below 1, got "
                              f"{validation_fraction}")

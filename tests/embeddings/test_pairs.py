@@ -70,6 +70,31 @@ def test_a_bad_row_is_named_by_its_line_or_left_out_and_counted(tmp_path, row, w
     assert pairs.queries == ["q"] and sum(pairs.notes.values()) == 1
 
 
+@pytest.mark.parametrize("cell, expected", [
+    ("[1] See the appendix.", ["[1] See the appendix."]), ("[2019]", ["[2019]"]), ("[MASK] token", ["[MASK] token"]),
+    ('["c", "d"]', ["c", "d"]), ("[]", []), ("", []), (["[1] c", "d"], ["[1] c", "d"]),
+])  # fmt: skip
+def test_a_negative_may_begin_with_a_bracket(cell, expected):
+    assert read_pairs([{"query": "a", "positive": "b", "negative": cell}]).negatives == [expected]
+
+
+@pytest.mark.parametrize("cell", ["['c', 'd']", '["c", "d', '["c", 3]', "[null]"])
+def test_a_list_of_negatives_that_is_broken_is_no_text(cell):
+    with pytest.raises(ValueError, match="row 0: the (list|column)"):
+        read_pairs([{"query": "a", "positive": "b", "negative": cell}])
+
+
+@pytest.mark.parametrize("scores", [[float("nan"), 0.1], [1.0, float("inf")], "[NaN, 0.1]", "[1.0, null]", "0.9, 0.1"])
+def test_a_score_that_is_no_finite_number_is_refused(scores):
+    row = {"query": "a", "positive": "b", "negative": "c", "scores": scores}
+    with pytest.raises(ValueError, match="row 0: the column 'scores' holds .* finite number"):
+        read_pairs([row])
+    data = small_data(PairSet(["a"], ["b"], [["c"]], [[1.0, float("nan")]]))  # not through the reader
+    data.fraction = 0
+    with pytest.raises(ValueError, match="pair 1 has the scores"):
+        data.setup()
+
+
 def test_repeated_pairs_and_negatives_that_are_answers_are_left_out_with_their_scores():
     pairs = PairSet(["a", "a", "b", "c"], ["A", "A", "A", "c"], [["B", "x"], ["B", "x"], ["a", "y"], []],
                     [[1, 0.5, 0.1], [1, 0.5, 0.1], [1, 0.9, 0.2], [1]])  # fmt: skip
@@ -166,7 +191,8 @@ def test_texts_are_cut_and_counted():
 
 
 @pytest.mark.parametrize("options, word", [({"train_batch_size": 1}, "train_batch_size"), ({"row_length": 8}, "row_length"),
-                                           ({"validation_fraction": 1.0}, "validation_fraction")])
+                                           ({"validation_fraction": 1.0}, "validation_fraction"),
+                                           ({"num_negatives": -1}, "num_negatives"), ({"num_negatives": 1.5}, "num_negatives")])
 def test_options_that_cannot_be_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         EmbeddingDataModule(small_tokenizer(), **{"max_sequence_length": 16, **options})
