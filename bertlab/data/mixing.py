@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .packing import TokenizedDocuments
+from .shards import StoredDocuments
 
 # %% ../../nbs/data/15_mixing.ipynb #d90d607f
 def normalize_rates(
@@ -180,11 +181,21 @@ def join_documents(parts: list[TokenizedDocuments]) -> TokenizedDocuments:
     "All documents of several sources, end to end in name only: no token is copied."
     if len(parts) == 1:
         return parts[0]
-    ends = np.cumsum([0, *(len(part.tokens) for part in parts)])
-    tokens = JoinedTokens([part.tokens for part in parts], np.arange(len(parts)),
-                          np.zeros(len(parts), np.int64), ends)  # fmt: skip
-    offsets = [end + np.asarray(part.offsets[1:]) for end, part in zip(ends, parts)]
-    return TokenizedDocuments(tokens, np.concatenate([[0], *offsets]))
+    sources, starts, sizes, lengths = [], [], [], []
+    for number, part in enumerate(parts):
+        ends, out = np.asarray(part.offsets), _left_out(part)
+        begins = ends[[0, *(document + 1 for document in out)]]
+        starts, sizes = [*starts, *begins], [*sizes, *(ends[[*out, -1]] - begins)]
+        sources += [number] * len(begins)  # stretches, between documents that are left out
+        lengths.append(np.delete(np.diff(ends), out))
+    tokens = JoinedTokens([part.tokens for part in parts], np.array(sources), np.array(starts),
+                          np.cumsum([0, *sizes]))  # fmt: skip
+    return TokenizedDocuments(tokens, np.cumsum(np.concatenate([[0], *lengths])))
+
+
+def _left_out(documents: TokenizedDocuments) -> list[int]:
+    "Numbers of documents whose tokens are there, and must not be read."
+    return list(documents.left_out) if isinstance(documents, StoredDocuments) else []
 
 # %% ../../nbs/data/15_mixing.ipynb #29c12edc
 @dataclass(frozen=True)
@@ -261,6 +272,7 @@ def _usable(
     documents: TokenizedDocuments, name: str, fraction: float | Mapping[str, float], seed: int
 ) -> np.ndarray:  # tokens of each document; 0 for those that may not be drawn on
     lengths = np.diff(documents.offsets)
+    lengths[_left_out(documents)] = 0
     fraction = fraction.get(name, 1.0) if isinstance(fraction, Mapping) else fraction
     if not 0 < fraction <= 1:
         raise ValueError(f"max_source_fraction of {name!r} must be above 0 and at most 1, got "

@@ -273,6 +273,7 @@ class Source:
         self.stored.store.num_ids = num_ids_of(tokenizer)  # a larger id is of a damaged shard
         among = min(len(self.stored), HELD_OUT_AMONG)
         held_out = [n for n in range(among) if _is_held_out(n, self.fraction)]
+        held_out = sorted({*held_out} - {*self.stored.left_out})
         if part == "train":
             return self.stored.without(held_out) if held_out else self.stored
         return TokenizedDocuments.from_sequences(self.stored[n] for n in held_out)
@@ -464,6 +465,8 @@ def add_ends(
     "Lay ends behind documents, 1 to max_ends each, drawn by the document's number."
     if not max_ends:
         return documents
+    if isinstance(documents, StoredDocuments):
+        documents = documents.in_memory()
     counts = count_ends(range(len(documents)), max_ends, seed)
     tokens = np.insert(documents.tokens, np.repeat(documents.offsets[1:], counts), end_token_id)
     return TokenizedDocuments(tokens, documents.offsets + np.cumsum([0, *counts]))
@@ -490,7 +493,7 @@ def mix_lengths(
             raise ValueError("mix_lengths cuts tokens that fit into memory at once, and these lie "
                              f"in {documents.num_blocks} blocks: leave it out, or cut the texts "
                              "before they are tokenized")
-        documents = documents.block(0)
+        documents = documents.in_memory()
     weights = np.array(numbers, dtype=float)
     rng = np.random.default_rng(seed)
     drawn = rng.choice(list(shares), len(documents), p=weights / weights.sum())

@@ -549,8 +549,16 @@ class StoredDocuments(TokenizedDocuments):
         return read
 
     def without(self, numbers: Iterable[int]) -> "StoredDocuments":
-        "The same, but `block` does not give these documents."
-        return StoredDocuments(self.path, self.manifest, tuple(numbers), self.store.num_ids)
+        "The same, but `block` does not give these documents either."
+        out = {*self.left_out, *numbers}
+        return StoredDocuments(self.path, self.manifest, tuple(out), self.store.num_ids)
+
+    def in_memory(self) -> TokenizedDocuments:
+        "A copy of all documents but those that are left out."
+        blocks = [self.block(number) for number in range(self.num_blocks)]
+        tokens = [np.empty(0, self.tokens.dtype), *(block.tokens for block in blocks)]
+        lengths = [np.zeros(1, np.int64), *(np.diff(block.offsets) for block in blocks)]
+        return TokenizedDocuments(np.concatenate(tokens), np.cumsum(np.concatenate(lengths)))
 
 
 def _nothing(size: int) -> np.ndarray:

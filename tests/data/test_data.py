@@ -12,6 +12,7 @@ from bertlab.data.corpus import load_corpus
 from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, mix_lengths, pack_texts, pair_splits
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from bertlab.data.rows import Collator
+from bertlab.data.shards import finish_shards, open_shards, write_part
 from bertlab.data.sources import TextStream
 from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
 
@@ -328,6 +329,46 @@ def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
     read = [TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream]
     assert held == sorted(text for one in texts.values() for text in one[9::10])
     assert sorted(read + held) == sorted(text for one in texts.values() for text in one)
+
+
+def write_shards(path, texts):
+    "Tokens in several blocks, as `bertlab tokenize` leaves them."
+    ids = TOKENIZER(texts, add_special_tokens=False).input_ids
+    encode = lambda first: ((np.array(one, np.int32), np.array([len(one)])) for one in ids[first:])  # noqa: E731
+    write_part(path, 0, encode, "key", block_tokens=70)
+    finish_shards(path, 1, "key")
+    return str(path)
+
+
+def texts_in(rows):
+    "The texts that stand in a dataset's rows, sorted."
+    found = []
+    for row in (rows[n] for n in range(len(rows))):
+        pieces = [row["input_ids"][row["attention_mask"] == n] for n in range(1, row["attention_mask"].max() + 1)]
+        found += [TOKENIZER.decode(piece, skip_special_tokens=True) for piece in pieces]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("sizes, options", [
+    ([103], {}), ([103, 87, 45], {}), ([103, 87], {"data_kwargs": {"mixing_rates": [1, 1]}}),
+    ([23], {"objective": "diffusion", "max_ends": 4}), ([103, 87], {"objective": "diffusion", "max_ends": 4}),
+])  # fmt: skip
+def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options):
+    texts = [[f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, size in enumerate(sizes)]
+    data = set_up([write_shards(tmp_path / str(k), some) for k, some in enumerate(texts)], **options)
+    mixed, every = "data_kwargs" in options, sorted(text for some in texts for text in some)
+    read, held = texts_in(data.train_dataset.first if mixed else data.train_dataset), texts_in(data.val_dataset)
+    assert held == sorted(text for some in texts for text in some[9::10])
+    assert sorted(read + held) == every if not mixed else set(read) < set(every) - set(held)
+
+
+def test_what_a_user_leaves_out_of_shards_is_in_no_part(tmp_path):
+    texts = [f"w1 w{n}" for n in range(60)]
+    data = make_module(None)
+    data.set_datasets(open_shards(write_shards(tmp_path, texts)).without([0, 9, 30]))
+    data.setup()
+    kept = [text for n, text in enumerate(texts) if n not in (0, 9, 30)]
+    assert sorted(texts_in(data.train_dataset) + texts_in(data.val_dataset)) == sorted(kept)
 
 
 def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
