@@ -10,7 +10,7 @@ __all__ = ['MARKER', 'written_whole', 'recover_directory', 'written_directory', 
 import ctypes
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -69,9 +69,9 @@ def _link(old: Path, new: Path) -> None:
         shutil.copy2(old, new, follow_symlinks=False)
 
 
-def _carry_over(old: Path, new: Path) -> None:
+def _carry_over(old: Path, new: Path, without: Collection[str] = ()) -> None:
     "Let everything of one directory be in the other too, but for names that it has itself."
-    for path in old.iterdir():
+    for path in (path for path in old.iterdir() if path.name not in without):
         target = new / path.name
         if path.is_dir() and not path.is_symlink():
             if not os.path.lexists(target):
@@ -97,6 +97,7 @@ def _replace(directory: Path, temporary: Path) -> Path:  # where the old content
 def written_directory(
     directory: str | os.PathLike,  # where the directory shall be
     keep: bool = False,  # whether what the old one holds under other names stays
+    without: Collection[str] = (),  # names of the old one that do not stay
 ) -> Iterator[Path]:  # a hidden one beside it: fill this
     "Give an empty directory; it takes the place of `directory` when the block ends well, whole."
     recover_directory(directory)
@@ -115,10 +116,10 @@ def written_directory(
             return
         shutil.copystat(directory, temporary)
         if keep:
-            _carry_over(directory, temporary)
+            _carry_over(directory, temporary, without)
         old = _replace(directory, temporary)
         if keep:
-            _carry_over(old, directory)  # what came in the meantime
+            _carry_over(old, directory, without)  # what came in the meantime
         shutil.rmtree(old)
         if Path(here).is_relative_to(directory) and os.path.isdir(here):
             os.chdir(here)  # else this process stands in the old one

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
-           'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'from_huggingface', 'has_adapter',
-           'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving',
-           'save_model']
+           'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'stored_head', 'from_huggingface',
+           'has_adapter', 'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer', 'match_tokens',
+           'describe_saving', 'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -14,6 +14,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
 from .loading import MODEL_KINDS, SECOND_NAMES, check_finite, check_torch_file
-from .loading import find_ending, find_weight_files, key_table, their_names
+from .loading import find_ending, find_weight_files, key_table, read_weights
+from .loading import their_names
 from .loading import load_weights as copy_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from .task_heads import BertLabForTokenClassification, pool_rows
@@ -387,6 +389,19 @@ def load_pretrained(
     return model
 
 
+def stored_head(
+    name: str | os.PathLike,  # a model without `architectures` in its config.json
+    kind: str,  # a key of MODEL_KINDS, or bertlab
+) -> str:  # ForMaskedLM, or Model where no head over the vocabulary is stored
+    "Which head a saved model has, by the names of its weights. Raises `ValueError` without any."
+    dense = "head.dense.weight"
+    if kind in MODEL_KINDS:
+        (dense,) = their_names(dense, key_table(kind, "ForMaskedLM"))
+    names = read_weights(name)  # a classifier of ModernBERT has a head.dense as well
+    labels = any(part in key for key in names for part in ("classifier.", "task_head."))
+    return "ForMaskedLM" if dense in names and not labels else "Model"
+
+
 def from_huggingface(
     name_or_model: str | os.PathLike | PreTrainedModel,  # on the hub, a directory, or a model
     load_weights: bool = True,  # False: only the shape, with fresh weights
@@ -395,7 +410,12 @@ def from_huggingface(
     theirs = name_or_model if isinstance(name_or_model, PreTrainedModel) else None
     shape = read_shape(name_or_model) if theirs is None else theirs.config
     kind = find_kind(shape)
-    name = (shape.architectures or ["Model"])[0] if theirs is None else type(theirs).__name__
+    if theirs is not None:
+        name = type(theirs).__name__
+    elif shape.architectures:
+        name = shape.architectures[0]
+    else:
+        name = stored_head(name_or_model, kind) if load_weights else "Model"
     head, config = find_head(name), bertlab_config(shape)
     if theirs is None and load_weights:
         theirs = load_pretrained(their_class(kind, head), name_or_model)
@@ -544,6 +564,13 @@ def _say_once(line: str) -> None:
     logging.getLogger(__name__).warning("%s", line)
 
 
+def _weights_in(directory: Path) -> set[str]:
+    "The names of a model's weights that lie in a directory: one file, or an index and its files."
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    return {name for name in names if re.fullmatch(
+        r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)}
+
+
 # A place that cannot change its name: a mounted drive, or one beside which nobody may write.
 _CANNOT_MOVE = (errno.EBUSY, errno.EXDEV, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -580,11 +607,12 @@ def save_model(
             tokenizer.save_pretrained(place)
 
     recover_directory(directory)
+    old = _weights_in(directory)  # one file beside the index of another model is two models
     # A model, the old one or the new one, and never half of each. A directory with other things in
     # it, such as a run, stays where it is.
     if (directory / "config.json").exists() or not directory.exists():
         try:
-            with written_directory(directory, keep=True) as place:
+            with written_directory(directory, keep=True, without=old) as place:
                 write(place)
             return directory
         except OSError as error:
@@ -594,7 +622,10 @@ def save_model(
     # Inside the directory, because a rename is only atomic within one file system.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
         write(Path(temporary))
+        old -= _weights_in(Path(temporary))
         for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
             with written_whole(directory / file.name) as whole:
                 os.replace(file, whole)
+    for name in old:
+        (directory / name).unlink(missing_ok=True)
     return directory

@@ -96,8 +96,9 @@ def read_torch_file(
     raise ValueError(f"{path} is damaged: the checksum of {wrong_part} is wrong")
 
 # %% ../../nbs/model/08_loading.ipynb #ecbc069d
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors",
-                "pytorch_model.bin.index.json", "pytorch_model.bin")  # fmt: skip
+WEIGHT_FILES = (  # in the order in which transformers looks
+    "model.safetensors", "model.safetensors.index.json",
+    "pytorch_model.bin", "pytorch_model.bin.index.json")  # fmt: skip
 
 
 def _read_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
@@ -146,7 +147,7 @@ def find_weight_files(
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{found} names a file that is not there: {reason}") from None
-    raise ValueError(f"{name} is no file, no directory with {' or '.join(WEIGHT_FILES[1::2])}, "
+    raise ValueError(f"{name} is no file, no directory with {' or '.join(WEIGHT_FILES[::2])}, "
                      "and no such model is on the hub or in its cache")
 
 # %% ../../nbs/model/08_loading.ipynb #21fad5f8

@@ -35,7 +35,7 @@ from ..core.names import find_part
 from ..data.collators import COLLATORS
 from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
-from ..model.huggingface import plain_copy, read_shape, save_model
+from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
 from ..data.tokenizers import count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
@@ -126,7 +126,8 @@ def load_encoder(
     config = read_shape(source)
     if config.model_type != BertLabConfig.model_type:
         return from_huggingface(source).float()
-    headless = (config.architectures or ["BertLabModel"])[0].startswith("BertLabModel")
+    named = config.architectures or [f"BertLab{stored_head(source, config.model_type)}"]
+    headless = named[0].startswith("BertLabModel")
     return load_pretrained(AutoModel if headless else AutoModelForMaskedLM, source).float()
 
 

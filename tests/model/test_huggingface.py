@@ -584,6 +584,35 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
         to_huggingface(BertLabForQuestionAnswering(bert_tiny(**SHAPE, num_labels=3)))
 
 
+@pytest.mark.parametrize("head", ["ForMaskedLM", "Model", "ForPreTraining", "ForSequenceClassification"])
+@pytest.mark.parametrize("kind", MODEL_KINDS)
+def test_without_a_named_class_the_weights_tell_of_the_head(kind, head, tmp_path):
+    if head == "ForPreTraining" and kind != "bert":
+        return  # a head of BERT alone
+    original = lively(their_class(kind, head)(theirs(kind).config)).eval()
+    original.save_pretrained(tmp_path)
+    rewrite_config(tmp_path, architectures="gone")
+    found, ids = from_huggingface(tmp_path), torch.randint(5, V, (2, 8))
+    if head in ("ForMaskedLM", "ForPreTraining"):
+        logits = original(ids).prediction_logits if head == "ForPreTraining" else original(ids).logits
+        torch.testing.assert_close(found(ids).logits, logits, **TOLERANCE)
+    else:
+        assert isinstance(found, BertLabModel)
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_model_of_ours_without_a_named_class_keeps_its_head(head, tmp_path):
+    from bertlab.train.modules import load_encoder
+
+    model = ours(qk_norm=True)
+    model = model if head else model.encoder
+    model.save_pretrained(tmp_path)
+    rewrite_config(tmp_path, architectures="gone")
+    found = load_encoder(tmp_path)
+    assert type(found) is type(model)
+    assert all(torch.equal(weight, found.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
 def test_our_shape_chooses_the_kind():
     assert type(to_huggingface(BertLabForMaskedLM(bert_tiny(**SHAPE)))) is BertForMaskedLM
     assert type(to_huggingface(ours())) is ModernBertForMaskedLM
@@ -685,6 +714,18 @@ def test_saving_that_fails_keeps_the_files_that_were_there(saved, tmp_path, monk
     with pytest.raises(OSError, match="disk"):
         save_model(ours(), tokenizer(), tmp_path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("place", ["a model", "a run"])
+def test_no_file_of_an_older_models_weights_stays(place, tmp_path):
+    to_huggingface(ours()).save_pretrained(tmp_path, max_shard_size="5KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    if place == "a run":  # whose directory stays where it is, and is filled file by file
+        (tmp_path / "config.json").unlink()
+    (tmp_path / "model-notes.safetensors").write_bytes(b"mine")
+    save_model(ours(), None, tmp_path)
+    held = {path.name for path in tmp_path.iterdir()}
+    assert held == {"config.json", "model.safetensors", "model-notes.safetensors"}
 
 
 def half_a_save(self, directory):

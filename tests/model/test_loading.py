@@ -98,6 +98,19 @@ def test_a_model_of_transformers_in_many_files_is_read_as_in_one(family, tmp_pat
     assert load_weights(fresh, tmp_path).complete and equal(fresh, model)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_whole_file_comes_before_the_index_of_a_model_that_was_there(model, tmp_path, kind):
+    "As transformers reads such a directory."
+    old = lively(BertLabForMaskedLM(config()))
+    write(old, tmp_path, {"safetensors": "shards", "bin": "old directory"}[kind])
+    if kind == "safetensors":
+        save_file({n: w.contiguous() for n, w in model.state_dict().items()}, tmp_path / "model.safetensors")
+    else:
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    fresh = BertLabForMaskedLM(config())
+    assert load_weights(fresh, tmp_path).complete and equal(fresh, model)
+
+
 def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
     weights, _ = train(Texts(), 3, [RunCheckpoint(tmp_path / "last.ckpt")])
     from bertlab.model.config import BertLabConfig
