@@ -212,13 +212,17 @@ def embed_evaluate(
     loaded = load_bi_encoder(model)
     told, numbers = [], {}
     for one in tasks:
+        left_out: list[str] = []
         scorers = {"model": EncoderScorer(loaded)} | (
             {"model, MaxSim": LateScorer(loaded)} if late else {})
         if baselines:
-            words = WordVectors(one.train.texts() or one.documents)
-            scorers |= {"BM25": bm25_scores, "TF-IDF": tfidf_scores, "mean of word vectors": words}
+            scorers |= {"BM25": bm25_scores, "TF-IDF": tfidf_scores}
+            try:
+                scorers["mean of word vectors"] = WordVectors(one.train.texts() or one.documents)
+            except ValueError as error:  # no reason to lose the model's own numbers
+                left_out = [f"mean of word vectors: left out, because {error}"]
         found = evaluate_retrieval(one, scorers)
-        told += [one.describe(), retrieval_table(found), ""]
+        told += [one.describe(), retrieval_table(found), *left_out, ""]
         numbers[one.name] = {name: {m: bootstrap(v) for m, v in values.items()}
                              for name, values in found.items()}
     if mteb:

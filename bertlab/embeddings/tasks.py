@@ -12,7 +12,7 @@ import ast
 import re
 import sysconfig
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +146,10 @@ def load_retrieval(
 Scorer = Callable[[Sequence[str], Sequence[str]], np.ndarray]  # queries, documents -> (Q, N)
 
 
+def _has_words(texts: Sequence[str]) -> bool:
+    return any(re.search(r"\w", text) for text in texts)
+
+
 def bm25_scores(
     queries: Sequence[str],
     documents: Sequence[str],
@@ -155,6 +159,8 @@ def bm25_scores(
     "Score documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15)."
     from sklearn.feature_extraction.text import CountVectorizer
 
+    if not _has_words(documents):
+        return np.zeros((len(queries), len(documents)))
     vectorizer = CountVectorizer(token_pattern=r"\w+", dtype=np.float64)
     counts = vectorizer.fit_transform(documents).tocsr()
     holders_V = np.bincount(counts.indices, minlength=counts.shape[1])
@@ -170,13 +176,19 @@ def tfidf_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray
     "Cosines of TF-IDF vectors, by scikit-learn."
     from sklearn.feature_extraction.text import TfidfVectorizer
 
+    if not _has_words(documents):
+        return np.zeros((len(queries), len(documents)))
     vectorizer = TfidfVectorizer(token_pattern=r"\w+", sublinear_tf=True)
     d_NV = vectorizer.fit_transform(documents)
     return (vectorizer.transform(queries) @ d_NV.T).toarray()
 
 
 class WordVectors:
-    "The mean of word vectors that were learned from texts by a truncated SVD of TF-IDF counts."
+    """The mean of word vectors that were learned from texts by a truncated SVD of TF-IDF counts.
+
+    A word that only one text has is left out, where the others are enough for the width. Raises
+    `ValueError` for texts without a word.
+    """
 
     def __init__(
         self,
@@ -187,9 +199,16 @@ class WordVectors:
         from sklearn.decomposition import TruncatedSVD
         from sklearn.feature_extraction.text import TfidfVectorizer
 
-        self.vectorizer = TfidfVectorizer(token_pattern=r"\w+", sublinear_tf=True, min_df=2)
+        if not _has_words(texts):
+            raise ValueError(f"word vectors need texts with words; these {len(texts)} have none")
+        self.vectorizer = TfidfVectorizer(token_pattern=r"\w+", sublinear_tf=True)
+        words_of = self.vectorizer.build_analyzer()
+        holders = Counter(word for text in texts for word in {*words_of(text)})
+        self.vectorizer.min_df = 2 if sum(n > 1 for n in holders.values()) > width else 1
         counts = self.vectorizer.fit_transform(texts)
-        svd = TruncatedSVD(min(width, min(counts.shape) - 1), random_state=seed).fit(counts)
+        rank = max(1, min(width, min(counts.shape) - 1))
+        with np.errstate(invalid="ignore"):  # a single text has no variance to divide by
+            svd = TruncatedSVD(rank, random_state=seed).fit(counts)
         self.vectors_VD = svd.components_.T * svd.singular_values_
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:  # (N, D), of length 1

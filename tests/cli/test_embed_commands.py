@@ -106,6 +106,32 @@ def test_an_evaluation_has_the_baselines_in_its_table(place, capsys, tmp_path):
     assert "BM25" in said
 
 
+SMALL = {
+    "one": [("where is the red house", "the house is in the north")],
+    "three": [("red house", "a house in the north"), ("blue door", "the door of it"), ("who", "nobody at all")],
+    "unspaced": [("红色房子", "北方的房子"), ("蓝色的门", "它的门"), ("谁", "没有人")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_an_evaluation_on_few_pairs_has_its_baselines(place, capsys, tmp_path, name):
+    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"query": q, "positive": p}) for q, p in SMALL[name]))
+    status, said, error = run(capsys, "evaluate", place / "run", "--data", tmp_path / "few.jsonl")
+    assert status == 0, error
+    rows = [line.split("  ")[0] for line in said.splitlines()[2:]]
+    assert rows == ["model", "BM25", "TF-IDF", "mean of word vectors"]
+
+
+def test_an_evaluation_on_texts_without_words_keeps_the_model_s_numbers(place, capsys, tmp_path):
+    (tmp_path / "signs.jsonl").write_text("\n".join(json.dumps({"query": q, "positive": p}) for q, p in ["?!", "+-", "=<"]))
+    status, said, error = run(capsys, "evaluate", place / "run", "--data", tmp_path / "signs.jsonl")
+    assert status == 0, error
+    lines = said.splitlines()
+    assert lines[2].startswith("model  ") and lines[3].startswith("BM25") and "0.000 (0.000-0.000)" in lines[3]
+    assert lines[-1].startswith("mean of word vectors: left out") and "have none" in lines[-1]
+
+
 MISTAKES = {
     "no model": (("search", "no/model", "{texts}", "x"), "no model"),
     "no place": (("search", "{run}", "no/folder", "x"), "no/folder"),
