@@ -325,8 +325,12 @@ def _read_rows(
     if not hasattr(data, "__len__"):
         raise ValueError(f"{type(data).__name__} has no length: name its source, set streaming")
     rows = list(data)
-    texts = all(isinstance(row, str) for row in rows)
-    return rows if texts else TokenizedDocuments.from_sequences(rows)
+    is_text = [isinstance(row, str) for row in rows]
+    if any(is_text) and not all(is_text):
+        number = is_text.index(False)
+        raise ValueError(f"given row {number + 1} is of type {type(rows[number]).__name__}, and "
+                         "other rows are texts: leave it out")
+    return rows if all(is_text) else TokenizedDocuments.from_sequences(rows)
 
 # %% ../../nbs/data/16_module.ipynb #19a7e938
 def _draw_lengths(lengths: np.ndarray, capacity: int, num_bars: int = 8) -> str:

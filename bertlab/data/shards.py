@@ -113,6 +113,9 @@ def write_shard(
         file.write(bytes(HEADER_BYTES))
         for ids, lengths in blocks:
             stored, stops = ids.astype(dtype), num_tokens + np.cumsum(lengths, dtype=np.int64)
+            if not np.array_equal(stored, ids):  # a larger id would come back as another
+                raise ValueError(f"{path.name}: {dtype} does not hold all ids from {ids.min()} to "
+                                 f"{ids.max()}")
             own = np.concatenate([ends[-1][-1:], stops])
             table.append((num_tokens, num_documents, _sum(stored), _sum(own)))
             file.write(stored.tobytes())

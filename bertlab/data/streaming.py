@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from .cache import Encoder, encode_batches, serialize_tokenizer, text_batches
 from .packing import PackingReport, TokenizedDocuments, account_rows, build_rows
-from .packing import check_overflow, mark_repeated, plan_best_fit
+from .packing import check_overflow, mark_repeated, plan_best_fit, read_ids
 from .sources import TextStream
 
 # %% ../../nbs/data/14_streaming.ipynb #314e16e4
@@ -67,11 +67,7 @@ def _read_document(
             raise ValueError(f"document {number} of the source has no input_ids, only "
                              f"{list(document)}: tokenize the stream first (source.map)")
         document = document["input_ids"]
-    ids = np.asarray(document)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"document {number} of the source must be a flat sequence of token ids, "
-                         f"got {ids.dtype} of shape {ids.shape}: tokenize the stream first")
-    return ids.astype(np.int32)
+    return read_ids(document, f"document {number} of the source")
 
 # %% ../../nbs/data/14_streaming.ipynb #4c21b94e
 class _Lots:

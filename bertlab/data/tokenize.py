@@ -34,8 +34,10 @@ import numpy as np
 from ..core.files import written_directory
 from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
-from .cache import id_dtype, remove_shards, serialize_tokenizer, text_batches
+from .cache import id_dtype, num_ids_of, remove_shards, serialize_tokenizer
+from .cache import text_batches
 from .documents import marks_in
+from .packing import read_ids
 from .readers import TABLES, check_format, error_policy, kind_of
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
@@ -178,8 +180,8 @@ def read_part(
 def _file_texts(path: Path, reading: Reading, notes: Counter, policy: Callable) -> Iterator[Any]:
     kind = kind_of(path)
     if kind in TABLES and reading.text_column == "input_ids":
-        for _, row in TABLES[kind](path, policy, None, ["input_ids"]):
-            yield np.asarray(row["input_ids"])
+        for where, row in TABLES[kind](path, policy, None, ["input_ids"]):
+            yield read_ids(row["input_ids"], f"{where}: input_ids")
         return
     options = reading.text_column, reading.lines, notes, reading.file_format, policy
     yield from (text for _, text in rows_of(path, *options, None, reading.header))
@@ -294,6 +296,7 @@ class Job:
     near_duplicates: bool = False
     shard_tokens: int = SHARD_TOKENS
     first: int = 0  # number of the first part: there are more in the directory when appending
+    num_ids: int | None = None  # that the tokenizer may give; None: any
 
     def key(self, part: int | None = None) -> str:
         "A name of the whole job, or of one part, made of all that its tokens depend on."
@@ -306,8 +309,8 @@ class Job:
 
     @property
     def steps(self) -> Path:
-        "Where datatrove keeps its records and what is found on the way."
-        return Path(self.output, "steps")
+        "Where datatrove keeps its records and what is found on the way; of this job alone."
+        return Path(self.output, "steps", self.key())
 
     def removed(self, part: int) -> np.ndarray | None:
         "Numbers of the documents of a part that repeat others."
@@ -336,14 +339,14 @@ def tokenize_part(
     encoder = Encoder(job.tokenizer)
 
     def encode(first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        documents = read_part(job.parts[number], job.reading, met)
+        documents = _checked(read_part(job.parts[number], job.reading, met), job, number)
         kept = kept_documents(documents, job.filters, notes, job.removed(number))
         left = islice(kept, first, None)
         for is_text, run in groupby(left, key=lambda document: isinstance(document, str)):
             if is_text:
                 yield from encode_batches(_counted(text_batches(run), count), encoder, num_proc)
             else:
-                yield from (_as_ids(document) for document in run)
+                yield from ((ids, np.array([len(ids)])) for ids in run)
         notes.update({what: count for what, count in met.items() if what.startswith("malformed")})
 
     return write_part(job.output, job.first + number, encode, job.key(number), job.dtype,
@@ -356,12 +359,13 @@ def _counted(batches: Iterable[list[str]], count: Callable[[int], None]) -> Iter
         count(sum(map(len, batch)))
 
 
-def _as_ids(document: Any) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.asarray(document)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"a document must be text or a flat sequence of token ids, got "
-                         f"{ids.dtype} of shape {ids.shape}")
-    return ids.astype(np.int32), np.array([len(ids)])
+def _checked(documents: Iterable[Any], job: Job, number: int) -> Iterator[Any]:
+    "The documents of a part. Raises `ValueError` for ids that its tokenizer does not give."
+    part = job.parts[number]
+    names = " ... ".join(dict.fromkeys((part.names or ("",))[n] for n in (0, -1)))
+    for row, document in enumerate(documents, part.rows[0] + 1):
+        what = f"document {row} of {names or 'the source'}"
+        yield document if isinstance(document, str) else read_ids(document, what, job.num_ids)
 
 # %% ../../nbs/data/18_tokenize.ipynb #88655b1f
 _job: Job | None = None  # of this worker process
@@ -482,7 +486,7 @@ def run_stages(
     last = None
     for name, steps, tasks in _stages(job, writes):
         own = {"tasks": tasks, "workers": min(workers, tasks), "logging_dir":
-               str(job.steps / "logs" / f"{job.key()}-{name}"), "depends": last, **options}
+               str(job.steps / "logs" / name), "depends": last, **options}
         if executor == "slurm":
             own["job_name"] = f"bertlab-{name}"
         if executor == "local" and sys.platform == "linux":
@@ -625,7 +629,7 @@ def tokenize_shards(
     job_of = lambda first: Job(  # noqa: E731
         tuple(parts), reading, str(output.absolute()), serialize_tokenizer(loaded),
         hash_tokenizer(loaded), id_dtype(loaded), tuple(filters or ()), near_duplicates,
-        shard_tokens, first)  # fmt: skip
+        shard_tokens, first, num_ids_of(loaded))  # fmt: skip
     job = _check_place(job_of, output, append, overwrite)
     if job is None:
         return read_manifest(output)

@@ -132,6 +132,11 @@ def test_a_dataset_without_the_column_lists_those_it_has():
         make_module(None).set_datasets(datasets.Dataset.from_dict({"body": ["a"], "title": ["b"]}))
 
 
+def test_a_row_without_a_text_is_named_where_the_others_have_one():
+    with pytest.raises(ValueError, match="given row 2 is of type NoneType"):
+        make_module(None).set_datasets(["a text", None, "another"])
+
+
 def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
     texts = [make_texts(50, seed=n) for n in range(2)]
     paths = [write_lines(tmp_path / f"{n}.txt", t) for n, t in enumerate(texts)]

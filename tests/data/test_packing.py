@@ -425,6 +425,23 @@ def test_a_generator_of_documents_is_read_once():
     assert [document.tolist() for document in (documents[0], documents[3])] == [[], [3, 3, 3]]
 
 
+@pytest.mark.parametrize(
+    "document, words",
+    [
+        ([20.7, 21.2], "document 1 must be a flat sequence of token ids, got float64"),
+        ([[20, 21], [22, 23]], r"shape \(2, 2\)"),
+        ([[20], [22, 23]], "lists in a list"),
+        (None, "got object"),
+        ("a text", "tokenize it first"),
+        ([5, -100], "the id -100"),
+        (np.array([1 << 32]), "the id 4294967296"),
+    ],
+)
+def test_a_document_that_is_no_sequence_of_ids_is_named_and_not_read_as_another(document, words):
+    with pytest.raises(ValueError, match=words):
+        TokenizedDocuments.from_sequences([[5, 6], document])
+
+
 def test_users_mistakes_name_the_argument():
     with pytest.raises(ValueError, match="room must be 1 or more, got 0"):
         PackedDataset([[1]], 2, **SPECIAL)

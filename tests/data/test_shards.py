@@ -157,6 +157,11 @@ def test_only_the_blocks_that_are_read_are_checked_and_a_bad_one_is_named(tmp_pa
         open_shards(tmp_path).verify()
 
 
+def test_ids_beyond_two_bytes_are_not_cut_to_two(tmp_path):
+    with pytest.raises(ValueError, match="uint16 does not hold all ids from 7 to 65543"):
+        write_part(tmp_path, 0, lambda first: iter([(np.array([7, 65_543]), np.array([2]))]), "key", "uint16")
+
+
 def test_ids_beyond_two_bytes_survive(tmp_path):
     ids = np.array([70_000, 5, 65_536], np.int32)
     write_part(tmp_path, 0, lambda first: iter([(ids, np.array([3]))]), "key", "int32")

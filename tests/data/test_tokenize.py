@@ -182,6 +182,36 @@ def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     assert found["notes"] == {"left out as near duplicates": 12} and found["documents"] == 30
 
 
+def test_near_duplicates_of_one_job_say_nothing_of_the_next(text, tmp_path):
+    pytest.importorskip("datatrove")
+    lots = random.Random(1)
+    words = ["".join(lots.choices("abcdefghij", k=6)) for _ in range(500)]
+    one, *others = [" ".join(lots.choices(words, k=80)) for _ in range(9)]
+    (tmp_path / "first.txt").write_text("\n".join([one, one + " end", *others[:3]]) + "\n")
+    (tmp_path / "second.txt").write_text("\n".join(others[3:]) + "\n")
+    for name, found in (("first", 4), ("second", 4 + 5)):
+        options = {"near_duplicates": True, "workers": 1, "append": name == "second"}
+        made_ = tokenize_shards(str(tmp_path / f"{name}.txt"), text / "tokenizer", tmp_path / "out", **options)
+        assert made_["documents"] == found and made_["notes"] == {"left out as near duplicates": 1}
+    assert [d.tolist() for d in open_shards(tmp_path / "out")][4:] == expected(text, others[3:])
+
+
+@pytest.mark.parametrize(
+    "ids, words",
+    [
+        ([20, 65_556], "document 2 of .*ids.jsonl has the id 65556, and ids go from 0 to 299"),
+        ([20, 300], "has the id 300"),
+        ([-1, 20], "has the id -1"),
+        ([20.5, 21.0], "flat sequence of token ids, got float64"),
+        ([[20], [21, 22]], "lists in a list"),
+    ],
+)
+def test_token_ids_that_the_tokenizer_does_not_give_are_refused(text, tmp_path, ids, words):
+    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": one}) for one in ([5, 299], ids)))
+    with pytest.raises(ValueError, match=words):
+        tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "out", text_column="input_ids")
+
+
 FAKE_SBATCH = """#!/bin/bash
 # Runs each task of the array at once, as a cluster would, and says the job's number.
 script="${@: -1}"
