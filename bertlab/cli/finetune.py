@@ -192,13 +192,13 @@ class FinetuningRun:
 
     def prepare(self) -> None:
         "Write the first files: the directory, run.yaml, the tokenizer."
+        told = [describe_task(self.task)] if self.task else []
+        told += [self.data.describe(num_rows=1), f"model    {self.description}",
+                 f"watched  {self.monitor}"]
         prepare_run_directory(self.output, self.resume, self.overwrite)
         with written_whole(self.output / MARKER) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
         self.tokenizer.save_pretrained(self.output / "tokenizer")
-        told = [describe_task(self.task)] if self.task else []
-        told += [self.data.describe(num_rows=1), f"model    {self.description}",
-                 f"watched  {self.monitor}"]
         print("\n".join(told), flush=True)
 
     def fit(self) -> dict[str, Any]:  # what is in metrics.json

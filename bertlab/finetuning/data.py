@@ -200,6 +200,28 @@ class LabelNames:
     "Which labels there are, in the order of their ids."
     values: tuple  # as the data has them: names, or numbers
     names: tuple[str, ...]
+    origin: str = "training"  # where they stand, for messages
+    multi_hot: bool = False  # each row holds 0 or 1 for each of them
+
+    @classmethod
+    def given(cls, names: Sequence[str], values: Sequence) -> "LabelNames":
+        """Give names of one's own to the labels of the training rows, in the order of their ids.
+
+        Numbers are ids from 0 on; where they are not (stars from 1 to 5), names go from the
+        smallest to the largest. Raises `ValueError` where their number is another.
+        """
+        names = tuple(map(str, names))
+        if isinstance(values[0], str):
+            return cls(names, names, "label_names")
+        found = sorted({one for one in values if not isinstance(one, str)} - {IGNORED})
+        if set(found) <= set(range(len(names))):
+            return cls(tuple(range(len(names))), names, "label_names")
+        if len(found) != len(names):
+            known = ", ".join(map(repr, found[:20])) + ", ..." * (len(found) > 20)
+            raise ValueError(f"label_names has {len(names)} names, for ids that count from 0 to "
+                             f"{len(names) - 1}, but the training rows have {len(found)} labels: "
+                             f"{known}; name each of them, the smallest first")
+        return cls(tuple(found), names, "label_names")
 
     @classmethod
     def of(cls, values: Sequence, feature: Any = None) -> "LabelNames":
@@ -213,13 +235,13 @@ class LabelNames:
         return cls(tuple(sorted(found)), tuple(map(str, sorted(found))))
 
     def number(self, value: Any, where: str) -> int:
-        "The id of a label, -100 for none. Raises `ValueError` for a label not seen in training."
+        "The id of a label, -100 for none. Raises `ValueError` for one that is not among them."
         if value == IGNORED:
             return IGNORED
         if value not in self.values:
             known = ", ".join(map(repr, self.values[:20]))
-            raise ValueError(f"{where} has the label {value!r}, which does not occur in training; "
-                             f"known are {known}")
+            raise ValueError(f"{where} has the label {value!r}, which does not occur in "
+                             f"{self.origin}; known are {known}")
         return self.values.index(value)
 
     def number_rows(
@@ -229,6 +251,8 @@ class LabelNames:
         where: str,  # to be formatted with the number of a row, for messages
     ) -> list:
         "From labels as the data has them to ids. Raises `ValueError` with the row."
+        if self.multi_hot:
+            return list(labels)
         numbered = []
         for number, label in enumerate(labels):
             ids = [self.number(one, where.format(number)) for one in flatten([label])]
@@ -429,6 +453,8 @@ class FinetuningDataModule(L.LightningDataModule):
                              "have one label, or one answer, each; leave packing out")
         if file_format not in (None, *LABELLED):
             raise ValueError(f"file_format {file_format!r} is none of {', '.join(LABELLED)}")
+        if len(set(label_names or ())) < len(label_names or ()):
+            raise ValueError(f"label_names has a name twice: {', '.join(map(str, label_names))}")
         self.task, self.vocab_size = task, vocab_size
         self.tokenizer = pretrained_tokenizer_name_or_path
         self.source, self.file_format = (dataset_name_or_path, dataset_config_name), file_format
@@ -511,6 +537,8 @@ class FinetuningDataModule(L.LightningDataModule):
         self.text_columns, self.label_columns = [find(text, "text_column")], []
         if isinstance(label, (list, tuple)):
             self.label_columns = [find(one, "label_column") for one in label]
+            if len(set(self.label_columns)) < len(label):
+                raise ValueError(f"label_column has a column twice: {list(label)}")
             self.label_column = "labels"
         elif "train" in records or label in first.columns:
             self.label_column = find(label, "label_column")
@@ -610,8 +638,14 @@ class FinetuningDataModule(L.LightningDataModule):
         named = feature_names(feature) is not None or isinstance(flat[0], str)
         if self.label_names or self.label_columns:
             names = tuple(self.label_names or self.label_columns)
-            seen = names if isinstance(flat[0], str) else tuple(range(len(names)))
-            self.labels = LabelNames(seen, names)
+            if problem == PROBLEM_OF["amounts"]:
+                raise ValueError(f"label_names are for classes, but {self.label_column!r} holds "
+                                 "amounts (problem_type is regression): leave label_names out, or "
+                                 "say which problem_type it is in collator_kwargs")
+            if problem == PROBLEM_OF["several"] and not named and _is_multi_hot(values, len(names)):
+                self.labels = LabelNames(tuple(range(len(names))), names, multi_hot=True)
+            else:
+                self.labels = LabelNames.given(names, flat)
         elif plain or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
             self.labels = LabelNames.of(flat, feature)
         width = len(self.labels.names) if self.labels else int(np.size(values[0]))
@@ -734,7 +768,8 @@ class FinetuningDataModule(L.LightningDataModule):
             rows = [np.array([one[2] for one in spans], int) for spans in self.spans(split)]
         labels = np.concatenate([np.empty(0, int), *rows])
         if getattr(self.collator, "problem_type", None) == PROBLEM_OF["several"]:
-            return dict(zip(self.label2id, np.sum(rows, axis=0).tolist()))
+            marks = [np.zeros(len(self.labels.names), int), *rows] if self.labels else [[]]
+            return dict(zip(self.label2id, np.sum(marks, axis=0).astype(int).tolist()))
         return {name: int((labels == i).sum()) for i, name in self.id2label.items()}
 
     def _describe_spans(self, split: str) -> list[str]:

@@ -248,10 +248,12 @@ def test_labels_of_two_kinds_are_refused():
 
 
 @pytest.mark.parametrize("test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]])
-def test_a_test_split_may_have_no_labels(test):
-    data = given_rows(rows_of(8), rows_of(2), test)
+@pytest.mark.parametrize("labels", [("bad", "good"), (["b", "a"], ["c"]), ([0, 1], [1, 1]), (0.5, 2.5)], ids=["one", "several", "marks", "amounts"])
+def test_a_test_split_may_have_no_labels(labels, test):
+    data = given_rows(rows_of(8, labels), rows_of(2, labels), test)
     batch = next(iter(data.test_dataloader()))
     assert "labels" not in batch and texts(batch)[0] == "text is good"
+    assert not any(data.count_labels("test").values()) and "test: 1 examples" in data.describe()
 
 
 def test_names_by_a_feature_are_found_inside_a_sequence():
@@ -561,6 +563,8 @@ def test_two_columns_are_a_pair_and_several_are_several_labels(tmp_path):
     row = next(row for row in data.datasets["train"].rows if tokenizer().decode(row["input_ids"]).startswith("[CLS] text 1"))
     assert row["labels"].tolist() == [1, 1, 0]
     assert row["input_ids"].tolist() == tokenizer()("text 1", "is good")["input_ids"]
+    with pytest.raises(ValueError, match="label_column has a column twice"):
+        module(source=path, text_column="a", label_column=["odd", "one", 3]).setup()
     with pytest.raises(ValueError, match="train.csv line 3: the column 'one' holds '2'"):
         module(source=save(tmp_path / "train.csv", "a,odd,one\ntext,1,0\nis,0,2\n"), text_column="a", label_column=["odd", "one"]).setup()
 
@@ -570,6 +574,38 @@ def test_names_of_labels_may_be_given_in_the_order_of_their_ids():
     assert data.id2label == {0: "low", 1: "middle", 2: "high"} and data.count_labels("train") == {"low": 4, "middle": 0, "high": 4}
     named = given_rows(rows_of(8), rows_of(2), label_names=["good", "bad"])
     assert next(iter(named.val_dataloader()))["labels"][:2].tolist() == [1, 0]
+    with pytest.raises(ValueError, match="train row 0: 'label' has the label 'bad', which does not occur in label_names"):
+        given_rows(rows_of(8), rows_of(2), label_names=["good", "worse"])
+    with pytest.raises(ValueError, match="label_names has a name twice: low, low"):
+        module(label_names=["low", "low"])
+
+
+STARS = ["one", "two", "three", "four", "five"]
+
+
+def test_names_of_numbers_that_do_not_begin_at_0_go_from_the_smallest_to_the_largest():
+    data = given_rows(rows_of(20, (1, 2, 3, 4, 5)), rows_of(5, (1, 2, 3, 4, 5)), label_names=STARS, bad_rows="skip")
+    assert data.count_labels("train") == dict.fromkeys(STARS, 4) and "left out" not in data.describe()
+    assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 2, 3]
+    tags = [{"text": ["text", "is", "good"], "label": [7, -100, 3]}] * 3
+    data = given_rows(tags, tags[:1], task="token_classification", label_names=["three", "seven"])
+    assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 1, -100, 0, -100]
+
+
+@pytest.mark.parametrize("labels", [(0, 1, 2, 3, 4, 5), (2, 5), (0.5, 2.5)])
+def test_names_that_do_not_fit_the_numbers_are_refused(labels):
+    with pytest.raises(ValueError, match="label_names"):
+        given_rows(rows_of(24, labels), rows_of(6, labels), label_names=STARS, bad_rows="skip")
+
+
+def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
+    names = ["low", "middle", "high"]
+    marks = ([0, 0, 1], [1, 0, 0], [0, 1, 1])
+    data = given_rows(rows_of(12, marks), rows_of(3, marks), label_names=names)
+    assert next(iter(data.val_dataloader()))["labels"][:3].tolist() == [*map(list, marks)]
+    assert data.id2label == dict(enumerate(names)) and data.count_labels("train") == {"low": 4, "middle": 4, "high": 8}
+    data = given_rows(rows_of(12, ([0], [1, 2])), rows_of(2, ([0], [1, 2])), label_names=names)
+    assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[1, 0, 0], [0, 1, 1]]
 
 
 # --- bad rows -------------------------------------------------------------------------------------
