@@ -360,18 +360,23 @@ class Predictions:
         return ", ".join(said + [f"{self.num_long:,} too long: {done}"] * bool(self.num_long))
 
 
-def _blank_prediction(predictor: TaskPredictor) -> dict:
-    "What is said of a row that has nothing to read."
+def _blank_prediction(predictor: TaskPredictor, options: PredictionOptions) -> dict:
+    "What is said of a row that has nothing to read: the columns of the others, left empty."
     if predictor.task == "question_answering":
-        return {"predicted_answer": None, "probability": None, "predicted_start": None,
+        told = {"predicted_answer": None, "probability": None, "predicted_start": None,
                 "predicted_stop": None}
+        return told | ({"n_best": []} if options.all_probabilities else {})
     if predictor.task == "token_classification":
-        return {"predicted_tags": [], "tag_probabilities": []}
+        told = {"predicted_tags": [], "tag_probabilities": []}
+        return told | ({"probabilities": []} if options.all_probabilities else {})
     if predictor.task == "span_classification":
         return {"predicted_spans": []}
-    return {"regression": {"predicted_value": None}, "multi_label_classification":
-            {"predicted_labels": None, "probabilities": None}}.get(
-                predictor.problem_type, {"predicted_label": None, "probability": None})
+    if predictor.problem_type == "regression":
+        return {"predicted_value": None}
+    if predictor.problem_type == "multi_label_classification":
+        return {"predicted_labels": None, "probabilities": None}
+    told = {"predicted_label": None, "probability": None}
+    return told | ({"probabilities": None} if options.all_probabilities else {})
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #ec437809
 def _read_cells(
@@ -441,7 +446,7 @@ def predict_rows(
     words = predictor.task == "token_classification"
     cells = [_read_cells(row, names, words, at) for row, at in zip(rows, rows.places)]
     full = [number for number, row in enumerate(cells) if row is not None]
-    told = [_blank_prediction(predictor) for _ in cells]
+    told = [_blank_prediction(predictor, options) for _ in cells]
     found, num_long = _PREDICTING[predictor.task](
         predictor, [cells[n] for n in full], names, options) if full else ([], 0)
     for number, one in zip(full, found, strict=True):
@@ -492,9 +497,14 @@ def as_json_lines(rows: Sequence[Mapping]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
 
 
+def _all_columns(rows: Sequence[Mapping]) -> list[str]:
+    "The columns that one row or more has, in the order in which they come."
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
 def as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
     "Write rows as a table with a header."
-    buffer, names = io.StringIO(), list(dict.fromkeys(name for row in rows for name in row))
+    buffer, names = io.StringIO(), _all_columns(rows)
     table = csv.writer(buffer, delimiter=delimiter, lineterminator="\n")
     table.writerows([names, *([_write_cell(row.get(name)) for name in names] for row in rows)])
     return buffer.getvalue()
@@ -559,7 +569,9 @@ def write_predictions(
         if form == "parquet":
             import datasets  # here: it takes most of a second
 
-            datasets.Dataset.from_list([dict(row) for row in rows]).to_parquet(str(temporary))
+            # `Dataset.from_list` would take the columns of the first row for those of all.
+            columns = {name: [row.get(name) for row in rows] for name in _all_columns(rows)}
+            datasets.Dataset.from_dict(columns).to_parquet(str(temporary))
         else:
             temporary.write_text(WRITERS[form](rows), encoding="utf-8")
     return path

@@ -427,3 +427,17 @@ def test_parquet_keeps_lists(trained, tmp_path):
     write_predictions(told, tmp_path / "t.parquet")
     again = datasets.load_dataset("parquet", data_files=str(tmp_path / "t.parquet"), split="train", cache_dir=str(tmp_path / "c"))
     assert again[0]["predicted_tags"] == told[0]["predicted_tags"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_blank_first_row_takes_no_column_from_the_others(trained, tmp_path, task):
+    predictor = load_predictor_once(trained[task][2])
+    rows = {"classification": [{"text": ""}, {"text": "the apple is here", "id": 7}], "token_classification":
+            [{"text": []}, {**tagged(1)[0], "id": 7}], "question_answering": [{"question": "", "context": "a"}, {**asked(1)[0], "id": 7}]}[task]  # fmt: skip
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told, _ = predict_file(predictor, tmp_path / "in.jsonl", tmp_path / "out.parquet", options=ALL)
+    assert set(told[0]) == set(told[1]) - {*rows[1]} | {*rows[0]}, "a blank row has the columns of the others"
+    again, _ = read_input(tmp_path / "out.parquet")
+    assert [row["id"] for row in again] == [None, 7] and set(again.columns) == set(told[1])
+    name = "n_best" if task == "question_answering" else "probabilities"
+    assert again[1][name] == told[1][name] and not again[0][name]
