@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from tqdm import tqdm
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from ..core.reading import format_yaml
 from ..embeddings.bi_encoder import BiEncoder
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
@@ -95,7 +95,7 @@ def finetune_embeddings(
     prepare_run_directory(output, again, overwrite)
     notes = {"command": "embed finetune", "record": provenance()}
     with written_whole(output / MARKER) as temporary:
-        text = yaml.safe_dump({**config, **notes}, sort_keys=False, allow_unicode=True)
+        text = format_yaml({**config, **notes})
         temporary.write_text(text, encoding="utf-8")
     print(data.describe(), flush=True)
     trainer.fit(module, data, weights_only=True, ckpt_path=checkpoint)

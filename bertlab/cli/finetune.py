@@ -15,13 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
-from ..core.reading import read_json
+from ..core.reading import format_yaml, read_json
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
 from ..finetuning.data import FinetuningDataModule, write_reading
@@ -120,7 +118,7 @@ class FinetuningRun:
         check_run_directory(self.output, resume, overwrite)
         self._settle_task()
         notes = {"command": "finetune", "record": provenance()}
-        self.text = yaml.safe_dump({**self.config, **notes}, sort_keys=False, allow_unicode=True)
+        self.text = format_yaml({**self.config, **notes})
         given = trainer_options(self.config["trainer"])
         self.trainer_options = {k: v for k, v in given.items() if v is not None}
         self.callbacks = self.trainer_options.pop("callbacks", [])

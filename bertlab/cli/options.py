@@ -20,10 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..core.names import did_you_mean
-from ..core.reading import parse_yaml, read_yaml
+from ..core.reading import format_yaml, parse_yaml, read_yaml
 
 # %% ../../nbs/cli/01_options.ipynb #0665459e
 @dataclass(frozen=True)
@@ -338,7 +336,7 @@ class Command:
         config = self._complete(known, given)
         shown = None
         if "print_config" in own["flags"]:
-            shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+            shown = format_yaml(config)
         missing = [key for key, option in known.items() if option.required and key not in given]
         if missing and shown is None:
             raise ValueError(f"{missing[0]} is missing: {known[missing[0]].help}")
@@ -511,7 +509,7 @@ class Command:
 
 def yaml_text(value: Any) -> str:
     "A value as one would type it."
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()
+    text = format_yaml(value, default_flow_style=True, width=10**6).strip()
     return text.removesuffix("...").strip()
 
 

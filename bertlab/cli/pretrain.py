@@ -21,7 +21,6 @@ from typing import Any
 
 import lightning as L
 import torch
-import yaml
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback
@@ -36,7 +35,7 @@ from .options import COMMANDS, Asked
 from ..core.devices import check_request, describe_device, find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import did_you_mean, find_object, look_up
-from ..core.reading import read_json, read_yaml
+from ..core.reading import format_yaml, read_json, read_yaml
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, load_tokenizer
 from ..data.tokenizers import train_tokenizer
@@ -346,8 +345,7 @@ class Run:
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
         self._check()
-        self.text = yaml.safe_dump({**self.config, **self.notes}, sort_keys=False,
-                                   allow_unicode=True)
+        self.text = format_yaml({**self.config, **self.notes})
         self.trainer_options = trainer_options(self.config["trainer"])
         self.checkpoint: Path | None = None  # to go on from
 

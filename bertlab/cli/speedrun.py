@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from .demo import FIRST_RECIPE, demo_config
 from .options import COMMANDS
 from ..core.files import written_whole
 from ..core.names import did_you_mean, look_up
-from ..core.reading import read_json, read_yaml
+from ..core.reading import format_yaml, read_json, read_yaml
 from ..data.corpus import load_corpus
 from ..data.rows import IGNORED
 from ..data.tokenizers import train_tokenizer
@@ -377,7 +376,7 @@ def speedrun(
               "hidden_sha256": reference.sha256()}
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
-        temporary.write_text(yaml.safe_dump({"speedrun": {**key, "recipe": said}}), "utf-8")
+        temporary.write_text(format_yaml({"speedrun": {**key, "recipe": said}}), "utf-8")
     log = {"format": FORMAT, **key, "recipe": said, "text": corpus.name,
            "text_sha256": corpus.sha256, "target": target, "hidden_sha256": "",
            "machine": {}, "attempts": []}

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 
 from .finetune import FinetuningRun
 from .options import COMMANDS
-from ..core.reading import read_yaml
+from ..core.reading import format_yaml, read_yaml
 from .pretrain import Run
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..finetuning.runs import better_way
@@ -223,7 +223,7 @@ def tune(
                                  "back, or choose another --output")
     prepare_run_directory(place, resume)
     with written_whole(place / MARKER) as temporary:
-        temporary.write_text(yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
+        temporary.write_text(format_yaml(said), encoding="utf-8")
     backend = optuna.storages.journal.JournalFileBackend(str(place / "study.log"))
     started = (place / "study.log").exists() and resume
     done = len(read_trials(place)) if started else 0
@@ -253,7 +253,7 @@ def tune(
         best = _config_of(search, content, study.best_params, Path("bertlab-best"))
         best["run"]["progress"] = "auto"
         with written_whole(place / "best.yaml") as temporary:
-            temporary.write_text(yaml.safe_dump(best, sort_keys=False), encoding="utf-8")
+            temporary.write_text(format_yaml(best), encoding="utf-8")
         table += f"\nbest configuration: {place / 'best.yaml'}"
     return table
 

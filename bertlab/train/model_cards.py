@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ..core.reading import parse_yaml, read_json, read_yaml
+from ..core.reading import format_yaml, parse_yaml, read_json, read_yaml
 from ..core.files import MARKER, written_whole
 
 # %% ../../nbs/train/19_model_cards.ipynb #4c52af64
@@ -157,8 +157,8 @@ def _card_text(
              "layers": config.get("num_hidden_layers"), "width": config.get("hidden_size"),
              "vocabulary": config.get("vocab_size"),
              "positions": config.get("max_position_embeddings")}
-    recipe = yaml.safe_dump({key: run[key] for key in run if key not in ("record", "command")},
-                            sort_keys=False, allow_unicode=True) if run else ""
+    recipe = {key: run[key] for key in run if key not in ("record", "command")}
+    recipe = format_yaml(recipe) if run else ""
     sections = {
         "What it is": f"{choices.description or 'An encoder trained with bertlab.'}\n\n"
                       f"{_bullets(shape)}",

@@ -112,6 +112,13 @@ def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processe
         Run(ask_for_run("pretrain", ["--data.train_batch_size", "5"], output).config, True)
 
 
+def test_a_run_may_have_a_name_that_looks_like_a_number(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pretrain(["--config", str(place / "tiny.yaml"), "--run.output", "08", "--trainer.max_steps", "2"])
+    assert pretrain(["--trainer.max_steps", "3"], resume="08")["steps"] == 3
+    assert validate(["08"])[0]["loss"] > 0
+
+
 def test_null_switches_clipping_off_and_leaves_other_choices_to_the_trainer(words):
     def built(*more):
         run = configured([*words, *more])

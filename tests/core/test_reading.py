@@ -1,0 +1,23 @@
+"What is written as YAML is read as it was, and plain numbers are those of YAML 1.2."
+
+import pytest
+import yaml
+
+from bertlab.core.reading import format_yaml, parse_yaml
+
+TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
+         "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
+VALUES = [0, -8, 10**20, 1.0, 1e-5, 2.5e300, float("inf"), True, False, None, [], {}]
+
+
+def test_what_is_written_as_yaml_is_read_as_it_was_by_us_and_by_yaml_1_1():
+    value = {"texts": TEXTS, "values": VALUES, **{text: "a name" for text in TEXTS}}
+    written = format_yaml(value)
+    for found in (parse_yaml(written, "it"), yaml.safe_load(written)):
+        assert found == value and list(map(type, found["values"])) == list(map(type, VALUES))
+    assert parse_yaml(format_yaml(value, default_flow_style=True), "it") == value
+
+
+@pytest.mark.parametrize("text, value", [("010", 10), ("08", 8), ("-012", -12), ("1e3", 1000.0), ("0x1F", "0x1F")])
+def test_a_number_with_a_zero_in_front_is_decimal_as_in_yaml_1_2(text, value):
+    assert parse_yaml(text, "it") == value
