@@ -340,12 +340,15 @@ class Run:
             check_run_directory(self.output, resume, overwrite)
         if self.choices.batch_tokens is not None:
             self._split_batch()
+        given = self.config["model"]["model_config_kwargs"]
         self.chosen_shape = _settle_shape(self.config)
         linked = {"objective": data_objective(self.config["model"]["objective"]),
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
         self._check()
-        self.text = format_yaml({**self.config, **self.notes})
+        # The shape's name says the rest, so that another run.shape may be laid over the file.
+        written = {**self.config, "model": {**self.config["model"], "model_config_kwargs": given}}
+        self.text = format_yaml({**written, **self.notes})
         self.trainer_options = trainer_options(self.config["trainer"])
         self.checkpoint: Path | None = None  # to go on from
 

@@ -232,6 +232,17 @@ def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):
     assert "vocab_size" not in settings
 
 
+def test_another_shape_over_the_configuration_of_a_run_is_that_shape(place):
+    from bertlab.cli.pretrain import Run, ask_for_run
+
+    words = ["own.txt", "--trainer.accelerator", "cpu"]
+    Path("first.yaml").write_text(Run(ask_for_run("pretrain", words).config).text)
+    again = lambda *more: Run(ask_for_run("pretrain", ["--config", "first.yaml", *more]).config).config["model"]
+    assert again() == Run(ask_for_run("pretrain", words).config).config["model"]
+    direct = Run(ask_for_run("pretrain", [*words, "--run.shape", "bert_tiny"]).config).config["model"]
+    assert again("--run.shape", "bert_tiny") == direct
+
+
 def test_several_texts_are_named_one_after_the_other():
     parse = COMMANDS["pretrain"].parse
     assert parse(["a.txt", "b.txt"]).config["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt"]
