@@ -681,12 +681,18 @@ def distill(
     overwrite: bool = False,
     run: Mapping[str, Any] | None = None,  # of RunChoices
 ) -> list[dict[str, float]]:  # of each stage: steps, tokens, and what its validation said
-    "Train in stages, as a file says: `bertlab distill`."
-    from bertlab.train.stages import load_stages, train_stages
+    """Train in stages, as a file says: `bertlab distill`.
+
+    The limits of `run` are of all stages and sessions; `ValueError` where one ends a stage.
+    """
+    from bertlab.train.stages import StageStopped, load_stages, spent_in_stages, train_stages
 
     choices = RunChoices(**{**(run or {}), "output": output})
     check_run_directory(output, resume, overwrite)
-    stages, limits = load_stages(config), run_limits(choices)  # the limits are of all stages
+    stages, limits = load_stages(config), run_limits(choices)
+    stages = [_split_stage(stage, choices) for stage in stages]
+    for limit in limits if resume else ():
+        limit.count_from(*spent_in_stages(stages, output))
 
     def watchers(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
         if module.fresh and rank_zero_only.rank == 0:
@@ -695,8 +701,10 @@ def distill(
         return [*get_progress(own.progress, history), *run_guards(own), *limits,
                 *run_monitors(own, module)]
 
-    return train_stages([_split_stage(stage, choices) for stage in stages], output, resume,
-                        overwrite=overwrite, watchers=watchers)
+    try:
+        return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers)
+    except StageStopped as stopped:
+        raise ValueError(str(stopped)) from None
 
 
 def _split_stage(stage: Any, run: RunChoices) -> Any:  # a Stage

@@ -31,6 +31,9 @@ class RunLimit(Callback):
         "Why the run is over, the same on every process; None to go on. Subclasses say it."
         return None
 
+    def count_from(self, tokens: int, seconds: float) -> None:  # of all processes; of training
+        "Count what earlier runs have used that this one goes on with. Subclasses that count do."
+
     def stop(self, trainer, reason: str | None) -> None:
         "Ask the trainer to stop, if there is a reason. The Trainer's `min_steps` comes first."
         if reason and self.reason is None:
@@ -75,6 +78,9 @@ class TimeLimit(RunLimit):
         if stage == "fit":
             self.stopwatch.resume(self._before)  # a checkpoint is read later, and wins
 
+    def count_from(self, tokens: int, seconds: float) -> None:
+        self._before = 0.0 if self.per_session else seconds
+
     def spent(self, trainer, pl_module) -> str | None:
         over = self.stopwatch.elapsed >= self.seconds  # clocks differ, decisions must not
         if not trainer.strategy.reduce_boolean_decision(over, all=False):
@@ -105,6 +111,9 @@ class TokenLimit(RunLimit):
         self._total = 0  # of all processes, when last asked
         self._own: int | torch.Tensor = 0  # of this process, since then
         self._sum: Callable | None = None  # over the processes, while they train
+
+    def count_from(self, tokens: int, seconds: float) -> None:
+        self._total = tokens
 
     def num_tokens(self) -> int:
         "Real tokens so far. Waits for the device, and every process must ask."

@@ -1,5 +1,6 @@
 "`bertlab pretrain`, `validate` and `fill-mask`: one line for every mistake, and a run that can be read and resumed."
 
+import csv
 import json
 import os
 import shutil
@@ -410,6 +411,28 @@ def test_distill_has_what_a_run_has_and_overwrites(place, tmp_path, capsys):
     assert "stage 2:" in capsys.readouterr().out and list((tmp_path / "run").rglob("previews.jsonl"))
     assert "--overwrite" in said(capsys, *words)
     assert main([*words, "--overwrite"]) == 0 and (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
+
+
+@pytest.mark.parametrize("limit", ["token_limit", "time_limit"])
+def test_a_limit_of_distill_is_of_all_stages_and_sessions_and_ends_in_one_line(place, tmp_path, capsys, limit):
+    (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
+    words = ["distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"), "--run.progress", "none"]
+    soon, reason = {"token_limit": ("1", "1 were asked"), "time_limit": ("0.001s", "0.001 seconds")}[limit]
+    message = said(capsys, *words, f"--run.{limit}", soon)
+    assert "stage 1 stopped at step" in message and reason in message
+    assert said(capsys, *words, "--resume", f"--run.{limit}", soon) == message
+    # Stage 1 ends in a session of its own.
+    only = yaml.safe_load((tmp_path / "s.yaml").read_text())
+    later = only["stages"].pop()
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(only))
+    assert main([*words[:1], str(tmp_path / "one.yaml"), *words[2:], "--overwrite"]) == 0
+    with open(tmp_path / "run" / "stage-1" / "history.csv") as f:
+        *_, last = csv.DictReader(f)
+    used = {"token_limit": int(float(last["tokens"])), "time_limit": f"{0.9 * float(last['seconds']):.5f}s"}[limit]
+    message = said(capsys, *words, "--resume", f"--run.{limit}", str(used))
+    assert "stage 2 stopped at step 0 of 2" in message and later["steps"] == 2
+    assert main([*words, "--resume", f"--run.{limit}", "1B" if "token" in limit else "1h"]) == 0
+    assert "stage 2:" in capsys.readouterr().out
 
 
 def test_distill_refuses_a_wrong_file_in_one_line_and_devices_names_the_precision(capsys, tmp_path):
