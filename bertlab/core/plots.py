@@ -25,14 +25,17 @@ from PIL import Image
 
 # %% ../../nbs/core/03_plots.ipynb #0205e3fa
 def smooth(
-    values: Sequence[float],  # in time order
+    values: Sequence[float],  # in time order; one that is not finite stays out of the mean
     span: float = 20,  # how many values the mean remembers, 1 or more
-) -> np.ndarray:  # the same length
+) -> np.ndarray:  # the same length; NaN where the value is not finite
     "Exponentially weighted mean without the bias of its start (Kingma and Ba 2015, sec. 3)."
     if span < 1:
         raise ValueError(f"span must be 1 or more, got {span}; 1 smooths nothing")
     keep, total, weight, out = 1 - 1 / span, 0.0, 0.0, []
     for value in values:
+        if not math.isfinite(value):  # a step that the guard has skipped
+            out.append(math.nan)
+            continue
         total = keep * total + (1 - keep) * value
         weight = keep * weight + (1 - keep)
         out.append(total / weight)

@@ -1,5 +1,6 @@
 "The picture of a chapter is what its source says."
 
+import numpy as np
 import pytest
 
 from bertlab.core.plots import Part, part_table, plot_parts, read_parts, smooth
@@ -47,6 +48,13 @@ def test_no_two_parts_stand_in_one_place_and_each_stands_to_the_right_of_what_it
     assert len(set(place.values())) == len(names)
     for part in parts:
         assert all(place[one][0] < place[part.name][0] for one in part.imports)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_a_gap_in_the_smoothed_curve_and_no_more(bad):
+    values, whole = smooth([5.0, 4.0, bad, 3.0, 3.5], 4), smooth([5.0, 4.0, 3.0, 3.5], 4)
+    assert np.isnan(values[2]) and np.delete(values, 2).tolist() == pytest.approx(whole.tolist())
+    assert np.isnan(smooth([bad, 2.0], 4)).tolist() == [True, False]
 
 
 def test_a_smoothed_constant_is_that_constant_from_its_first_value_on():
