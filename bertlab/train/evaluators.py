@@ -160,20 +160,31 @@ class ProbeEvaluator(Evaluator):
             raise ValueError(f"{self.name}: source {self.source} must be a table that exists "
                              f"({', '.join(TABLES)})")
         rows = [row for _, row in TABLES[kind](self.source, columns=list(self.columns))]
-        self.texts, labels = ([row[column] for row in rows] for column in self.columns)
-        names = sorted(set(map(str, labels)))
-        self.labels = np.array([names.index(str(label)) for label in labels])
-        order = np.random.default_rng(self.seed).permutation(len(rows))
-        cut = round(len(rows) * self.test_fraction)
+        found = [[row[column] for column in self.columns] for row in rows]
+        found = [(text, str(label)) for text, label in found
+                 if label is not None and str(label).strip()]  # a blank is no label
+        if self.duration is not None:  # by lot, for files are often sorted by label
+            lots = np.random.default_rng([self.seed, 1]).permutation(len(found))
+            found = [found[row] for row in sorted(lots[: self.num_texts(len(found))])]
+        self.texts, labels = [text for text, _ in found], [label for _, label in found]
+        names = sorted(set(labels))
+        self.labels = np.array([names.index(label) for label in labels], dtype=int)
+        order = np.random.default_rng(self.seed).permutation(len(found))
+        cut = round(len(found) * self.test_fraction)
         self.test, self.fit = order[:cut], order[cut:]
         if not cut or len(set(self.labels[self.fit].tolist())) < 2:
-            raise ValueError(f"{self.name}: {len(rows)} rows with the labels {names} are too few "
-                             "to fit on some and test on others; give more")
+            raise ValueError(f"{self.name}: {len(found)} rows with the labels {names} are too few "
+                             "to fit on some and test on others; give more, or a longer duration")
+
+    def num_texts(self, rows: int) -> int:
+        "As many of the texts as the duration allows."
+        size = self.batch.num_rows(self.length)
+        return min(rows, size * len(self.limit(range(0, rows, size))))
 
     def vectors(self, module: L.LightningModule) -> np.ndarray:  # (texts, D)
         "The mean of the last vectors over each text's tokens."
         found, size = [], self.batch.num_rows(self.length)
-        for first in self.limit(range(0, len(self.texts), size)):
+        for first in range(0, len(self.texts), size):
             batch = self.tokenizer(self.texts[first : first + size], return_tensors="pt",
                                    padding="max_length" if self.batch.fixed else True,
                                    truncation=True, max_length=self.length)  # fmt: skip
@@ -190,8 +201,7 @@ class ProbeEvaluator(Evaluator):
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
-        x_ND = self.vectors(module)
-        fit, test = (part[part < len(x_ND)] for part in (self.fit, self.test))
+        x_ND, fit, test = self.vectors(module), self.fit, self.test
         classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
         right = classifier.fit(x_ND[fit], self.labels[fit]).predict(x_ND[test]) == self.labels[test]
         most = np.bincount(self.labels[fit]).argmax()

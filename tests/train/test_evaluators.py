@@ -106,6 +106,25 @@ def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_
     assert found["nouns"] > 0.95 and found["noise"] < 0.8
 
 
+@pytest.mark.parametrize("duration, texts", [(None, 40), (1, 8), ("600 tokens", 16)])
+def test_a_probe_of_a_sorted_table_reads_rows_by_lot_and_no_row_without_a_label(tokenizer, tmp_path, duration, texts):
+    rows = [(TEXTS[i % 36], label) for label in ("a", "b") for i in range(20)] + [(TEXTS[0], ""), (TEXTS[1], " ")] * 3
+    (tmp_path / "sorted.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    module, data, *_ = run(tokenizer, [])
+    probe = ProbeEvaluator("p", tmp_path / "sorted.csv", batch={"rows": 8}, duration=duration)
+    probe.prepare(tokenizer, data.collator, 32)
+    assert len(probe.texts) == len(probe.labels) == texts and set(probe.labels.tolist()) == {0, 1}
+    with torch.no_grad():
+        assert 0 <= probe.measure(module.eval())["accuracy"] <= 1
+
+
+def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_step(tokenizer, tmp_path):
+    (tmp_path / "rare.csv").write_text("text,label\n" + "".join(f"{text},{text == TEXTS[0]}\n" for text in TEXTS))
+    probe = ProbeEvaluator("p", tmp_path / "rare.csv", batch={"rows": 2}, duration=1)
+    with pytest.raises(ValueError, match="duration"):
+        probe.prepare(tokenizer, None, 32)
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])  # the last two mark the space before a word
 def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path):
     tokenizer = train_tokenizer(TEXTS * 5, 320 if kind == "bpe" else 100, kind=kind)
