@@ -62,6 +62,11 @@ def _peft() -> Any:
     return peft
 
 
+# Ways to begin, and other options of peft, that change weights of the model itself.
+_MOVING = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_ELSEWHERE = ("target_parameters", "layer_replication", "trainable_token_indices")
+
+
 def read_adapter(
     setting: str | Mapping[str, Any],  # a key of ADAPTERS, or {type: ..., options of peft}
 ) -> tuple[str, dict[str, Any]]:  # a key of ADAPTERS, and all options
@@ -80,6 +85,11 @@ def read_adapter(
                              f"common ones are {', '.join([*facts.defaults, 'target_modules'])}")
         if name == "r" and (type(value) is not int or value < 1):
             raise ValueError(f"adapter: r must be a whole number, 1 or more, got {value!r}")
+        start = name == "init_lora_weights" and isinstance(value, str) and value.startswith(_MOVING)
+        if start or (value if name in _ELSEWHERE else name == "bias" and value != "none"):
+            raise ValueError(f"adapter: {name}={value!r} changes the weights that it adapts, so "
+                             "that the adapter alone, which is written, would be of no use: leave "
+                             "it out, or train all weights")
     return kind, {**facts.defaults, **options}
 
 # %% ../../nbs/model/18_adapters.ipynb #cde69c59
@@ -103,6 +113,28 @@ def find_targets(
     return list(dict.fromkeys(chosen))
 
 
+def _is_in(name: str, part: str) -> bool:  # of a weight; of a layer or a weight, or their end
+    return f".{part}." in f".{name}."
+
+
+def _put_in(model: nn.Module, config: Any, whole: list[str]) -> list[str]:
+    "Put an adapter in and free some parts as a whole; a wrong name leaves the model as it was."
+    names = [name for name, _ in model.named_parameters()]
+    for part in whole:
+        if not any(_is_in(name, part) for name in names):
+            raise ValueError(f"adapter: modules_to_save {part!r} is no part of the model")
+        if held := [layer for layer in config.target_modules if _is_in(layer, part)]:
+            raise ValueError(f"adapter: modules_to_save {part!r} holds {held[0]}, which is "
+                             "adapted; leave it out of target_modules, or out of modules_to_save")
+    config.modules_to_save = None  # peft would put copies of those parts beside them
+    _peft().inject_adapter_in_model(config, model)  # which freezes all the rest
+    config.modules_to_save = whole or None
+    for name, parameter in model.named_parameters():
+        if any(_is_in(name, part) for part in whole):
+            parameter.requires_grad_(True)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def add_adapter(
     model: nn.Module,  # changed in place: its linear layers get something beside them
     setting: str | Mapping[str, Any] = "lora",  # of `read_adapter`
@@ -112,21 +144,14 @@ def add_adapter(
     if has_adapter(model):
         raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
     kind, options = read_adapter(setting)
-    whole = list(options.pop("modules_to_save", None) or also_train)
+    whole = options.pop("modules_to_save", None) or also_train
     targets = find_targets(model, options.pop("target_modules", None))
-    if kind == "ia3" and "feedforward_modules" not in options:
-        options["feedforward_modules"] = [n for n in targets if n.endswith("mlp.contract")]
-    peft = _peft()
-    config = getattr(peft, ADAPTERS[kind].config)(target_modules=targets, **options)
-    peft.inject_adapter_in_model(config, model)  # which freezes all the rest
-    for part in whole:
-        inside = [p for name, p in model.named_parameters() if f".{part}." in f".{name}"]
-        if not inside:
-            raise ValueError(f"adapter: modules_to_save {part!r} is no part of the model")
-        for parameter in inside:
-            parameter.requires_grad_(True)
-    config.modules_to_save = whole or None
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if kind == "ia3":
+        into = options.get("feedforward_modules")
+        options["feedforward_modules"] = find_targets(model, into) if into is not None else [
+            name for name in targets if name.endswith("mlp.contract")]
+    config = getattr(_peft(), ADAPTERS[kind].config)(target_modules=targets, **options)
+    return _put_in(model, config, [whole] if isinstance(whole, str) else list(whole))
 
 # %% ../../nbs/model/18_adapters.ipynb #75379ca3
 def layer_depth(
@@ -183,29 +208,51 @@ def adapter_overrides(
     return {**({"*.ia3_l.*": {"weight_decay": 0.0}} if factors else {}), **(overrides or {})}
 
 # %% ../../nbs/model/18_adapters.ipynb #5a40705f
-_JOINT = ("lora_B.weight", "lora_magnitude_vector")  # one row for each output
+_JOINT = ("lora_B.weight", "lora_B.bias", "lora_magnitude_vector")  # one row for each output
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
-def _own_names(key: str) -> list[str]:
-    return [key]
+def _weight_names(key: str, table: dict[str, str] | None) -> list[str]:
+    return [key] if table is None else their_names(key, table)
 
 
-def _translation(model: nn.Module, kind: str | None, splits: bool) -> Any:  # name -> names
-    "How layers are called where the model is written as: one name for each part."
+def _layer_names(layer: str, table: dict[str, str] | None) -> list[str]:  # one for each part
+    return [name.removesuffix(".weight") for name in _weight_names(f"{layer}.weight", table)]
+
+
+def _translation(
+    model: nn.Module, kind: str | None, splits: bool
+) -> dict[str, str] | None:  # of key_table; None: the names are ours
+    "How weights are called where the model is written as."
     try:
         theirs = to_huggingface(_bare(model), kind)
     except ValueError:
         if kind is not None:
             raise
-        return _own_names
+        return None
     table = key_table(theirs.config.model_type, find_ending(model))
-
-    def names(layer: str) -> list[str]:
-        return [name.removesuffix(".weight") for name in their_names(f"{layer}.weight", table)]
-
     targets = model.peft_config["default"].target_modules
-    return names if splits or all(len(names(layer)) == 1 for layer in targets) else _own_names
+    whole = splits or all(len(_layer_names(layer, table)) == 1 for layer in targets)
+    return table if whole else None
+
+
+def _rename_patterns(
+    config: Any,  # of peft; changed in place
+    layers: Mapping[str, Sequence[str]],  # their names now: and then
+) -> None:
+    "Say for each layer what a pattern says of many; the layers that are adapted are all named."
+    for option in ("rank_pattern", "alpha_pattern"):
+        said = getattr(config, option, None) or {}
+        new = {}
+        for layer, names in layers.items():
+            fits = [value for pattern, value in said.items()
+                    if re.match(rf"(.*\.)?({pattern})$", layer)]  # as in peft
+            new |= dict.fromkeys(names, fits[0]) if fits else {}
+        if said:
+            setattr(config, option, new)
+    for option in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+        if hasattr(config, option):
+            setattr(config, option, None)
 
 
 def _bare(model: nn.Module) -> nn.Module:  # on the meta device would do, but saving may not
@@ -232,30 +279,30 @@ def save_adapter(
     weights = model.state_dict() if weights is None else weights
     config = copy.copy(model.peft_config["default"])
     facts = next(k for k in ADAPTERS.values() if k.config == type(config).__name__)
-    names = _translation(model, kind, facts.splits)
+    table = _translation(model, kind, facts.splits)
     found, layers = {}, {}
     for key, tensor in _peft().get_peft_model_state_dict(_Adapted(model), weights,
                                                          save_embedding_layers=False).items():
         key = key.removeprefix("base_model.model.")
         layer = max((t for t in config.target_modules if key.startswith(f"{t}.")), key=len)
-        part, parts = key[len(layer) + 1:], names(layer)
+        part, parts = key[len(layer) + 1:], _layer_names(layer, table)
         pieces = tensor.chunk(len(parts)) if part in _JOINT else [tensor] * len(parts)
         for name, piece in zip(parts, pieces, strict=True):
             found[f"base_model.model.{name}.{part}"] = piece.detach().cpu().clone().contiguous()
         layers[layer] = parts
-    whole = [key for key in weights for part in config.modules_to_save or ()
-             if f".{part}." in f".{key}"]
     owners: dict[str, None] = {}
-    for key in whole:
-        owner, _, end = key.rpartition(".")
-        parts = names(owner)
-        for name, piece in zip(parts, weights[key].chunk(len(parts)), strict=True):
-            found[f"base_model.model.{name}.{end}"] = piece.detach().cpu().clone().contiguous()
-            owners[name] = None
+    for key in weights:
+        if not any(_is_in(key, part) for part in config.modules_to_save or ()):
+            continue
+        names = _weight_names(key, table)
+        for name, piece in zip(names, weights[key].chunk(len(names)), strict=True):
+            found[f"base_model.model.{name}"] = piece.detach().cpu().clone().contiguous()
+            owners[name.rpartition(".")[0]] = None
     config.target_modules = sorted(name for parts in layers.values() for name in parts)
+    _rename_patterns(config, layers)
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = sorted(
-            name for layer in config.feedforward_modules for name in names(layer))
+            name for layer in config.feedforward_modules for name in _layer_names(layer, table))
     config.modules_to_save = list(owners) or None
     config.base_model_name_or_path, config.inference_mode = base, True
     said = {name: sorted(value) if isinstance(value, set) else value
@@ -292,6 +339,11 @@ def load_adapter(
     if missing := [name for name in _FILES if not (directory / name).is_file()]:
         raise ValueError(f"{directory} is no directory of an adapter: it has no {missing[0]}")
     config = peft.PeftConfig.from_pretrained(str(directory))
+    if type(config).__name__ not in (known := {kind.config for kind in ADAPTERS.values()}):
+        raise ValueError(f"{directory} holds an adapter of {type(config).__name__}; those that can "
+                         f"be read are {', '.join(sorted(known))}")
+    if has_adapter(model):
+        raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
     found = {key.removeprefix("base_model.model."): tensor
              for key, tensor in load_file(directory / _FILES[1]).items()}
     targets, wanted = [], config.target_modules
@@ -299,14 +351,14 @@ def load_adapter(
     config.target_modules = find_targets(model)
     model.peft_config = {"default": config}
     try:
-        names = _translation(model, None, True)
+        table = _translation(model, None, True)
         if all(name in dict(model.named_modules()) for name in wanted):
-            names = _own_names
+            table = None
     finally:
         del model.peft_config
     tensors: dict[str, Tensor] = {}
-    for layer in find_targets(model, None if names is not _own_names else wanted):
-        parts = names(layer)
+    for layer in find_targets(model, None if table else wanted):
+        parts = _layer_names(layer, table)
         ends = {key[len(parts[0]) + 1:] for key in found if key.startswith(f"{parts[0]}.")}
         ends = {end for end in ends if not end.startswith(("weight", "bias"))}
         for end in sorted(ends):
@@ -319,22 +371,22 @@ def load_adapter(
                                  "with peft (merge_and_unload), and load that")
             tensors[f"{layer}.{end}"] = torch.cat(pieces) if joint else pieces[0]
         targets += [layer] if ends else []
-    options = {name: value for name, value in config.to_dict().items()
-               if name in ("r", "lora_alpha", "use_rslora", "use_dora", "alpha", "oft_block_size",
-                           "lora_dropout")}
-    kind = next(name for name, facts in ADAPTERS.items() if facts.config == type(config).__name__
-                and all(options.get(o, False) == (facts.defaults.get(o, False))
-                        for o in ("use_rslora", "use_dora")))
-    if kind == "oft":
-        options.pop("r", None)
-    also = sorted({key.rpartition(".")[0] for key in model.state_dict()
-                   if key.startswith("task_head.") and config.modules_to_save})
-    moving = add_adapter(model, {"type": kind, **options, "target_modules": targets}, also)
-    state = model.state_dict()
-    for key in [key for part in also for key in state if key.rpartition(".")[0] == part]:
-        owner, _, end = key.rpartition(".")
-        state[key].copy_(torch.cat([found.pop(f"{name}.{end}") for name in names(owner)]))
+    state, whole = model.state_dict(), {}
+    for key in state if config.modules_to_save else ():
+        try:
+            names = _weight_names(key, table)
+        except ValueError:  # a weight that the model has there under no name
+            continue
+        if all(name in found for name in names):
+            whole[key] = torch.cat([found.pop(name) for name in names])
     if found:
         raise ValueError(f"{directory} has {next(iter(found))!r}, for which the model has no place")
+    _rename_patterns(config, {_layer_names(layer, table)[0]: [layer] for layer in targets})
+    config.target_modules, config.inference_mode = targets, False
+    if hasattr(config, "feedforward_modules"):  # those whose inputs are scaled, not their outputs
+        config.feedforward_modules = [n for n in targets if tensors[f"{n}.ia3_l"].shape[0] == 1]
+    moving = _put_in(model, config, list(whole))
+    for key, tensor in whole.items():
+        state[key].copy_(tensor)
     peft.set_peft_model_state_dict(_Adapted(model), tensors)
     return moving

@@ -128,6 +128,61 @@ def test_a_saved_adapter_comes_back(shape, kind, tmp_path):
     torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
+OPTIONS = [
+    {"use_dora": True, "use_rslora": True}, {"alpha_pattern": {"attention.qkv": 64, "blocks.1.mlp.expand": 32}},
+    {"rank_pattern": {"attention.qkv": 2}}, {"lora_bias": True}, {"exclude_modules": ["encoder.blocks.0.mlp.expand"]},
+    {"modules_to_save": ["head.dense"]}, {"modules_to_save": ["head", "embeddings.norm"]},
+    {"type": "lokr", "decompose_both": True, "r": 2}, {"type": "lokr", "decompose_factor": 4},
+    {"type": "ia3", "feedforward_modules": []},
+    {"type": "ia3", "target_modules": ["qkv", "expand"], "feedforward_modules": ["blocks.0.mlp.expand"]},
+    {"type": "oft", "oft_block_size": 0, "r": 4}, {"type": "oft", "oft_block_size": 8, "block_share": True},
+    {"type": "oft", "oft_block_size": 8, "coft": True, "eps": 1.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["bert", "modernbert"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_of_an_adapter_comes_back(shape, options, tmp_path):
+    model = build(shape)
+    fresh = copy.deepcopy(model)
+    before = model(IDS).logits
+    moving = add_adapter(model, options)
+    move(model)
+    assert (model(IDS).logits - before).abs().max() > 1e-4
+    save_adapter(model, tmp_path)
+    assert sorted(load_adapter(fresh, tmp_path)) == sorted(moving)
+    torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["bert", "modernbert"])
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[2], OPTIONS[4]], ids=str)
+def test_plain_peft_finds_layers_that_a_pattern_of_ours_names(shape, options, tmp_path):
+    from peft import PeftModel
+
+    model = build(shape)
+    theirs = to_huggingface(model)
+    add_adapter(model, options)
+    save_adapter(move(model), tmp_path)
+    opened = PeftModel.from_pretrained(theirs, tmp_path).eval()
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_of_a_kind_that_is_not_known_is_refused_by_name(tmp_path):
+    from peft import VeraConfig, get_peft_model
+
+    get_peft_model(to_huggingface(build()), VeraConfig(r=2, target_modules=["Wo"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="VeraConfig"):
+        load_adapter(build(), tmp_path)
+
+
+@pytest.mark.parametrize("part", ["nope", "mlp.expand"])
+def test_a_part_that_cannot_be_free_is_refused_and_the_model_stays_as_it_was(part):
+    model = build()
+    with pytest.raises(ValueError, match=f"modules_to_save '{part}'"):
+        add_adapter(model, {"modules_to_save": [part]})
+    assert add_adapter(model, "lora"), "the second try is the first one"
+
+
 @pytest.mark.parametrize("shape", ["bert", "modernbert"])
 def test_the_head_of_a_task_goes_along(shape, tmp_path):
     from peft import PeftModel
@@ -158,6 +213,8 @@ def test_three_different_matrices_are_refused_beside_one(tmp_path):
 
 @pytest.mark.parametrize("setting, word", [
     ("lorra", "lora"), ({"type": "lora", "rank": 2}, "rank"), ({"r": 0}, "0"), (7, "7"),
+    ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"), ({"bias": "lora_only"}, "bias='lora_only'"),
+    ({"trainable_token_indices": [3]}, "trainable_token_indices"),
 ])  # fmt: skip
 def test_a_setting_that_cannot_be_is_refused(setting, word):
     with pytest.raises(ValueError, match=word):
