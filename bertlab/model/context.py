@@ -19,6 +19,7 @@ from ..core.names import look_up
 from ..data.rows import IGNORED
 from .config import BertLabConfig
 from .encoder import BertLabPreTrainedModel
+from .huggingface import check_merged
 
 # %% ../../nbs/model/19_context.ipynb #d50db6b2
 @torch.no_grad()
@@ -100,7 +101,10 @@ def context_config(
     longer, factor = copy.deepcopy(config), length / now
     longer.max_position_embeddings = max(length, now)
     if how == "ntk":
-        turned = config.rotary_size
+        if (turned := config.rotary_size) < 4:
+            raise ValueError(f"how='ntk' slows down all but the fastest of the pairs that are "
+                             f"turned, and of rotary_size={turned} numbers there is one pair; "
+                             "take linear or yarn")
         longer.global_rope_theta = config.global_rope_theta * factor ** (turned / (turned - 2))
     elif how == "base":
         longer.global_rope_theta = float(theta)
@@ -121,6 +125,7 @@ def extend_context(
     theta: float | None = None,  # of how="base"
 ) -> BertLabPreTrainedModel:  # a copy
     "Let a model read longer rows; saved, plain transformers reads them alike. `ValueError`."
+    check_merged(model)
     config = context_config(model.config, length, how, theta)
     with torch.random.fork_rng(devices=[]):
         longer = type(model)(config).to(model.device, model.dtype)

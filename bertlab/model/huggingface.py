@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'huggingface_config',
            'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'stored_head', 'from_huggingface',
-           'has_adapter', 'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer', 'match_tokens',
-           'describe_saving', 'save_model']
+           'has_adapter', 'check_merged', 'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer',
+           'match_tokens', 'describe_saving', 'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -432,6 +432,12 @@ def from_huggingface(
 def has_adapter(model: nn.Module) -> bool:
     "Whether layers of a model carry what `add_adapter` put beside them."
     return bool(getattr(model, "peft_config", None))
+
+
+def check_merged(model: nn.Module) -> None:
+    "Raise `ValueError` for a model with an adapter, whose weights have other names."
+    if has_adapter(model):
+        raise ValueError("the model has an adapter: merge it with plain_copy(model) first")
 
 
 def plain_copy(

@@ -23,6 +23,7 @@ from ..data.vocabularies import Counterparts, extend_tokenizer, find_counterpart
 from ..data.vocabularies import trim_tokenizer
 from .config import TOKEN_IDS
 from .encoder import BertLabPreTrainedModel
+from .huggingface import check_merged
 from .losses import bits_per_byte, token_bytes
 
 # %% ../../nbs/model/20_vocabulary.ipynb #0bcf2803
@@ -106,7 +107,8 @@ class Adapted(NamedTuple):
 
 
 def check_rows(model: BertLabPreTrainedModel, tokenizer: Any) -> None:
-    "Raise `ValueError` where a tokenizer has more entries than its model has rows."
+    "Raise `ValueError` for a tokenizer with more entries than rows, and beside an adapter."
+    check_merged(model)
     if len(tokenizer) > model.config.vocab_size:
         raise ValueError(f"tokenizer has {len(tokenizer)} entries and the model's vocab_size is "
                          f"{model.config.vocab_size}: they do not belong together")

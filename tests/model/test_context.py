@@ -82,6 +82,25 @@ def test_a_way_that_does_not_fit_is_refused(shape, length, how, theta, word):
         context_config(SHAPES[shape], length, how, theta)
 
 
+def test_one_pair_that_is_turned_cannot_be_slowed_down_by_ntk():
+    config = modernbert_tiny(**{**SIZE, "num_attention_heads": 16})
+    with pytest.raises(ValueError, match="how='ntk'.*rotary_size=2 .*yarn"):
+        context_config(config, 600, "ntk")
+    assert context_config(config, 600, "linear").rope_stretch
+
+
+def test_an_adapter_is_to_be_merged_first():
+    pytest.importorskip("peft")
+    from bertlab.model.adapters import add_adapter
+    from bertlab.model.huggingface import plain_copy
+
+    model = build("modernbert")
+    add_adapter(model, "lora")
+    with pytest.raises(ValueError, match="plain_copy"):
+        extend_context(model, 40)
+    assert extend_context(plain_copy(model), 40).config.max_position_embeddings == 40
+
+
 @pytest.mark.parametrize("stretch", [
     {"rope_type": "dynamic", "factor": 2}, {"rope_type": "linear"}, {"rope_type": "linear", "factor": 0.5}, "yarn",
     {"rope_type": "linear", "factor": 2, "beta_fast": 3},

@@ -279,6 +279,18 @@ def test_a_model_of_another_size_than_its_tokenizer_is_refused_before_any_work()
             work()
 
 
+def test_an_adapter_is_to_be_merged_first():
+    pytest.importorskip("peft")
+    from bertlab.model.adapters import add_adapter
+
+    model, tokenizer = make_model(TOKENIZERS["bpe"]), TOKENIZERS["bpe"]
+    add_adapter(model, "lora")
+    for work in (lambda: extend_vocabulary(model, tokenizer, AWAY, 5), lambda: trim_vocabulary(model, tokenizer, AWAY),
+                 lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["wordpiece"])):
+        with pytest.raises(ValueError, match="plain_copy"):
+            work()
+
+
 @pytest.mark.parametrize("work, words", [
     (lambda m, t: transplant_vocabulary(m, t, t, "linaer"), ["method='linaer'", "linear"]),
     (lambda m, t: transplant_vocabulary(m, t, t, "nearest"), ["method='nearest'", "texts"]),
