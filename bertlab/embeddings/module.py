@@ -168,6 +168,13 @@ class EmbeddingModule(TrainingModule):
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
         if self.model is not None and self.max_sequence_length:
             self.model.max_sequence_length = self.max_sequence_length
+        self._fit_rows()
+
+    def _fit_rows(self) -> None:
+        "Tell the data how many positions the encoder has, as soon as both are there."
+        data = None if self._trainer is None else self.trainer.datamodule
+        if self.model is not None and hasattr(data, "fit_rows"):
+            data.fit_rows(self.model.encoder.config.max_position_embeddings)
 
     max_sequence_length: int | None = None  # of texts, as the data cuts them
 
@@ -196,6 +203,7 @@ class EmbeddingModule(TrainingModule):
         length = self.max_sequence_length or said.get("max_sequence_length")
         self.model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
                                said.get("normalize", True), length)
+        self._fit_rows()
         self.rule.check_width(self.model.width)
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
@@ -256,6 +264,16 @@ class EmbeddingModule(TrainingModule):
         checkpoint["hyper_parameters"] = {
             **checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
             "model_config_kwargs": config, "pooling": self.model.pooling}
+        checkpoint["vectors"] = {"normalize": self.model.normalize,
+                                 "max_sequence_length": self.model.max_sequence_length}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        "Norm and length of texts are no weights and no options here, so a checkpoint brings them."
+        said = checkpoint.get("vectors", {})  # earlier versions did not write it
+        self.model.normalize = said.get("normalize", self.model.normalize)
+        if self.max_sequence_length is None:  # else the data says
+            self.model.max_sequence_length = said.get("max_sequence_length",
+                                                      self.model.max_sequence_length)
 
     # --- what a batch is worth --------------------------------------------------------------------
 

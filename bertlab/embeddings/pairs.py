@@ -378,7 +378,8 @@ class EmbeddingDataModule(L.LightningDataModule):
         num_workers: int = 0,  # processes that make batches; 0: none beside the run itself
         *,
         packing: bool = True,  # many texts a row; False: one, so that shapes never change
-        row_length: int | None = None,  # of packed rows; None: 128, or the longest text
+        # Of packed rows. None: 128, or the longest text; and no more than the model has positions.
+        row_length: int | None = None,
         file_format: str | None = None,  # csv, json, parquet; None: the suffix decides
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
@@ -410,6 +411,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.max_sequence_length, self.num_negatives = max_sequence_length, num_negatives
         self.batch_sizes = train_batch_size, val_batch_size
         self.num_workers, self.packing, self.seed = num_workers, packing, seed
+        self.row_length_asked = row_length
         self.row_length = row_length or (max(128, max_sequence_length) if packing
                                          else max_sequence_length)
         self.fraction, self.shuffle_train = validation_fraction, shuffle_train
@@ -453,6 +455,16 @@ class EmbeddingDataModule(L.LightningDataModule):
                                          self.shuffle_train and split == "train", self.seed)
                          for split, pairs in self.pairs.items()}
         self.collator = PairCollator(self.tokenizer.pad_token_id, self.row_length, self.packing)
+
+    def fit_rows(self, longest: int) -> None:
+        "Make rows of no more positions than a model has. Raises `ValueError` where more are asked."
+        asked = {"max_sequence_length": self.max_sequence_length,
+                 "row_length": self.row_length_asked or 0}
+        for name, value in asked.items():
+            if value > longest:
+                raise ValueError(f"{name}={value} is more than the model's max_position_embeddings "
+                                 f"{longest}; give the data module {longest} or less")
+        self.collator = replace(self.collator, row_length=min(self.row_length, longest))
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         found = self.tokenizer(texts, padding=False, truncation=False, verbose=False,

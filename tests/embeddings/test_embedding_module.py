@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
+from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.train.checkpoints import CheckpointSeries, RunCheckpoint, check_resume, find_checkpoint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard
@@ -241,6 +242,38 @@ def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
     assert again.model.pooling == "cls" and again.model.max_sequence_length == 16
     vectors = [m.encode(["alpha beta", "gamma"]) for m in (module.model, again.model, BiEncoder.load(tmp_path / "first"))]
     assert np.abs(vectors[0] - vectors[1]).max() < 1e-6 and np.abs(vectors[0] - vectors[2]).max() < 1e-6
+
+
+@pytest.mark.parametrize("built_first", [True, False])
+def test_rows_fit_an_encoder_of_few_positions(built_first):
+    short = EmbeddingModule(model_config_kwargs={**small_config(), "max_position_embeddings": 32},
+                            pretrained_tokenizer_name_or_path=small_tokenizer())  # fmt: skip
+    if built_first:
+        short.configure_model()
+    data = small_data(row_length=None)
+    before = data.resume_identity()["row_length"]
+    fit(short, data, 1)
+    assert next(iter(data.train_dataloader()))["input_ids"].shape[1] == 32
+    assert data.resume_identity()["row_length"] == before  # a run that was stopped is the same run
+    with pytest.raises(ValueError, match="row_length=48 is more than .* max_position_embeddings 32"):
+        fit(short, small_data(row_length=48), 1)
+    long = EmbeddingDataModule(small_tokenizer(), max_sequence_length=40, train_batch_size=8)
+    long.set_datasets(draw_pairs())
+    with pytest.raises(ValueError, match="max_sequence_length"):
+        fit(short, long, 1)
+
+
+def test_a_checkpoint_brings_norm_and_length_back(tmp_path):
+    from bertlab.embeddings.bi_encoder import BiEncoder
+
+    first = small_module().model
+    BiEncoder(first.encoder, first.tokenizer, normalize=False, max_sequence_length=20).save(tmp_path / "first")
+    module = EmbeddingModule(str(tmp_path / "first"))
+    trainer = fit(module, small_data(), 1)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    again = EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
+    assert (again.model.normalize, again.model.max_sequence_length) == (False, 16)  # as the data cut texts
+    assert np.allclose(again.model.encode(["alpha beta"]), module.model.encode(["alpha beta"]), atol=1e-6)
 
 
 @pytest.mark.parametrize("options, word", [
