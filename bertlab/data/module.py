@@ -405,6 +405,23 @@ def _check_options(options: dict[str, Any], streaming: bool, num_sources: int) -
                          "and a list as train_dataset_name_or_path")
 
 
+def _refuse_unread(sources: list[Source], split: str, has_texts: bool) -> None:
+    "Raise `ValueError` for options of reading that were given for shards, where nothing uses them."
+    usual = {name: p.default for name, p in signature(load_corpus).parameters.items()}
+    # A text beside the shards may need to be told how its lines and its mistakes are read.
+    names = ("split", "config_name", "max_documents", "min_chars",
+             *(("lines", "on_error") if not has_texts else ()))
+    for source in sources:
+        given = {name: source.options[name] for name in names
+                 if source.options.get(name, usual[name]) != usual[name]}
+        if given and holds_shards(source.origin):
+            said = ", ".join(f"{split if name == 'split' else name}={value!r}"
+                             for name, value in given.items())
+            raise ValueError(f"{source} holds tokens, which are read whole: leave out {said}; to "
+                             "validate, name other shards, or data_kwargs.validation_fraction to "
+                             "hold some out; to read less, tokenize less")
+
+
 def _name_rates(
     rates: dict[str, float] | list[float], sources: list[Source]
 ) -> tuple[dict[str, float], list[str]]:  # rates by name; the names of the sources, in order
@@ -624,6 +641,9 @@ class PretrainingDataModule(L.LightningDataModule):
 
         self.sources = [make(name, train_split) for name in names or [None]]
         self.val_sources = [make(name, split) for name, split in pairs]
+        has_texts = not all(holds_shards(one.origin) for one in self.sources + self.val_sources)
+        _refuse_unread(self.sources, "train_split", has_texts)
+        _refuse_unread(self.val_sources, "val_split", has_texts)
         self.source_names = list(map(str, self.sources))
         if self.mixing:
             rates = self.mixing.pop("mixing_rates")

@@ -1,6 +1,7 @@
 """Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -374,6 +375,24 @@ def test_what_a_user_leaves_out_of_shards_is_in_no_part(tmp_path):
     data.setup()
     kept = [text for n, text in enumerate(texts) if n not in (0, 9, 30)]
     assert sorted(texts_in(data.train_dataset) + texts_in(data.val_dataset)) == sorted(kept)
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"train_split": "train[:90%]"}, "train_split='train"), ({"val_split": "train[90%:]"}, "val_split='train"),
+    ({"data_kwargs": {"max_documents": 5, "config_name": "a"}}, "config_name='a', max_documents=5"),
+    ({"data_kwargs": {"min_chars": 9}}, "min_chars=9"), ({"data_kwargs": {"lines": "paragraphs"}}, "lines='paragraphs'"),
+    ({"data_kwargs": {"on_error": "skip"}}, "on_error='skip'"),
+])  # fmt: skip
+def test_an_option_that_chooses_among_texts_is_refused_for_shards(tmp_path, options, named):
+    shards = write_shards(tmp_path / "a", make_texts(20))
+    with pytest.raises(ValueError, match=f"leave out .*{re.escape(named)}"):
+        make_module(shards, **options)
+
+
+def test_options_that_say_what_is_so_already_or_are_for_a_text_beside_are_no_mistake_for_shards(tmp_path):
+    shards = write_shards(tmp_path / "a", make_texts(20))
+    make_module(shards, train_split="train", data_kwargs={"lines": "auto", "max_documents": None})
+    make_module([shards, "nowhere.txt"], data_kwargs={"lines": "documents", "on_error": "skip"})
 
 
 def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
