@@ -35,7 +35,7 @@ from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
 from .shards import holds_shards, open_shards
-from .readers import PAIR, read_cell
+from .readers import PAIR, read_cell, resolve_column
 from .rows import PADDING
 from .sources import TextStream
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
@@ -319,8 +319,11 @@ def _read_rows(
     if (columns := getattr(data, "column_names", None)) is not None:
         column = text_column if text_column in columns else "input_ids"
         if column not in columns:
-            raise ValueError(f"the dataset has no column text_column={text_column!r} and no "
-                             f"input_ids; it has {', '.join(map(repr, columns))}")
+            try:
+                column = resolve_column(text_column, columns)
+            except ValueError:
+                raise ValueError(f"the dataset has no column text_column={text_column!r} and no "
+                                 f"input_ids; it has {', '.join(map(repr, columns))}") from None
         data = data[column]
     if not hasattr(data, "__len__"):
         raise ValueError(f"{type(data).__name__} has no length: name its source, set streaming")

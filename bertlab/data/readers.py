@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PACKED', 'Texts', 'TableRows', 'OnError', 'TABLES', 'PLAIN', 'FORMATS', 'PAIR', 'open_unpacked', 'raise_error',
            'Line', 'Place', 'NotText', 'read_lines', 'choose_lines', 'read_plain', 'resolve_column', 'kind_of',
-           'read_csv', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'check_format', 'read_cell',
-           'read_texts', 'error_policy']
+           'read_csv', 'find_columns', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'check_format',
+           'read_cell', 'read_texts', 'error_policy']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -276,7 +276,7 @@ def read_csv(
     if header and not place.line:
         place.line, place.offset = first.line, first.offset
     names = names if header else [str(number) for number in range(1, len(names) + 1)]
-    wanted = _find_columns(columns, names, path)
+    wanted = find_columns(columns, names, path)
     if twice := [name for name in wanted.values() if names.count(name) > 1]:
         raise ValueError(f"{path} line {begin}: the header names a column twice: {twice[0]!r}"
                          f"{_suspect_header(names)}")
@@ -290,7 +290,7 @@ def read_csv(
         yield f"line {line}", {asked: row[name] for asked, name in wanted.items()}
 
 
-def _find_columns(
+def find_columns(
     columns: Sequence[str | int] | None, there: Sequence[str], where: object
 ) -> dict[str | int, str]:  # as they were asked for: their names
     "Which columns are read. Raises `ValueError` that names the file."
@@ -345,7 +345,7 @@ def read_json(
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"{path} {where} holds {str(row)[:40]!r}, which is no object")
-            wanted = _find_columns(columns, list(row), f"{path} {where}")
+            wanted = find_columns(columns, list(row), f"{path} {where}")
         except ValueError as error:
             on_error(error)
         else:
@@ -387,7 +387,7 @@ def read_parquet(
 
     def batches(file: Any, skip: int) -> Iterator[tuple[int, Any]]:
         with parquet.ParquetFile(file) as table:
-            names = list(_find_columns(columns, table.schema_arrow.names, path).values())
+            names = list(find_columns(columns, table.schema_arrow.names, path).values())
             sizes = [table.metadata.row_group(g).num_rows for g in range(table.num_row_groups)]
             first, group = 0, 0
             while group < len(sizes) and first + sizes[group] <= skip:
@@ -417,7 +417,7 @@ def read_arrow(
         except pyarrow.ArrowInvalid:
             source.seek(0)
             parts = reader = pyarrow.ipc.open_stream(source)
-        names, first = list(_find_columns(columns, reader.schema.names, path).values()), 0
+        names, first = list(find_columns(columns, reader.schema.names, path).values()), 0
         for part in parts:
             for start in range(0, len(part), 1000):
                 if first + min(start + 1000, len(part)) > skip:
@@ -456,8 +456,8 @@ def read_cell(
         if not isinstance(row, Mapping):
             raise ValueError(f"{where} is no object with a column {column!r}")
         columns = column if isinstance(column, tuple) else (column,)
-        _find_columns([name for name in columns if name not in row], list(row), where)
-        cells = [_check_text(row[name], name, where) for name in columns]
+        found = find_columns([name for name in columns if name not in row], list(row), where)
+        cells = [_check_text(row[found.get(name, name)], name, where) for name in columns]
         if len(cells) > 1 and any(PAIR in cell for cell in cells):
             raise ValueError(f"{where}: one of {', '.join(map(repr, columns))} holds the letter "
                              f"{PAIR!r}, which stands between columns here: take it out")

@@ -25,7 +25,8 @@ from urllib.request import getproxies
 
 from .documents import Document, parse_split, slice_bounds, sliced
 from .readers import FORMATS, PACKED, PLAIN, TABLES, Place, check_format, error_policy
-from .readers import kind_of, raise_error, read_cell, read_plain, read_texts
+from .readers import find_columns, kind_of, raise_error, read_cell, read_plain
+from .readers import read_texts
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
 def rows_of(
@@ -177,9 +178,9 @@ def read_hub(
     columns = text_column if isinstance(text_column, tuple) else (text_column,)
     number = 0
     for batch in data.iter(batch_size=1000):
-        if not set(columns) <= set(batch):
-            list(read_cell(batch, text_column, name, raise_error))  # says what there is instead
-        for number, cells in enumerate(zip(*(batch[one] for one in columns)), number + 1):
+        found = find_columns([one for one in columns if one not in batch], list(batch), name)
+        cells_of = (batch[found.get(one, one)] for one in columns)
+        for number, cells in enumerate(zip(*cells_of), number + 1):
             where, row = f"{name} row {number}", dict(zip(columns, cells))
             for text in read_cell(row, text_column, where, on_error):
                 yield Document(text, f"{name}:{number}")

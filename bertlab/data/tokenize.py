@@ -38,7 +38,8 @@ from .cache import id_dtype, num_ids_of, remove_shards, serialize_tokenizer
 from .cache import text_batches
 from .documents import marks_in
 from .packing import read_ids
-from .readers import TABLES, check_format, error_policy, kind_of
+from .readers import TABLES, check_format, error_policy, kind_of, read_cell
+from .readers import resolve_column
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
 from .sources import directory_files, expand_sources, is_local, rows_of
@@ -167,11 +168,11 @@ def read_part(
         found = part.held
     elif part.kind == "mds":
         data = _open_mds(Path(part.names[0]))
-        found = (_cell(data[n], reading, f"row {n}") for n in range(*part.rows))
+        found = _row_documents(map(data.__getitem__, range(*part.rows)), part, reading, policy)
     else:
         data = open_dataset(part.names[0], reading.split, reading.config_name, False)
         chosen = data.select(range(*part.rows))
-        found = (_cell(row, reading, part.names[0]) for row in chosen)
+        found = _row_documents(chosen, part, reading, policy)
     for document in found:
         if not isinstance(document, str) or document.strip():
             yield document
@@ -181,19 +182,40 @@ def _file_texts(path: Path, reading: Reading, notes: Counter, policy: Callable) 
     kind = kind_of(path)
     if kind in TABLES and reading.text_column == "input_ids":
         for where, row in TABLES[kind](path, policy, None, ["input_ids"]):
-            yield read_ids(row["input_ids"], f"{where}: input_ids")
+            if row["input_ids"] is None:
+                policy(ValueError(f"{path} {where}: column 'input_ids' is null; fill it, or leave "
+                                  "the row out"))
+            else:
+                yield read_ids(row["input_ids"], f"{where}: input_ids")
         return
     options = reading.text_column, reading.lines, notes, reading.file_format, policy
     yield from (text for _, text in rows_of(path, *options, None, reading.header))
 
 
-def _cell(row: Mapping, reading: Reading, where: str) -> Any:
-    for name in (reading.text_column, "input_ids", "tokens"):
-        if name in row:
-            value = row[name]
-            return value if isinstance(value, str) else np.asarray(value)
-    raise ValueError(f"{where} has no column text_column={reading.text_column!r} and no input_ids; "
-                     f"it has {', '.join(map(repr, row))}")
+def _row_documents(
+    rows: Iterable[Mapping], part: SourcePart, reading: Reading, policy: Callable
+) -> Iterator[Any]:
+    "Texts, or arrays of token ids, of rows of columns."
+    for number, row in enumerate(rows, part.rows[0] + 1):
+        where, column = f"{part.names[0]} row {number}", reading.text_column
+        if column not in row:
+            column = _stand_in(column, list(row), where)
+        value = row[column]
+        if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
+            yield np.asarray(value)
+        else:
+            yield from read_cell(row, column, where, policy)
+
+
+def _stand_in(column: str, there: list[str], where: str) -> str:
+    "The column that a number or another case means, or one of token ids."
+    try:
+        return resolve_column(column, there)
+    except ValueError:
+        if found := [name for name in ("input_ids", "tokens") if name in there]:
+            return found[0]
+        raise ValueError(f"{where} has no column text_column={column!r} and no input_ids; it has "
+                         f"{', '.join(map(repr, there))}") from None
 
 # %% ../../nbs/data/18_tokenize.ipynb #29f3c98d
 FILTERS = {  # name: module and class of datatrove

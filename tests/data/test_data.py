@@ -127,6 +127,16 @@ def test_set_datasets_takes_what_is_in_memory(kind):
     assert sorted(parts[0] + parts[1]) == sorted(texts) and 5 <= len(parts[1]) <= 15
 
 
+@pytest.mark.parametrize("column", ["text", "2"])
+def test_a_column_of_a_dataset_in_memory_is_found_in_any_case_or_by_number(column):
+    datasets = pytest.importorskip("datasets")
+    texts = make_texts(40)
+    data = make_module(None, text_column=column)
+    data.set_datasets(datasets.Dataset.from_dict({"id": list(range(40)), "Text": texts}), texts)
+    data.setup()
+    assert texts_of(data.train_dataset) == sorted(texts)
+
+
 def test_a_dataset_without_the_column_lists_those_it_has():
     datasets = pytest.importorskip("datasets")
     with pytest.raises(ValueError, match="text_column='text'.*'body', 'title'"):

@@ -130,6 +130,18 @@ def test_a_saved_dataset_is_streamed_sliced_and_resumed(tmp_path):
     assert texts_of(name, split="train[:20%]") == TEXTS[:5]  # 4.6, rounded
 
 
+@pytest.mark.parametrize("column", ["Text", "text", "TEXT", "2", "-1", 2])
+def test_a_column_of_a_dataset_is_named_in_any_case_or_by_number(tmp_path, column):
+    import datasets
+
+    datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "Text": TEXTS}).save_to_disk(tmp_path / "saved")
+    name = str(tmp_path / "saved")
+    assert list(TextStream(name, column)) == TEXTS
+    assert [document.text for document in find_documents(name, column, "auto", Counter())] == TEXTS
+    with pytest.raises(ValueError, match="numbered from 1 to 2"):
+        list(find_documents(name, "3", "auto", Counter()))
+
+
 def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_bytes(content(".jsonl"))

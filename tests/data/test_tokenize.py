@@ -121,6 +121,29 @@ def test_layouts_of_others_and_token_ids_are_read(text, tmp_path):
     assert [d.tolist() for d in open_shards(tmp_path / "d")] == [a.tolist() for a in arrays]
 
 
+@pytest.mark.parametrize("column", ["Text", "text", "2"])
+def test_a_dataset_is_tokenized_by_any_name_of_its_column_and_its_empty_cells_have_numbers(text, tmp_path, column):
+    import datasets
+
+    texts = [*TEXTS[:60], None, *TEXTS[60:80]]
+    datasets.Dataset.from_dict({"id": list(range(81)), "Text": texts}).save_to_disk(tmp_path / "saved")
+    options = dict(text_column=column, workers=1, progress=False)
+    with pytest.raises(ValueError, match="row 61: column 'Text' is null.*skip"):
+        tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "a", **options)
+    found = tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", on_error="skip", **options)
+    assert [d.tolist() for d in open_shards(tmp_path / "b")] == expected(text, TEXTS[:80])
+    assert list(found["notes"].values()) == [1]
+
+
+def test_token_ids_that_are_null_are_named_or_left_out(text, tmp_path):
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [7, 8]}\n{"input_ids": null}\n{"input_ids": [9]}\n')
+    options = dict(text_column="input_ids", workers=1, progress=False)
+    with pytest.raises(ValueError, match="line 2: column 'input_ids' is null"):
+        tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "a", **options)
+    tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "b", on_error="skip", **options)
+    assert [d.tolist() for d in open_shards(tmp_path / "b")] == [[7, 8], [9]]
+
+
 def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path):
     (tmp_path / "mds").mkdir()
     (tmp_path / "mds" / "index.json").write_text('{"version": 2, "shards": []}')
