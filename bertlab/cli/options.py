@@ -260,7 +260,7 @@ class Command:
     positionals: tuple[str, ...] = ()  # options that go without a flag; "*name" takes all
     configured: bool = False  # has --config and --print_config
     resume: str = ""  # help of --resume; "" where there is none
-    overwrite: bool = False
+    overwrite: bool | str = False  # whether there is --overwrite; its help where no run is moved
     estimate: str = ""  # help of --estimate; "" where there is none
     defaults: dict[str, Any] = field(default_factory=dict)  # where they are not the class's
     skip: tuple[str, ...] = ()  # options that the command decides itself
@@ -375,8 +375,8 @@ class Command:
                 return key
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
-        flags = [*known, "help", *["resume"] * bool(self.resume), *["overwrite"] * self.overwrite,
-                 *["estimate"] * bool(self.estimate),
+        flags = [*known, "help", *["resume"] * bool(self.resume),
+                 *["overwrite"] * bool(self.overwrite), *["estimate"] * bool(self.estimate),
                  *["config", "print_config"] * self.configured]
         raise ValueError(f"{name!r} is no parameter{_suggest(name, flags)}")
 
@@ -481,7 +481,8 @@ class Command:
                                       "flags win over all"),
                     ("--print_config", "show the whole configuration, and run nothing")]
         own += [("--resume" + " [DIRECTORY]" * self.configured, self.resume)] if self.resume else []
-        own += [("--overwrite", "start anew; the run that is there is moved into previous-N")
+        moved = "start anew; the run that is there is moved into previous-N"
+        own += [("--overwrite", moved if self.overwrite is True else self.overwrite)
                 ] if self.overwrite else []
         own += [("--estimate", self.estimate)] if self.estimate else []
         entries = {"": own}
@@ -594,7 +595,8 @@ COMMANDS = {command.name: command for command in (
                    "my_file.my_schedule, --trainer.callbacks my_file.MyCallback. The guide 'Your "
                    "own parts' runs one of each."),
     Command("predict", "label what a file or standard input holds",
-            {"": ("cli/finetune.py", "predict")}, ("directory", "file"), overwrite=True,
+            {"": ("cli/finetune.py", "predict")}, ("directory", "file"),
+            overwrite="write --output anew where that file is there already",
             skip=("overwrite",)),
     Command("validate", "measure a model on validation text", positionals=("run.output",),
             **_PRETRAIN),
@@ -625,7 +627,8 @@ COMMANDS = {command.name: command for command in (
             {"": ("cli/vocabularies.py", "transplant")}, ("directory", "tokenizer", "output"),
             choices={"method": ("model/vocabulary.py", "TRANSPLANTS")}),
     Command("tokenize", "turn text into shards of tokens, to train on",
-            {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",), overwrite=True,
+            {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",),
+            overwrite="start anew; the tokens that are there are moved into previous-N",
             skip=("overwrite",), choices={"executor": ("data/tokenize.py", "EXECUTORS"),
                                           "filters": ("data/tokenize.py", "FILTERS")}),
     Command("speedrun", "race a recipe to a target loss, with a log that others can check",
@@ -637,7 +640,8 @@ COMMANDS = {command.name: command for command in (
             resume="go on with the seeds that are not finished", overwrite=True,
             skip=("resume", "overwrite")),
     Command("card", "write a model card beside a model",
-            {"": ("train/model_cards.py", "CardChoices")}, ("directory",), overwrite=True,
+            {"": ("train/model_cards.py", "CardChoices")}, ("directory",),
+            overwrite="write the card anew where one is there already",
             more=(_OF_MODEL,)),
     Command("push", "send a model and its card to a hub, in one commit",
             {"": ("train/model_cards.py", "CardChoices")}, ("directory", "repo"),
@@ -675,7 +679,8 @@ COMMANDS = {command.name: command for command in (
                      "model.distillation": ("embeddings/losses.py", "DISTILLATIONS"),
                      "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
     Command("embed encode", "turn texts into vectors: .npy, .parquet, or an index to search in",
-            {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"), overwrite=True,
+            {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"),
+            overwrite="write --output anew where that file or index is there already",
             skip=("overwrite",)),
     Command("embed search", "find the texts that are most like a query",
             {"": ("cli/embed.py", "embed_search")}, ("model", "place", "*queries")),

@@ -13,7 +13,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import sys
 import time
 from collections import Counter
@@ -31,11 +30,10 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import written_directory
+from ..core.files import move_aside, written_directory
 from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
-from .cache import id_dtype, num_ids_of, remove_shards, serialize_tokenizer
-from .cache import text_batches
+from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
 from .documents import marks_in
 from .packing import read_ids
 from .readers import TABLES, check_format, error_policy, kind_of, read_cell
@@ -560,17 +558,16 @@ def _check_place(
 ) -> Job | None:  # fmt: skip
     "The job, numbered after what is there; None where it is done. Raises `ValueError`."
     parts = list(output.glob("part-*"))
-    own = re.compile(r"part-|blocks-|counts-|manifest\.json|tokenizer$|steps$|\.")
+    own = re.compile(r"part-|blocks-|counts-|manifest\.json|tokenizer$|steps$|previous-\d+$|\.")
     held = [path.name for path in output.iterdir()] if output.exists() else []
     foreign = [name for name in held if not own.match(name)]
     if foreign:
         raise ValueError(f"output {output} holds other files ({', '.join(sorted(foreign)[:3])}); "
                          "choose an empty or new directory")
-    if overwrite and (parts or (output / "manifest.json").exists()):
-        if not holds_shards(output):
-            raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
-        remove_shards(output)
-        shutil.rmtree(output / "steps", ignore_errors=True)
+    if overwrite and (parts or (output / "manifest.json").exists()) and not holds_shards(output):
+        raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
+    if overwrite and any(not name.startswith("previous-") for name in held):
+        move_aside(output)
         parts = []
     if (output / "manifest.json").exists():
         manifest = read_manifest(output)
@@ -620,7 +617,7 @@ def tokenize_shards(
     executor: str = "local",  # where the work is done
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # put the tokens behind those that are there
-    overwrite: bool = False,  # start anew
+    overwrite: bool = False,  # start anew; what is there is moved into previous-N
     shard_tokens: int = 134_217_728,  # tokens after which a file ends: 2**27
     progress: bool | None = None,  # a bar; None: where a terminal shows it
 ) -> dict[str, Any]:  # the manifest; on a cluster, what was queued

@@ -115,6 +115,13 @@ def test_an_entry_of_a_dictionary_is_set_by_itself_and_a_list_grows():
     assert asked.config["trainer"]["callbacks"] == ["one.A", {"class_path": "two.B"}]
 
 
+def test_the_help_of_overwrite_promises_to_move_only_what_is_moved():
+    helps = {name: " ".join(command.help().split()) for name, command in COMMANDS.items() if command.overwrite}
+    moved = {name for name, said in helps.items() if "moved into previous-N" in said}
+    assert set(helps) - moved == {"predict", "card", "embed encode"} and "tokens that are there" in helps["tokenize"]
+    assert all("anew where" in helps[name] for name in set(helps) - moved)
+
+
 def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     parse = COMMANDS["pretrain"].parse
     asked = parse(["--trainer.max_steps", "-1", "--resume"])

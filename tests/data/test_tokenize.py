@@ -317,6 +317,21 @@ def test_another_tokenizer_in_the_place_is_not_replaced_unasked(text, tmp_path):
     assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text)
 
 
+def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(text, tmp_path):
+    out = tmp_path / "out"
+    made(text, out)
+    train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
+    before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for _ in range(2):
+        tokenize_shards(str(text / "text" / "0.jsonl"), tmp_path / "other", out, overwrite=True, progress=False)
+    moved = out / "previous-1"
+    assert {path.relative_to(moved): path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
+    assert [d.tolist() for d in open_shards(moved)] == expected(text)
+    assert [len(open_shards(place)) for place in (out, out / "previous-2")] == [120, 120]
+    tokenize_shards(str(text / "text" / "1.jsonl"), tmp_path / "other", out, append=True, progress=False)
+    assert len(open_shards(out)) == 240
+
+
 def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path, monkeypatch):
     from bertlab.data.module import PretrainingDataModule
 
