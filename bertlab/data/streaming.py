@@ -67,6 +67,8 @@ def _read_document(
             raise ValueError(f"document {number} of the source has no input_ids, only "
                              f"{list(document)}: tokenize the stream first (source.map)")
         document = document["input_ids"]
+    if isinstance(document, str):
+        raise ValueError(f"document {number} of the source is text: tokenize the stream first")
     return read_ids(document, f"document {number} of the source")
 
 # %% ../../nbs/data/14_streaming.ipynb #4c21b94e
