@@ -10,6 +10,7 @@ __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
@@ -27,15 +28,16 @@ from .cache import check_cache_directory, hash_tokenizer, num_ids_of
 from .cache import tokenize_documents
 from .rows import Collator
 from .collators import check_collator_options, get_collator_cls
-from .corpus import Corpus, load_corpus, make_corpus
+from .corpus import Corpus, check_sizes, load_corpus, make_corpus
 from .diffusion import count_ends, writing_rows
 from .documents import Document, hash_files
-from .mixing import MixedRows, MixedStream, join_documents, mix_documents
+from .mixing import MixedRows, MixedStream, check_shortage, join_documents
+from .mixing import mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
-from .packing import bare_row, special_ids
+from .packing import bare_row, check_overflow, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
 from .shards import holds_shards, open_shards
-from .readers import PAIR, read_cell, resolve_column
+from .readers import PAIR, check_lines, error_policy, read_cell, resolve_column
 from .rows import PADDING
 from .sources import TextStream
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
@@ -248,9 +250,11 @@ class Source:
         if self.stored is not None:
             return self._stored_part(part, tokenizer)
         if isinstance(self.origin, TokenizedDocuments):
+            if part == "train" and not self.fraction:
+                return self.origin
             wanted = (document for number, document in enumerate(self.origin)
                       if _is_held_out(number, self.fraction) == (part == "validation"))
-            return TokenizedDocuments.from_sequences(wanted) if self.fraction else self.origin
+            return TokenizedDocuments.from_sequences(wanted)
         key = self._content_key(part) if caching.get("cache_dir") else None
         texts = self.texts(part) if key else list(self.texts(part))
         return tokenize_documents(texts, tokenizer, content_key=key, **caching)
@@ -302,8 +306,9 @@ def split_pairs(
 
 def _is_held_out(number: int, fraction: float) -> bool:
     "Whether a document is kept for validation, where only its number is known."
-    every = round(1 / fraction) if fraction else 0
-    return bool(every) and number % every == every - 1
+    # Of any first n documents n * fraction, rounded down; 3 * 0.1 may lie a little off 0.3.
+    before, after = (int(n * fraction + 1e-6) for n in (number, number + 1))
+    return after > before
 
 
 def _read_rows(
@@ -423,6 +428,18 @@ def _refuse_unread(sources: list[Source], split: str, has_texts: bool) -> None:
             raise ValueError(f"{source} holds tokens, which are read whole: leave out {said}; to "
                              "validate, name other shards, or data_kwargs.validation_fraction to "
                              "hold some out; to read less, tokenize less")
+
+
+def _check_values(options: dict, packing: dict, mixing: dict, max_sequence_length: int) -> None:
+    "Raise `ValueError` for a value of data_kwargs that reading or packing would refuse later."
+    least = options.get("min_chars")
+    check_sizes(options.get("validation_fraction", 0.1), 1 if least is None else least,
+                options.get("max_documents"))
+    check_lines(options.get("lines", "auto"))
+    error_policy(options.get("on_error", "raise"), Counter())
+    check_shortage(mixing.get("on_shortage", "raise"))
+    room = max_sequence_length - 2  # beside the two special tokens of a document
+    check_overflow(room, packing.get("overflow", "split"), packing.get("overlap", 0))
 
 
 def _name_rates(
@@ -632,6 +649,7 @@ class PretrainingDataModule(L.LightningDataModule):
             self.packing_options.setdefault("overflow", "truncate")
         named = {} if header else {"header": False}
         options = {"text_column": self.text_column, **named, **options}
+        _check_values(options, self.packing_options, self.mixing, max_sequence_length)
         if file_format is not None:
             options["file_format"] = file_format
         pairs, val_names = [], _as_list(val_dataset_name_or_path)
@@ -701,6 +719,12 @@ class PretrainingDataModule(L.LightningDataModule):
         elif train:
             self.train_dataset = plan(join_documents(train))
         self.val_datasets = [pack(part, shuffle=False) for part in validation if len(part)]
+        if not self.val_datasets and (fraction := self.sources[0].fraction):
+            laned = self.streaming and self.stream_lanes  # each counts its own texts
+            warnings.warn(f"nothing is held out to validate on: too few texts in each "
+                          f"{'lane' if laned else 'source'} for validation_fraction={fraction}; "
+                          f"{'set data_kwargs lanes to 1' if laned else 'raise it'}, or name a "
+                          "val_dataset_name_or_path")
 
     def _begin(self) -> None:
         "Do first what fails fast: cache directory, tokenizer, collator."

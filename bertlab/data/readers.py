@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PACKED', 'Texts', 'TableRows', 'OnError', 'TABLES', 'PLAIN', 'FORMATS', 'PAIR', 'open_unpacked', 'raise_error',
-           'Line', 'Place', 'NotText', 'read_lines', 'choose_lines', 'read_plain', 'resolve_column', 'kind_of',
-           'read_csv', 'find_columns', 'parse_json', 'read_json', 'read_parquet', 'read_arrow', 'check_format',
-           'read_cell', 'read_texts', 'error_policy']
+           'Line', 'Place', 'NotText', 'read_lines', 'choose_lines', 'check_lines', 'read_plain', 'resolve_column',
+           'kind_of', 'read_csv', 'find_columns', 'parse_json', 'read_json', 'read_parquet', 'read_arrow',
+           'check_format', 'read_cell', 'read_texts', 'error_policy']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -145,6 +145,14 @@ def choose_lines(
 
 # %% ../../nbs/data/02_readers.ipynb #2394881e
 Texts = Iterator[tuple[int, str]]  # where a document stands in its file, and its text
+
+
+def check_lines(
+    lines: str,
+) -> None:
+    "Raise `ValueError` for a way to cut texts that is none."
+    if lines not in ("auto", "documents", "paragraphs"):
+        raise ValueError(f'lines must be "auto", "documents" or "paragraphs", got {lines!r}')
 
 
 def read_plain(

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from .documents import Document, parse_split, slice_bounds, sliced
-from .readers import FORMATS, PACKED, PLAIN, TABLES, Place, check_format, error_policy
-from .readers import find_columns, kind_of, raise_error, read_cell, read_plain
-from .readers import read_texts
+from .readers import FORMATS, PACKED, PLAIN, TABLES, Place, check_format, check_lines
+from .readers import error_policy, find_columns, kind_of, raise_error, read_cell
+from .readers import read_plain, read_texts
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
 def rows_of(
@@ -284,6 +284,7 @@ class TextStream:
         if not 0 <= shard < num_shards:
             raise ValueError(f"shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
         check_format(file_format)
+        check_lines(lines)
         self.text_column, self.lines, self.file_format = text_column, lines, file_format
         self.split, self.config_name, self.notes = split, config_name, Counter()
         self.on_error = error_policy(on_error, self.notes)

@@ -36,8 +36,8 @@ from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenize
 from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
 from .documents import marks_in
 from .packing import read_ids
-from .readers import TABLES, check_format, error_policy, kind_of, read_cell
-from .readers import resolve_column
+from .readers import TABLES, check_format, check_lines, error_policy, kind_of
+from .readers import read_cell, resolve_column
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
 from .sources import directory_files, expand_sources, is_local, rows_of
@@ -86,6 +86,7 @@ def find_parts(
     "Cut a source into parts. Raises `ValueError` where there is nothing to read."
     notes = Counter() if notes is None else notes
     check_format(reading.file_format)
+    check_lines(reading.lines)
     error_policy(reading.on_error, notes)
     if _is_held(source):
         return _row_parts("rows", "", len(source), source)

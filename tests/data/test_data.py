@@ -336,6 +336,21 @@ def test_streams_are_mixed_by_rates(tmp_path):
     assert 0.7 < share < 0.8
 
 
+@pytest.mark.parametrize("fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0.29, 29), (0, 0)])
+@pytest.mark.parametrize("kind", ["ids", "stream"])
+def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held):
+    texts, options = make_texts(100), {"data_kwargs": {"validation_fraction": fraction}}
+    if kind == "ids":
+        data = make_module(None, **options)
+        data.set_datasets([TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts])
+        data.setup()
+        assert len(data.train_dataset.documents) == 100 - held
+    else:
+        data = set_up(write_lines(tmp_path / "a.txt", texts), streaming=True, **options)
+        assert sum(1 for _ in data.stream_tokens()) == 100 - held
+    assert sum(len(part.documents) for part in data.val_datasets) == held
+
+
 def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
     sizes = {"a": 103, "b": 87, "c": 45}  # none a multiple of ten: each stream has a count of its own
     texts = {name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, (name, size) in enumerate(sizes.items())}
@@ -423,6 +438,16 @@ MISTAKES = {
     "option": ({"data_kwargs": {"max_document": 3}}, "no option 'max_document'; it has.*max_documents"),
     "rates": ({"data_kwargs": {"mixing_rates": [1]}}, "mix several sources"),
     "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
+    "fraction": ({"data_kwargs": {"validation_fraction": 5}}, "validation_fraction must be 0 or more and below 1, got 5"),
+    "fraction of a stream": ({"streaming": True, "data_kwargs": {"validation_fraction": -0.1}}, "got -0.1"),
+    "lines": ({"data_kwargs": {"lines": "paragraph"}}, "lines must be .*got 'paragraph'"),
+    "lines of a stream": ({"streaming": True, "data_kwargs": {"lines": "paragraph"}}, "lines must be .*got 'paragraph'"),
+    "on_error": ({"data_kwargs": {"on_error": "ignore"}}, "on_error must be .*got 'ignore'"),
+    "characters": ({"data_kwargs": {"min_chars": 0}}, "min_chars must be 1 or more, got 0"),
+    "overflow": ({"data_kwargs": {"overflow": "cut"}}, "overflow must be one of .*got 'cut'"),
+    "overlap": ({"max_sequence_length": 32, "data_kwargs": {"overlap": 30}}, "overlap must be 0 or more and below 30"),
+    "shortage": ({"train_dataset_name_or_path": ["a.txt", "b.txt"],
+                  "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"}}, "on_shortage must be .*got 'x'"),
     "stream": ({"streaming": True, "train_dataset_name_or_path": None}, "name one, or set it to False"),
 }
 

@@ -152,3 +152,14 @@ def test_a_stream_of_files_is_shared_out_holds_out_and_says_what_does_not_divide
         even.train_dataloader()
     with pytest.raises(ValueError, match="lanes=9"):
         make(data_kwargs={"lanes": 9}).training_texts()
+
+
+def test_a_stream_whose_lanes_are_too_short_to_hold_anything_out_says_so(tmp_path):
+    for n in range(6):
+        (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(5)))
+    tokenizer = train_tokenizer(["text 0 1 2 3 4 5"], 60)
+    with pytest.warns(UserWarning, match="nothing is held out .*each lane .*set data_kwargs lanes to 1"):
+        PretrainingDataModule(str(tmp_path), tokenizer, streaming=True).setup()
+    one = PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, data_kwargs={"lanes": 1})
+    one.setup()
+    assert len(one.val_dataset.documents) == 3

@@ -274,6 +274,7 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
         ({"shard_tokens": 0}, "shard_tokens must be 1"),
         ({"file_format": "pdf"}, "file_format"),
         ({"on_error": "maybe"}, "on_error"),
+        ({"lines": "paragraph"}, "lines must be .*got 'paragraph'"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_written(text, tmp_path, options, words):
