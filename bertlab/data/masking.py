@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from .rows import IGNORED, Vocabulary
-from .tokenizers import byte_letters
+from .tokenizers import byte_letters, count_ids
 
 # %% ../../nbs/data/07_masking.ipynb #5fa223c0
 def find_ordinary(
@@ -163,7 +163,7 @@ def find_continuations(
     the space before a word, so that a comma belongs to what it follows. In scripts that write no
     spaces each piece is a word. Raises `ValueError` where no token has any of these marks.
     """
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count_ids(tokenizer)))]
     counts = {mark: sum(token.startswith(mark) for token in tokens) for mark in WORD_MARKS}
     mark = max(counts, key=counts.get)
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)

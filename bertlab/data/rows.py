@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from .tokenizers import count_ids
+
 # %% ../../nbs/data/06_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
 class Vocabulary:
@@ -302,7 +304,7 @@ class Collator(ABC):
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, **options: Any) -> "Collator":
         "Take ids, vocabulary and special tokens from a transformers tokenizer."
-        return cls(tokenizer.pad_token_id, tokenizer.mask_token_id, len(tokenizer),
+        return cls(tokenizer.pad_token_id, tokenizer.mask_token_id, count_ids(tokenizer),
                    tokenizer=tokenizer, **options)
 
     @abstractmethod

@@ -1,5 +1,6 @@
 "Masked language modeling: the right tokens, at the right rate, the same wherever it runs."
 
+import json
 import math
 import pickle
 import warnings
@@ -17,6 +18,7 @@ from bertlab.data.rows import Collator
 from bertlab.data.masking import bound_labels
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
+from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 
 many = settings(max_examples=250, deadline=None, derandomize=True)
 IGNORED = -100
@@ -488,6 +490,22 @@ def test_a_vocabulary_must_hold_its_special_tokens_and_a_word():
 def test_a_tokenizer_without_a_mask_token_is_refused():
     with pytest.raises(ValueError, match="mask_token_id is None: the tokenizer has no mask token"):
         MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(mask_token=None))
+
+
+def test_a_tokenizer_with_gaps_in_its_ids_has_a_place_for_each(tmp_path):
+    texts = ["some words of a text", "and other words"] * 20
+    train_tokenizer(texts, 60).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = saved["model"]["vocab"]
+    saved["model"]["vocab"] = {token: id + 3 * (id >= 10) for token, id in vocabulary.items()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = load_tokenizer(str(tmp_path))
+    highest = max(tokenizer.get_vocab().values())
+    assert highest >= len(tokenizer)
+    for unit in ("token", "word"):
+        collate = MaskedLanguageModelingCollator.from_tokenizer(tokenizer, max_sequence_length=16, unit=unit)
+        batch = collate([{"input_ids": [2, highest, 12, 3]}])
+        assert collate.vocabulary.size == highest + 1 and batch["input_ids"].shape[0] == 1
 
 
 def test_missing_special_ids_are_warned_about():
