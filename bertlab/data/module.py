@@ -250,6 +250,7 @@ class Source:
         if self.stored is not None:
             return self._stored_part(part, tokenizer)
         if isinstance(self.origin, TokenizedDocuments):
+            _refuse_special_tokens(self.origin, tokenizer)
             if part == "train" and not self.fraction:
                 return self.origin
             wanted = (document for number, document in enumerate(self.origin)
@@ -290,6 +291,16 @@ class Source:
         paths = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
         names = [path.relative_to(root).as_posix() for path in paths]
         return hash_files(paths, part=part, names=names, **self.options)
+
+
+def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> None:
+    "Raise `ValueError` where the first documents all bring what rows lay around each document."
+    first = [ids for ids in (documents[n] for n in range(min(100, len(documents)))) if len(ids)]
+    ends = tokenizer.cls_token_id, tokenizer.sep_token_id
+    if first and all((ids[0], ids[-1]) == ends for ids in first):
+        raise ValueError(f"the given token ids begin with {tokenizer.cls_token} and end with "
+                         f"{tokenizer.sep_token}, which rows add themselves: tokenize with "
+                         "add_special_tokens=False")
 
 
 def split_pairs(
@@ -675,7 +686,9 @@ class PretrainingDataModule(L.LightningDataModule):
     def set_datasets(self, train: Any = None, val: Any = None) -> None:
         """Use what is in memory: `datasets.Dataset`, texts, token ids, or `TokenizedDocuments`.
 
-        Without `val` a share of `train` is held out. To be called before `setup`.
+        Token ids are without special tokens, which rows add: `setup` raises `ValueError` for
+        documents from [CLS] to [SEP]. Without `val` a share of `train` is held out. To be called
+        before `setup`.
         """
         if train is not None:
             rows, fraction = _read_rows(train, self.text_column), self.sources[0].fraction

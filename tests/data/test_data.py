@@ -148,6 +148,14 @@ def test_a_row_without_a_text_is_named_where_the_others_have_one():
         make_module(None).set_datasets(["a text", None, "another"])
 
 
+def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
+    data, (cls, sep) = make_module(None), (TOKENIZER.cls_token_id, TOKENIZER.sep_token_id)
+    bare = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in make_texts(20)]
+    data.set_datasets([[cls, *ids, sep] for ids in bare])
+    with pytest.raises(ValueError, match="add_special_tokens=False"):
+        data.setup()
+
+
 def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
     texts = [make_texts(50, seed=n) for n in range(2)]
     paths = [write_lines(tmp_path / f"{n}.txt", t) for n, t in enumerate(texts)]
