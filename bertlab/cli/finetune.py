@@ -20,6 +20,7 @@ from .pretrain import ask_for_run, naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
 from ..core.reading import format_yaml, read_json
+from ..data.sources import in_hub_form
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
 from ..finetuning.data import FinetuningDataModule, write_reading
@@ -65,6 +66,11 @@ class FinetuneChoices:
         for name in ("num_epochs", "validations_per_epoch", "checkpoint_every_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"run.{name} must be 1 or more, got {value}")
+        if not all(0 <= seed < 2**32 for seed in self.seeds):
+            raise ValueError(f"run.seeds must be from 0 to 2**32 - 1, got {list(self.seeds)}")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise ValueError("run.average must be 0 or more and below 1, or null, got "
+                             f"{self.average}")
         if self.patience is not None and self.patience < 0:
             raise ValueError(f"run.patience must be 0 or more, or null, got {self.patience}")
 
@@ -87,6 +93,12 @@ def glue_options(name: str) -> dict[str, Any]:  # of FinetuningDataModule
     return {"dataset_name_or_path": "nyu-mll/glue", "dataset_config_name": name,
             "text_column": columns if len(columns) > 1 else columns[0], "label_column": "label",
             "val_split": f"validation{matched}", "test_split": f"test{matched}"}
+
+
+def _is_plain(source: str | Mapping) -> bool:
+    "Whether rows are files: named by split, one alone, or in a folder that has no card."
+    path = None if isinstance(source, Mapping) else Path(source).expanduser()
+    return path is None or path.is_file() or path.is_dir() and not in_hub_form(path)
 
 # %% ../../nbs/cli/04_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
@@ -141,7 +153,10 @@ class FinetuningRun:
             model["task"] = kind
         usual = {"text_column": None, "label_column": None, "dataset_name_or_path": None,
                  "dataset_config_name": None, "val_split": "validation", "test_split": "test"}
-        for name, value in (glue_options(run.glue) if run.glue else {}).items():
+        known = glue_options(run.glue) if run.glue else {}
+        if given is not None and _is_plain(given):  # it has neither configurations nor their splits
+            known = {name: known[name] for name in ("text_column", "label_column") if name in known}
+        for name, value in known.items():
             if data[name] == usual[name]:  # what was asked for wins
                 data[name] = value
 

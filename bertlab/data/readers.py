@@ -278,6 +278,9 @@ def read_csv(
     "Rows of a .csv or .tsv table, all cells as text (RFC 4180)."
     place, first = place or Place(), Place()
     delimiter = delimiter or ("\t" if kind_of(path) == ".tsv" else ",")
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
+        raise ValueError("delimiter must be a single character between cells, such as ';', got "
+                         f"{delimiter!r}")
     begin, names = next(_csv_rows(path, delimiter, raise_error, first), (0, []))
     if not begin:
         return

@@ -399,12 +399,15 @@ class TaskParts(NamedTuple):
     text_column: str  # where texts and labels are unless somebody says otherwise
     label_column: str
     context_column: str | None = None
+    second_column: str | None = None  # option of the collator that names a second text
 
 
 TASKS = {
-    "classification": TaskParts(SequenceClassificationCollator, "text", "label"),
+    "classification": TaskParts(SequenceClassificationCollator, "text", "label",
+                                second_column="text_pair_column"),
     "token_classification": TaskParts(TokenClassificationCollator, "text", "label"),
-    "question_answering": TaskParts(QuestionAnsweringCollator, "question", "answers", "context"),
+    "question_answering": TaskParts(QuestionAnsweringCollator, "question", "answers", "context",
+                                    second_column="context_column"),
     "span_classification": TaskParts(SpanClassificationCollator, "text", "spans"),
 }
 COLUMNS = {"conllu": ("FORM", "UPOS"), "conll2003": (1, -1)}  # words and their labels
@@ -424,7 +427,7 @@ class FinetuningDataModule(L.LightningDataModule):
         train_split: str | None = "train",  # split to train on, or "train[:10%]"
         val_split: str | None = "validation",  # to validate on; without one, rows are held out
         test_split: str | None = "test",  # split to test on
-        # By name, or by number from 1; two are a pair of texts. None: the task's usual names.
+        # By name, or by number from 1; two are a pair, or question and context. None: usual.
         text_column: str | int | list[str] | None = None,
         # By name, or by number from 1; several columns hold 0 or 1 each. None: the usual name.
         label_column: str | int | list[str] | None = None,
@@ -442,7 +445,7 @@ class FinetuningDataModule(L.LightningDataModule):
         label_names: list[str] | None = None,  # in the order of ids; None: those of training
         packing: bool = False,  # several texts a training row, for token_classification
         fixed_shapes: bool = False,  # pad to max_sequence_length, as compilers like it
-        validation_fraction: float = 0.1,  # of the training rows, where none are set apart
+        validation_fraction: float = 0.1,  # of the training rows, where none are set apart; 0: none
         vocab_size: int = 4096,  # of a tokenizer that is trained here
         seed: int = 0,  # of order and held-out rows
     ):
@@ -453,6 +456,15 @@ class FinetuningDataModule(L.LightningDataModule):
                              "have one label, or one answer, each; leave packing out")
         if file_format not in (None, *LABELLED):
             raise ValueError(f"file_format {file_format!r} is none of {', '.join(LABELLED)}")
+        if not 0 <= validation_fraction < 1:
+            raise ValueError("validation_fraction must be 0 or more and below 1, got "
+                             f"{validation_fraction}")
+        least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
+                 "train_batch_size": (train_batch_size, 1), "num_workers": (num_workers, 0),
+                 "val_batch_size": (val_batch_size, 1), "test_batch_size": (test_batch_size, 1)}
+        for name, (value, smallest) in least.items():
+            if value < smallest:
+                raise ValueError(f"{name} must be {smallest} or more, got {value}")
         if len(set(label_names or ())) < len(label_names or ()):
             raise ValueError(f"label_names has a name twice: {', '.join(map(str, label_names))}")
         self.task, self.vocab_size = task, vocab_size
@@ -467,7 +479,12 @@ class FinetuningDataModule(L.LightningDataModule):
         self.label_names, self.bad_rows = label_names, BadRows(bad_rows)
         self.collator_kwargs = dict(collator_kwargs or {})
         if isinstance(text_column, (list, tuple)):
-            text_column, self.collator_kwargs["text_pair_column"] = text_column
+            second = TASKS[task].second_column
+            if not 1 <= len(text_column) <= (2 if second else 1):
+                raise ValueError(f"text_column of {task} takes one name{' or two' * bool(second)}, "
+                                 f"got {[*text_column]}")
+            self.collator_kwargs |= dict(zip([second], text_column[1:]))
+            text_column = text_column[0]
         self.columns_given = text_column, label_column
         self.given: dict[str, Any] = {}  # rows by split, of `set_datasets`
         # What `read` finds:
@@ -510,7 +527,7 @@ class FinetuningDataModule(L.LightningDataModule):
             kind = self.collator_kwargs.get("problem_type")
             records |= parse_cells(tables, self.task, self.text_columns[0], self.label_column, kind)
         records = {split: self._check_rows(split, rows) for split, rows in records.items()}
-        if "train" in records and "validation" not in records:
+        if "train" in records and "validation" not in records and self.validation_fraction:
             records |= self._hold_out(records["train"])
         self.records = records
 
@@ -524,8 +541,12 @@ class FinetuningDataModule(L.LightningDataModule):
         there = {split: read_labelled(paths, self.file_format, self.bad_rows.of(split),
                                       **self.reader_kwargs)
                  for split, paths in files.items()} or load_hub(*self.source)
-        return {split: take_split(there, spec) for split, spec in self.wanted.items() if spec
-                and (find_split(there, spec) or split == "train" or spec != split)}
+        found = {split: take_split(there, spec) for split, spec in self.wanted.items() if spec
+                 and (find_split(there, spec) or split == "train" or spec != split)}
+        if not found:
+            raise ValueError("train_split, val_split and test_split name none of the splits that "
+                             f"there are: {sorted(there)}")
+        return found
 
     def _find_columns(self, records: Mapping[str, LabelledRows]) -> None:
         "Find the names of columns. Raises `ValueError` with the names that there are."

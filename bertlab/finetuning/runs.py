@@ -78,9 +78,12 @@ def find_monitor(
     "Set the data up, let module and data agree, and name what to watch. Raises `ValueError`."
     data.prepare_data()
     data.setup()
+    if "train" not in data.datasets:
+        raise ValueError("there is no training split to learn from: name train_split")
     if "validation" not in data.datasets:
         raise ValueError("there is no validation split to choose the best weights by: name "
-                         "val_split, or let the data module hold a share out")
+                         "val_split, or let the data module hold a share out "
+                         "(validation_fraction)")
     module.settle(data)
     return monitor or module.monitor
 

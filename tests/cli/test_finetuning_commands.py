@@ -212,6 +212,18 @@ def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metri
     assert load_predictor(tmp_path / "run").problem_type == ("regression" if name == "stsb" else "single_label_classification")
 
 
+@pytest.mark.parametrize("name", ["sst2", "mnli"])
+def test_a_glue_task_may_lie_in_plain_files(tok, tmp_path, name):
+    columns = GLUE[name][0]
+    for split, number in (("train", 40), ("dev", 12), ("test", 6)):
+        lines = ["\t".join([*[row["text"]] * len(columns), *[row["label"]] * (split != "test")]) for row in texts_of(number, 0)]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(["\t".join([*columns, *["label"] * (split != "test")]), *lines]))
+    run = FinetuningRun(COMMANDS["finetune"].parse(words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name)).config)
+    run.build()
+    assert {split: len(rows) for split, rows in run.data.records.items()} == {"train": 40, "validation": 12, "test": 6}
+    assert run.data.text_columns == columns and run.monitor == "val_accuracy"
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem)
 def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
     asked = COMMANDS["finetune"].parse(["--config", str(path), "--run.output", str(tmp_path / "run")])
@@ -249,6 +261,16 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--run.seeds", "[1,1]"], "run.seeds"),
         (["--run.num_epochs", "0"], "run.num_epochs"),
         (["--run.patience", "-1"], "run.patience"),
+        (["--run.average", "2"], "run.average"),
+        (["--run.seeds", "[-1]"], "run.seeds"),
+        (["--data.validation_fraction", "1.5"], "validation_fraction"),
+        (["--data.val_batch_size", "0"], "val_batch_size"),
+        (["--data.train_batch_size", "0"], "train_batch_size"),
+        (["--data.max_sequence_length", "2"], "max_sequence_length must be 8 or more"),
+        (["--data.text_column", '["text", "label", "text"]'], "text_column"),
+        (["--data.reader_kwargs", '{"delimiter": ";;"}'], "delimiter"),
+        (["--data.train_split", "null"], "no training split"),
+        (["--data.val_split", "null", "--data.validation_fraction", "0"], "no validation split"),
         (["--run.task", "docstring-area"], "leave run.glue"),
         (["--run.glue", "sst3"], "run.glue 'sst3' is unknown"),
         (["--run.progress", "loud"], "run.progress"),

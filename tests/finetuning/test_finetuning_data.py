@@ -301,6 +301,45 @@ def test_an_unknown_task_lists_the_known_and_a_small_epoch_says_so():
         given_rows(rows_of(1))
 
 
+@pytest.mark.parametrize("name, value", [("validation_fraction", -1), ("validation_fraction", 1.5), ("train_batch_size", 0),
+                                         ("val_batch_size", 0), ("test_batch_size", 0), ("max_sequence_length", 7),
+                                         ("num_workers", -1), ("seed", -1)])  # fmt: skip
+def test_an_option_outside_its_range_is_refused_at_once(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
+        module(**{name: value})
+
+
+def test_a_fraction_of_0_holds_nothing_out():
+    data = given_rows(rows_of(8), validation_fraction=0)
+    assert list(data.records) == ["train"] and len(data.records["train"]) == 8 and data.note == ""
+
+
+@pytest.mark.parametrize("task, names", [("classification", []), ("classification", ["a", "b", "c"]), ("token_classification", ["a", "b"])])
+def test_more_names_of_texts_than_a_task_reads_are_refused(task, names):
+    with pytest.raises(ValueError, match="text_column of .* takes one name"):
+        module(task, text_column=names)
+
+
+def test_one_name_in_a_list_is_one_column_and_two_are_question_and_context():
+    assert given_rows(rows_of(8), rows_of(2), text_column=["text"]).text_columns == ["text"]
+    rows = [{"q": "text number", "where": "text is good", "answers": {"text": ["good"], "answer_start": [8]}}] * 4
+    data = given_rows(rows, rows, task="question_answering", text_column=["q", "where"], collator_kwargs={"doc_stride": 4})
+    assert (data.text_columns, data.context_column) == (["q", "where"], "where")
+
+
+def test_splits_that_are_not_there_are_said_with_those_that_are(tmp_path):
+    write(tmp_path / "train.csv", rows_of(8))
+    with pytest.raises(ValueError, match=r"none of the splits that there are: \['train'\]"):
+        module(source=str(tmp_path), train_split=None).setup()
+
+
+@pytest.mark.parametrize("delimiter", [";;", 5, '"', "\n"])
+def test_a_delimiter_that_is_no_single_character_is_refused(delimiter, tmp_path):
+    write(tmp_path / "train.csv", rows_of(8))
+    with pytest.raises(ValueError, match="delimiter must be a single character"):
+        module(source=str(tmp_path), reader_kwargs={"delimiter": delimiter}).setup()
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 
