@@ -315,7 +315,7 @@ def predict(
     all_probabilities: bool = False,  # of every label, or the best answers
     batch_size: int = 32,  # rows that are predicted at once
     num_best: int = 5,  # answers to show with all_probabilities
-    null_threshold: float = 0.0,  # how far no answer must lead; .inf: there is always one
+    null_threshold: float | None = None,  # how far no answer must lead; null: as in training
     max_sequence_length: int | None = None,  # tokens that are read at once
     overwrite: bool = False,
 ) -> str:  # what is said about the rows

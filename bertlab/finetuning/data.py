@@ -793,6 +793,13 @@ class FinetuningDataModule(L.LightningDataModule):
             return dict(zip(self.label2id, np.sum(marks, axis=0).astype(int).tolist()))
         return {name: int((labels == i).sum()) for i, name in self.id2label.items()}
 
+    @property
+    def always_answered(self) -> bool:
+        "Whether every question of the training rows has an answer, so that none is no answer."
+        rows = self.records.get("train", next(iter(self.records.values())))
+        given = rows.read_columns([self.label_column])[self.label_column]
+        return all(len(one["text"] if isinstance(one, Mapping) else one) for one in given)
+
     def _describe_spans(self, split: str) -> list[str]:
         "How many spans there are, how they lie, and what windows and tokens do to them."
         rows, spans = self.datasets[split].rows, self.spans(split)
@@ -829,11 +836,14 @@ READING = "bertlab_reading.json"  # beside a fine-tuned model: how the rows of i
 
 
 def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> None:
-    "Write down which columns a module reads, and how many tokens of them."
+    "Write down which columns a module reads, how many tokens of them, and by which rules."
     reading = {"task": data.task, "text_columns": [*map(str, data.text_columns)],
                "max_sequence_length": data.max_sequence_length}
-    if data.task == "span_classification":  # the windows of new texts are those of training
+    # The windows of new texts are those of training, and so is whether no answer may win.
+    if data.task in ("span_classification", "question_answering"):
         reading["doc_stride"] = data.collator.doc_stride
+    if data.task == "question_answering":
+        reading["always_answered"] = data.always_answered
     with written_whole(Path(directory) / READING) as temporary:
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
@@ -847,7 +857,8 @@ def load_reading(directory: str | os.PathLike) -> dict[str, Any]:  # empty where
     known = {"task": str, "text_columns": list, "max_sequence_length": int}
     if not isinstance(reading, dict) or any(not isinstance(reading.get(name), kind)
                                             for name, kind in known.items()) \
-            or not isinstance(reading.get("doc_stride", 0), int):
+            or not isinstance(reading.get("doc_stride", 0), int) \
+            or not isinstance(reading.get("always_answered", False), bool):
         raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
                          "columns and length yourself")
     return reading

@@ -406,10 +406,12 @@ def _list_answers(
     context: str,
     num_best: int,
 ) -> list[AnswerText]:  # best first
-    "Cut answers out of their context. The empty one stays, for `choose_answer` compares with it."
+    "Cut answers out of their context. The empty and the best other stay: `choose_answer` compares."
     found = [(doubt, 0, 0), *((score, *span) for span, score in best.items())]
     found = sorted(found, key=lambda one: (-one[0], *one[1:]))
-    found = [one for rank, one in enumerate(found) if rank < num_best or one[2] == 0]
+    first = next((one for one in found if one[2]), None)
+    found = [one for rank, one in enumerate(found)
+             if rank < num_best or one[2] == 0 or one == first]
     widened = [(score, *whole_letters(context, a, b)) for score, a, b in found]
     return [AnswerText(context[a:b], score, a, b) for score, a, b in widened]
 

@@ -12,6 +12,7 @@ __all__ = ['HEADS', 'WRITERS', 'TaskPredictor', 'load_predictor', 'run_batches',
 import csv
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -70,6 +71,7 @@ class TaskPredictor:
     max_sequence_length: int  # tokens that are read at once
     text_columns: tuple[str, ...] = ()  # that training read; empty: nobody wrote it down
     doc_stride: int | None = None  # tokens that windows of a text share; None: a quarter
+    null_threshold: float = 0.0  # how far "no answer" led to win in training; inf: it never did
 
     def collate(self, columns: Sequence[str]) -> SupervisedCollator:  # texts; two are a pair
         "What makes batches of rows without labels."
@@ -78,9 +80,9 @@ class TaskPredictor:
         on_tpu = getattr(self.model, "device", torch.device("cpu")).type == "xla"
         options["pad_to_multiple_of"] = None if on_tpu else 8  # None: rows of one length
         options |= {second[self.task]: name for name in columns[1:]}
-        if self.task == "question_answering":  # a window shares a quarter with the next
+        if self.task == "question_answering" and self.doc_stride is None:
             options["doc_stride"] = self.max_sequence_length // 4
-        if self.task == "span_classification":
+        elif self.task in ("question_answering", "span_classification"):
             options["doc_stride"] = self.doc_stride
         return TASKS[self.task][0].from_tokenizer(self.tokenizer, label_column=None, **options)
 
@@ -116,7 +118,9 @@ def load_predictor(
     problem = (shape.problem_type or one) if HEADS[head] == "classification" else ""
     columns, stride = tuple(reading.get("text_columns", ())), reading.get("doc_stride")
     stride = stride if length == reading.get("max_sequence_length") else None  # it is of a length
-    return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride)
+    limit = math.inf if reading.get("always_answered") else 0.0
+    return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride,
+                         limit)
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #d738224a
 def run_batches(
@@ -168,7 +172,8 @@ class PredictionOptions:
 
     batch_size: int = 32
     all_probabilities: bool = False  # of every label; of answers, the best few
-    null_threshold: float = 0.0  # how far "no answer" must lead to win; inf: it never does
+    # How far "no answer" must lead to win; inf: it never does; None: as in training, else 0.
+    null_threshold: float | None = None
     num_best: int = 5  # answers that are told
 
     def __post_init__(self):
@@ -283,9 +288,10 @@ def _shorten(
     return question if len(ends) <= room else question[:ends[room - 1]]
 
 
-def _tell_answer(ranked: Sequence, options: PredictionOptions) -> dict:
+def _tell_answer(ranked: Sequence, predictor: TaskPredictor, options: PredictionOptions) -> dict:
     "Read the ranked answers of a question: their scores are logits, and sum up to 1 as shares."
-    best = choose_answer(ranked, options.null_threshold)
+    limit = options.null_threshold
+    best = choose_answer(ranked, predictor.null_threshold if limit is None else limit)
     shares = _softmax(np.array([one.score for one in ranked])).tolist()
     told = {"predicted_answer": best.text, "probability": shares[ranked.index(best)],
             "predicted_start": best.start, "predicted_stop": best.stop}
@@ -311,7 +317,7 @@ def predict_answers(
     starts, ends = ([one[f"{side}_logits"] for one in found] for side in ("start", "end"))
     places = ([window[name] for window in windows] for name in ("offsets", "example_index"))
     answers = best_answers(starts, ends, *places, [row[context] for row in rows], options.num_best)
-    told = [_tell_answer(answers[number], options) for number in range(len(rows))]
+    told = [_tell_answer(answers[number], predictor, options) for number in range(len(rows))]
     return told, sum(one[asked] != row[asked] for one, row in zip(short, rows))
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #2c9019dd

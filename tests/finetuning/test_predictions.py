@@ -1,9 +1,11 @@
 "Predictions keep every row in its order, say what the module says, and nothing is written by halves."
 
+import dataclasses
 import io
 import json
 import math
 import os
+import shutil
 
 import datasets
 import numpy as np
@@ -18,6 +20,7 @@ from transformers import DistilBertConfig, DistilBertForSequenceClassification, 
 from bertlab.finetuning import evaluations as ev
 from bertlab.finetuning.runs import finetune
 from bertlab.data.rows import IGNORED
+from bertlab.finetuning.data import READING, write_reading
 from bertlab.finetuning.predictions import PredictionOptions, check_output, load_predictor, predict_file, predict_rows, read_input, write_predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -167,6 +170,35 @@ def test_no_answer_wins_by_more_than_the_threshold(trained):
     said = [predict_rows(predictor, row, options=PredictionOptions(null_threshold=t)).rows[0]["predicted_answer"]
             for t in (-math.inf, math.inf)]  # fmt: skip
     assert said[0] == "" and said[1] != ""
+
+
+@pytest.mark.parametrize("unanswerable, threshold", [(False, math.inf), (True, 0.0)])
+def test_questions_follow_the_rule_and_the_windows_of_training(trained, tmp_path, unanswerable, threshold):
+    data = data_for("question_answering", *(asked(12, seed, unanswerable) for seed in range(3)), collator_kwargs={"doc_stride": 2})
+    data.setup()
+    shutil.copytree(trained["question_answering"][2], tmp_path / "model")
+    write_reading(data, tmp_path / "model")
+    predictor = load_predictor(tmp_path / "model")
+    assert predictor.null_threshold == threshold == ev.make_scores("question_answering", None, data).null_threshold
+    assert predictor.collate(["question", "context"]).doc_stride == 2 and load_predictor(tmp_path / "model", 24).doc_stride is None
+    rows = data.records["test"].rows
+    told, by_hand = (predict_rows(predictor, rows, options=PredictionOptions(null_threshold=t)).rows for t in (None, threshold))
+    assert told == by_hand
+    never = dataclasses.replace(predictor, null_threshold=-math.inf)
+    assert {one["predicted_answer"] for one in predict_rows(never, rows).rows} == {""}
+    reading = json.loads((tmp_path / "model" / READING).read_text())
+    old = {name: reading[name] for name in ("task", "text_columns", "max_sequence_length")}
+    (tmp_path / "model" / READING).write_text(json.dumps(old))
+    assert load_predictor(tmp_path / "model").null_threshold == 0.0, "an old directory says nothing of it"
+    (tmp_path / "model" / READING).write_text(json.dumps({**reading, "always_answered": "yes"}))
+    with pytest.raises(ValueError, match="is damaged"):
+        load_predictor(tmp_path / "model")
+
+
+def test_a_single_answer_that_is_told_is_the_one_that_won(trained):
+    predictor = dataclasses.replace(load_predictor_once(trained["question_answering"][2]), null_threshold=math.inf)
+    one, five = (predict_rows(predictor, asked(12), options=PredictionOptions(num_best=n)).rows for n in (1, 5))
+    assert [row["predicted_answer"] for row in one] == [row["predicted_answer"] for row in five] and all(row["predicted_answer"] for row in one)
 
 
 def test_numbers_and_several_labels(tmp_path):
