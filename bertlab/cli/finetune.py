@@ -28,7 +28,7 @@ from ..finetuning.evaluations import evaluate_split
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.predictions import WRITERS, PredictionOptions, check_output
 from ..finetuning.predictions import load_predictor, predict_file
-from ..finetuning.runs import ScoreLines, SeedResults, better_way, find_monitor, finetune
+from ..finetuning.runs import ScoreLines, SeedResults, find_monitor, finetune, rank_metric
 from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
@@ -105,13 +105,15 @@ _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name
 
 
 def _read_runs(path: Path, monitor: str) -> list[dict[str, float]]:  # of the seeds that are done
-    "What metrics.json of a run holds. Raises `ValueError` for a file that is damaged."
+    "What metrics.json of a run holds, NaN for null. Raises `ValueError` for a damaged file."
     runs = read_json(path).get("runs")
     if not isinstance(runs, list) or not all(
-            isinstance(run, dict) and isinstance(run.get(monitor), (int, float)) for run in runs):
+            isinstance(run, dict) and isinstance(run.get(monitor, ""), (int, float, type(None)))
+            for run in runs):
         raise ValueError(f"{path} is damaged: it needs `runs` with {monitor} in each; move it away "
                          "to score the seeds anew")
-    return runs
+    return [{name: math.nan if value is None else value for name, value in run.items()}
+            for run in runs]
 
 
 class FinetuningRun:
@@ -218,14 +220,15 @@ class FinetuningRun:
         "Fine-tune once a seed; numbers are on disk as soon as there are any."
         run, path = self.choices, self.output / "metrics.json"
         baselines = compute_baselines(self.data) if run.baselines else {}
-        sign, runs = -1 if better_way(self.monitor) == "min" else 1, []
+        runs = []
         if self.resume and path.exists():
             runs = _read_runs(path, self.monitor)
         for number, seed in enumerate(run.seeds):
             if number >= len(runs):
                 runs.append(self._fit_seed(seed))
             results = SeedResults(tuple(run.seeds[: number + 1]), tuple(runs[: number + 1]))
-            best = max(range(number + 1), key=lambda n: sign * runs[n][self.monitor])
+            best = max(range(number + 1),
+                       key=lambda n: rank_metric(self.monitor, runs[n][self.monitor]))
             metrics = {"monitor": self.monitor, "seeds": results.seeds, "runs": results.runs,
                        "mean": results.mean(), "deviation": results.deviation(),
                        "best_seed": run.seeds[best], "baselines": baselines}

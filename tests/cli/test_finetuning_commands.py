@@ -336,6 +336,22 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_result(tok, tmp_path, capsy
     assert texts[0] == texts[1]
 
 
+def test_a_seed_without_a_metric_is_passed_over_and_its_run_goes_on(tok, tmp_path, capsys):
+    output = tmp_path / "run"
+    rows = write_rows(tmp_path / "data", "csv")
+    assert by_words(words_for(tok, rows, output, "--run.seeds", "[1, 2]", "--run.baselines", "false")) == 0
+    found = json.loads((output / "metrics.json").read_text())
+    found["runs"][0]["val_accuracy"] = None  # how an undefined metric is written
+    (output / "metrics.json").write_text(json.dumps(found))
+    assert by_words(["--resume", output]) == 0
+    again = json.loads((output / "metrics.json").read_text())
+    assert again["best_seed"] == 2 and again["runs"] == found["runs"] and again["mean"]["val_accuracy"] is None
+    del found["runs"][0]["val_accuracy"]
+    (output / "metrics.json").write_text(json.dumps(found))
+    capsys.readouterr()
+    assert by_words(["--resume", output]) != 0 and "is damaged" in capsys.readouterr().err
+
+
 def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text\nhello\n")
     for more, part in ((["--output", tmp_path / "in.csv"], "is the file that is read"),

@@ -1,14 +1,17 @@
 "A whole run: it stops early, goes back to its best weights, and says what chance does to it."
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from test_finetuning import CONFIG, data_for, module_for, predict, weights
 
 from bertlab.data.tokenizers import load_tokenizer
+from bertlab.finetuning import runs
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
-from bertlab.finetuning.runs import ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
+from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
 from bertlab.finetuning.task_models import load_task_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -118,6 +121,15 @@ def test_scores_and_seconds_are_said_after_each_validation(tmp_path):
     finetune(module_for(), data_for(), tmp_path, num_epochs=2, callbacks=[ScoreLines(said.append)], **PLAIN)
     assert [line.split(":")[0] for line in said] == ["epoch 1, step 6", "epoch 2, step 12"]
     assert all("val_accuracy 0." in line or "val_accuracy 1." in line for line in said) and all(line.endswith(" s") for line in said)
+
+
+@pytest.mark.parametrize("monitor, values", [("val_spearman", [math.nan, 0.9, 0.95, math.nan]), ("val_loss", [math.nan, 0.3, 0.2])])
+def test_a_seed_with_an_undefined_metric_is_not_the_best(tmp_path, monkeypatch, monitor, values):
+    scores = iter(values)
+    monkeypatch.setattr(runs, "finetune", lambda module, data, *args, **options: FinetunedRun(
+        module, {monitor: next(scores)}, None, 0, False, data))  # fmt: skip
+    results = finetune_seeds({"task": "classification", "model_config_kwargs": CONFIG}, data_for(), tmp_path, range(len(values)), monitor=monitor)
+    assert results.best_seed == 2 and results.best.metrics[monitor] == values[2]
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1)])
