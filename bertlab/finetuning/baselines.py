@@ -58,8 +58,8 @@ def score_predictions(task: Task, predictions: list) -> dict[str, float]:
         names = [*task.label_names, *sorted(seen - set(task.label_names))]  # not seen in training
         ids = {name: number for number, name in enumerate(names)}
         pair = (torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor([ids[label] for label in row]) for row in values], True, IGNORED)
-            for values in rows)
+            [torch.tensor([ids[label] for label in row], dtype=torch.int64) for row in values],
+            True, IGNORED) for values in rows)
     entities = task.kind == "token_classification" and names_entities(names)
     num_labels = 1 if problem == "regression" else max(2, len(names))
     metrics = get_metrics_for_task(task.kind, num_labels, problem, names if entities else None)
@@ -119,7 +119,7 @@ def classify_texts(task: Task) -> list:
         y = {name: several.fit_transform(labels) for name, labels in y.items()}
     elif task.problem_type != "regression" and len(set(y["train"])) < 2:
         return y["train"][:1] * len(texts["test"])  # there is nothing to tell apart
-    best = -math.inf, None
+    best = None
     for penalty in _PENALTIES:
         model = LogisticRegression(C=1 / (penalty * len(texts["train"])), max_iter=1000)
         if task.problem_type == "regression":
@@ -127,7 +127,9 @@ def classify_texts(task: Task) -> list:
         model = OneVsRestClassifier(model) if several else model
         model.fit(x["train"], y["train"])
         right = model.score(x["validation"], y["validation"])
-        best = max(best, (right, model), key=lambda pair: pair[0])
+        right = right if math.isfinite(right) else -math.inf  # R2 of a single row is undefined
+        if best is None or right > best[0]:
+            best = right, model
     said = best[1].predict(x["test"])
     return [list(row) for row in several.inverse_transform(said)] if several else said.tolist()
 

@@ -375,3 +375,17 @@ def test_questions_of_ones_own_get_both_opponents():
     data = own_data("question_answering", rows, collator_kwargs={"doc_stride": 4})
     assert set(compute_baselines(data)) == {"majority", "bag of words"}
     assert 0 < compute_baselines(data)["majority"]["val_exact_match"] < 1
+
+
+def test_a_single_validation_row_leaves_both_opponents_of_numbers_without_a_score():
+    rows = [{"text": "red fish " * (i % 4) + "dog", "label": float(i % 4)} for i in range(20)]
+    data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
+    data.set_datasets(train=rows, val=rows[:1])
+    data.setup()
+    assert compute_baselines(data) == {"majority": {}, "bag of words": {}}
+
+
+def test_a_sentence_without_a_label_on_any_word_is_no_obstacle():
+    known = {"text": ["red", "fish"], "label": ["ADJ", "NOUN"]}
+    data = own_data("token_classification", [{"text": ["a", "dog"], "label": [-100, -100]}, *[known] * 11])
+    assert compute_baselines(data)["bag of words"]["val_accuracy"] == 1
