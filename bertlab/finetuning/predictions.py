@@ -10,7 +10,6 @@ __all__ = ['HEADS', 'WRITERS', 'TaskPredictor', 'load_predictor', 'run_batches',
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #c7109456
 import csv
-import io
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +30,7 @@ from torch import nn
 
 from ..core.files import written_whole
 from ..data.plain_models import FAMILIES
-from ..data.readers import kind_of, read_lines, resolve_column
+from ..data.readers import read_lines, resolve_column
 from ..data.rows import IGNORED
 from ..data.supervised import SupervisedCollator, encode_words
 from ..data.tokenizers import load_tokenizer
@@ -510,14 +510,19 @@ def _all_columns(rows: Sequence[Mapping]) -> list[str]:
 
 def as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
     "Write rows as a table with a header."
-    buffer, names = io.StringIO(), _all_columns(rows)
-    table = csv.writer(buffer, delimiter=delimiter, lineterminator="\n")
+    lines, names = [], _all_columns(rows)
+    # Only characters of the line's end are quoted for sure, so a cell's carriage return is one.
+    table = csv.writer(SimpleNamespace(write=lines.append), delimiter=delimiter,
+                       lineterminator="\r\n")
     table.writerows([names, *([_write_cell(row.get(name)) for name in names] for row in rows)])
-    return buffer.getvalue()
+    return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
 def as_conllu(rows: Sequence[Mapping]) -> str:
-    "Sentences as they were, with the tag of each word in MISC (Universal Dependencies, CoNLL-U)."
+    """Words with all their columns, and the tag of each in MISC (Universal Dependencies, CoNLL-U).
+
+    Of comments sent_id and text are kept; ranges (1-2) and empty nodes (3.1) were not read.
+    """
     blocks = []
     for row in rows:
         lines = [f"# {name} = {row[name]}" for name in ("sent_id", "text") if name in row]
@@ -539,7 +544,7 @@ def choose_writer(
     rows: Sequence[Mapping] = (),  # that come in
 ) -> str:  # a key of WRITERS, or "parquet"
     "The form of a file by its name. Raises `ValueError` for one that rows cannot have."
-    ending = kind_of(Path(path)).removeprefix(".").replace("ndjson", "jsonl")
+    ending = Path(path).suffix.lower().removeprefix(".").replace("ndjson", "jsonl")
     if ending not in (*WRITERS, "parquet"):
         raise ValueError(f"output {path} must end in .{', .'.join((*WRITERS, 'parquet'))}")
     if ending == "conllu" and not all(set(CONLLU) <= set(row) for row in rows):
@@ -599,6 +604,9 @@ def predict_file(
     rows, chosen = read_input(source, file_format, header)
     if output is not None:
         choose_writer(output, rows)
+    if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
+        raise ValueError(f"{source} has the columns {taken}, which a prediction would write over; "
+                         "rename them")
     found = predict_rows(predictor, rows, columns, options, chosen)
     told = [{**row, **one} for row, one in zip(rows, found.rows, strict=True)]
     if output is not None:

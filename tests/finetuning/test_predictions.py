@@ -275,6 +275,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         ({"source": "missing.csv"}, "no file missing.csv"),
         ({"output": "x.doc"}, "must end in"),
         ({"output": "nowhere/x.csv"}, "there is no directory"),
+        ({"output": "x.csv.gz"}, "must end in"),
         ({"file_format": "xml"}, "none of lines"),
     ],
 )
@@ -283,6 +284,21 @@ def test_a_mistake_is_found_before_the_model_is_asked(trained, tmp_path, options
     predictor = load_predictor_once(trained["classification"][2])
     with pytest.raises(ValueError, match=message):
         predict_file(predictor, **{"source": tmp_path / "there.csv", **options})
+
+
+def test_a_column_of_a_prediction_is_not_written_over(trained, tmp_path):
+    (tmp_path / "in.csv").write_text("text,probability\nthe apple,0.3\n")
+    with pytest.raises(ValueError, match="in.csv has the columns .'probability'.*rename"):
+        predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "in.csv", tmp_path / "out.csv")
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_carriage_return_stays_in_its_cell(tmp_path, ending):
+    rows = [{"text": "one\rtwo", "n": "1"}, {"text": "three", "n": "2"}]
+    again, _ = read_input(write_predictions(rows, tmp_path / f"out.{ending}"))
+    assert [row["n"] for row in again] == ["1", "2"] and again[0]["text"].split() == ["one", "two"]
+    assert (tmp_path / f"out.{ending}").read_bytes().count(b"\n") == 3
 
 
 def test_lengths_and_sizes_that_cannot_be_are_refused(trained, tmp_path):
