@@ -199,6 +199,11 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
         value = parse_yaml(text, name)
     except ValueError:
         value = text
+        if names <= {"list", "None"} and inside == "str":  # a text that begins with [MASK]
+            return [text]
+    own = type(value).__name__
+    if "str" in names and isinstance(value, (int, float)) and not names & {own, "float"}:
+        return text  # a file may be called 2020
     try:
         return convert(value, annotation, name)
     except ValueError:
@@ -349,12 +354,16 @@ class Command:
         if name == "help" or (name == "overwrite" and self.overwrite) or (
                 name == "estimate" and self.estimate) or (
                 name == "print_config" and self.configured):
+            if equals:
+                raise ValueError(f"--{name} stands alone: leave ={rest[0]} out")
             own["flags"][name] = True
         elif name == "config" and self.configured:
             if not rest or rest[0].startswith("--"):
                 raise ValueError("--config needs a file")
             own["files"].append(rest.pop(0))
         elif name == "resume" and self.resume:
+            if equals and not self.configured:
+                raise ValueError(f"--resume stands alone: say --resume --output {rest[0]}")
             follows = equals or (self.configured and rest and not rest[0].startswith("-"))
             own["flags"]["resume"] = rest.pop(0) if follows else True
         else:
@@ -436,8 +445,9 @@ class Command:
             before = before if isinstance(before, list) else [before]
             # A text without a flag is meant as it is, also where YAML reads a number or a list.
             is_text = option.kind.startswith("list[str]") and f"*{name}" in self.positionals
-            more = [text] if is_text else convert_text(text, "Any", name)
-            given[name] = [*before, *(more if isinstance(more, list) else [more])]
+            inside = next((one for kind, one in _kinds(option.kind) if kind == "list"), "Any")
+            more = [text] if is_text else convert_text(text, f"list[{inside}]", f"--{name}")
+            given[name] = [*before, *more]
         else:
             given[name] = convert_text(text, option.kind, f"--{name}")
 

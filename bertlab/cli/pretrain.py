@@ -29,13 +29,14 @@ from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import bertlab
 from .options import COMMANDS, Asked
 from ..core.devices import check_request, describe_device, find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import did_you_mean, find_object, look_up
-from ..core.reading import format_yaml, read_json, read_yaml
+from ..core.reading import format_yaml, one_line, read_json, read_yaml
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, load_tokenizer
 from ..data.tokenizers import train_tokenizer
@@ -202,7 +203,10 @@ def run_trainer(
     more = more if isinstance(more, list) else [more]
     every = run.val_every_steps or max(1, steps // 10)
     callbacks = [*run_watchers(run, module, text), *more]
-    return make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
+    try:
+        return make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {one_line(error)}") from None
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,6 +381,12 @@ class Run:
         if trainer["max_steps"] < 1:
             raise ValueError(f"trainer.max_steps={trainer['max_steps']}: say how many optimizer "
                              "steps the run has")
+        if trainer["accumulate_grad_batches"] < 1:
+            raise ValueError("trainer.accumulate_grad_batches must be 1 or more, got "
+                             f"{trainer['accumulate_grad_batches']}")
+        if isinstance(trainer["logger"], str):
+            raise ValueError(f"trainer.logger={trainer['logger']!r} is no logger: name it in "
+                             f"run.loggers, as --run.loggers [{trainer['logger']}]")
         kind = check_request(trainer["accelerator"], trainer["precision"] or "auto",
                              trainer["devices"])
         options = {**model, TOKENIZER: None}
@@ -482,6 +492,7 @@ class Run:
         "Train to the last step. Raises `RunInterrupted` after a signal, with the directory."
         first = self.choices.validate_first
         first = self.config["model"][MODEL] is not None if first is None else first
+        first = first and self.trainer.limit_val_batches != 0
         if first and self.checkpoint is None and self.data.val_datasets:
             with same_random_states():
                 found = self.trainer.validate(self.module, self.data, verbose=False)[0]
@@ -495,7 +506,8 @@ class Run:
             raise RunInterrupted(*stopped.args, str(self.output)) from None
         last = (self.history.record.validation or [{}])[-1]
         if self.data.val_datasets and last.get("step") != self.trainer.global_step:
-            return self.trainer.validate(self.module, self.data, verbose=False)[0]
+            found = self.trainer.validate(self.module, self.data, verbose=False)
+            return found[0] if found else last  # none with trainer.limit_val_batches=0
         return last
 
     def read_metrics(
@@ -660,6 +672,8 @@ def validate(
     if module.fresh and rank_zero_only.rank == 0:  # beside the numbers, which are JSON
         print(f"bertlab validate: {module.describe_fresh()}", file=sys.stderr, flush=True)
     trainer = make_trainer(1, **{**_given(options), "val_check_steps": 1})
+    if trainer.limit_val_batches == 0:
+        raise ValueError("trainer.limit_val_batches=0 leaves nothing to validate on")
     sets, rows = data.val_datasets, []
     names = list(map(str, data.val_sources)) if len(data.val_sources) == len(sets) else []
     for number, rows_of_set in enumerate(sets):

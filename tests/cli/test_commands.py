@@ -215,6 +215,13 @@ def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(w
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
+def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(words, tmp_path, capsys):
+    found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
+    assert found["steps"] == 4 and "val_loss" not in found
+    capsys.readouterr()
+    assert "limit_val_batches=0" in said(capsys, "validate", str(tmp_path / "run"))
+
+
 def test_a_run_without_a_report_ends_well_and_says_its_last_validation(words, tmp_path):
     found = pretrain([*words, "--run.report", "false"])
     assert found["val_loss"] > 0 and not (tmp_path / "run" / "metrics.json").exists()
@@ -264,6 +271,12 @@ def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, t
     (["--data.train_batch_size", "9999"], "9999"),
     (["--data.pretrained_tokenizer_name_or_path", "a", "--model.pretrained_tokenizer_name_or_path", "b"], "name one"),
     (["--resume"], "nothing to resume"),
+    (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches must be 1 or more"),
+    (["--trainer.logger", "csv"], "--run.loggers [csv]"),
+    (["--trainer.profiler", "simpl"], "profiler"),
+    (["--trainer.limit_train_batches", "1.5"], "limit_train_batches"),
+    (["--trainer.gradient_clip_algorithm", "foo"], "foo"),
+    (["--trainer.enable_checkpointing", "false"], "enable_checkpointing"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, options, part):
     for i, word in enumerate(options):

@@ -60,6 +60,7 @@ def test_help_and_mistakes_are_answered_without_torch(words):
     ("1:30", "int | str", "1:30"), ("no", "str | list[str]", "no"), ("007", "str | None", "007"),
     ("[1, 2]", "list[int]", [1, 2]), ("{a: 2e-3}", "dict[str, Any] | None", {"a": 0.002}),
     ("[a, b]", "str | list[str] | None", ["a", "b"]), ("-1", "int", -1), ("x", "Optional[Union[int, str]]", "x"),
+    ("2020", "str | list[str] | Corpus | None", "2020"), ("3", "int | float | str", 3), ("3", "float | str", 3.0),
     ("ddp", "str | Strategy", "ddp"), ("{class_path: a.B}", "str | Strategy", {"class_path": "a.B"}),
 ])  # fmt: skip
 def test_a_word_becomes_a_value_of_the_type_that_is_asked_for(text, kind, value):
@@ -122,6 +123,14 @@ def test_the_help_of_overwrite_promises_to_move_only_what_is_moved():
     assert all("anew where" in helps[name] for name in set(helps) - moved)
 
 
+def test_a_flag_that_comes_again_keeps_the_type_of_the_lists_elements():
+    sentences = ["[MASK] is a cat.", "Note: the [MASK].", "2020", "[MASK] and [MASK]"]
+    words = [word for sentence in sentences for word in ("--run.preview_sentences", sentence)]
+    assert COMMANDS["pretrain"].parse(words).config["run"]["preview_sentences"] == sentences
+    asked = COMMANDS["speedrun"].parse(["--seeds", "3", "--seeds", "[4, 5]"])
+    assert asked.config["seeds"] == [3, 4, 5]
+
+
 def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     parse = COMMANDS["pretrain"].parse
     asked = parse(["--trainer.max_steps", "-1", "--resume"])
@@ -149,6 +158,9 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     ("demo", ["--lerning-rate", "1"], ["did you mean 'learning_rate'"]),
     ("demo", ["--batch-size", "many"], ["batch_size must be int, got 'many'"]),
     ("predict", [], ["directory is missing"]),
+    ("pretrain", ["--overwrite=false"], ["--overwrite stands alone", "=false"]),
+    ("demo", ["--resume=there"], ["--resume stands alone", "--output there"]),
+    ("pretrain", ["--data.collator_kwargs", "3"], ["data.collator_kwargs must be dict"]),
     ("fill-mask", ["d", "--top_q", "3"], ["did you mean 'top_k'"]),
     ("distill", ["s.yaml", "--run.output", "x"], ["run.output", "leave it out"]),
 ])  # fmt: skip
