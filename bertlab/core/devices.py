@@ -7,7 +7,8 @@ __all__ = ['AMPERE', 'DEVICE_PEAKS', 'ACCELERATORS', 'PRECISIONS', 'cpu_multipli
            'multiplied_type', 'default_attention', 'find_varlen', 'describe_attention', 'Peaks', 'peak_flops',
            'wait_function', 'measured_peak_flops', 'measured_bandwidth', 'Device', 'installed_version', 'count_tpus',
            'count_devices', 'find_devices', 'describe_device', 'find_accelerator', 'object_to_precision', 'check_count',
-           'check_request', 'keep_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes', 'device_memory_peaks']
+           'whole_name', 'check_request', 'keep_freed_memory', 'peak_memory_bytes', 'resident_memory_bytes',
+           'device_memory_peaks']
 
 # %% ../../nbs/core/05_devices.ipynb #5f341d85
 import ctypes
@@ -458,6 +459,13 @@ def check_count(
                          f"{kind} here, numbered from 0; set devices={there} or fewer")
 
 # %% ../../nbs/core/05_devices.ipynb #12ae4319
+def whole_name(
+    precision: str | int,  # one of PRECISIONS, or short: 32, "bf16", 16, 64
+) -> str:
+    "The name in PRECISIONS that a short one stands for; any other stays as it is."
+    return _SHORT.get(str(precision), str(precision))
+
+
 def check_request(
     accelerator: str = "auto",  # "auto", "cpu", "gpu", "cuda", "mps" or "tpu"
     precision: str | int = "auto",  # one of PRECISIONS, or short: 32, "bf16", 16, 64
@@ -465,7 +473,7 @@ def check_request(
 ) -> str:  # the kind of device that will be used: "cpu", "cuda", "mps" or "tpu"
     "Raise `ValueError`, in one line with what to do, for what cannot be had here."
     kind = find_accelerator(accelerator)
-    name = _SHORT.get(str(precision), str(precision))
+    name = whole_name(precision)
     look_up(name, dict.fromkeys(PRECISIONS), "precision")
     capability = torch.cuda.get_device_capability() if kind == "cuda" else AMPERE
     if why := object_to_precision(kind, name, capability):

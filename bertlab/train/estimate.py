@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..core.devices import default_precision, resident_memory_bytes
+from ..core.devices import default_precision, resident_memory_bytes, whole_name
 from ..model.activation_checkpointing import MemoryLedger
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
@@ -254,7 +254,7 @@ def estimate_memory(
     rows: int,  # of a micro-batch on one device
     length: int,  # positions in a row
     label_rate: float = 0.3,  # share of the positions that is predicted
-    precision: str = "auto",  # of the trainer
+    precision: str | int = "auto",  # of the trainer
     device: str = "cpu",  # or cuda, where there is one
     saves_models: bool = True,  # whether the run writes model directories
     find_largest: bool = True,  # the largest micro-batch that fits: a few traces more
@@ -270,6 +270,7 @@ def estimate_memory(
         raise ValueError(f"length={length} is more than the model's max_position_embeddings "
                          f"{config.max_position_embeddings}")
     precision = default_precision(device)[0] if precision in (None, "auto") else precision
+    precision = whole_name(precision)
     if precision not in _HALVES:
         raise ValueError(f"precision={precision!r} cannot be estimated; known are "
                          f"{', '.join(_HALVES)}")

@@ -99,6 +99,13 @@ def test_what_cannot_be_estimated_is_refused(options, word):
         estimate_memory(module, **{"rows": 2, "length": 64, "precision": "32-true", **options})
 
 
+@pytest.mark.parametrize("short, whole", [(32, "32-true"), ("32", "32-true"), ("bf16", "bf16-mixed"), (16, "16-mixed")])
+def test_a_precision_may_be_as_short_as_a_run_takes_it(short, whole):
+    module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
+    found = [estimate_memory(module, 2, 64, precision=name, find_largest=False).step.peak for name in (short, whole)]
+    assert found[0] == found[1] > 0
+
+
 def test_the_command_says_what_a_run_needs_and_writes_nothing(tmp_path):
     words = ["pretrain", "--estimate", "--run.output", str(tmp_path / "run"), "--data.train_batch_size", "4",
              "--data.max_sequence_length", "64", "--trainer.accelerator", "cpu", "--model.model_config_kwargs",
