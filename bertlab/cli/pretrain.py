@@ -38,8 +38,8 @@ from ..core.files import MARKER, check_run_directory, prepare_run_directory, wri
 from ..core.names import did_you_mean, find_object, look_up
 from ..core.reading import format_yaml, one_line, read_json, read_yaml
 from ..data.module import PretrainingDataModule, training_texts
-from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, load_tokenizer
-from ..data.tokenizers import train_tokenizer
+from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, count_ids
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
@@ -318,7 +318,8 @@ def validation_entropy(
     tokens = data.val_dataset.documents.tokens[:]  # in memory, in shards or of several sources
     tokenizer = data.tokenizer
     ids = torch.from_numpy(tokens.astype("int64"))
-    return unigram_entropy(unigram_counts(ids, len(tokenizer), tokenizer.all_special_ids))
+    counts = unigram_counts(ids, count_ids(tokenizer), tokenizer.all_special_ids)
+    return unigram_entropy(counts)
 
 
 class Run:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import yaml
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
@@ -30,7 +29,7 @@ from .distill import DistillationModule
 from ..core.durations import read_amount
 from ..core.files import MARKER, check_run_directory, prepare_run_directory
 from ..core.files import written_directory, written_whole
-from ..core.reading import read_json, read_yaml
+from ..core.reading import format_yaml, read_json, read_yaml
 from .stopping import NonFiniteGuard
 from .modules import PretrainingModule
 from .parallel import count_processes, count_sharers
@@ -176,7 +175,7 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
                              f"is {new.get(name)!r}; put it back, or choose another output")
     prepare_run_directory(output, resume, overwrite)
     with written_whole(output / MARKER) as temporary:
-        temporary.write_text(yaml.safe_dump({"stages": now}, sort_keys=False), encoding="utf-8")
+        temporary.write_text(format_yaml({"stages": now}), encoding="utf-8")
 
 # %% ../../nbs/train/15_stages.ipynb #9135b4a5
 def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
