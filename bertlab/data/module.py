@@ -261,13 +261,21 @@ class Source:
         return tokenize_documents(texts, tokenizer, content_key=key, **caching)
 
     def tokenize_pairs(
-        self, part: str, tokenizer: Any, max_ends: int, seed: int
+        self, part: str, tokenizer: Any, max_ends: int, seed: int, room: int
     ) -> TokenizedDocuments:
-        "Prompt, [SEP], text and its ends, for each pair; see `writing_rows`."
+        "Prompt, [SEP], text and its ends, for each pair with room for a token of the text."
         joined = (document.text for document in getattr(self.corpus, part))
         prompts, texts = split_pairs(joined, str(self))
         rows = writing_rows(tokenizer, texts, prompts, max_ends, seed)
-        return TokenizedDocuments.from_sequences(rows)
+        # A prompt that fills its row would lose its [SEP], and be learnt as if it were a text.
+        kept = [row for row in rows if row.index(tokenizer.sep_token_id) + 1 < room]
+        if lost := len(rows) - len(kept):
+            said = (f"{self}: {lost} of {len(rows)} prompts leave no room for their text in a row "
+                    f"of {room + 2} tokens; raise max_sequence_length, or shorten them")
+            if not kept:
+                raise ValueError(said)
+            warnings.warn(f"{said}; these pairs are left out")
+        return TokenizedDocuments.from_sequences(kept)
 
     def _stored_part(self, part: str, tokenizer: Any) -> TokenizedDocuments:
         "Held out is a share of the first documents; nothing else is read for it."
@@ -556,9 +564,12 @@ def mix_lengths(
 
 # %% ../../nbs/data/16_module.ipynb #fb3de062
 def _check_prompts(
-    objective: Any, max_ends: int, streaming: bool, cache_dir: Any
+    objective: Any, max_ends: int, streaming: bool, cache_dir: Any, cuts: list[str]
 ) -> None:
     "Raise `ValueError` where a column of prompts makes no sense."
+    if cuts:
+        raise ValueError(f"prompt_column: data_kwargs.{cuts[0]} cuts pairs, and a piece would lose "
+                         "its prompt; leave it out")
     if objective != "diffusion":
         raise ValueError("prompt_column is for objective='diffusion', which learns to write, not "
                          f"for {objective!r}; leave it out")
@@ -628,7 +639,9 @@ class PretrainingDataModule(L.LightningDataModule):
         self.collator_cls, self.collator_kwargs = get_collator_cls(*asked), collator_kwargs or {}
         self.max_ends = max_ends
         if prompt_column is not None:
-            _check_prompts(objective, max_ends, streaming, cache_dir)
+            cuts = [name for name, value in (("mix_lengths", None), ("overflow", "truncate"))
+                    if options.get(name, value) != value]
+            _check_prompts(objective, max_ends, streaming, cache_dir, cuts)
         if max_ends and (objective != "diffusion" or streaming):
             raise ValueError(f"max_ends={max_ends} is for objective='diffusion' and texts that are "
                              f"read at once, not for objective={objective!r}, "
@@ -754,7 +767,8 @@ class PretrainingDataModule(L.LightningDataModule):
 
         def read(source: Source, part: str) -> TokenizedDocuments:
             if source.paired:
-                return source.tokenize_pairs(part, self.tokenizer, self.max_ends, self.seed)
+                return source.tokenize_pairs(part, self.tokenizer, self.max_ends, self.seed,
+                                             self.max_sequence_length - 2)  # beside its two ends
             found = source.tokenize(part, self.tokenizer, **caching)
             return add_ends(found, self.tokenizer.sep_token_id, self.max_ends, self.seed)
 

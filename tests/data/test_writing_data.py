@@ -232,6 +232,7 @@ def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(kind,
 @pytest.mark.parametrize("options, message", [
     ({"objective": "mlm"}, "prompt_column is for objective='diffusion'"), ({"max_ends": 0}, "prompt_column needs max_ends"),
     ({"streaming": True}, "leave streaming and cache_dir out|max_ends"), ({"cache_dir": "x"}, "leave streaming and cache_dir out"),
+    ({"data_kwargs": {"mix_lengths": {8: 0.5, 32: 0.5}}}, "mix_lengths cuts pairs"), ({"data_kwargs": {"overflow": "split"}}, "overflow cuts pairs"),
 ])  # fmt: skip
 def test_prompts_where_they_make_no_sense_are_refused_at_once(options, message, tokenizer, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -262,6 +263,20 @@ def test_an_answer_that_is_too_long_is_cut_and_not_parted_from_its_prompt(tokeni
     data.setup()
     rows = [data.train_dataset[0, n] for n in range(len(data.train_dataset))]
     assert len(rows) == 1 and tokenizer.decode(rows[0]["input_ids"], skip_special_tokens=True).startswith("what is the cat it is")
+
+
+def test_a_prompt_that_fills_its_row_is_left_out_and_never_learnt_as_a_text(tokenizer):
+    long = {"ask": "what is the cat " * 30, "say": "it is a mat"}
+    data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
+    data.set_datasets(Dataset.from_list([long, *QUESTIONS]), QUESTION_ROWS)
+    with pytest.warns(UserWarning, match=r"1 of \d+ prompts leave no room for their text in a row of 32 tokens"):
+        data.setup()
+    read = [tokenizer.decode(data.train_dataset[0, n]["input_ids"]) for n in range(len(data.train_dataset))]
+    assert read and not any("what is the cat what" in text for text in read)
+    data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
+    data.set_datasets(Dataset.from_list([long]), QUESTION_ROWS)
+    with pytest.raises(ValueError, match="1 of 1 prompts leave no room.*raise max_sequence_length"):
+        data.setup()
 
 
 def test_the_command_learns_from_pairs_and_answers(tmp_path, capsys):
