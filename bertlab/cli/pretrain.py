@@ -432,6 +432,9 @@ class Run:
             self.data.train_dataloader()  # refuses a batch that is larger than the text
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
         self.history = self.trainer.callbacks[0]
+        for watcher in self.trainer.callbacks:
+            if isinstance(watcher, Callback) and hasattr(watcher, "check"):
+                watcher.check(self.module, self.data)  # else it would refuse when all is written
 
     def _own_tokenizer(self) -> Any:
         "The one that made the tokens, where the data is shards; else one that is trained here."

@@ -287,15 +287,26 @@ class Evaluators(Callback):
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two evaluators are called {min(twice)!r}: give each its own name")
         self.results: list[dict[str, Any]] = []  # step, evaluator and its numbers
+        self._collator: Any = None  # for which they are prepared
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        data = trainer.datamodule
+        self.check(pl_module, trainer.datamodule)
+
+    def check(
+        self,
+        pl_module: L.LightningModule,
+        data: Any,  # a PretrainingDataModule, after `setup`
+    ) -> None:
+        "Read what the evaluators ask about. Raises `ValueError`, so that a run can begin with it."
         tokenizer = getattr(pl_module, "tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is None or getattr(data, "collator", None) is None:
             raise ValueError("evaluators need the tokenizer and the collator of a data module: "
                              "call trainer.fit(module, datamodule)")
+        if self._collator is data.collator:
+            return
         for one in self.evaluators:
             one.prepare(tokenizer, data.collator, data.max_sequence_length)
+        self._collator = data.collator
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._seen = trainer.global_step

@@ -360,6 +360,17 @@ def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_tha
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) != row["loss"]
 
 
+def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place, tmp_path):
+    asked = "[{kind: fill_mask, name: facts, source: %s, every_steps: 2}]" % (tmp_path / "none.tsv")
+    words = ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match="none.tsv"):
+        pretrain([*words, "--run.evaluators", asked])
+    begun = ["--model.pretrained_model_name_or_path", str(find_model(place / "run")), "--model.model_config_kwargs", "null"]
+    with pytest.raises(ValueError, match="no parameter is called like 'qvk"):
+        pretrain([*words, *begun, "--run.histograms", "['qvk*']"])
+    assert not (tmp_path / "run").exists()
+
+
 def test_validation_has_a_row_for_each_set_and_takes_a_named_model(place, tmp_path):
     (tmp_path / "other.txt").write_text("a red house near the sea\n" * 30)
     model = find_model(place / "run")
