@@ -569,6 +569,18 @@ def check_output(
                          "(overwrite=True, --overwrite)")
 
 
+def _of_one_kind(values: list) -> list:
+    "Values as they are, or, where they are of several kinds, as texts: Parquet has typed columns."
+    import pyarrow
+
+    try:
+        pyarrow.array(values)
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
+        return [value if value is None or isinstance(value, str) else
+                json.dumps(value, ensure_ascii=False) for value in values]
+    return values
+
+
 def write_predictions(
     rows: Sequence[Mapping],  # with what was said of them
     path: str | os.PathLike,  # its ending says how: see WRITERS
@@ -581,7 +593,8 @@ def write_predictions(
             import datasets  # here: it takes most of a second
 
             # `Dataset.from_list` would take the columns of the first row for those of all.
-            columns = {name: [row.get(name) for row in rows] for name in _all_columns(rows)}
+            columns = {name: _of_one_kind([row.get(name) for row in rows])
+                       for name in _all_columns(rows)}
             datasets.Dataset.from_dict(columns).to_parquet(str(temporary))
         else:
             temporary.write_text(WRITERS[form](rows), encoding="utf-8")

@@ -489,3 +489,11 @@ def test_a_blank_first_row_takes_no_column_from_the_others(trained, tmp_path, ta
     assert [row["id"] for row in again] == [None, 7] and set(again.columns) == set(told[1])
     name = "n_best" if task == "question_answering" else "probabilities"
     assert again[1][name] == told[1][name] and not again[0][name]
+
+
+def test_parquet_takes_a_column_of_several_kinds_as_texts(tmp_path):
+    rows = [{"text": "a", "code": 7, "tags": ["x"]}, {"text": "b", "code": "x7", "tags": None}, {"text": "c", "tags": {"y": 1}}]
+    write_predictions(rows, tmp_path / "out.parquet")
+    back = datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"), cache_dir=str(tmp_path)).to_list()
+    assert [row["code"] for row in back] == ["7", "x7", None] and [row["text"] for row in back] == ["a", "b", "c"]
+    assert [row["tags"] for row in back] == ['["x"]', None, '{"y": 1}']
