@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from tqdm import tqdm
 
 from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
@@ -48,7 +49,6 @@ from ..model.losses import token_bytes
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
-from .history import say
 from .steps import TrainingModule, count_readers
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
@@ -552,7 +552,7 @@ class PretrainingModule(TrainingModule):
             self.reason = f"the budget is spent (budget_tokens={self.hparams.budget_tokens!r})"
             trainer.should_stop = True
             if trainer.is_global_zero:
-                say(f"stopping after step {step}: {self.reason}")
+                tqdm.write(f"stopping after step {step}: {self.reason}")  # beside a bar
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint is plain data, and needs neither its first weights nor a user's own objects."
