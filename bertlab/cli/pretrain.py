@@ -433,8 +433,8 @@ class Run:
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
         self.history = self.trainer.callbacks[0]
         for watcher in self.trainer.callbacks:
-            if isinstance(watcher, Callback) and hasattr(watcher, "check"):
-                watcher.check(self.module, self.data)  # else it would refuse when all is written
+            if hasattr(watcher, "check_run"):  # else it would refuse when all is written
+                watcher.check_run(self.module, self.data)
 
     def _own_tokenizer(self) -> Any:
         "The one that made the tokens, where the data is shards; else one that is trained here."

@@ -290,9 +290,9 @@ class Evaluators(Callback):
         self._collator: Any = None  # for which they are prepared
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        self.check(pl_module, trainer.datamodule)
+        self.check_run(pl_module, trainer.datamodule)
 
-    def check(
+    def check_run(
         self,
         pl_module: L.LightningModule,
         data: Any,  # a PretrainingDataModule, after `setup`

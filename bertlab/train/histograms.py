@@ -201,9 +201,9 @@ class WeightHistograms(Callback):
         return self._generate_state_key(patterns=list(self.patterns))
 
     def on_fit_start(self, trainer, pl_module) -> None:
-        self.check(pl_module)
+        self.check_run(pl_module)
 
-    def check(self, pl_module: nn.Module, data: Any = None) -> None:
+    def check_run(self, pl_module: nn.Module, data: Any = None) -> None:
         "Raise `ValueError` for a glob that fits no parameter of a module that has some."
         if next(pl_module.parameters(), None) is not None:  # a fresh model is built later
             parameters_like(pl_module, self.patterns)  # refuses before the first step
