@@ -9,6 +9,7 @@ __all__ = ['normalize_rates', 'proportional_rates', 'limits_of', 'check_shortage
 
 # %% ../../nbs/data/15_mixing.ipynb #ee2ea880
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -319,7 +320,8 @@ class MixedStream:
     """Take from several streams by rates: the one furthest behind its share gives the next item.
 
     No chance is involved, and no stream is ever ahead of its share by more than an item. One that
-    ends begins anew, as often as max_repetition allows; then the mixture ends.
+    ends begins anew, as often as max_repetition allows; then the mixture ends. The next iteration
+    begins all streams anew, so a warning names those of which it would leave a rest unread.
     """
 
     def __init__(
@@ -356,6 +358,7 @@ class MixedStream:
                     raise ValueError(f"stream {name!r} is empty, or cannot be read a second time")
                 self.items[name], self.passes[name] = 0, self.passes[name] + 1
                 if self.passes[name] >= self.caps[name]:
+                    self._warn_of_rests(name, iterators)
                     return self.reset()
                 iterators[name] = iter(self.streams[name])
 
@@ -364,6 +367,19 @@ class MixedStream:
         if hasattr(stream, "load_state_dict"):
             return iter(stream)
         return islice(stream, self.items[name], None)
+
+    def _warn_of_rests(self, ended: str, iterators: Mapping[str, Iterator]) -> None:
+        "Name streams that were not read to their ends: each epoch gives the same part."
+        nothing = object()
+        rests = [name for name, passes in self.passes.items()
+                 if not passes and next(iterators[name], nothing) is not nothing]  # fmt: skip
+        if rests:
+            warnings.warn(
+                f"the mixture ends with {ended!r}, before {', '.join(map(repr, rests))} was read "
+                "to its end, and each epoch begins at the front: the rest is never read. Raise "
+                f"max_repetition of {ended!r} (now {self.caps[ended]}), or lower its rate",
+                stacklevel=2,
+            )
 
     def _next_source(self) -> str:
         "The source that is furthest behind its share."

@@ -277,5 +277,15 @@ class Resumable:
 
 def test_a_second_reading_of_a_mixture_equals_the_first_though_a_stream_was_left_in_the_middle():
     mixture = MixedStream({"a": Resumable(["a1", "a2"]), "b": Resumable([f"b{i}" for i in range(9)])}, {"a": 1, "b": 1})
-    first, second = list(mixture), list(mixture)
+    with pytest.warns(UserWarning, match="before 'b' was read to its end"):
+        first = list(mixture)
+    with pytest.warns(UserWarning, match="max_repetition of 'a' .now 1."):
+        second = list(mixture)
     assert first == second and "b8" not in first and "b0" in second
+
+
+@pytest.mark.parametrize("b, caps", [(["b1", "b2"], 1), (["b1"], 3), ([f"b{i}" for i in range(5)], {"a": 9, "b": 1})])
+def test_a_mixture_that_leaves_no_rest_unread_ends_without_a_word(recwarn, b, caps):
+    "Of streams that end at the same item, of one that was read before, and of a small one that comes as often as it must."
+    mixture = MixedStream({"a": ["a1", "a2"], "b": b}, {"a": 1, "b": 1}, max_repetition=caps)
+    assert set(mixture) == {"a1", "a2", *b} and not recwarn.list
