@@ -164,7 +164,11 @@ def fill(text: str, address: Address, notebook: str) -> str:
     return text
 
 
-def setup_source(address: Address) -> str:
+# What a page says that it needs beyond bertlab itself.
+NEEDED_EXTRAS = re.compile(r'needs? `pip install "bertlab(\[[a-z,]+\])"`')
+
+
+def setup_source(address: Address, extras: str = "") -> str:
     "The hidden set-up cell: installs bertlab where it is missing, which is Colab or a bare kernel."
     return "\n".join(
         [
@@ -173,7 +177,7 @@ def setup_source(address: Address) -> str:
             SETUP_MARK,
             "from importlib.util import find_spec",
             'if find_spec("bertlab") is None:',
-            f'    %pip install --quiet "bertlab @ {address.pip}"',
+            f'    %pip install --quiet "bertlab{extras} @ {address.pip}"',
         ]
     )
 
@@ -207,12 +211,14 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
     "Fill the address into one notebook, in nbdev_clean's format."
     notebook = json.loads(path.read_text(encoding="utf-8"))
     name = path.relative_to(root).as_posix()
+    told = (NEEDED_EXTRAS.search(source_of(cell)) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    extras = next((found[1] for found in told if found), "")
     for cell in notebook["cells"]:
         old = new = source_of(cell)
         if cell["cell_type"] == "markdown":
             new = fill(old, address, name)
         elif is_setup(old):
-            new = setup_source(address)
+            new = setup_source(address, extras)
         if new != old:
             cell["source"] = new.splitlines(keepends=True)
     write_whole(path, json.dumps(notebook, sort_keys=True, indent=1, ensure_ascii=False) + "\n")
@@ -303,9 +309,13 @@ def readme(root: Path) -> dict[str, bytes]:
 
 
 def pages_of(chapter: str, names: list[str]) -> list[str]:
-    "The pages of a chapter: its index page, then its parts in the order of their numbers."
+    """The pages of a chapter: its index page, then its parts in the order of their numbers.
+
+    What has no number comes last, but for `torch_refresher`, which is read before all others.
+    """
     members = [name for name in names if name.startswith(f"{chapter}/")]
-    return sorted(members, key=lambda name: (not name.endswith("/index.ipynb"), name))
+    first = [f"{chapter}/index.ipynb", f"{chapter}/torch_refresher.ipynb"]
+    return sorted(members, key=lambda name: (first.index(name) if name in first else len(first), name))
 
 
 def guide_pages(names: list[str]) -> list[str]:

@@ -65,7 +65,7 @@ def finetune_embeddings(
               for name, part in asked.config.items()}
     choices, output = EmbedChoices(**config["run"]), Path(config["run"]["output"])
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
-    check_run_directory(output, again, overwrite)
+    check_run_directory(output, again, overwrite, option="--run.output")
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]
     if model["pretrained_model_name_or_path"] is None and model["model_config_kwargs"] is None:
         raise ValueError("nothing to start from: give model.pretrained_model_name_or_path, such "

@@ -129,7 +129,7 @@ class FinetuningRun:
         self.resume, self.overwrite = resume, overwrite
         self.choices = FinetuneChoices(**self.config["run"])
         self.output = Path(self.choices.output)
-        check_run_directory(self.output, resume, overwrite)
+        check_run_directory(self.output, resume, overwrite, option="--run.output")
         self._settle_task()
         notes = {"command": "finetune", "record": provenance()}
         self.text = format_yaml({**self.config, **notes})

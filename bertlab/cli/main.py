@@ -241,7 +241,7 @@ def _check_place(asked: Asked) -> str:  # the directory of the run
     "Look at the directory of a run before anything heavy is imported."
     output = asked.resume if isinstance(asked.resume, str) else asked.config["run"]["output"]
     if not process_number():  # the first of several processes looks
-        check_run_directory(output, bool(asked.resume), asked.overwrite)
+        check_run_directory(output, bool(asked.resume), asked.overwrite, option="--run.output")
     return output
 
 

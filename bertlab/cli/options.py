@@ -113,11 +113,12 @@ def read_options(
     for number, (key, annotation, default, first, last) in enumerate(parameters):
         first, last = first - begin + 1, last - begin + 1
         following = parameters[number + 1][3] - begin + 1 if number + 1 < len(parameters) else 0
-        said = [] if following == last else [behind.get(last, "")]
-        above = first - 1
+        lines_above, above = [], first - 1
         while above in alone and (number == 0 or parameters[number - 1][4] - begin + 1 <= above):
-            said.insert(0, alone[above])
+            lines_above.insert(0, alone[above])
             above -= 1
+        said = [" ".join(lines_above), "" if following == last else behind.get(last, "")]
+        said = [text if text.endswith("...") else text.removesuffix(".") for text in said]
         try:
             value = None if default is None else ast.literal_eval(default)
         except ValueError:  # computed: it stays what the function makes of it
@@ -229,6 +230,15 @@ class Asked:
     shown: str | None = None  # what --help or --print_config prints; then nothing is run
 
 
+def _read_file(file: str) -> dict[str, Any]:
+    "A file of --config. Raises `ValueError`."
+    if not Path(file).exists() and "configs" in Path(file).parent.parts:
+        raise ValueError(f"{file} is not here: the files of configs/ come with the source of "
+                         "bertlab, not with the installed package; run in a clone of it, or give "
+                         "the path of a copy")
+    return read_yaml(file)
+
+
 def _suggest(name: str, known: Sequence[str]) -> str:
     "A name that was probably meant, as the end of a sentence; its section may be missing."
     last = name.rpartition(".")[2]
@@ -329,7 +339,7 @@ class Command:
         if "help" in own["flags"]:
             return Asked(self.name, {}, {}, [], shown=self.help())
         layers = [(None, dict(base))] if base else []
-        for path, content in [*layers, *((file, read_yaml(file)) for file in own["files"])]:
+        for path, content in [*layers, *((file, _read_file(file)) for file in own["files"])]:
             given.update(self._from_file(path, content, known))
         given.update(unflagged)  # like a flag, a word that was typed wins over the files
         seen: set[str] = set()

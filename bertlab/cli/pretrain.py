@@ -69,12 +69,14 @@ class RunChoices:
     output: str = "bertlab-run"  # directory of the run
     vocab_size: int = 4096  # of the tokenizer that is trained where none is named
     tokenizer_kind: str = "wordpiece"  # its family
-    # Size of fresh weights, by name, under what model_config_kwargs says. Null, where that says
-    # nothing either: modernbert_tiny on a CPU, modernbert_base on a GPU or TPU.
+    # Size of fresh weights, by name; model_config_kwargs changes parts of it. Null:
+    # modernbert_tiny on a CPU, modernbert_base on a GPU or TPU, or only what model_config_kwargs
+    # says where that has a hidden_size.
     shape: str | None = None
     # Positions of one optimizer step over all processes, as 65536, or 64K for 64,000.
     batch_tokens: int | str | None = None  # decides rows per batch and accumulation
-    microbatch_tokens: int | str | None = None  # positions that one process computes at once
+    # Positions of batch_tokens that one process computes at once.
+    microbatch_tokens: int | str | None = None
     val_every_steps: int | None = None  # steps between validations; null: ten times in a run
     validate_first: bool | None = None  # before step 1; null: where a model is continued
     checkpoint_every_steps: int = 100  # steps between checkpoints, and between model directories
@@ -120,6 +122,9 @@ class RunChoices:
                 raise ValueError(f"run.{name}: {error}") from None
         if self.average is not None and not 0 <= self.average < 1:
             raise ValueError(f"run.average is a decay, 0 or more and below 1, got {self.average}")
+        if self.microbatch_tokens is not None and self.batch_tokens is None:
+            raise ValueError(f"run.microbatch_tokens={self.microbatch_tokens} says in which parts "
+                             "run.batch_tokens is computed: say that, too")
         if isinstance(self.peak_flops, str) and self.peak_flops != "measured":
             raise ValueError(f"run.peak_flops must be a number or measured: {self.peak_flops!r}")
 
@@ -254,7 +259,7 @@ def settle_shape(
     max_sequence_length: int,  # positions in a row
 ) -> tuple[str | None, dict[str, Any] | None]:  # the shape's name, and all its settings
     "Choose the size of fresh weights where nobody did: one that this device trains in a sitting."
-    if asked is None and settings is not None:
+    if asked is None and "hidden_size" in (settings or {}):  # a shape of one's own, said whole
         return None, settings
     name = asked or ("modernbert_base" if kind in ("cuda", "tpu") else "modernbert_tiny")
     shape = SHAPES[name]()
@@ -264,6 +269,7 @@ def settle_shape(
 
 def _settle_shape(
     config: dict[str, Any],  # sections of a run; the model's settings become whole
+    begun: bool = False,  # whether the run is resumed
 ) -> str | None:  # the shape's name, where nobody asked for one
     "Size of fresh weights in a run; a model that is continued has its own. Raises `ValueError`."
     model, asked = config["model"], config["run"]["shape"]
@@ -272,6 +278,8 @@ def _settle_shape(
             raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
                              "brings its own shape: leave one of them out")
         return None
+    if asked is None and begun and model["model_config_kwargs"] is not None:
+        return None  # a run of before shapes were named where settings are few
     kind = find_accelerator(config["trainer"]["accelerator"])
     name, settings = settle_shape(asked, model["model_config_kwargs"], kind,
                                   config["data"]["max_sequence_length"])
@@ -342,11 +350,11 @@ class Run:
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
-            check_run_directory(self.output, resume, overwrite)
+            check_run_directory(self.output, resume, overwrite, option="--run.output")
         if self.choices.batch_tokens is not None:
             self._split_batch()
         given = self.config["model"]["model_config_kwargs"]
-        self.chosen_shape = _settle_shape(self.config)
+        self.chosen_shape = _settle_shape(self.config, resume)
         linked = {"objective": data_objective(self.config["model"]["objective"]),
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}

@@ -107,8 +107,8 @@ def write_texts(
     repetition_penalty: float = 1.0,  # divides the probability of words that stand there already
     guidance: float = 0.0,  # how far to go beyond the model, away from not having read the prompt
     block_size: int | None = None,  # gaps that are finished before those to their right
-    cache_blocks: bool = False,  # read a block's gaps alone again, the rest once a block: faster,
-    # and not the same text
+    # Read a block's gaps alone again, the rest once a block: faster, and not the same text.
+    cache_blocks: bool = False,
     remask: float = 0.2,  # of samplers that take back: share of the most that they could
     schedule: str = "linear",  # how the share of gaps falls with the steps
     max_gap: int = 6,  # tokens of a [GAP], at most

@@ -146,6 +146,7 @@ def check_run_directory(
     resume: bool = False,  # go on with the run that is there
     overwrite: bool = False,  # start anew; what is there moves into previous-N
     can_resume: bool = True,  # whether --resume is to be offered
+    option: str = "--output",  # what names the directory, for messages
 ) -> None:
     "Raise `ValueError` where a run here would lose something or has nothing to go on with."
     directory = Path(directory)
@@ -170,11 +171,11 @@ def check_run_directory(
     if not resume and not overwrite and MARKER in held:
         go_on = "--resume to go on with it, " if can_resume else ""
         raise ValueError(f"{directory} already holds a run; pass {go_on}--overwrite to start anew "
-                         "(it is moved aside, not deleted), or choose another --output")
+                         "(it is moved aside, not deleted), or choose another {option}")
     if MARKER not in held and visible:
         raise ValueError(
             f"{directory} holds files that are not a run ({', '.join(visible[:3])}"
-            f"{', ...' if len(visible) > 3 else ''}); choose an empty or new --output"
+            f"{', ...' if len(visible) > 3 else ''}); choose an empty or new {option}"
         )
 
 # %% ../../nbs/core/01_files.ipynb #ad7d161e

@@ -372,7 +372,7 @@ def refuse_differences(
              if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
     if found:
         raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
-                         "new run (load_weights takes the weights alone)")
+                         "new run (pretrained_model_name_or_path takes the weights alone)")
 
 # %% ../../nbs/train/06_checkpoints.ipynb #2fef7bcc
 def find_checkpoint(

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -165,7 +166,7 @@ def continued_model(
         try:
             fresh = adopt_weights(model, load_encoder(source))
         except RuntimeError as error:
-            line = " ".join(str(error).split())[:300]
+            line = shorten(str(error), 300, placeholder=" ...")
             raise ValueError(f"model_config_kwargs={overrides} change shapes, so that the weights "
                              f"of {source} do not fit: {line}") from None
     model.fresh = fresh

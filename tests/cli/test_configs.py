@@ -8,8 +8,8 @@ import yaml
 from test_training import word_tokenizer
 
 from bertlab.model.huggingface import describe_saving, save_model
-from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain
-from bertlab.model.config import BertLabConfig, bert_base, modernbert_large
+from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, settle_shape
+from bertlab.model.config import BertLabConfig, bert_base, modernbert_base, modernbert_large
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.stages import load_stages
@@ -49,10 +49,12 @@ def test_every_configuration_says_what_it_costs_and_where_its_numbers_are_from(p
 
 
 @pytest.mark.parametrize("name, preset", [("bert-base", bert_base), ("several-nodes", modernbert_large),
-                                          ("modernbert-base", BertLabConfig)])
+                                          ("modernbert-base", modernbert_base), ("large-gpu", modernbert_base)])
 def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
-    path = next(path for path in CONFIGS if path.stem == name)
-    assert BertLabConfig(**read(path)["model"]["model_config_kwargs"]).to_dict() == preset().to_dict()
+    config = read(next(path for path in CONFIGS if path.stem == name))
+    _, settings = settle_shape(config["run"].get("shape"), config["model"].get("model_config_kwargs"), "cpu",
+                               config["data"]["max_sequence_length"])
+    assert BertLabConfig(**settings).to_dict() == preset().to_dict()
 
 
 def test_the_laptop_takes_the_recipe_that_won_at_ten_minutes():

@@ -227,6 +227,9 @@ def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):
     assert run.config["model"]["model_config_kwargs"]["hidden_size"] == 192 and "modernbert_tiny" in run.text
     assert settle_shape(None, None, "cuda", 128)[0] == "modernbert_base"
     assert settle_shape(None, {"hidden_size": 32}, "cpu", 128) == (None, {"hidden_size": 32})
+    name, settings = settle_shape(None, {"norm": "rms", "num_hidden_layers": 2}, "cpu", 128)
+    assert name == "modernbert_tiny" and settings["hidden_size"] == 192 and settings["num_hidden_layers"] == 2
+    assert settle_shape(None, {}, "cuda", 128) == settle_shape("modernbert_base", None, "cuda", 128)
     settings = settle_shape("bert_tiny", {"hidden_size": 32}, "cpu", 4096)[1]
     assert settings["hidden_size"] == 32 and settings["max_position_embeddings"] == 4096
     assert "vocab_size" not in settings
@@ -241,6 +244,45 @@ def test_another_shape_over_the_configuration_of_a_run_is_that_shape(place):
     assert again() == Run(ask_for_run("pretrain", words).config).config["model"]
     direct = Run(ask_for_run("pretrain", [*words, "--run.shape", "bert_tiny"]).config).config["model"]
     assert again("--run.shape", "bert_tiny") == direct
+
+
+def test_one_setting_of_a_model_changes_that_setting_alone(place):
+    "It once made a model of 114 million parameters of one of two."
+    from bertlab.cli.pretrain import Run, ask_for_run
+
+    shape = lambda *more: Run(ask_for_run("pretrain", ["own.txt", "--trainer.accelerator", "cpu", *more]).config)
+    bare, changed = shape(), shape("--model.model_config_kwargs.norm", "rms")
+    assert changed.config["model"]["model_config_kwargs"] == {**bare.config["model"]["model_config_kwargs"], "norm": "rms"}
+    assert changed.chosen_shape == "modernbert_tiny" and "norm: rms" in changed.text
+
+
+def test_a_run_that_was_begun_before_keeps_the_shape_that_it_has(place):
+    from bertlab.cli.pretrain import Run, ask_for_run
+
+    Path("old").mkdir()
+    config = ask_for_run("pretrain", ["own.txt", "--run.output", "old", "--model.model_config_kwargs.num_hidden_layers", "1"]).config
+    Path("old/run.yaml").write_text("run:\n  shape: null\n")
+    assert Run(config, resume=True).config["model"]["model_config_kwargs"] == {"num_hidden_layers": 1}
+
+
+def test_parts_of_a_batch_that_nobody_gave_are_refused(place):
+    from bertlab.cli.pretrain import Run, ask_for_run
+
+    with pytest.raises(ValueError, match="run.microbatch_tokens=256 .* run.batch_tokens .* say that, too"):
+        Run(ask_for_run("pretrain", ["own.txt", "--run.microbatch_tokens", "256"]).config)
+
+
+@pytest.mark.parametrize("words", [["pretrain", "own.txt"], ["finetune", "--data.dataset_name_or_path", "own.csv"]])
+def test_a_directory_that_is_taken_names_the_option_of_its_command(place, capsys, words):
+    Path("taken").mkdir()
+    Path("taken/thesis.tex").write_text("mine")
+    assert main([*words, "--run.output", "taken"]) == 2
+    assert "choose an empty or new --run.output" in capsys.readouterr().err
+
+
+def test_a_configuration_of_ours_that_is_not_here_is_looked_for_in_the_source(place, capsys):
+    assert main(["pretrain", "--config", "configs/colab-gpu.yaml"]) == 2
+    assert "come with the source of bertlab" in capsys.readouterr().err
 
 
 def test_several_texts_are_named_one_after_the_other():
