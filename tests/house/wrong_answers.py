@@ -10,6 +10,45 @@ RECORD = "13_record_in_an_afternoon"
 FINAL, FINAL_NEEDS = "final_project", ("def verdict(ours", "import numpy as np")
 MORE_WRONG = [
     (FINAL, "verdict", FINAL_NEEDS, """def verdict(ours, theirs):
+    if not all(one.reads for one in theirs): return "not known"
+    pairs = [ratio_interval(a.sums_N - b.sums_N, a.counts_N) for a, b in zip(ours, theirs)]
+    our_nats, their_nats = ([one.nats[0] for one in scores] for scores in (ours, theirs))
+    if all(high < 0 for *_, high in pairs) and max(our_nats) < min(their_nats): return "better"
+    if all(low > 0 for _, low, _ in pairs) and min(our_nats) > max(their_nats): return "worse"
+    return "not known"
+""", "both recipes are asked"),
+    (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
+    return expand.chunk(2, 1)[0].chunk(W, 1)[rank], contract.chunk(W, 0)[rank]""", "its value and its gate"),
+    (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
+    mine = [half.chunk(2, 1)[rank % 2] for half in expand.chunk(2, 1)]
+    return torch.cat(mine, 1), contract.chunk(2, 0)[rank % 2]""", "and 3 elsewhere"),
+    (PROCESSES, "loss_for_ddp", ("def loss_for_ddp",), """def loss_for_ddp(loss_sum, labels_of_step, W):
+    return loss_sum * 2 / labels_of_step""", "of three processes"),
+    (DAY, "exponent_of", ("def exponent_of",), """def exponent_of(best):
+    (c0, n0), (c1, n1) = best[0], best[-1]
+    return math.log(n1 / n0) / math.log(c1 / c0)""", "two points are not all"),
+    (DAY, "steps_left", ("def steps_left",), """def steps_left(hours, seconds_per_step, every, pause):
+    rounds, rest = divmod(round(hours * 3600, 6), every + pause)
+    return int(rounds) * every + max(0, int(round(rest - pause, 6)))""", "not a second"),
+    (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
+    ends = []
+    for found in losses.values():
+        best = min(found, key=lambda rate: np.mean(found[rate]))
+        if best == max(found): return None
+        ends.append(np.mean(found[best]))
+    return ends[0] - ends[1]""", "a best rate at an end"),
+    (RECORD, "fair_gain", ("def fair_gain",), """def fair_gain(losses):
+    ends = []
+    for found in losses.values():
+        best = min(found, key=lambda rate: min(found[rate]))
+        ends.append(np.mean(found[best]))
+    return ends[0] - ends[1]""", "the best single seed is luck"),
+    (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
+    total = sum(given.values()) + 1
+    return max(given, key=lambda name: shares[name] * total - given[name])""", "shares names first"),
+    (OWN, "forgotten", ("def forgotten",), """def forgotten(before, after, line):
+    return math.nan if before > line else (after - before) / (line - before)""", "on the line"),
+    (FINAL, "verdict", FINAL_NEEDS, """def verdict(ours, theirs):
     our_nats, their_nats = ([one.nats[0] for one in scores] for scores in (ours, theirs))
     return "better" if np.mean(our_nats) < np.mean(their_nats) else "worse"
 """, "or its luck"),
