@@ -45,7 +45,7 @@ LESSONS = {"course": "Course", "walkthroughs": "Walkthroughs"}
 # Pages that lead through the whole house: they stand before the chapters.
 PAGES = ("training_path.ipynb", "extending.ipynb")
 # Recipes of a page each, in the order of the sidebar; a guide that is not named here comes after them.
-GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "long_documents",
+GUIDES = ("own_text", "resume", "finetune_csv", "continue_model", "save_and_share", "serve", "search", "long_documents",
           "devices", "several_machines", "diagnose", "migrate", "own_parts")  # fmt: skip
 # What the sidebar calls a page, by the task that it teaches; a page that is not named here goes by its own title.
 TASKS = {

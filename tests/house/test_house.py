@@ -10,6 +10,7 @@ from pathlib import Path
 import lint
 import pytest
 import sync
+import yaml
 from conftest import ROOT
 
 NOTEBOOKS = sync.notebooks(ROOT)
@@ -270,6 +271,13 @@ def heavy_after(code: str, *arguments: str) -> set[str]:
 
 def test_import_bertlab_loads_nothing_heavy():
     assert heavy_after("import bertlab, sys; dir(bertlab)") == set()
+
+
+def test_a_citation_names_the_version_and_the_licence_that_are_here():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert f"version = {cited['version']}\n" in (ROOT / "settings.ini").read_text(encoding="utf-8")
+    assert cited["authors"] == [{"name": "The bertlab authors"}]
+    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("--version",)])
