@@ -273,6 +273,16 @@ def test_import_bertlab_loads_nothing_heavy():
     assert heavy_after("import bertlab, sys; dir(bertlab)") == set()
 
 
+@pytest.mark.parametrize("chapter", ["core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli"])
+def test_the_front_page_of_a_chapter_lists_the_parts_that_it_has(chapter):
+    from bertlab.core.plots import part_table, read_parts
+
+    cells = json.loads((ROOT / f"nbs/{chapter}/index.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown = ["".join(out["data"]["text/markdown"]) for cell in cells if cell["cell_type"] == "code"
+             for out in cell["outputs"] if "text/markdown" in out.get("data", {})]  # fmt: skip
+    assert shown == [part_table(read_parts(ROOT / "bertlab" / chapter))]
+
+
 def test_a_citation_names_the_version_and_the_licence_that_are_here():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert f"version = {cited['version']}\n" in (ROOT / "settings.ini").read_text(encoding="utf-8")
