@@ -1,10 +1,11 @@
 """Run the core of the suite with the lowest, or with the newest, versions that pyproject.toml allows.
 
-    python scripts/versions.py lowest                        Python 3.10 and every lower bound
+    python scripts/versions.py lowest                        Python 3.10 and the lower bounds
     python scripts/versions.py newest --python python3.13    what an installation gets today
     python scripts/versions.py lowest --plan                 say what would be installed and run
     python scripts/versions.py newest -- -k packing -x       what follows -- goes to pytest
 
+The bounds are those of the dependencies and of the extras in EXTRAS; those of the other extras are not tried.
 Each has an environment of its own, .venv-lowest and .venv-newest, which is kept; --fresh makes it anew.
 --cpu takes torch's build without CUDA. uv resolves and installs, because pip cannot look for the lowest.
 """
