@@ -24,7 +24,7 @@ import time
 import warnings
 from pathlib import Path
 
-from sides import Ledger, alternate, busy_loops, common_parser, fingerprint, judge, machine, ratios, say, spread, write_result
+from sides import Ledger, alternate, busy_loops, common_parser, fingerprint, hash_of, judge, machine, ratios, say, spread, write_result
 
 import bertlab
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
@@ -186,10 +186,10 @@ def measure_quality(case: dict) -> dict:
 MEASURES = {"encode": measure_encode, "products": measure_products, "train": measure_train, "quality": measure_quality}
 
 
-def encode_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
+def encode_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     import numpy as np
 
-    base = {"part": "encode", "model": model, "count": 400 if options.quick else None}
+    base = {"part": "encode", **model, "count": 400 if options.quick else None}
     cases = {"bertlab": {**base, "side": "ours"}}
     cases |= {f"sentence-transformers, batches of {n}": {**base, "side": "theirs", "batch": n} for n in (32, 128)}
     show = lambda f: f"{f['texts_per_second']:,.0f} texts/s"  # noqa: E731
@@ -212,9 +212,9 @@ def encode_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
             "products_alone": {"runs": ceiling, "ratio": ratios(ceiling, runs[best], "texts_per_second")}}, judged
 
 
-def train_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
+def train_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     size, steps = (32, 4) if options.quick else (BATCH, 12)
-    base = {"part": "train", "model": model, "steps": steps, "batch": size}
+    base = {"part": "train", **model, "steps": steps, "batch": size}
     cases = {"bertlab": {**base, "side": "ours"}}
     cases |= {f"sentence-transformers, mini-batches of {n}": {**base, "side": "theirs", "mini_batch": n} for n in MINI_BATCHES}
     show = lambda f: f"{f['pairs_per_second']:,.1f} pairs/s"  # noqa: E731
@@ -225,9 +225,9 @@ def train_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
         judge(f"pairs per second over {best}", ratio["median"], at_least=1.5)]
 
 
-def quality_part(options, ledger, model: str) -> tuple[dict, list[dict]]:
+def quality_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     seconds, steps = (20, 5) if options.quick else (SECONDS, options.steps)
-    base = {"part": "quality", "model": model, "demo": options.demo, "seconds": seconds, "steps": steps}
+    base = {"part": "quality", **model, "demo": options.demo, "seconds": seconds, "steps": steps}
     cases = {"baselines": {**base, "seed": None}} | {f"seed {n}": {**base, "seed": n} for n in range(1 if options.quick else 3)}
     show = lambda f: json.dumps({k: round(v, 3) for k, v in f.items()} if "mrr" in f else f)  # noqa: E731
     runs = alternate(__file__, cases, 1, options.threads, ledger, show)
@@ -268,12 +268,13 @@ def main() -> None:
     options.rounds = 1 if options.quick else options.rounds
     place, parts, judged = machine(options.threads), {}, []
     ledger = Ledger(options.kept / "embeddings.json", fingerprint(__file__), options.fresh)
-    model = options.kept / "embeddings-model"
-    save_bi_encoder(options.demo, model)
+    shared = options.kept / "embeddings-model"
+    save_bi_encoder(options.demo, shared)
+    model = {"model": str(shared), "weights": hash_of([shared])}  # another demo has other figures
     for name, work in (("encode", encode_part), ("train", train_part), ("quality", quality_part)):
         if name in options.only:
             print(name, flush=True)
-            parts[name], found = work(options, ledger, str(model))
+            parts[name], found = work(options, ledger, model)
             judged += found
     say(judged)
     write_result(options.output, {

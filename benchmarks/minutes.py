@@ -104,8 +104,7 @@ def main() -> None:
     size, epochs, rates, minutes_of, probe = ROWS, EPOCHS, RATES, RECIPES, PROBE
     if options.quick:
         size, epochs, rates, minutes_of, probe, options.rounds = 64, 1, RATES[1:], {"first": (0, 3), "record": (3,)}, WARM + 3, 1
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("minutes", "adapters", "final_project", "half_hour")]
-    ledger, where = Ledger(options.kept / "minutes", fingerprint(*files), options.fresh), machine(options.threads)
+    ledger, where = Ledger(options.kept / "minutes", fingerprint(__file__), options.fresh), machine(options.threads)
     probes = {name: {"seed": 0, "with": recipe_of(name, probe), "probe": True} for name in minutes_of}
     found = alternate(__file__, probes, 1 if options.quick else 3, os.cpu_count(), ledger,
                       lambda f: f"{f['steps_per_minute']:.0f} steps a minute")  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import yaml
-from sides import RESULTS, Ledger, alternate, common_parser, fingerprint, machine, ratios, write_result
+from sides import RESULTS, Ledger, alternate, common_parser, fingerprint, hash_of, machine, ratios, write_result
 
 from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed, speedrun
 
@@ -25,7 +25,7 @@ BASE = "first_demo"
 
 def attempt(case: dict) -> dict:
     "One seed of one recipe: the log of `bertlab speedrun`, or on other text what its track gives."
-    said, seed = load_speedrun(RECIPES / f"{case['recipe']}.yaml"), case["round"]
+    said, seed = case["recipe"], case["round"]
     if case["quick"]:
         model = {**said.get("model", {}), "scheduler_warmup_steps": 1, "scheduler_cooldown_steps": 1}
         said |= {"model": model, "trainer": {"max_steps": 4}}
@@ -61,8 +61,16 @@ def main() -> None:
         return print(json.dumps(attempt(json.loads(options.case))))
     if options.text and options.output == RESULTS / "records" / "laptop.json":
         options.output = options.output.with_name("other_text.json")
+    if options.text and not Path(options.text).exists():
+        parser.error(f"--text: there is no file or directory {options.text}")
     names = list(dict.fromkeys([BASE, *options.only]))
-    cases = {name: {"recipe": name, "text": options.text, "quick": options.quick} for name in names}
+    # Recipe and text themselves, not their names: what is kept is found again for the same ones alone.
+    text = {"text": options.text, "text_hash": options.text and hash_of([Path(options.text)])}
+    try:
+        recipes = {name: load_speedrun(RECIPES / f"{name}.yaml") for name in names}
+    except ValueError as error:
+        parser.error(str(error))
+    cases = {name: {"recipe": recipe, **text, "quick": options.quick} for name, recipe in recipes.items()}
     kept = options.kept / f"records{'-text' * bool(options.text)}{'-quick' * options.quick}"
     ledger, where = Ledger(kept, fingerprint(__file__), options.fresh), machine(options.threads)
     logs = alternate(__file__, cases, options.rounds, options.threads, ledger, shown)

@@ -9,6 +9,7 @@ interrupted goes on where it stopped, as long as the code is the same; `--fresh`
 """
 
 import argparse
+import ast
 import contextlib
 import hashlib
 import io
@@ -52,10 +53,33 @@ def machine(threads: int) -> dict:
     }  # fmt: skip
 
 
-def fingerprint(*scripts: str | Path) -> str:
+def with_imports(files: Iterable[str | Path]) -> list[Path]:
+    "Files, the scripts beside them that they import, and what those import."
+    found, ahead = set(), [Path(file).resolve() for file in files]
+    while ahead:
+        if (file := ahead.pop()) in found:
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_bytes())) if file.suffix == ".py" else ():
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [
+                one.name for one in node.names] if isinstance(node, ast.Import) else []
+            beside = (file.with_name(f"{name}.py") for name in names)
+            ahead += [other for other in beside if other.is_file()]
+    return sorted(found)
+
+
+def fingerprint(*files: str | Path) -> str:
     "A hash of the package and of a benchmark with what it takes from others: figures of other code are not mixed in."
-    files = [*sorted((ROOT / "bertlab").rglob("*.py")), Path(__file__), *map(Path, scripts)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return hash_of([*sorted((ROOT / "bertlab").rglob("*.py")), *with_imports([__file__, *files])])
+
+
+def hash_of(places: Iterable[Path]) -> str:
+    "A hash of what is in some files, one after the other, and in all files of directories."
+    whole = hashlib.sha256()
+    for place in places:
+        for file in sorted(filter(Path.is_file, place.rglob("*"))) if place.is_dir() else [place]:
+            whole.update(file.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 class Ledger:

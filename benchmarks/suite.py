@@ -34,6 +34,7 @@ class Part:
     resumes: bool = False  # does it take the flags of `sides`?
     result: str | None = None  # the file's name, where it is another
     measured_by: str | None = None  # likewise the script's
+    reads: tuple[str, ...] = ()  # what else of this folder it depends on, beside what it imports
 
     @property
     def script(self) -> Path:
@@ -75,9 +76,9 @@ PARTS = (
          resumes=True, measured_by="pretraining"),
     Part("ceiling", 30, resumes=True),
     Part("half_hour", 130, resumes=True),
-    Part("records", 25, resumes=True, result="records/laptop"),
+    Part("records", 25, resumes=True, result="records/laptop", reads=("records/*.yaml",)),
     Part("minutes", 110, resumes=True),
-    Part("ablations", 900),
+    Part("ablations", 900, reads=("tricks.py",)),
 )
 
 
@@ -95,7 +96,8 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
 def stamp(part: Part, words: list[str]) -> str:
     "What a finished benchmark is known by: its code and its flags."
     flags = [word for word in words[2:] if word != "--fresh"]
-    return json.dumps([fingerprint(part.script), flags])
+    read = [file for pattern in part.reads for file in sorted(HERE.glob(pattern))]
+    return json.dumps([fingerprint(part.script, *read), flags])
 
 
 def chosen(options: argparse.Namespace) -> list[Part]:

@@ -23,10 +23,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from sides import Ledger, common_parser, fingerprint, judge, machine, say, write_result
+from sides import Ledger, common_parser, fingerprint, hash_of, judge, machine, say, write_result
 
 import bertlab
 from bertlab.cli.demo import FIRST_RECIPE
+from bertlab.cli.pretrain import find_model
 from bertlab.core.devices import describe_device
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.module import PretrainingDataModule
@@ -254,7 +255,7 @@ def main() -> None:
     place = machine(options.threads)
     options.demo = options.demo or demo_at(options.kept / f"writing-demo{'-quick' * options.quick}", options.quick)
     ledger = Ledger(options.kept / "writing.json", fingerprint(__file__), options.fresh)
-    asked = [str(options.demo), options.minutes, options.rate, options.weighted, options.rows, options.texts,
+    asked = [hash_of([find_model(options.demo)]), options.minutes, options.rate, options.weighted, options.rows, options.texts,
              options.draws, options.twin_steps, options.threads, options.quick]  # fmt: skip
     tokenizer, corpus = load_tokenizer(options.demo), embedded_corpus(max_documents=1200 if options.quick else None)
     vocabulary = vocabulary_of(tokenizer)

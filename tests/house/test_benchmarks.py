@@ -54,6 +54,28 @@ def test_a_quick_run_never_writes_over_the_full_result(tmp_path, capsys):
     assert "delivery.json holds the full result" in capsys.readouterr().err
 
 
+def test_figures_are_of_the_code_that_a_benchmark_imports(tmp_path):
+    files = {"one": "def f():\n    from two import x\n", "two": "import json, three\n", "three": "", "four": ""}
+    for name, text in files.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    found = [sides.fingerprint(tmp_path / "one.py")]
+    for name in files:
+        (tmp_path / f"{name}.py").write_text(files[name] + "# changed\n")
+        found.append(sides.fingerprint(tmp_path / "one.py"))
+    assert len(set(found)) == 4 and found[-1] == found[-2]  # nobody imports the last
+    for name, other in (("minutes", "adapters"), ("half_hour", "final_project"), ("startup", "pretraining")):
+        assert ROOT / "benchmarks" / f"{other}.py" in sides.with_imports([ROOT / "benchmarks" / f"{name}.py"])
+
+
+def test_a_hash_is_of_what_is_in_a_file_or_in_all_of_a_directory(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_text("one")
+    first = sides.hash_of([tmp_path / "a"])
+    assert first == sides.hash_of([tmp_path / "a" / "b" / "file"])
+    (tmp_path / "a" / "b" / "file").write_text("two")
+    assert first != sides.hash_of([tmp_path / "a"])
+
+
 def test_sides_take_turns_so_that_none_is_always_first():
     assert sides.in_turns(["A", "B"], 3) == [(0, "A"), (0, "B"), (1, "B"), (1, "A"), (2, "A"), (2, "B")]
 
@@ -374,6 +396,18 @@ def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
     assert "done with this code" in capsys.readouterr().out
     done["data"] = suite.stamp(parts[0], [*words["data"], "--repeats", "9"])
     assert len(suite.plan(parts, done, words, False)) == 2  # other flags, other figures
+
+
+def test_a_benchmark_is_not_done_when_what_it_reads_has_changed(tmp_path, monkeypatch):
+    (records,) = (part for part in suite.PARTS if part.name == "records")
+    monkeypatch.setattr(suite, "HERE", tmp_path)
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records.py").touch()
+    stamps = []
+    for text in ("model: {learning_rate: 0.012}", "model: {learning_rate: 0.5}"):
+        (tmp_path / "records" / "one.yaml").write_text(text)
+        stamps.append(suite.stamp(records, ["python", "records.py"]))
+    assert stamps[0] != stamps[1]
 
 
 def test_every_benchmark_of_the_suite_is_there_and_every_comparison_is_in_it():

@@ -13,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "benchmarks" / "records").glob("*.yaml"))
 RESULTS = ROOT / "benchmarks" / "results" / "records"
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import records  # noqa: E402
+import sides  # noqa: E402
+
 
 def log_of(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.log.json").read_text(encoding="utf-8"))
@@ -43,6 +47,61 @@ def test_the_record_stands_up_to_its_check_and_the_control_does_not_arrive():
     assert check_log(log_of("muon_two_layers")) == []
     control = log_of("first_demo_in_half")
     assert not any(arrived(control, one) for one in control["attempts"])
+
+
+@pytest.fixture
+def race(tmp_path, monkeypatch):
+    "Run records.py on recipes and results of its own: how often a child was asked, and the losses in the table."
+    asked = []
+
+    def child(_, case, threads):
+        asked.append(case)
+        loss = 4 + case["recipe"].get("model", {}).get("learning_rate", 0)
+        run = {"seed": case["round"], "validation_loss": loss, "bits_per_byte": 3.0, "train_seconds": 60.0, "steps": 10}
+        return {"recipe": case["recipe"], "attempts": [run]}
+
+    def main(*words):
+        asked.clear()
+        monkeypatch.setattr(sys, "argv", ["records.py", "--kept", str(tmp_path / "kept"), *words])
+        records.main()
+        table = json.loads((tmp_path / "results" / "records" / "laptop.json").read_text())
+        return len(asked), {name: row["losses"] for name, row in table["rows"].items()}
+
+    monkeypatch.setattr(sides, "run_child", child)
+    for module in (records, sides):
+        monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(records, "RECIPES", tmp_path)
+    (tmp_path / "first_demo.yaml").write_text("{}\n")
+    (tmp_path / "idea.yaml").write_text("model: {learning_rate: 0.25}\n")
+    return main
+
+
+def test_a_recipe_that_has_changed_runs_anew_and_the_others_are_kept(race, tmp_path):
+    losses = {"first_demo": [4, 4, 4], "idea": [4.25, 4.25, 4.25]}
+    assert race() == (6, losses) and race() == (0, losses)
+    (tmp_path / "idea.yaml").write_text("model: {learning_rate: 0.5}\n")
+    assert race() == (3, {**losses, "idea": [4.5, 4.5, 4.5]})
+    log = json.loads((tmp_path / "results" / "records" / "idea.log.json").read_text())
+    assert log["recipe"] == {"model": {"learning_rate": 0.5}}
+
+
+def test_other_text_of_the_same_name_is_asked_anew_and_text_that_is_not_there_is_refused(race, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one")
+    words = ["--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "other.json")]
+    race()
+    assert [race(*words)[0] for _ in range(2)] == [6, 0]
+    (tmp_path / "text.txt").write_text("two")
+    assert race(*words)[0] == 6
+    with pytest.raises(SystemExit):
+        race("--text", str(tmp_path / "none.txt"))
+    assert "none.txt" in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_read_is_named_before_anything_runs(race, tmp_path, capsys):
+    (tmp_path / "idea.yaml").write_text("trainer: {nonsense}\n")
+    with pytest.raises(SystemExit):
+        race()
+    assert "idea.yaml" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
 @pytest.mark.slow
