@@ -484,7 +484,9 @@ def gain(control: list[dict], runs: list[dict]) -> dict:
 
 
 def main() -> None:
-    parser = BenchmarkParser("ablations", description=__doc__.splitlines()[0])
+    every = ("arms", "on", "steps", "seeds", "rounds", "workers", "no_costs", "list")  # a call adds to what is there
+    parser = BenchmarkParser("ablations", free=every, otherwise="with --on ablations_NAME.json",
+                             description=__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="of --list (default: all)")
     parser.add_argument("--on", metavar="FILE", help="a recipe that the arms are laid over (default: the first demo's, halved)")
     parser.add_argument("--steps", type=int, help="of the control (default: the recipe's)")
@@ -495,7 +497,6 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the arms, and run nothing")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget all runs")
-    parser.add_argument("--output", type=Path, help="(default: ablations.json in results, with --on ablations_NAME.json)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where a quick run writes")
     options = parser.parse_args()
     if options.on and options.output.name == "ablations.json":

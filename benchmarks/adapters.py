@@ -126,7 +126,7 @@ def main() -> None:
                    judge(f"{task}: LoRA, {best}, mean score and half of its range, over the lowest of full",
                          mean(lora["test"]) + slack - min(full["test"]), at_least=0.0)]  # fmt: skip
     say(judged)
-    write_result(Path(options.output), {
+    write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": machine(options.threads),
         "steps": options.steps, "epochs": options.epochs, "seeds": list(seeds), "judged": judged,
         "cases": cases}, draw)  # fmt: skip

@@ -1,6 +1,6 @@
 """Peak memory and step time of each mode of activation checkpointing.
 
-    python benchmarks/checkpointing.py [--runs 3] [--output benchmarks/results/checkpointing.json]
+    python benchmarks/checkpointing.py [--runs 3] [--output FILE]
 
 Each case runs in a process of its own: a step for memory, then more steps for time. Two figures of
 memory are written: the most resident memory of the process above what it held before the step, as
@@ -11,17 +11,15 @@ compiling takes long. Time is the processor's. Medians over runs that take turns
 with the control's, or the benchmark ends. Nothing else here passes or fails.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from heads import resident_bytes
-from sides import machine, write_result
+from sides import BenchmarkParser, machine, write_result
 
 import bertlab
 from bertlab.model.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
@@ -149,9 +147,8 @@ def draw(result: dict):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("checkpointing", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="processes for each case (default: 3)")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "checkpointing.json"))
     parser.add_argument("--case", choices=CASES, metavar="CASE", help="one case, in this process")
     options = parser.parse_args()
     if options.case:

@@ -190,7 +190,7 @@ def main() -> None:
     kernels = [name for name in KERNELS if name in ("eager", "sdpa") or torch.cuda.is_available()]
     by_length = {name: {length: ask(["step", name, length], lambda: step_cost(name, length))  # noqa: B023
                         for length in options.lengths} for name in kernels}  # fmt: skip
-    write_result(Path(options.output), {
+    write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": machine(options.threads),
         "steps": options.steps, "seeds": options.seeds, "judged": judged,
         "goal": goal, "share_of_operations": costs["flops"], "cases": cases,

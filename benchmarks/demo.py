@@ -1,13 +1,12 @@
 """Measure `bertlab demo` from outside, as its user meets it, and write what was measured.
 
-    python benchmarks/demo.py [--runs 3] [--output benchmarks/results/demo.json]
+    python benchmarks/demo.py [--runs 3] [--output FILE] [options of bertlab demo]
 
 Start-up: `import bertlab` and `bertlab --help`, medians of several fresh processes. The demo: wall
 time of the whole program, seconds until its first step is shown, and peak resident memory as the
 operating system counts it. Nothing here passes or fails; the figures are written with the machine.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -19,10 +18,10 @@ import time
 from pathlib import Path
 
 import torch
+from sides import BenchmarkParser, processor, write_result
 
 import bertlab
 from bertlab.core.devices import describe_device
-from bertlab.core.files import written_whole
 
 TARGETS = {  # what the demo is meant to reach on two CPU cores
     "seconds": "under 180",
@@ -68,19 +67,9 @@ def run_demo(directory: Path, arguments: list[str]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def processor() -> str:
-    "The processor's name where the system tells it."
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("demo", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="whole demos (default: 3)")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "demo.json"))
     arguments, demo_arguments = parser.parse_known_args()
     python = sys.executable
     bare = seconds([python, "-c", "pass"], 9)
@@ -99,8 +88,7 @@ def main() -> None:
         "median": medians, "targets": TARGETS, "runs": runs,
         "import_seconds": [i - statistics.median(bare) for i in imported], "help_seconds": help_,
     }  # fmt: skip
-    with written_whole(arguments.output) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.output, result)
     print(json.dumps(medians, indent=2))
 
 

@@ -253,7 +253,7 @@ def draw(result: dict):
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "embeddings", rounds=5)
+    parser = common_parser(__doc__.splitlines()[0], "embeddings", rounds=5, free=["demo"])
     parser.add_argument("demo", nargs="?", help="directory of bertlab demo")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=300, help="of quality, at most; its schedule ends there (default: 300)")

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 from sides import Ledger, common_parser, fingerprint, judge, machine, say, write_result
 
@@ -141,7 +140,7 @@ def main() -> None:
     worst = max(abs(case["error"]) for case in found.values())
     judged = [judge("estimate over measured peak, largest error", worst, at_most=0.10)]
     say(judged)
-    write_result(Path(options.output), {
+    write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": machine(options.threads),
         "judged": judged, "largest_heap_factor": max(case["heap"] for case in found.values()),
         "cases": found}, draw)  # fmt: skip

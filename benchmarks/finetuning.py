@@ -1,7 +1,7 @@
 """Fine-tune the model of `bertlab demo` on each built-in task, and random weights beside it.
 
     bertlab demo --output build/demo
-    python benchmarks/finetuning.py build/demo [--output benchmarks/results/finetuning.json]
+    python benchmarks/finetuning.py build/demo [--output FILE]
 
 Both starts have the same shape, tokenizer, rows, updates and seeds. Every run goes back to the weights
 that did best on the validation rows, and is scored on the test rows, once. Beside them stand the
@@ -11,8 +11,6 @@ time of a whole run: training, validations and scores. The demo's model has read
 modules, without labels. Nothing here passes or fails; the figures are written with the machine.
 """
 
-import argparse
-import json
 import logging
 import os
 import platform
@@ -22,14 +20,13 @@ import time
 from pathlib import Path
 
 import torch
-from demo import processor
+from sides import BenchmarkParser, processor, write_result
 
 import bertlab
 from bertlab.finetuning.baselines import bag_of_words_baseline, majority_baseline
 from bertlab.model.huggingface import from_huggingface
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.core.devices import describe_device
-from bertlab.core.files import written_whole
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.runs import finetune
@@ -124,14 +121,13 @@ def measure_task(name: str, directory: Path, options) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("finetuning", free=["directory"], description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="what `bertlab demo` wrote")
     parser.add_argument("--tasks", nargs="+", default=list(TASK_RECIPES), choices=list(TASK_RECIPES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, help="of every task (default: see NUM_EPOCHS)")
     parser.add_argument("--limit", type=int, help="rows of each split, to try the benchmark")
     parser.add_argument("--tune", action="store_true", help="choose each start's learning rate first")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "finetuning.json"))
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     result = {
@@ -143,8 +139,7 @@ def main() -> None:
     }  # fmt: skip
     for name in options.tasks:
         result["tasks"][name] = measure_task(name, options.directory, options)
-        with written_whole(options.output) as temporary:  # after each: they take minutes
-            temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_result(options.output, result)  # after each: they take minutes
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training throughput of BERT-base and ModernBERT-base shapes on a GPU, beside transformers' own models.
 
-    python benchmarks/gpu.py [--rows N] [--rounds 5] [--steps 10] [--output benchmarks/results/gpu.json]
+    python benchmarks/gpu.py [--rows N] [--rounds 5] [--steps 10] [--output FILE]
     python benchmarks/gpu.py --sides bertlab "bertlab, varlen"    these sides alone, and nothing is written
     python benchmarks/gpu.py --losses 600     and what a stream in 16 bits does to the loss, after so many steps
     python benchmarks/gpu.py --small          the same path on a CPU, tiny shapes, no figures to quote
@@ -385,8 +385,9 @@ def main() -> None:
                         help="of a first race on the track gpu-hour (default: 120; 3 with --small); 0: none")  # fmt: skip
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare the losses of both streams, too")
     parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
-    parser.add_argument("--output", help="default: benchmarks/results/gpu.json; nowhere where sides or shapes are left out")
+    parser.add_argument("--output", help="(default: gpu.json in results, nowhere for a part or a rehearsal)")
     options = parser.parse_args()
+    whole = all(value == parser.get_default(name) for name, value in vars(options).items() if name not in ("losses", "output"))
     if not options.small and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
     options.device = torch.device("cpu" if options.small else "cuda")
@@ -412,7 +413,6 @@ def main() -> None:
             with written_whole(Path(output)) as temporary:
                 temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
-    whole = options.sides == FIRST and options.shapes == list(SHAPES) and not options.small
     output = options.output or (str(Path(__file__).parent / "results" / "gpu.json") if whole else None)
     if output is None:
         print("a part or a rehearsal: nothing is written without --output", flush=True)

@@ -1,6 +1,6 @@
 """Peak memory of a training step: dense head, sparse head, sparse head in chunks.
 
-    python benchmarks/heads.py [--runs 3] [--output benchmarks/results/heads.json]
+    python benchmarks/heads.py [--runs 3] [--output FILE]
 
 Each step runs in a process of its own, once for the head alone and once for a small model. Two
 figures are written for each: the most resident memory of the whole process, as the operating
@@ -9,7 +9,6 @@ weights and batch). Medians over runs that take turns. The sparse head alone
 has a target, and a verdict is written beside it.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from sides import judge, machine, write_result
+from sides import BenchmarkParser, judge, machine, write_result
 
 import bertlab
 from bertlab.model.config import modernbert_tiny
@@ -92,9 +91,8 @@ def summary(runs: dict[str, list[dict]], place: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("heads", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="processes for each case (default: 3)")
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "heads.json"))
     parser.add_argument("--case", nargs=2, metavar=("PART", "WAY"), help="one step, in this process")
     options = parser.parse_args()
     if options.case:

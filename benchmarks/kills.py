@@ -18,7 +18,6 @@ What must hold: tokens and documents equal, each once, and checksums right; loss
 to the last bit.
 """
 
-import argparse
 import csv
 import json
 import multiprocessing
@@ -35,7 +34,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
-from sides import KEPT, RESULTS, environment, judge, machine, say, write_result
+from sides import BenchmarkParser, environment, judge, machine, say, write_result
 
 MODEL = "{hidden_size: 64, intermediate_size: 96, num_hidden_layers: 2, num_attention_heads: 2}"
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -250,16 +249,14 @@ def measure(job, kills: int, seed: int, in_chain: int, patience: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("kills", free=["patience"], description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of both jobs together (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")
     parser.add_argument("--in-chain", type=int, default=5, help="most kills of one job (default: 5)")
     parser.add_argument("--patience", type=float, default=60, help="seconds in which all must end (default: 60)")
     parser.add_argument("--quick", action="store_true", help="4 kills of small jobs, to see that it runs")
-    parser.add_argument("--output", type=Path, help="(default: kills.json in results, for --quick in build)")
     options = parser.parse_args()
     kills, size = (4, 1) if options.quick else (options.kills, 3)
-    output = options.output or (KEPT / "quick" if options.quick else RESULTS) / "kills.json"
     first = PROCESSES.Process(target=nothing)
     first.start()
     first.join()
@@ -270,7 +267,7 @@ def main() -> None:
     both = [result[name] for name in ("tokenizing", "training")]
     result["judged"] = [judge("kills", sum(one["kills"] for one in both), at_least=kills),
                             judge("jobs that ended otherwise than undisturbed", sum(one["wrong"] for one in both), at_most=0)]
-    write_result(output, result)
+    write_result(options.output, result)
     say(result["judged"])
     if any(one["wrong"] for one in both):
         raise SystemExit(1)

@@ -11,7 +11,6 @@ heads.py and checkpointing.py.
 """
 
 import json
-from pathlib import Path
 
 from pretraining import LENGTH, PROBABILITY, shape
 from sides import Ledger, alternate, common_parser, fingerprint, machine, ratios, spread, write_result
@@ -116,7 +115,7 @@ def main() -> None:
                 ratios(runs[f"{size}, transformers"], runs[f"{size}, {way}"], "bytes_above_start")
                 for size in options.vocabularies for way in WAYS if way != "transformers"}  # fmt: skip
     first = next(iter(runs.values()))[0]
-    write_result(Path(options.output), {
+    write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
         "device": first["device"], "precision": first["precision"], "rows": options.rows,
         "row_length": LENGTH, "masked_share": PROBABILITY, "chunk_size": CHUNK, "model": options.model,

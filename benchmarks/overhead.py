@@ -1,6 +1,6 @@
 """The engine's overhead: what a step of `bertlab pretrain` takes beyond forward, backward and optimizer.
 
-    python benchmarks/overhead.py [--steps 20] [--rounds 5] [--output benchmarks/results/overhead.json]
+    python benchmarks/overhead.py [--steps 20] [--rounds 5] [--output FILE]
 
 Two ways of training bert_tiny (Turc et al. 2019) on the embedded corpus, in turns, in one process,
 on one thread, in float32, from the same weights and with the same batches:
@@ -15,16 +15,13 @@ Medians over the steps of a round, then over rounds. The overhead is a share of 
 given in processor time, which a busy machine stretches less, and in time on the wall.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
-from demo import processor
 from lightning.pytorch.callbacks import Callback
+from sides import BenchmarkParser, processor, write_result
 
 import bertlab
 from bertlab.cli.main import quieten
@@ -32,7 +29,6 @@ from bertlab.model.config import bert_tiny
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
-from bertlab.core.files import written_whole
 from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
 from bertlab.cli.pretrain import RunChoices, run_trainer
 from bertlab.train.trainer import seed_everything
@@ -127,10 +123,9 @@ def shares_of(seconds: dict[str, list[float]]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = BenchmarkParser("overhead", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", default="benchmarks/results/overhead.json")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     quieten()
@@ -147,8 +142,7 @@ def main() -> None:
         "threads": 1, "steps": arguments.steps, "rounds": arguments.rounds, "processor": processor(),
         "torch": str(torch.__version__), "bertlab": bertlab.__version__,
     }  # fmt: skip
-    with written_whole(Path(arguments.output)) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments.output, result)
     print(f"overhead {overhead:.1%} of a step ({result['overhead_milliseconds']:.1f} ms); on the wall "
           f"{wall:.1%}; rounds: " + ", ".join(f"{share:.1%}" for share in shares))  # fmt: skip
 

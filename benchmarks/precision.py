@@ -1,6 +1,6 @@
 """bfloat16 beside float32 on this CPU: how much faster, and at what price in validation loss.
 
-    python benchmarks/precision.py [--steps 100] [--seeds 3] [--threads 1] [--output benchmarks/results/precision.json]
+    python benchmarks/precision.py [--steps 100] [--seeds 3] [--threads 1] [--output FILE]
 
 An encoder of 4 layers of 256 with the demo's vocabulary, on packed rows of the embedded corpus. Two
 models begin with the same weights and take the same batches, step by step in turns: one in 32-true,
@@ -14,23 +14,19 @@ losses are those of the two models at the end, over all held-out rows, both comp
 verdict takes the seed with the largest relative difference. Three minutes on one core.
 """
 
-import argparse
-import json
 import os
 import statistics
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
-from demo import processor
+from sides import BenchmarkParser, processor, write_result
 
 import bertlab
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.module import PretrainingDataModule
 from bertlab.core.devices import cpu_multiplies_bfloat16
-from bertlab.core.files import written_whole
 from bertlab.train.modules import BATCH_KEYS, PretrainingModule, pretraining_optimizer
 from bertlab.train.trainer import seed_everything
 
@@ -108,11 +104,10 @@ def measure(steps: int, seed: int, tokenizer, data: PretrainingDataModule) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = BenchmarkParser("precision", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", default=str(Path(__file__).parent / "results" / "precision.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     corpus = embedded_corpus(max_documents=DOCUMENTS)
@@ -136,8 +131,7 @@ def main() -> None:
         "batch": f"{ROWS} rows of {LENGTH}", "vocabulary": len(tokenizer), **SHAPE,
         "steps": arguments.steps, "torch": str(torch.__version__), "bertlab": bertlab.__version__,
     }  # fmt: skip
-    with written_whole(Path(arguments.output)) as temporary:
-        temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.output, result)
     print(f"{ratios['processor']:.2f} times float32 on the processor's clock, {ratios['wall']:.2f} on the "
           f"wall, validation loss {difference:+.2%}; target: {TARGET}")  # fmt: skip
 

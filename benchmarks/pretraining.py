@@ -385,10 +385,10 @@ def judge_busy(name: str, found: dict) -> list[dict]:
         for loops, ratio in middle.items() if loops != "0")]  # fmt: skip
 
 
-def earlier_parts(output: Path, place: dict, settings: dict, fresh: bool = False) -> dict[str, dict]:
+def earlier_parts(output: Path | None, place: dict, settings: dict, fresh: bool = False) -> dict[str, dict]:
     "The parts of the file that is there. What was measured elsewhere or otherwise goes with `fresh` alone."
     parts: dict[str, dict] = {name: {} for name in ("rates", "races", "busy")}
-    if not output.exists():
+    if output is None or not output.exists():
         return parts
     old = json.loads(output.read_text(encoding="utf-8"))
     settings, before = json.loads(json.dumps(settings)), dict(old.get("settings", {}))
@@ -437,7 +437,8 @@ def draw(result: dict):
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "pretraining", rounds=3)
+    parser = common_parser(__doc__.splitlines()[0], "pretraining", rounds=3,
+                           merged=["models", "kinds", "race_kinds", "seconds", "busy"])  # fmt: skip
     parser.add_argument("--models", nargs="*", default=["small", "base", "demo"], choices=list(SHAPES))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS))

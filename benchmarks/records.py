@@ -4,7 +4,8 @@
 
 A round is a seed. results/records/laptop.json holds the table, and beside it lies the log of each recipe, which
 `bertlab speedrun --check` reads again. With --text the same recipes are asked about other text, on which nothing was
-tuned; its held-out tenth judges, and other_text.json holds what came out.
+tuned; its held-out tenth judges, and other_text.json holds what came out. With --only or with fewer rounds nothing is
+written without --output.
 
 Run it on a quiet machine: the clock is the point.
 """
@@ -53,8 +54,9 @@ def shown(log: dict) -> str:
 
 def main() -> None:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    parser = common_parser(__doc__.splitlines()[0], "records/laptop", rounds=3)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="of benchmarks/records")
+    parser = common_parser(__doc__.splitlines()[0], "records/laptop", rounds=3, free=["text"])
+    raced = [name for name in names if name != BASE]  # the base runs in any case
+    parser.add_argument("--only", nargs="+", choices=names, default=raced, metavar="NAME", help="of benchmarks/records")
     parser.add_argument("--text", help="file or directory of other text (default: the track's)")
     options = parser.parse_args()
     if options.case:
@@ -79,7 +81,7 @@ def main() -> None:
         "what": __doc__.splitlines()[0], "machine": where,
         "text": Path(options.text).name if options.text else "the track's",
         "rows": {name: row(found, runs[BASE]) for name, found in runs.items()}})  # fmt: skip
-    for name in [] if options.text else names:
+    for name in names if options.output and not options.text else ():
         write_result(options.output.with_name(f"{name}.log.json"), {**logs[name][-1], "attempts": runs[name]})
 
 

@@ -9,7 +9,6 @@ embedded text, repeated to a size, by `tokenize_shards` with 1 and 2 processes i
 on paper: from the tokens per second of processor time of one process, which is what a core gives that nobody shares.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -21,9 +20,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from sides import machine
-
-RESULT = Path(__file__).parent / "results" / "shards.json"
+from sides import BenchmarkParser, machine, write_result
 
 READ = """
 import json, resource, sys, time
@@ -131,19 +128,16 @@ def on_paper(tokens_per_s: float, bytes_per_token: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = BenchmarkParser("shards", free=["skip_cache"], description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1_000_000_000)
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--skip-tokenizing", action="store_true")
     parser.add_argument("--skip-cache", action="store_true", help="keep the cache's figures of the run before")
     parser.add_argument("--quick", action="store_true", help="a hundredth of the tokens, to see that it runs")
-    parser.add_argument("--output", type=Path, help="(default: shards.json in results, for --quick in build)")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.megabytes = options.tokens // 100, min(options.megabytes, 2)
-    quick_place = RESULT.parents[2] / "build" / "benchmarks" / "quick" / RESULT.name
-    options.output = options.output or (quick_place if options.quick else RESULT)
-    kept = json.loads(options.output.read_text()) if options.skip_cache else {}
+    kept = json.loads(options.output.read_text()) if options.skip_cache and options.output else {}
     result = {**kept, "python": platform.python_version(), "cores": os.cpu_count(), "load_before": os.getloadavg()[0],
               "machine": machine(threads=1)}  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -157,8 +151,7 @@ def main() -> None:
             rate = found["tokens_per_processor_second"]
             result["one_terabyte"] = on_paper(rate, found["megabytes"] * 1e6 / found["tokens"])
     result["load_after"] = os.getloadavg()[0]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(options.output, result)
     print(json.dumps(result, indent=1))
 
 

@@ -24,10 +24,9 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 GIVEN = dict(os.environ)  # before `import bertlab` adds what it asks of OpenMP
-
-from demo import processor  # noqa: E402
 
 from PIL import Image  # noqa: E402
 
@@ -35,6 +34,15 @@ from bertlab.core.files import written_whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, KEPT = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
+
+
+def processor() -> str:
+    "The processor's name where the system tells it."
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()
 
 
 def machine(threads: int) -> dict:
@@ -203,8 +211,10 @@ def say(judgements: list[dict]) -> None:
         print(f"{'pass' if one['passed'] else 'MISS'}  {one['measured']:8.2f}  {bound:8}  {one['what']}")
 
 
-def write_result(output: str | Path, result: dict, draw: Callable | None = None) -> None:
-    "The JSON file and the picture beside it, each whole."
+def write_result(output: str | Path | None, result: dict, draw: Callable | None = None) -> None:
+    "The JSON file and the picture beside it, each whole; nothing where no file was chosen."
+    if output is None:
+        return
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
@@ -217,31 +227,60 @@ def write_result(output: str | Path, result: dict, draw: Callable | None = None)
     print(f"written to {output}")
 
 
+# Options that say how figures come about and where they go, not what is measured.
+HOW = ("output", "kept", "fresh", "threads", "case", "quick", "at_once", "no_picture")
+
+
+def measures_less(value: Any, default: Any) -> bool:
+    "Whether an option leaves out something that is measured without it, or asks for something else."
+    if isinstance(default, (list, tuple)):
+        return not set(default) <= set(value)
+    if isinstance(default, int) and not isinstance(default, bool):
+        return value < default
+    return value != default
+
+
 class BenchmarkParser(argparse.ArgumentParser):
-    "A parser that keeps a quick run away from the file with the full result."
+    """A parser that keeps all but a whole measurement away from the file with the full result.
 
-    def __init__(self, name: str, **options):
+    Without `--output` a quick run writes beside the figures that are kept, and a part or a rehearsal nowhere.
+    Options that are `free` may have any value. What a call leaves out by one that is `merged` stays in the file.
+    """
+
+    def __init__(self, name: str, free: Iterable[str] = (), merged: Iterable[str] = (),
+                 otherwise: str = "nowhere for a part or a rehearsal", **options):  # fmt: skip
         super().__init__(**options)
-        self.name = name
+        self.name, self.free, self.merged = name, {*HOW, *free}, set(merged)
+        self.add_argument("--output", type=Path, help=f"(default: {name}.json in results, {otherwise})")
 
-    def parse_args(self, *words, **options) -> argparse.Namespace:
+    def leaves_out(self, name: str, value: Any) -> bool:
+        "Whether an option makes a measurement that the full result is not to be replaced with."
+        if name in self.merged and (isinstance(value, list) or not value):
+            return False
+        return name not in self.free and measures_less(value, self.get_default(name))
+
+    def parse_known_args(self, *words, **options) -> tuple[argparse.Namespace, list[str]]:
         "Choose the file where none was given; exit with a message where a quick run names the full one."
-        read, full = super().parse_args(*words, **options), RESULTS / f"{self.name}.json"
-        if read.output is None:
-            read.output = read.kept / "quick" / full.name if read.quick else full
-        elif read.quick and read.output.resolve() == full.resolve():
+        (read, rest), full = super().parse_known_args(*words, **options), RESULTS / f"{self.name}.json"
+        quick = getattr(read, "quick", False)
+        if quick and read.output is None:
+            read.output = getattr(read, "kept", KEPT) / "quick" / full.name
+        elif quick and read.output.resolve() == full.resolve():
             self.error(f"--quick measures tiny sizes, and {read.output} holds the full result: choose another --output")
-        return read
+        elif read.output is None and (rest or any(self.leaves_out(*one) for one in vars(read).items())):
+            print("a part or a rehearsal: nothing is written without --output", flush=True)
+        elif read.output is None:
+            read.output = full
+        return read, rest
 
 
-def common_parser(description: str, name: str, rounds: int) -> BenchmarkParser:
+def common_parser(description: str, name: str, rounds: int, **options) -> BenchmarkParser:
     "The flags that all benchmarks of two sides take."
-    parser = BenchmarkParser(name, description=description)
+    parser = BenchmarkParser(name, description=description, **options)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns (default: {rounds})")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has measured")
-    parser.add_argument("--output", type=Path, help=f"(default: {name}.json in results, for --quick beside --kept)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: one case, in this process
     return parser

@@ -64,7 +64,7 @@ PARTS = (
     Part("writing", 35, resumes=True),
     Part("kills", 25),
     Part("shards", 20),
-    Part("overhead", 5, ("--steps", "8", "--rounds", "1")),
+    Part("overhead", 5, ("--steps", "12", "--rounds", "1")),
     Part("finetuning_trainer", 10, resumes=True),
     Part("embeddings", 30, None, ("build/demo",), resumes=True),
     Part("scaling", 25, resumes=True),
@@ -133,13 +133,20 @@ def main() -> None:
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and how long it takes")
     options = parser.parse_args()
+    slow = [part.name for part in PARTS if options.quick and part.quick is None]
+    if asked := [name for name in slow if name in (options.only or ())]:
+        parser.error(f"there is no quick way to run {', '.join(asked)}: leave --quick out, or name others after --only")
     options.folder = options.folder or (options.kept / "quick" if options.quick else RESULTS)
+    if options.quick and options.folder.resolve() == RESULTS.resolve():
+        parser.error(f"--quick measures tiny sizes, and {options.folder} holds the full results: choose another --folder")
     options.kept.mkdir(parents=True, exist_ok=True)
     book = options.kept / ("quick.json" if options.quick else "finished.json")
     done = json.loads(book.read_text()) if book.exists() and not options.fresh else {}
     parts = chosen(options)
     words = {part.name: command(part, options) for part in parts}
     ahead, failed = plan(parts, done, words, options.quick), []
+    if slow and not options.only:
+        print(f"  left out, for want of a quick way: {', '.join(slow)}", flush=True)
     for part in [] if options.plan else ahead:
         print(f"\n== {part.name}", flush=True)
         start = time.perf_counter()

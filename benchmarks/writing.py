@@ -238,7 +238,7 @@ def demo_at(folder: Path, quick: bool) -> Path:
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "writing", rounds=1)
+    parser = common_parser(__doc__.splitlines()[0], "writing", rounds=1, free=["demo"])
     parser.add_argument("--demo", type=Path, help="directory of a run of bertlab demo (default: one is trained)")
     parser.add_argument("--minutes", type=float, default=5.0, help="of training, for each seed (default: 5)")
     parser.add_argument("--seeds", type=int, default=3)

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,52 @@ def test_a_quick_run_never_writes_over_the_full_result(tmp_path, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--quick", "--output", str(full)])
     assert "delivery.json holds the full result" in capsys.readouterr().err
+
+
+@pytest.fixture
+def chosen_output(monkeypatch):
+    "Where a benchmark that is called with these words writes, of which nothing is run."
+    class Read(Exception):
+        pass
+
+    def stop(self, *words, parse=sides.BenchmarkParser.parse_known_args, **options):
+        raise Read(parse(self, *words, **options)[0].output)
+
+    def ask(script: str, *words: str) -> Path | None:
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words])
+        with pytest.raises(Read) as found:
+            import_module(script).main()
+        return found.value.args[0]
+
+    monkeypatch.setattr(sides.BenchmarkParser, "parse_known_args", stop)
+    return ask
+
+
+@pytest.mark.parametrize("words", [
+    "finetuning build/demo --limit 8", "finetuning build/demo --tasks docstring-area", "precision --steps 1",
+    "overhead --rounds 1", "demo --runs 1", "demo --steps 9", "heads --runs 1", "checkpointing --runs 1", "kills --kills 4",
+    "shards --tokens 1000", "shards --skip-tokenizing", "ceiling --models short", "embeddings build/demo --only train",
+    "records --only first_demo_in_half", "records --text LICENSE --rounds 1", "scaling --parts ways", "half_hour --theirs 1",
+    "pretraining --models short --rounds 1", "pretraining --seconds 5", "adapters --size 64"])  # fmt: skip
+def test_a_part_or_a_rehearsal_is_written_only_where_a_file_is_named(words, chosen_output, capsys):
+    assert chosen_output(*words.split()) is None
+    assert capsys.readouterr().out == "a part or a rehearsal: nothing is written without --output\n"
+    assert chosen_output(*words.split(), "--output", "x.json") == Path("x.json")
+
+
+@pytest.mark.parametrize("words, file", [
+    ("finetuning build/demo", "finetuning"), ("overhead", "overhead"), ("demo --runs 5", "demo"), ("precision --threads 2", "precision"),
+    ("embeddings build/demo", "embeddings"), ("records --rounds 3", "records/laptop"), ("shards --skip-cache", "shards"),
+    ("records --only first_demo_in_half muon_two_layers", "records/laptop"), ("ablations --arms muon --seeds 1", "ablations"),
+    ("pretraining --models short --kinds bert --seconds 0", "pretraining"), ("minutes --at-once 2", "minutes")])  # fmt: skip
+def test_a_whole_measurement_and_one_that_keeps_the_other_parts_go_to_the_results(words, file, chosen_output, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the place does not depend on where it is called
+    assert chosen_output(*words.split()) == ROOT / "benchmarks" / "results" / f"{file}.json"
+
+
+def test_nothing_is_written_where_no_file_was_chosen(capsys):
+    sides.write_result(None, {})
+    assert capsys.readouterr().out == ""
 
 
 def test_figures_are_of_the_code_that_a_benchmark_imports(tmp_path):
@@ -410,12 +457,21 @@ def test_a_benchmark_is_not_done_when_what_it_reads_has_changed(tmp_path, monkey
     assert stamps[0] != stamps[1]
 
 
+@pytest.mark.parametrize("words, said", [
+    (["--only", "data", "demo"], "there is no quick way to run demo: "), (["--folder", str(sides.RESULTS)], "holds the full results")])
+def test_a_quick_suite_refuses_what_has_no_quick_way_and_the_folder_of_full_results(words, said, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--quick", *words, "--kept", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        suite.main()
+    assert said in capsys.readouterr().err
+
+
 def test_every_benchmark_of_the_suite_is_there_and_every_comparison_is_in_it():
     names = {part.name for part in suite.PARTS}
     assert all(part.script.exists() for part in suite.PARTS) and len(names) == len(suite.PARTS)
     assert len({part.output(ROOT) for part in suite.PARTS}) == len(names)  # none writes over another
     compares = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "from sides import" in path.read_text()}
-    assert compares - {"suite"} <= names
+    assert compares - {"suite", "finetuning", "precision"} <= names  # the last two are run by hand
 
 
 def test_verdicts_of_all_results_are_collected(tmp_path):

@@ -104,6 +104,17 @@ def test_a_recipe_that_cannot_be_read_is_named_before_anything_runs(race, tmp_pa
     assert "idea.yaml" in capsys.readouterr().err and not (tmp_path / "results").exists()
 
 
+def test_a_part_of_the_race_leaves_the_table_as_it_is(race, tmp_path):
+    whole = race()[1]
+    (tmp_path / "second.yaml").write_text("model: {learning_rate: 0.5}\n")
+    assert race("--only", "second") == (3, whole)
+    assert race("--rounds", "1") == (0, whole)
+    assert race("--only", "second", "--output", str(tmp_path / "elsewhere.json")) == (0, whole)
+    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["rows"]) == ["first_demo", "second"]
+    assert (tmp_path / "second.log.json").exists()
+    assert race()[1] == {**whole, "second": [4.5, 4.5, 4.5]}
+
+
 @pytest.mark.slow
 def test_all_recipes_run_in_turns(tmp_path):
     script = ROOT / "benchmarks" / "records.py"
