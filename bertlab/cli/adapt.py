@@ -70,7 +70,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         mean, chosen = average_weights(list(weights.values())), list(weights)
         singles = {name: score(one) for name, one in weights.items()}
     value = score(mean)
-    with written_directory(output) as temporary:
+    with written_directory(output, new=True) as temporary:
         save_for_pipeline(plain.model, temporary, run.tokenizer)
         write_reading(run.data, temporary)
         note = {"average_of": chosen, "how": how, "monitor": run.monitor, "value": value,
@@ -133,7 +133,7 @@ def lengthen(
         tokenizer = None
     if tokenizer is not None:
         tokenizer.model_max_length = length
-    with written_directory(target) as temporary:
+    with written_directory(target, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
     return (f"{model.config.max_position_embeddings} -> {length} positions ({how}), written to "
             f"{target}; train it on longer rows before you trust it")

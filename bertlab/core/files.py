@@ -93,16 +93,36 @@ def _replace(directory: Path, temporary: Path) -> Path:  # where the old content
     return replaced
 
 
+def _take_free_place(directory: Path, temporary: Path) -> None:
+    "Rename to a name that must be free. Raises `ValueError` where somebody has taken it."
+    try:
+        temporary.rename(directory)  # what has content does not give way to a rename
+    except OSError:
+        if not os.path.lexists(directory):
+            raise
+        beside = directory.with_name(f"{directory.name}-{token_hex(4)}")
+        temporary.rename(beside)
+        raise ValueError(f"something else has been put at {directory} in the meantime, and stays; "
+                         f"what was written is in {beside}") from None
+
+
 @contextmanager
 def written_directory(
     directory: str | os.PathLike,  # where the directory shall be
     keep: bool = False,  # whether what the old one holds under other names stays
     without: Collection[str] = (),  # names of the old one that do not stay
+    new: bool = False,  # whether the place must be free, at the end too
 ) -> Iterator[Path]:  # a hidden one beside it: fill this
-    "Give an empty directory; it takes the place of `directory` when the block ends well, whole."
+    """Give an empty directory; it takes the place of `directory` when the block ends well, whole.
+
+    With `new` nothing gives way to it. Raises `ValueError` where something has been put there
+    while the block was at work, and says where the directory is instead.
+    """
     recover_directory(directory)
     directory = Path(os.path.realpath(directory))  # a link to a directory stays
-    temporary, here = _beside(directory, "writing"), os.getcwd()
+    # Two commands may be at work on one new place: each has a directory of its own.
+    state, here = f"{token_hex(4)}.writing" if new else "writing", os.getcwd()
+    temporary = _beside(directory, state)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -111,6 +131,9 @@ def written_directory(
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
+        if new:
+            _take_free_place(directory, temporary)
+            return
         if not directory.exists():
             temporary.rename(directory)
             return

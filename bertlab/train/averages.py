@@ -209,7 +209,7 @@ def write_average(
     kept = [p for p in models[0].iterdir() if p.is_file() and not p.name.startswith(".")
             and p.suffix in (".json", ".txt", ".model") and "index" not in p.name
             and p.name != "bertlab-model.json"]
-    with written_directory(output) as temporary:
+    with written_directory(output, new=True) as temporary:
         for path in kept:
             shutil.copy2(path, temporary / path.name)
         note = {"average_of": [str(m) for m in models], "how": "mean of weights"}

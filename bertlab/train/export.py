@@ -466,7 +466,7 @@ def export_model(
         "model": place.name, "parts": list(parts), "opset": OPSET,
         "text": "held-out text of the embedded corpus" if texts is None else "text that was given",
         "rows": sum(len(batch.gaps) for batch in batches), "files": {}}
-    with written_directory(output) as target:
+    with written_directory(output, new=True) as target:
         tokenizer.save_pretrained(target)
         (target / "config.json").write_bytes((place / "config.json").read_bytes())
         write_onnx(model, target / FILES["fp32"], parts)

@@ -224,7 +224,7 @@ def export_web_page(
     if offline:
         check_npm()
     title = name or Path(os.path.abspath(directory)).name
-    with tempfile.TemporaryDirectory() as temporary, written_directory(output) as target:
+    with tempfile.TemporaryDirectory() as temporary, written_directory(output, new=True) as target:
         if offline:
             fetch_packages(target / PACKAGE_FOLDER)
         made = Path(temporary) / title.replace(os.sep, " ")

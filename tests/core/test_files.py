@@ -7,7 +7,13 @@ import sys
 
 import pytest
 
-from bertlab.core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from bertlab.core.files import (
+    MARKER,
+    check_run_directory,
+    prepare_run_directory,
+    written_directory,
+    written_whole,
+)
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path):
@@ -87,3 +93,27 @@ def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ValueError, match="permissions"):
         prepare_run_directory(tmp_path)
+
+
+def test_what_appears_in_a_new_place_in_the_meantime_stays(tmp_path):
+    "A directory, a file or a link to nowhere: what was written lies beside it, whole, and the message says where."
+    for put in (lambda: (place.mkdir(), (place / "thesis.txt").write_text("x")), lambda: place.write_text("x"),
+                lambda: place.symlink_to("nowhere")):  # fmt: skip
+        home = tmp_path / str(len(list(tmp_path.iterdir())))
+        place = home / "model"
+        with pytest.raises(ValueError, match="in the meantime") as told, written_directory(place, new=True) as inside:
+            (inside / "weights").write_text("new")
+            put()
+        (beside,) = home.glob("model-*")
+        assert str(beside) in str(told.value) and (beside / "weights").read_text() == "new"
+        assert {path.name for path in home.iterdir()} == {"model", beside.name}
+        assert place.is_symlink() or [*(place.iterdir() if place.is_dir() else [place])][0].read_text() == "x"
+
+
+def test_two_who_write_to_one_new_place_leave_each_other_alone(tmp_path):
+    with pytest.raises(ValueError, match="in the meantime"), written_directory(tmp_path / "a", new=True) as one:
+        (one / "one").write_text("1")
+        with written_directory(tmp_path / "a", new=True) as other:
+            (other / "two").write_text("2")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["two"]
+    assert len(list(tmp_path.iterdir())) == 2 and len(list(tmp_path.glob("a-*/one"))) == 1
