@@ -7,6 +7,7 @@ __all__ = ['AveragedWeights', 'average_weights', 'greedy_soup', 'find_models', '
 
 # %% ../../nbs/train/17_averages.ipynb #482bb942
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from ..core.reading import read_json
-from ..model.loading import read_weights
+from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
+from ..model.config import BertLabConfig
+from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
+from ..model.loading import check_finite, read_weights
 from ..model.tensor_parallel import find_cuts
 from .model_directories import ModelShelf, written_directory
 
@@ -156,10 +159,17 @@ def greedy_soup(
     score: Callable[[dict[str, Tensor]], float],  # of weights on validation data, never on test
     higher: bool = True,  # whether more is better
 ) -> tuple[dict[str, Tensor], list[str], dict[str, float]]:  # soup, who is in it, single scores
-    "Average only what helps (Wortsman et al. 2022, recipe 1). Scores are asked for 2n - 1 times."
+    """Average only what helps (Wortsman et al. 2022, recipe 1). Scores are asked for 2n - 1 times.
+
+    A model whose score is undefined (NaN) stays out. Raises `ValueError` where all are.
+    """
     sign = 1 if higher else -1
     singles = {name: float(score(dict(one))) for name, one in weights.items()}
-    order = sorted(singles, key=lambda name: -sign * singles[name])
+    scored = [name for name, value in singles.items() if not math.isnan(value)]
+    if not scored:
+        raise ValueError(f"the score is undefined (NaN) for each of {', '.join(singles)}: there "
+                         "is none to begin a soup with; ask for another score")
+    order = sorted(scored, key=lambda name: -sign * singles[name])
     chosen, best = order[:1], singles[order[0]]
     for name in order[1:]:
         value = float(score(average_weights([weights[n] for n in [*chosen, name]])))
@@ -184,7 +194,68 @@ def find_models(
         if not shelf:
             raise ValueError(f"{place} holds neither config.json nor models/step-*")
         found += shelf[-last:] if last else shelf
-    return list(dict.fromkeys(found))
+    different: dict[Path, Path] = {}
+    for path in found:
+        different.setdefault(path.resolve(), path)  # models/best is no second model
+    return list(different.values())
+
+
+# Of models that are not ours: what is in the name of a setting that scores do not depend on.
+_ASIDE = ("dropout", "initializer", "dtype", "version", "path", "architectures", "token_id",
+          "use_cache", "output_", "return_dict", "problem_type")  # fmt: skip
+
+
+def _read_settings(model: Path) -> dict[str, Any]:
+    "What a model's scores depend on besides its weights, and what each of them stands for."
+    shape = read_shape(model)
+    found: dict[str, Any] = {"model_type": shape.model_type}
+    try:
+        config = shape if isinstance(shape, BertLabConfig) else bertlab_config(shape)
+    except ValueError:  # a kind, or a shape, that only transformers has
+        return found | {name: value for name, value in shape.to_dict().items()
+                        if not any(part in name for part in _ASIDE)}
+    name = (shape.architectures or [""])[0]
+    head = next((head for head in HEADS if name.endswith(head)), None)
+    for one in [head] if head else HEADS:
+        found |= scored_settings(config, one)
+    if head not in ("Model", "ForMaskedLM", "ForQuestionAnswering"):
+        one = "regression" if len(shape.id2label) == 1 else "single_label_classification"
+        found |= {"id2label": shape.id2label, "problem_type": shape.problem_type or one}
+    return found
+
+
+def _read_splitting(model: Path) -> tuple[dict[str, int], dict[str, Any]] | None:
+    "The entries of a model's tokenizer, and how it comes to them; None: there is no tokenizer."
+    if not any((model / file).exists() for file in TOKENIZER_FILES):
+        return None
+    tokenizer = load_tokenizer(model)
+    parts = ("normalizer", "pre_tokenizer", "model", "post_processor", "added_tokens")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    said = {} if backend is None else json.loads(backend.to_str())
+    return tokenizer.get_vocab(), {part: said.get(part) for part in parts}
+
+
+def _check_alike(models: Sequence[Path]) -> None:
+    "Raise `ValueError` for models that compute other things, or read other tokens, than the first."
+    settings, splitting = _read_settings(models[0]), _read_splitting(models[0])
+    for model in models[1:]:
+        both = f"{model} and {models[0]} cannot be averaged:"
+        others, other = _read_settings(model), _read_splitting(model)
+        for name in dict.fromkeys([*settings, *others]):
+            here, there = others.get(name), settings.get(name)
+            if here != there:
+                raise ValueError(f"{both} {name} is {str(here)[:80]} and {str(there)[:80]}")
+        if splitting is None or other is None:
+            continue
+        for token in sorted(splitting[0].keys() | other[0].keys()):
+            here, there = other[0].get(token), splitting[0].get(token)
+            if here != there:
+                raise ValueError(f"{both} their tokenizers give {token!r} the ids {here} and "
+                                 f"{there}")
+        for part, there in splitting[1].items():
+            if other[1][part] != there:
+                raise ValueError(f"{both} the {part} of their tokenizers is "
+                                 f"{str(other[1][part])[:80]} and {str(there)[:80]}")
 
 
 def write_average(
@@ -194,24 +265,31 @@ def write_average(
 ) -> Path:  # the directory
     """Write the mean of models as a directory like theirs, for plain transformers.
 
-    Configuration and tokenizer are the first one's. Raises `ValueError` for models of different
-    shapes or kinds, and for an output that is there.
+    Configuration and tokenizer are the first one's. Raises `ValueError` for models that differ in
+    more than weights, for weights that are not finite, and for an output that is there.
     """
     from safetensors.torch import save_file
 
     output, models = Path(output), [Path(model) for model in models]
+    if not models:
+        raise ValueError("nothing to average: name one model or more")
     if output.exists():
         raise ValueError(f"output {output} is there already; choose another one")
-    kinds = {read_json(m / "config.json")["model_type"]: m for m in models}
-    if len(kinds) > 1:
-        raise ValueError(f"models are of different kinds: {', '.join(kinds)}")
-    weights = average_weights([read_weights(m) for m in models]) if weights is None else weights
+    _check_alike(models)
+    if weights is None:
+        each = {model: read_weights(model) for model in models}
+        for model, one in each.items():
+            check_finite(one, model)
+        weights = average_weights([each[model] for model in models])
     kept = [p for p in models[0].iterdir() if p.is_file() and not p.name.startswith(".")
             and p.suffix in (".json", ".txt", ".model") and "index" not in p.name
             and p.name != "bertlab-model.json"]
+    kept += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
     with written_directory(output, new=True) as temporary:
         for path in kept:
-            shutil.copy2(path, temporary / path.name)
+            target = temporary / path.relative_to(models[0])
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy2(path, target)
         note = {"average_of": [str(m) for m in models], "how": "mean of weights"}
         (temporary / "average.json").write_text(json.dumps(note, indent=1) + "\n")
         save_file({name: weight.contiguous().clone() for name, weight in weights.items()},

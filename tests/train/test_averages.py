@@ -1,16 +1,19 @@
 "Averages: by hand, validated and written where the run's own weights are not, resumed bit by bit."
 
 import copy
+import json
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from safetensors.torch import load_file, save_file
 from test_training import CONFIG, word_tokenizer
 
 from bertlab.data.module import PretrainingDataModule
-from bertlab.model.config import modernbert_tiny
+from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
+from bertlab.model.task_heads import BertLabForSequenceClassification
 from bertlab.train.averages import AveragedWeights, average_weights, find_models, greedy_soup, write_average
 from bertlab.train.checkpoints import CheckpointSeries, find_checkpoint
 from bertlab.train.model_directories import ModelDirectories
@@ -138,6 +141,16 @@ def test_a_greedy_soup_keeps_what_helps_and_is_never_worse_than_its_best():
     assert lower == chosen
 
 
+@pytest.mark.parametrize("higher", [True, False])
+def test_a_model_whose_score_is_undefined_is_in_no_soup(higher):
+    weights = {name: {"a": torch.tensor([value])} for name, value in (("lost", 0.0), ("one", 1.0), ("two", 2.0))}
+    score = lambda one: float("nan") if one["a"].item() in (0.0, 1.5) else 1 + 0.1 * one["a"].item()
+    _, chosen, _ = greedy_soup(weights, score, higher)
+    assert chosen == (["two"] if higher else ["one"])
+    with pytest.raises(ValueError, match="lost"):
+        greedy_soup({"lost": weights["lost"]}, score, higher)
+
+
 def test_a_written_mean_opens_in_plain_transformers(tmp_path):
     import transformers
 
@@ -155,3 +168,79 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
         write_average(paths, tmp_path / "mean")
     with pytest.raises(ValueError, match="config.json"):
         find_models([tmp_path])
+
+
+SMALL = dict(vocab_size=100, hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hidden_layers=2,
+             max_position_embeddings=64, local_attention=16)  # fmt: skip
+
+
+def put(place, seed=0, tokenizer=None, config=modernbert_tiny, head=BertLabForMaskedLM, labels=None, **changes):
+    torch.manual_seed(seed)
+    shape = config(**{**SMALL, **changes})
+    if labels:
+        shape.id2label, shape.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+    return save_model(head(shape), tokenizer, place)
+
+
+@pytest.mark.parametrize(
+    "name, here, there, options",
+    [
+        ("num_attention_heads", 2, 4, {}),
+        ("global_rope_theta", 160000.0, 100.0, {}),
+        ("local_attention", 16, 64, {}),
+        ("norm_eps", 1e-5, 1e-3, {"config": bert_tiny}),
+        ("norm_groups", 2, 4, {"norm": "group"}),  # a model of ours, which transformers does not have
+        ("labels", ("neg", "pos"), ("pos", "neg"), {"head": BertLabForSequenceClassification}),
+        ("classifier_pooling", "mean", "cls", {"head": BertLabForSequenceClassification}),
+    ],
+)
+def test_models_that_only_look_alike_have_no_mean(tmp_path, name, here, there, options):
+    "Weights of one shape that compute other things: the message names the setting and both values."
+    paths = [put(tmp_path / f"{i}", **{**options, name: value}) for i, value in enumerate((here, there))]
+    with pytest.raises(ValueError, match="id2label" if name == "labels" else name) as told:
+        write_average(paths, tmp_path / "mean")
+    values = ("0: 'neg'", "0: 'pos'") if name == "labels" else map(str, (here, there))
+    assert all(value in str(told.value) for value in values) and not (tmp_path / "mean").exists()
+
+
+def test_settings_that_no_score_reads_keep_no_models_apart(tmp_path):
+    first = put(tmp_path / "0", config=bert_tiny)
+    others = [put(tmp_path / "1", 1, config=bert_tiny, hidden_dropout=0.3, classifier_dropout=0.2, local_attention=8),
+              put(tmp_path / "2", 2, config=bert_tiny, initializer_range=0.1, global_rope_theta=99.0)]  # fmt: skip
+    for place in others:  # as another version of transformers, and another type of numbers, write it
+        content = json.loads((place / "config.json").read_text())
+        content |= {"transformers_version": "4.57.0", "dtype": "bfloat16", "_name_or_path": str(place)}
+        (place / "config.json").write_text(json.dumps(content))
+    assert write_average([first, *others], tmp_path / "mean").is_dir()
+
+
+def test_models_that_read_other_tokens_have_no_mean(tmp_path):
+    first = put(tmp_path / "0", tokenizer=word_tokenizer(WORDS))
+    write_average([first, put(tmp_path / "1", 1, word_tokenizer(WORDS)), put(tmp_path / "2", 2)], tmp_path / "mean")
+    other = put(tmp_path / "3", 1, word_tokenizer([word.upper() for word in WORDS]))
+    with pytest.raises(ValueError, match="'W0'"):
+        write_average([first, other], tmp_path / "x")
+    file = first / "tokenizer.json"  # the same words, and no capitals in front of them
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}}))
+    with pytest.raises(ValueError, match="normalizer"):
+        write_average([first, tmp_path / "1"], tmp_path / "x")
+
+
+def test_models_that_cannot_be_read_are_refused_in_one_line(tmp_path):
+    good, bad, nan = (put(tmp_path / name) for name in ("good", "bad", "nan"))
+    (bad / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="model_type"):
+        write_average([good, bad], tmp_path / "x")
+    with pytest.raises(ValueError, match="nothing to average"):
+        write_average([], tmp_path / "x")
+    weights = load_file(nan / "model.safetensors")
+    next(iter(weights.values()))[0] = float("nan")
+    save_file(weights, nan / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="nan.*NaN"):
+        write_average([good, nan], tmp_path / "x")
+
+
+def test_one_model_by_two_names_is_one_model(tmp_path):
+    place = put(tmp_path / "a")
+    (tmp_path / "best").symlink_to("a")
+    assert find_models([place, tmp_path / "best", tmp_path / "best" / ".." / "a"]) == [place]
