@@ -6,24 +6,25 @@
 __all__ = ['HOWS', 'average', 'lengthen']
 
 # %% ../../nbs/cli/09_adapt.ipynb #bdc7a21b
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .finetune import FinetuningRun
+from .finetune import FinetuningRun, write_json
 from .options import COMMANDS
 from .pretrain import find_model
-from ..core.reading import read_yaml
+from .vocabularies import copy_uses
+from ..core.reading import read_json, read_yaml
 from ..core.files import MARKER
-from ..data.tokenizers import load_tokenizer
-from ..finetuning.data import write_reading
+from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
+from ..finetuning.data import load_reading, write_reading
 from ..finetuning.module import FinetuningModule
 from ..finetuning.runs import better_way, find_monitor
 from ..finetuning.task_models import save_for_pipeline
 from ..model.context import extend_context
 from ..model.huggingface import plain_copy, save_model
+from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, write_average
 from ..train.checkpoints import read_checkpoint
 from ..train.model_directories import written_directory
@@ -34,20 +35,33 @@ from ..train.trainer import make_trainer
 HOWS = ("uniform", "greedy")
 
 
-def _load_seeds(run: FinetuningRun, module: FinetuningModule) -> dict[str, dict[str, Tensor]]:
+def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
+    "The best checkpoint of each seed that a run has finished, and the names of the others."
+    path, found = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
+    seeds = read_json(path, finite=False).get("seeds") if path.exists() else None
+    finished = {f"seed-{seed}" for seed in seeds or ()}
+    rest = [path.parent.name for path in found if path.parent.name not in finished]
+    found = [path for path in found if path.parent.name in finished]
+    if len(found) < 2:
+        more = f", and {', '.join(rest)} unfinished: bertlab finetune --resume {directory}"
+        raise ValueError(f"{directory} holds the best weights of {len(found)} finished seeds"
+                         f"{more * bool(rest)}; an average needs two or more: bertlab finetune "
+                         "--run.seeds '[0, 1, 2]'")
+    return found, rest
+
+
+def _load_seeds(paths: list[Path], module: FinetuningModule) -> dict[str, dict[str, Tensor]]:
     "The best weights of each seed, without adapters, by the name of the seed's directory."
     found = {}
-    for path in sorted(run.output.glob("seed-*/best.ckpt")):
+    for path in paths:
         module.load_state_dict(read_checkpoint(path)["state_dict"])
         found[path.parent.name] = plain_copy(module.model).state_dict()
-    if len(found) < 2:
-        raise ValueError(f"{run.output} holds the best weights of {len(found)} seeds; an average "
-                         "needs two or more: bertlab finetune --run.seeds '[0, 1, 2]'")
     return found
 
 
 def _average_seeds(directory: Path, output: Path, how: str) -> str:
     "The mean of a fine-tuning run's seeds, scored on its validation rows."
+    paths, unfinished = _find_seeds(directory)
     run = FinetuningRun(COMMANDS["finetune"].parse([], read_yaml(directory / MARKER)).config,
                         resume=True)
     run.output = directory
@@ -57,7 +71,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     for module in (adapted, plain):
         find_monitor(module, run.data, run.monitor)
         module.configure_model()
-    weights = _load_seeds(run, adapted)
+    weights = _load_seeds(paths, adapted)
 
     def score(one: dict[str, Tensor]) -> float:
         plain.model.load_state_dict(one)
@@ -67,6 +81,8 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     if how == "greedy":
         mean, chosen, singles = greedy_soup(weights, score, better_way(run.monitor) == "max")
     else:
+        for name, one in weights.items():
+            check_finite(one, f"{name}, which how='greedy' would leave out,")
         mean, chosen = average_weights(list(weights.values())), list(weights)
         singles = {name: score(one) for name, one in weights.items()}
     value = score(mean)
@@ -75,9 +91,10 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         write_reading(run.data, temporary)
         note = {"average_of": chosen, "how": how, "monitor": run.monitor, "value": value,
                 "singles": singles}
-        (temporary / "average.json").write_text(json.dumps(note, indent=1) + "\n")
+        write_json(temporary / "average.json", note)
     lines = [f"{name:<10} {run.monitor} {single:.4f}{' *' * (name in chosen)}"
              for name, single in singles.items()]
+    lines += [f"{name:<10} left out: it is not finished" for name in unfinished]
     return "\n".join([*lines, f"{how:<10} {run.monitor} {value:.4f}", f"written to {output}"])
 
 # %% ../../nbs/cli/09_adapt.ipynb #b682eb74
@@ -90,6 +107,8 @@ def average(
     "Average models, and write the mean: `bertlab average`. Raises `ValueError`."
     if how not in HOWS:
         raise ValueError(f"how={how!r} is unknown; choose one of {', '.join(HOWS)}")
+    if not directories:
+        raise ValueError("directories is missing: name two models or more, or a run")
     places, target = [Path(one) for one in directories], Path(output)
     if target.exists():
         raise ValueError(f"output {target} is there already; choose another one")
@@ -100,6 +119,9 @@ def average(
     if marker.exists() and read_yaml(marker).get("command") == "finetune":
         if len(places) > 1:
             raise ValueError("name one fine-tuning run: its seeds are averaged")
+        if last is not None:
+            raise ValueError(f"last={last} is of the models that a pretraining run keeps, and of a "
+                             "fine-tuning run all finished seeds are averaged: leave it out")
         return _average_seeds(places[0], target, how)
     if how == "greedy":
         raise ValueError("how='greedy' scores on validation rows, which a fine-tuning run has: "
@@ -112,6 +134,13 @@ def average(
     return "\n".join(["the mean of", *(f"  {model}" for model in models), f"written to {target}"])
 
 # %% ../../nbs/cli/09_adapt.ipynb #d03c6ac6
+def _cut_length(place: Path) -> int | None:  # None: nothing is said about it
+    "At how many tokens the text of a fine-tuned model, or of one of text vectors, is cut."
+    path = place / "sentence_bert_config.json"
+    found = read_json(path).get("max_seq_length") if path.is_file() else None
+    return load_reading(place).get("max_sequence_length", found)
+
+
 def lengthen(
     directory: str,  # of a model, or of a run
     length: int,  # tokens of the longest row that it shall read
@@ -126,14 +155,15 @@ def lengthen(
     model: Any = load_encoder(place)
     learned = model.config.embedding_positions == "learned"
     how = how or ("repeat" if learned else "yarn")
-    longer = extend_context(model, length, how, theta)
-    try:
+    longer, tokenizer = extend_context(model, length, how, theta), None
+    reads = longer.config.max_position_embeddings  # with how="base" never fewer than before
+    if any((place / file).exists() for file in TOKENIZER_FILES):
         tokenizer = load_tokenizer(place)
-    except (ValueError, OSError):
-        tokenizer = None
-    if tokenizer is not None:
-        tokenizer.model_max_length = length
+        tokenizer.model_max_length = reads
     with written_directory(target, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
-    return (f"{model.config.max_position_embeddings} -> {length} positions ({how}), written to "
-            f"{target}; train it on longer rows before you trust it")
+        copy_uses(place, temporary)
+    cut = _cut_length(place)
+    still = f"; texts are cut at {cut} tokens as before, unless max_sequence_length says otherwise"
+    return (f"{model.config.max_position_embeddings} -> {reads} positions ({how}), written to "
+            f"{target}; train it on longer rows before you trust it{still if cut else ''}")

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -139,17 +140,20 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
-def test_the_average_of_a_run_is_the_mean_of_its_seeds(tok, tmp_path, adapter):
+def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(tok, tmp_path, capsys, adapter):
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
     more = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
     assert by_words(words_for(tok, source, output, *more)) == 0
-    assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
     seeds = [read_weights(path)["task_head.classifier.weight"] for path in sorted(output.glob("seed-*/best.ckpt"))]
+    shutil.copytree(output / "seed-1", output / "seed-2")  # as a run leaves it that was killed in its third seed
+    assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
+    assert "seed-2     left out" in capsys.readouterr().out
     mean = load_predictor(tmp_path / "mean").model.classifier.weight
     assert not torch.equal(*seeds)
     torch.testing.assert_close(mean, (seeds[0] + seeds[1]) / 2)
     note = json.loads((tmp_path / "mean" / "average.json").read_text())
     runs = json.loads((output / "metrics.json").read_text())["runs"]
+    assert note["average_of"] == list(note["singles"]) == ["seed-0", "seed-1"]
     assert list(note["singles"].values()) == pytest.approx([run[note["monitor"]] for run in runs])
 
 
