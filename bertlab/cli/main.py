@@ -335,7 +335,7 @@ def _tokenizer(asked: Asked) -> None:
     "Train, compare or change tokenizers."
     config = {name: value for name, value in asked.config.items() if name != "overwrite"}
     if "output" in config and config["output"] is not None and asked.command != "tokenizer compare":
-        check_run_directory(config["output"], can_resume=False)
+        check_run_directory(config["output"], can_resume=False, can_overwrite=False)
     from bertlab.cli import vocabularies  # torch: seconds
 
     quieten()
@@ -445,10 +445,12 @@ def _tune(asked: Asked) -> None:
     "Search settings, and print the table of what was tried."
     if not Path(asked.config["config"]).is_file():
         raise ValueError(f"there is no file {asked.config['config']}")
+    check_run_directory(asked.config["output"], bool(asked.resume), can_overwrite=False)
     from bertlab.cli.tune import tune  # torch: seconds
 
     quieten()
-    print(tune(**asked.config, resume=bool(asked.resume)), flush=True)
+    work = lambda: tune(**asked.config, resume=bool(asked.resume))
+    print(go_on_with(same_with_resume(asked), work), flush=True)
 
 
 def _embed(asked: Asked) -> None:

@@ -211,7 +211,7 @@ def tune(
     "Search settings: `bertlab tune`. Writes trials.txt and best.yaml. Raises `ValueError`."
     search, content = read_search(config)
     optuna, place = _optuna(), Path(output)
-    check_run_directory(place, resume)
+    check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}
     if resume:
         kept = read_yaml(place / MARKER)

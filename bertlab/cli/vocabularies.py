@@ -56,7 +56,7 @@ def train(
 ) -> Path:  # the directory
     "Train a tokenizer on text: `bertlab tokenizer train`."
     look_up(kind, TOKENIZER_KINDS, "kind")
-    check_run_directory(output, can_resume=False)
+    check_run_directory(output, can_resume=False, can_overwrite=False)
     tokenizer = train_tokenizer(read_text(sources or None, text_column), vocab_size, lowercase,
                                 limit_alphabet, model_max_length, kind)
     tokenizer.save_pretrained(output)
@@ -145,7 +145,7 @@ def extend(
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Add pieces for a text: `bertlab tokenizer extend`."
-    check_run_directory(output, can_resume=False)
+    check_run_directory(output, can_resume=False, can_overwrite=False)
     tokenizer, model, place = _open(directory)
     texts, options = read_text(text, text_column), {"min_count": min_count}
     if model is None:
@@ -165,7 +165,7 @@ def trim(
     text_column: str = "text",  # of tables and datasets, by name or number
 ) -> Path:  # the directory
     "Drop what a text never uses: `bertlab tokenizer trim`."
-    check_run_directory(output, can_resume=False)
+    check_run_directory(output, can_resume=False, can_overwrite=False)
     tokenizer, model, place = _open(directory)
     texts = read_text(text, text_column)
     options = {"keep": keep or (), "keep_characters": keep_characters}
@@ -186,7 +186,7 @@ def transplant(
 ) -> Path:  # the directory
     "Give a model another tokenizer: `bertlab tokenizer transplant`."
     look_up(method, TRANSPLANTS, "method")
-    check_run_directory(output, can_resume=False)
+    check_run_directory(output, can_resume=False, can_overwrite=False)
     old, model, place = _open(directory)
     if model is None:
         raise ValueError(f"{directory} holds a tokenizer and no model: there is nothing to give "

@@ -169,6 +169,7 @@ def check_run_directory(
     resume: bool = False,  # go on with the run that is there
     overwrite: bool = False,  # start anew; what is there moves into previous-N
     can_resume: bool = True,  # whether --resume is to be offered
+    can_overwrite: bool = True,  # whether --overwrite is
     option: str = "--output",  # what names the directory, for messages
 ) -> None:
     "Raise `ValueError` where a run here would lose something or has nothing to go on with."
@@ -192,9 +193,10 @@ def check_run_directory(
         raise ValueError(f"{link} is a link that leads out of {directory}, and a run writes inside "
                          "alone; put there what it stands for, or remove it")
     if not resume and not overwrite and MARKER in held:
-        go_on = "--resume to go on with it, " if can_resume else ""
-        raise ValueError(f"{directory} already holds a run; pass {go_on}--overwrite to start anew "
-                         "(it is moved aside, not deleted), or choose another {option}")
+        ways = ["--resume to go on with it"] * can_resume
+        ways += ["--overwrite to start anew (it is moved aside, not deleted)"] * can_overwrite
+        offered = f"pass {', '.join(ways)}, or " if ways else ""
+        raise ValueError(f"{directory} already holds a run; {offered}choose another {option}")
     if MARKER not in held and visible:
         raise ValueError(
             f"{directory} holds files that are not a run ({', '.join(visible[:3])}"

@@ -1,5 +1,6 @@
 "A search of settings goes on after a kill; a mistake in its file costs nothing; averages and longer models on demand."
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ pytest.importorskip("optuna")
 
 import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
+from bertlab.cli.main import main  # noqa: E402
 from bertlab.cli.tune import read_search, read_trials, tune  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
+from bertlab.train.checkpoints import RunInterrupted  # noqa: E402
 from bertlab.train.modules import load_encoder  # noqa: E402
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -58,6 +61,16 @@ def test_a_killed_search_asks_again_for_the_trial_that_was_under_way(plan, tmp_p
     best = yaml.safe_load((tmp_path / "search" / "best.yaml").read_text())
     lowest = min(params["model.learning_rate"] for _, params in asked)
     assert best["model"]["learning_rate"] == pytest.approx(lowest) and table.count("complete") == 3
+
+
+def test_a_search_that_a_signal_stops_says_how_to_go_on(plan, tmp_path, monkeypatch, capsys):
+    def run_trial(*_):
+        raise RunInterrupted(3, "its directory")
+
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    words = ["tune", str(plan[0]), "--output", str(tmp_path / "search")]
+    assert main(words) == 130
+    assert f"bertlab {shlex.join(words)} --resume" in capsys.readouterr().out
 
 
 def test_a_search_trains_and_ends_with_a_configuration_that_is_read(plan, tmp_path):

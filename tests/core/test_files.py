@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from bertlab.cli.main import join_family, main
+from bertlab.cli.options import COMMANDS
 from bertlab.core.files import (
     MARKER,
     check_run_directory,
@@ -73,8 +75,23 @@ def test_somebody_elses_files_are_never_touched(tmp_path, flags):
 def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
     (tmp_path / MARKER).write_text("")
     with pytest.raises(ValueError, match="--overwrite") as refused:
-        check_run_directory(tmp_path, can_resume=False)
-    assert "--resume" not in str(refused.value)
+        check_run_directory(tmp_path, can_resume=False, option="--run.output")
+    assert "--resume" not in str(refused.value) and "another --run.output" in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [
+    ["tokenizer", "train", "--output", "DIR"], ["tokenizer", "extend", "model", "DIR"], ["tokenizer", "trim", "model", "DIR"],
+    ["tokenizer", "transplant", "model", "tokenizer", "DIR"], ["tune", "plan.yaml", "--output", "DIR"], ["demo", "--output", "DIR"],
+])  # fmt: skip
+def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / MARKER).write_text("")
+    (tmp_path / "plan.yaml").write_text("")
+    assert main([word.replace("DIR", "run") for word in words]) == 2
+    said, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
+    assert "run already holds a run" in said and "another --output" in said
+    assert ("--overwrite" in said, "--resume" in said) == (bool(command.overwrite), bool(command.resume))
 
 
 def test_a_file_in_the_directorys_place_is_refused(tmp_path):
