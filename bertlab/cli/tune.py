@@ -49,6 +49,13 @@ class Search:
             raise ValueError(f"search.command must be pretrain or finetune, got {self.command!r}")
         if type(self.trials) is not int or self.trials < 1:
             raise ValueError(f"search.trials must be 1 or more, got {self.trials!r}")
+        if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
+            raise ValueError("search.metric must be the name of a number that is logged, such as "
+                             f"val_loss, got {self.metric!r}")
+        if type(self.prune) is not bool:
+            raise ValueError(f"search.prune must be true or false, got {self.prune!r}")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise ValueError(f"search.seed must be from 0 to 2**32 - 1, got {self.seed!r}")
         if not isinstance(self.ranges, Mapping) or not self.ranges:
             raise ValueError("search.ranges must map options to ranges, such as "
                              "model.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}")
@@ -62,12 +69,17 @@ class Search:
             if isinstance(given, list):
                 found[name] = kinds.CategoricalDistribution(given)
                 continue
-            low, high = given["low"], given["high"]
-            whole = type(low) is int and type(high) is int
+            low, high, step = given["low"], given["high"], given.get("step")
+            whole = _is_whole(given)
             kind = kinds.IntDistribution if whole else kinds.FloatDistribution
-            more = {"step": given["step"]} if "step" in given else {}
-            found[name] = kind(low, high, log=given.get("log", False), **more)
+            more = {} if step is None else {"step": int(step) if whole else step}
+            found[name] = kind(low, high, log=bool(given.get("log")), **more)
         return found
+
+
+def _is_whole(given: Mapping[str, Any]) -> bool:
+    "Whether a range is one of whole numbers."
+    return type(given["low"]) is int and type(given["high"]) is int
 
 
 def _check_range(name: str, given: Any) -> None:
@@ -82,11 +94,18 @@ def _check_range(name: str, given: Any) -> None:
                          f"{given!r}")
     if unknown := sorted(given.keys() - {"low", "high", "log", "step"}):
         raise ValueError(f"{where} has {unknown[0]!r}; a range has low, high, log and step")
-    low, high = given["low"], given["high"]
+    low, high, log, step = (given.get(key) for key in ("low", "high", "log", "step"))
     numbers = all(type(one) in (int, float) and math.isfinite(one) for one in (low, high))
     if not numbers or not low < high:
         raise ValueError(f"{where}: low must be below high, got {low!r} and {high!r}")
-    if given.get("log") and (low <= 0 or "step" in given):
+    if log is not None and type(log) is not bool:
+        raise ValueError(f"{where}: log must be true or false, got {log!r}")
+    if step is not None and not (type(step) in (int, float) and 0 < step < math.inf):
+        raise ValueError(f"{where}: step must be a number above 0, got {step!r}")
+    if step is not None and _is_whole(given) and step != int(step):
+        raise ValueError(f"{where}: step must be whole, as low and high are, got {step!r}; write "
+                         f"low as {float(low)} where fractions are meant")
+    if log and (low <= 0 or step is not None):
         raise ValueError(f"{where}: log needs a low above 0 and no step, got {given!r}")
 
 
@@ -202,6 +221,13 @@ def trial_table(study: Any) -> str:  # a line for each trial, best first
                      for row in rows)
 
 
+def _in_effect(search: Mapping[str, Any]) -> dict[str, Any]:
+    "What a search does, however many trials it has; earlier versions took any text for true."
+    ranges = {name: {**given, "log": bool(given.get("log"))} if isinstance(given, Mapping)
+              else given for name, given in (search.get("ranges") or {}).items()}
+    return {**search, "trials": 0, "prune": bool(search.get("prune")), "ranges": ranges}
+
+
 def tune(
     config: str,  # YAML of pretrain or finetune, with a section search
     output: str = "bertlab-search",  # directory of the search
@@ -210,14 +236,17 @@ def tune(
 ) -> str:  # the table
     "Search settings: `bertlab tune`. Writes trials.txt and best.yaml. Raises `ValueError`."
     search, content = read_search(config)
+    wanted = search.trials if trials is None else trials
+    if type(wanted) is not int or wanted < 1:
+        raise ValueError(f"trials must be 1 or more, got {trials!r}")
     optuna, place = _optuna(), Path(output)
     check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}
     if resume:
         kept = read_yaml(place / MARKER)
         for name in kept.keys() | said.keys():
-            now, then = ({**(one.get(name) or {}), "trials": 0} if name == "search"
-                         else one.get(name) for one in (said, kept))
+            now, then = (_in_effect(one.get(name) or {}) if name == "search" else one.get(name)
+                         for one in (said, kept))
             if now != then:
                 raise ValueError(f"{name} of {config} is not that of the search in {place}: put it "
                                  "back, or choose another --output")
@@ -230,10 +259,10 @@ def tune(
     study = optuna.create_study(
         storage=optuna.storages.JournalStorage(backend), study_name="search", load_if_exists=True,
         direction=_way(search, content),
-        sampler=optuna.samplers.TPESampler(seed=search.seed + done),
+        sampler=optuna.samplers.TPESampler(seed=(search.seed + done) % 2**32),
         pruner=optuna.pruners.MedianPruner(n_startup_trials=5))
     _requeue(study, optuna)
-    states, wanted = optuna.trial.TrialState, trials or search.trials
+    states = optuna.trial.TrialState
     finished = (states.COMPLETE, states.PRUNED)
     while len(study.get_trials(deepcopy=False, states=finished)) < wanted:
         trial = study.ask(search.distributions())

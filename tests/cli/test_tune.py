@@ -1,5 +1,6 @@
 "A search of settings goes on after a kill; a mistake in its file costs nothing; averages and longer models on demand."
 
+import copy
 import shlex
 from pathlib import Path
 
@@ -86,6 +87,10 @@ def test_a_search_trains_and_ends_with_a_configuration_that_is_read(plan, tmp_pa
     ({}, "ranges"), ({"model.learning_rat": [1, 2]}, "learning_rate"), ({"model.learning_rate": [1.0]}, "two"),
     ({"model.learning_rate": {"low": 2, "high": 1}}, "low"),
     ({"model.learning_rate": {"low": 0, "high": 1, "log": True}}, "log"),
+    ({"model.learning_rate": {"low": 0.1, "high": 0.2, "log": "no"}}, "log must be true or false.*'no'"),
+    ({"model.learning_rate": {"low": 0.1, "high": 0.2, "step": 0}}, "step must be a number above 0"),
+    ({"model.learning_rate": {"low": 0.1, "high": 0.2, "step": "a"}}, "step must be a number above 0"),
+    ({"data.train_batch_size": {"low": 1, "high": 8, "step": 0.5}}, "step must be whole"),
     ({"model.learning_rate": {"low": 0, "hihg": 1}}, "high"), ({"run.output": ["a", "b"]}, "run.output"),
 ])  # fmt: skip
 def test_ranges_that_cannot_be_are_refused(ranges, word, plan):
@@ -93,6 +98,35 @@ def test_ranges_that_cannot_be_are_refused(ranges, word, plan):
     path.write_text(yaml.safe_dump({**content, "search": {"ranges": ranges}}))
     with pytest.raises(ValueError, match=word):
         read_search(path)
+
+
+@pytest.mark.parametrize("said", [
+    {"metric": 3}, {"metric": ""}, {"seed": "x"}, {"seed": -1}, {"seed": 0.5}, {"prune": "no"}, {"trials": 0}, {"trials": True},
+])  # fmt: skip
+def test_a_search_with_a_setting_of_another_kind_is_refused(said, plan):
+    path, content = plan
+    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], **said}}))
+    with pytest.raises(ValueError, match=f"search.{next(iter(said))} must be"):
+        read_search(path)
+
+
+@pytest.mark.parametrize("trials", [0, -3, 1.5])
+def test_trials_below_one_are_refused_before_anything_is_written(trials, plan, tmp_path):
+    with pytest.raises(ValueError, match=f"trials must be 1 or more, got {trials}"):
+        tune(str(plan[0]), str(tmp_path / "search"), trials=trials)
+    assert not (tmp_path / "search").exists()
+
+
+def test_a_search_that_took_a_text_for_true_goes_on_once_its_file_says_so(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
+    path, content = plan
+    tune(str(path), str(tmp_path / "search"))
+    marker, kept = tmp_path / "search" / "run.yaml", copy.deepcopy(content)
+    kept["search"] |= {"prune": "no", "command": "pretrain", "metric": None, "seed": 0}
+    kept["search"]["ranges"]["model.learning_rate"]["log"] = "yes"
+    marker.write_text(yaml.safe_dump(kept))  # as an earlier version left it
+    tune(str(path), str(tmp_path / "search"), trials=3, resume=True)
+    assert len(read_trials(tmp_path / "search")) == 3
 
 
 def test_another_file_does_not_go_on_with_a_search(plan, tmp_path, monkeypatch):
