@@ -1,6 +1,7 @@
 "A search of settings goes on after a kill; a mistake in its file costs nothing; averages and longer models on demand."
 
 import copy
+import os
 import shlex
 from pathlib import Path
 
@@ -92,6 +93,7 @@ def test_a_search_trains_and_ends_with_a_configuration_that_is_read(plan, tmp_pa
     ({"model.learning_rate": {"low": 0.1, "high": 0.2, "step": "a"}}, "step must be a number above 0"),
     ({"data.train_batch_size": {"low": 1, "high": 8, "step": 0.5}}, "step must be whole"),
     ({"model.learning_rate": {"low": 0, "hihg": 1}}, "high"), ({"run.output": ["a", "b"]}, "run.output"),
+    ({"resume": ["a", "b"]}, "'resume' is no parameter"), ({3: [1, 2]}, "got 3"), ({"model.weight_decay": [None, 0.1]}, "ranges: model.weight_decay"),
 ])  # fmt: skip
 def test_ranges_that_cannot_be_are_refused(ranges, word, plan):
     path, content = plan
@@ -127,6 +129,197 @@ def test_a_search_that_took_a_text_for_true_goes_on_once_its_file_says_so(plan, 
     marker.write_text(yaml.safe_dump(kept))  # as an earlier version left it
     tune(str(path), str(tmp_path / "search"), trials=3, resume=True)
     assert len(read_trials(tmp_path / "search")) == 3
+
+
+def failing(*errors):
+    "What takes the place of `run_trial`: None is a trial that goes well. And what it was asked for."
+    asked = []
+
+    def run_trial(search, content, trial, output):
+        asked.append(Path(output).name)
+        if (error := errors[len(asked) - 1] if len(asked) <= len(errors) else None) is not None:
+            raise error
+        return 1.0, False
+
+    return run_trial, asked
+
+
+def test_a_trial_that_fails_leaves_its_reason_and_the_search_goes_on(plan, tmp_path, monkeypatch):
+    errors = None, ValueError("no batch\nis so large"), torch.OutOfMemoryError("CUDA out of memory"), None, ValueError("again")
+    run_trial, asked = failing(*errors)
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    table = tune(str(plan[0]), str(tmp_path / "search"), trials=2)
+    assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete", "fail", "fail", "complete"]
+    assert [trial["reason"] for trial in read_trials(tmp_path / "search")][1:3] == ["no batch is so large", "CUDA out of memory"]
+    assert "no batch is so large" in table and "out of memory" in (tmp_path / "search" / "trials.txt").read_text()
+    tune(str(plan[0]), str(tmp_path / "search"), trials=3, resume=True)
+    assert asked == [f"trial-{number:03}" for number in range(6)]  # none of them twice
+
+
+def test_a_failure_before_any_trial_came_to_its_end_ends_a_search(plan, tmp_path, monkeypatch):
+    run_trial, asked = failing(ValueError("no such text"))
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    with pytest.raises(ValueError, match="trial 0 has failed: no such text"):
+        tune(str(plan[0]), str(tmp_path / "search"))
+    assert "no such text" in (tmp_path / "search" / "trials.txt").read_text()
+    tune(str(plan[0]), str(tmp_path / "search"), resume=True)
+    assert asked == ["trial-000", "trial-001", "trial-002"]
+
+
+def test_the_third_failure_in_a_row_ends_a_search_that_has_a_best(plan, tmp_path, monkeypatch):
+    bad = ValueError("too large")
+    run_trial, asked = failing(None, bad, bad, None, bad, bad, bad)
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    with pytest.raises(ValueError, match="three trials in a row have failed: too large"):
+        tune(str(plan[0]), str(tmp_path / "search"), trials=3)
+    assert len(asked) == 7 and (tmp_path / "search" / "best.yaml").exists()
+    tune(str(plan[0]), str(tmp_path / "search"), trials=3, resume=True)
+    assert asked[7:] == ["trial-007"]
+
+
+def test_a_search_of_before_its_values_were_tried_goes_on(plan, tmp_path, monkeypatch):
+    path, content = plan
+    content["search"]["ranges"]["model.weight_decay"] = [0.1, "lots"]
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="lots"):
+        tune(str(path), str(tmp_path / "search"))
+    run_trial, asked = failing(None, KeyboardInterrupt(), ValueError("under way, and wrong"))
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    with monkeypatch.context() as before:
+        before.setattr(tuning, "check_values", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            tune(str(path), str(tmp_path / "search"))
+    tune(str(path), str(tmp_path / "search"), resume=True)
+    assert asked == ["trial-000", "trial-001", "trial-001", "trial-003"]
+
+
+HEADS, WIDTH = (f"model.model_config_kwargs.{name}" for name in ("num_attention_heads", "hidden_size"))
+
+
+@pytest.mark.parametrize("ranges, word", [
+    ({"model.optimizer_class": ["adamw", "adamww"]}, "adamww"), ({"model.weight_decay": [0.1, "lots"]}, "lots"),
+    ({"data.train_batch_size": {"low": 8, "high": 32.5}}, "32.5"),
+    ({"data.train_batch_size": {"low": 8.0, "high": 32.0}}, "train_batch_size.*whole low"),
+    ({"data.train_batch_size": {"low": 1, "high": 8, "step": 16}}, "step beyond high"),
+    ({HEADS: [1, 3]}, f"{HEADS} can never be 3"), ({HEADS: [3, 5]}, "no trial.*split into 3 heads"),
+    ({"data.train_batch_size": {"low": 0, "high": 3}}, "train_batch_size can never be 0"),
+])  # fmt: skip
+def test_values_that_no_trial_can_have_are_refused_before_anything_is_written(ranges, word, plan, tmp_path):
+    path, content = plan
+    path.write_text(yaml.safe_dump({**content, "search": {"ranges": {"model.learning_rate": [1e-3, 1e-2], **ranges}}}))
+    with pytest.raises(ValueError, match=word):
+        tune(str(path), str(tmp_path / "search"))
+    assert not (tmp_path / "search").exists()
+
+
+def test_a_value_that_is_right_with_some_of_the_others_is_searched(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
+    path, content = plan
+    path.write_text(yaml.safe_dump({**content, "search": {"trials": 2, "ranges": {WIDTH: [16, 48], HEADS: [1, 3]}}}))
+    tune(str(path), str(tmp_path / "search"))
+    assert len(read_trials(tmp_path / "search")) == 2
+
+
+@pytest.fixture
+def finetuning_plan(plan, tmp_path):
+    (tmp_path / "rows.csv").write_text("text,label\n" + "\n".join(f"w{n % 30} w{n % 7},{n % 2}" for n in range(40)))
+    content = {
+        "model": {"model_config_kwargs": plan[1]["model"]["model_config_kwargs"]},
+        "data": {"dataset_name_or_path": str(tmp_path / "rows.csv"), "pretrained_tokenizer_name_or_path": str(tmp_path / "tokenizer")},
+        "trainer": {"accelerator": "cpu", "precision": "32-true"},
+        "search": {"command": "finetune", "trials": 2, "ranges": {"model.learning_rate": [1e-3, 1e-2]}},
+    }  # fmt: skip
+    path = tmp_path / "finetuning.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path, content
+
+
+@pytest.mark.parametrize("ranges, word", [
+    ({HEADS: [1, 3]}, f"{HEADS} can never be 3"), ({"model.warmup_ratio": [0.1, 1.5]}, "warmup_ratio can never be 1.5"),
+    ({"run.num_epochs": {"low": 0, "high": 3}}, "num_epochs can never be 0"),
+])  # fmt: skip
+def test_values_that_no_finetuning_can_have_are_refused_before_anything_is_written(ranges, word, finetuning_plan, tmp_path):
+    path, content = finetuning_plan
+    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "ranges": ranges}}))
+    with pytest.raises(ValueError, match=word):
+        tune(str(path), str(tmp_path / "search"))
+    assert not (tmp_path / "search").exists()
+
+
+def test_a_metric_that_finetuning_does_not_have_is_refused_before_it_trains(finetuning_plan, tmp_path, monkeypatch):
+    path, content = finetuning_plan
+    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_f1"}}))
+    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda _: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match="'val_f1' is none of .*val_accuracy"):
+        tune(str(path), str(tmp_path / "search"))
+
+
+@pytest.mark.parametrize("metric", [None, "val_mcc"])
+def test_a_metric_that_is_undefined_is_never_the_best(metric, finetuning_plan, tmp_path, monkeypatch):
+    "metrics.json has null for it."
+    path, content = finetuning_plan
+    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": metric}}))
+    found = iter([None, 0.25])
+    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda _: {"mean": dict.fromkeys(("val_accuracy", "val_mcc"), next(found))})
+    tune(str(path), str(tmp_path / "search"))
+    assert [(trial["state"], trial["value"]) for trial in read_trials(tmp_path / "search")] == [("pruned", None), ("complete", 0.25)]
+
+
+@pytest.mark.parametrize("change, word", [
+    ({"search": {"metric": "train_loss"}}, "'train_loss' is none of .*val_loss"), ({"trainer": {"limit_val_batches": 0}}, "validation"),
+])  # fmt: skip
+def test_a_search_by_what_no_validation_says_ends_with_its_first_trial(change, word, plan, tmp_path):
+    path, content = plan
+    for part, options in change.items():
+        content[part] |= options
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=word):
+        tune(str(path), str(tmp_path / "search"))
+
+
+def test_the_loss_of_one_of_several_validation_sets_is_the_better_the_less(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "run_trial", lambda search, content, trial, output: (float(trial.number), False))
+    path, content = plan
+    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_loss_1"}}))
+    assert tune(str(path), str(tmp_path / "search")).splitlines()[1].startswith("0 ")
+
+
+def test_a_search_that_was_killed_while_it_wrote_goes_on(plan, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # a lock that names a place from here says nothing from elsewhere
+    monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
+    tune(str(plan[0]), "search")
+    with open("search/study.log", "a") as file:
+        file.write('{"op_code": 4, "wor')
+    os.symlink("search/study.log", "search/study.log.lock")
+    assert len(read_trials("search")) == 2
+    tune(str(plan[0]), "search", trials=3, resume=True)
+    assert [trial["state"] for trial in read_trials("search")] == ["complete"] * 3
+    assert "study.log: its last entry was not whole" in capsys.readouterr().out
+
+
+def test_a_journal_that_is_damaged_in_its_middle_is_named_with_the_line(plan, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
+    tune(str(plan[0]), str(tmp_path / "search"))
+    lines = (tmp_path / "search" / "study.log").read_text().splitlines(True)
+    (tmp_path / "search" / "study.log").write_text("".join([*lines[:3], '{"op_code": 4, "wor', *lines[3:]]))
+    for work in (lambda: read_trials(tmp_path / "search"), lambda: tune(str(plan[0]), str(tmp_path / "search"), resume=True)):
+        with pytest.raises(ValueError, match="study.log is damaged in line 4"):
+            work()
+
+
+def test_a_search_whose_journal_was_cut_does_not_go_on_with_a_run_of_other_settings(plan, tmp_path, monkeypatch):
+    asked = []
+
+    def run_trial(search, content, trial, output):
+        asked.append(output.name)
+        output.mkdir()
+        return 1.0, False
+
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    tune(str(plan[0]), str(tmp_path / "search"))
+    (tmp_path / "search" / "study.log").unlink()
+    tune(str(plan[0]), str(tmp_path / "search"), resume=True)
+    assert asked == ["trial-000", "trial-001", "trial-000-1", "trial-001-1"]
 
 
 def test_another_file_does_not_go_on_with_a_search(plan, tmp_path, monkeypatch):
