@@ -50,7 +50,7 @@ class Search:
 
     ranges: Mapping[str, Any]  # option by its dotted name: a list, or {low, high, log, step}
     command: str = "pretrain"  # or finetune
-    trials: int = 20  # of all sessions together
+    trials: int = 20  # that come to their end, in all sessions together
     metric: str | None = None  # as logged; None: val_loss, or the task's
     prune: bool = True  # end a trial whose metric is worse than the median of the others'
     seed: int = 0  # of the sampler
@@ -416,7 +416,7 @@ def _in_effect(search: Mapping[str, Any]) -> dict[str, Any]:
 def tune(
     config: str,  # YAML of pretrain or finetune, with a section search
     output: str = "bertlab-search",  # directory of the search
-    trials: int | None = None,  # of all sessions together; null: as the file says
+    trials: int | None = None,  # that come to their end, in all sessions; null: as the file says
     resume: bool = False,  # go on with the search that is there
 ) -> str:  # the table
     """Search settings: `bertlab tune`. Writes trials.txt and best.yaml after each trial.
