@@ -362,8 +362,8 @@ def _tokenize(asked: Asked) -> None:
 
 def _speedrun(asked: Asked) -> None:
     "Race a recipe, check a log of a race, or score a model."
-    from bertlab.cli.speedrun import check_log, load_speedrun, speedrun
-    from bertlab.cli.speedrun import format_score, score_model
+    from bertlab.cli.speedrun import check_log, format_score, load_speedrun, not_compared
+    from bertlab.cli.speedrun import score_model, speedrun
 
     config = dict(asked.config)
     log, model = config.pop("check"), config.pop("score")
@@ -374,10 +374,10 @@ def _speedrun(asked: Asked) -> None:
     if log is not None:
         if not Path(log).is_file():
             raise ValueError(f"there is no file {log}")
-        wrong = check_log(log)
-        if wrong:
+        quieten()
+        if wrong := check_log(log):
             raise ValueError(f"{log}: {'; '.join(wrong)}")
-        print(f"{log}: nothing that does not fit")
+        print("; ".join([f"{log}: nothing that does not fit", *filter(None, [not_compared(log)])]))
         return
     recipe, output = config["recipe"], config["output"]
     if recipe is not None and not Path(recipe).is_file():

@@ -11,7 +11,7 @@ import yaml
 from bertlab.cli import speedrun as races
 from bertlab.cli.main import main
 from bertlab.cli.speedrun import TRACKS, Judge, arrived, check_log, load_speedrun, recipe_sha256
-from bertlab.cli.speedrun import seconds_before, speedrun
+from bertlab.cli.speedrun import format_speedrun, measure_target, not_compared, seconds_before, speedrun
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.optim.budgets import BudgetTriangle
 
@@ -127,7 +127,7 @@ def attempt(seed=0, loss=4.2, **changes):
 def log_of(*attempts, recipe=None, hidden="a"):
     recipe = recipe or {"model": {"learning_rate": 1e-3}}
     return {"format": 1, "track": "laptop", "recipe": recipe, "recipe_sha256": recipe_sha256(recipe),
-            "text": "t", "text_sha256": "s", "hidden_sha256": hidden, "machine": {},
+            "text": "Python's documentation (stdlib)", "text_sha256": "s", "hidden_sha256": hidden, "machine": {},
             "target": {"nats": 4.25, "bits_per_byte": 1.8, "hidden_sha256": "a"},
             "attempts": list(attempts)}  # fmt: skip
 
@@ -137,9 +137,19 @@ def in_ten_minutes(seconds):
 
     def change(log):
         log.update(track="ten-minutes", target={"nats": None, "bits_per_byte": None, "hidden_sha256": "a"})
-        log["attempts"][2].update(train_seconds=seconds, curve=[[400, seconds, 4.3]])
+        log["attempts"][2].update(train_seconds=seconds, curve=[[200, seconds / 2, 5.0], [400, seconds, 4.3]])
 
     return change
+
+
+def in_attempt(name, value):
+    "A change of a log: seed 1 has another number."
+    return lambda log: log["attempts"][1].update({name: value})
+
+
+def with_recipe(recipe):
+    "A change of a log: another recipe, with its own hash."
+    return lambda log: log.update(recipe=recipe, recipe_sha256=recipe_sha256(recipe))
 
 
 def test_an_honest_log_passes():
@@ -164,12 +174,49 @@ def test_an_honest_log_passes():
         (lambda log: log.update(track="downhill"), "downhill"),
         (lambda log: log.update(format=2), "format"),
         (in_ten_minutes(36_000.0), "seed 2 trained for 36000 s, and the track allows 600 s"),
+        (with_recipe({"data": {"train_dataset_name_or_path": "held_out.txt"}}), "data.train_dataset_name_or_path"),
+        (with_recipe({"x": 1}), "its recipe is refused"),
+        (with_recipe([1]), "its recipe is refused"),
+        (lambda log: log.update(text="my own text"), "its text is 'my own text'"),
+        (lambda log: log["attempts"][2].update(curve=[[400, 100.0, 4.3]]), "curve of seed 2 is a single point"),
+        (lambda log: log["attempts"][2]["curve"][0].__setitem__(1, -5.0), "curve of seed 2"),
+        (lambda log: log["attempts"][2]["curve"][0].__setitem__(1, float("nan")), "curve of seed 2"),
+        *((in_attempt(name, value), f"seed 1 has {name} {value}") for name, value in (
+            ("validation_loss", -3.0), ("validation_loss", float("nan")), ("bits_per_byte", 0.0),
+            ("validation_accuracy", 7.0), ("train_seconds", -5.0), ("tokens", 0), ("steps", 0), ("steps", 0.5))),
+        (in_attempt("matmul_flops", float("inf")), "measured rate"),
+        (in_attempt("seed", 0.5), "seed 0.5 is no whole number"),
+        (in_attempt("seed", -7), "seed -7 is no whole number"),
+        (lambda log: (in_ten_minutes(600.0)(log), in_attempt("validation_loss", float("nan"))(log)), "did not arrive"),
     ],
-)
+)  # fmt: skip
 def test_a_forged_log_is_found_out(change, named):
     log = copy.deepcopy(log_of(attempt(0), attempt(1), attempt(2)))
     change(log)
     assert any(named in wrong for wrong in check_log(log)), check_log(log)
+
+
+def test_text_and_target_are_compared_where_this_python_has_the_text_and_else_it_is_said(small, monkeypatch):
+    track = replace(small, name="few", max_documents=600)
+    monkeypatch.setitem(TRACKS, "few", track)
+    corpus = track.text()
+    target = measure_target(track, corpus)
+    attempts = [attempt(seed, bits_per_byte=target["bits_per_byte"] - 0.1) for seed in range(3)]
+    log = {**log_of(*attempts, hidden="b"), "track": "few", "text_sha256": corpus.sha256, "target": target}
+    assert check_log(log) == [] and not_compared(log) == ""
+    forged = {**log, "target": {**target, "bits_per_byte": 99.0}}
+    assert check_log(forged) == [f"the target of 99.0 bits per byte is not the track's {target['bits_per_byte']:.4f}"]
+    assert "hidden tokens" in check_log({**log, "target": {**target, "hidden_sha256": "b"}})[0]
+    other = {**log, "text_sha256": "0" * 64}  # as of another Python
+    assert check_log(other) == [] and "000000000000" in not_compared(other)
+    monkeypatch.setitem(TRACKS, "few", replace(track, source="somebody/text"))
+    assert "somebody/text" in check_log(log)[0]
+    assert check_log({**log, "text": "somebody/text"}) == [] and "somebody/text" in not_compared(log)
+
+
+def test_a_log_of_no_attempt_is_one_sentence():
+    with pytest.raises(ValueError, match="holds no attempt"):
+        format_speedrun(log_of())
 
 
 @pytest.mark.parametrize("text, said", [("", "not JSON"), ("[]", "must hold a dict"), ("{}", "no log of a speedrun"),
@@ -180,6 +227,8 @@ def test_what_is_no_log_is_one_sentence(text, said, tmp_path):
     with pytest.raises(ValueError, match=said) as caught:
         check_log(path)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="no log of a speedrun"):
+        check_log([1])
 
 
 @pytest.mark.parametrize("change, said", [
@@ -190,6 +239,7 @@ def test_what_is_no_log_is_one_sentence(text, said, tmp_path):
     (lambda log: log["attempts"][0]["curve"].append([1]), "attempt 1 needs a curve"),
     (lambda log: log["target"].update(bits_per_byte=None), "target"),
     (lambda log: log.update(target=4.25), "target"),
+    (lambda log: log["attempts"][1].update(tokens=10**400), "attempt 2 needs a number as tokens"),
 ])  # fmt: skip
 def test_a_log_that_lacks_a_number_is_one_sentence(change, said):
     log = copy.deepcopy(log_of(attempt(0), attempt(1), attempt(2)))
