@@ -365,39 +365,47 @@ def speedrun(
     recipe: str | os.PathLike | None = None,  # YAML file; none: the first demo's recipe
     track: str = "laptop",  # laptop, gpu-hour, or ten-minutes
     output: str = "bertlab-speedrun",  # directory of the attempt
-    seeds: Sequence[int] = (0, 1, 2),  # one run each; a record needs three
-    resume: bool = False,  # go on with the seeds that are not finished
+    # one run each, and a record needs three; null: 0, 1 and 2, or those of the race that goes on
+    seeds: Sequence[int] | None = None,
+    resume: bool = False,  # go on with the seeds that are not finished; others are added to them
     overwrite: bool = False,
 ) -> dict[str, Any]:  # the log
     """Race a recipe on a track, seed after seed: `bertlab speedrun`. Writes log.json.
 
+    A resumed race keeps all of its seeds, so that nobody chooses among them when they are known.
     Raises `ValueError` before any training for a recipe that a track does not admit.
     """
     from bertlab.core.devices import check_request
     from bertlab.core.files import check_run_directory, prepare_run_directory
 
     course, said = look_up(track, TRACKS, "track"), load_speedrun(recipe)
-    seeds, place = list(seeds), Path(output)
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds must be one or more different numbers, got {seeds}")
+    place = Path(output)
+    if seeds is not None:
+        _check_seeds(seeds)
     check_request(course.accelerator, "auto", 1)
     check_run_directory(place, resume, overwrite)
     key = {"track": course.name, "recipe_sha256": recipe_sha256(said)}
-    marker = place / "run.yaml"
-    if resume and marker.exists():
-        earlier = read_yaml(marker)["speedrun"]
+    marker, begun = place / "run.yaml", []
+    earlier = _read_race(marker) if resume else {}
+    if resume:
         if {name: earlier[name] for name in key} != key:
             raise ValueError(f"{place} holds another attempt (track {earlier['track']}, recipe "
                              f"{earlier['recipe_sha256'][:12]}): give the same recipe, or another "
                              "--output")
+        begun = _begun_seeds(place, earlier)
+    seeds = list(dict.fromkeys([*begun, *(seeds or ([] if begun else (0, 1, 2)))]))
     corpus = course.text()
+    if earlier.get("text_sha256", corpus.sha256) != corpus.sha256:
+        raise ValueError(f"{place} was begun on another text, because each version of Python has "
+                         "its own: resume it with that Python, or give another --output")
     first = said.get("model", {}).get("pretrained_model_name_or_path")
     if first:
         course.seconds_left(seconds_before(first, corpus.sha256))
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
-        temporary.write_text(format_yaml({"speedrun": {**key, "recipe": said}}), "utf-8")
+        temporary.write_text(format_yaml({"speedrun": {
+            **key, "text_sha256": corpus.sha256, "seeds": seeds, "recipe": said}}), "utf-8")
     log = {"format": FORMAT, **key, "recipe": said, "text": corpus.name,
            "text_sha256": corpus.sha256, "target": target, "hidden_sha256": "",
            "machine": {}, "attempts": []}
@@ -411,7 +419,7 @@ def speedrun(
             with written_whole(done) as temporary:
                 temporary.write_text(json.dumps({"attempt": kept, "hidden_sha256": hidden,
                                                  "machine": machine}) + "\n", "utf-8")
-        found = read_json(done)
+        found = read_json(done, finite=False)  # a run may have ended in NaN
         log["attempts"].append(found["attempt"])
         log |= {"hidden_sha256": found["hidden_sha256"], "machine": found["machine"]}
         print(_format_attempt(log, found["attempt"]), flush=True)
@@ -419,6 +427,33 @@ def speedrun(
         temporary.write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     print(format_speedrun(log) + f"\n\nwritten to {place / 'log.json'}", flush=True)
     return log
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    "Raise `ValueError` for seeds that a race cannot have."
+    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
+                for seed in seeds)
+    if not seeds or not whole or len(set(seeds)) < len(seeds):
+        raise ValueError("seeds must be one or more different whole numbers from 0 to 2**32 - 1, "
+                         f"got {list(seeds)}")
+
+
+def _read_race(marker: Path) -> dict[str, Any]:  # track, recipe_sha256; later also seeds, ...
+    "What the run.yaml of a race says. Raises `ValueError` for one of another command."
+    earlier = read_yaml(marker).get("speedrun")
+    if not isinstance(earlier, Mapping) or not all(
+            isinstance(earlier.get(name), str) for name in ("track", "recipe_sha256")):
+        raise ValueError(f"{marker} is not that of a speedrun: give another --output")
+    return dict(earlier)
+
+
+def _begun_seeds(place: Path, earlier: Mapping[str, Any]) -> list[int]:
+    "All seeds of a race: those that it was asked for, and those that lie in its directory."
+    asked = earlier.get("seeds") or []
+    if not isinstance(asked, list) or not all(isinstance(seed, int) for seed in asked):
+        raise ValueError(f"{place / 'run.yaml'}: its seeds must be whole numbers, got {asked!r}")
+    lying = (path.name.removeprefix("seed-") for path in place.glob("seed-*") if path.is_dir())
+    return [*asked, *sorted(int(name) for name in lying if name.isdecimal())]
 
 
 def _precision(track: Track, recipe: Mapping[str, Any]) -> str:

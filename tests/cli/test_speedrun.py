@@ -295,6 +295,62 @@ def test_a_race_that_is_resumed_runs_the_seeds_that_are_missing(small, tmp_path)
     assert before == pytest.approx(log["attempts"][0]["train_seconds"])
 
 
+@pytest.fixture
+def quick(small, monkeypatch):
+    "A track of few documents, on which the losses of seeds are made up: seeds below 2 do not arrive."
+
+    def run(track, said, home, seed, corpus):
+        home.mkdir(parents=True, exist_ok=True)
+        loss = 7.0 if seed < 2 else 6.0 if seed < 9 else float("nan")
+        return races.Attempt(seed, loss, 0.1, 0.8 * loss, 10.0, 2, 99, 1e9, [(1, 5.0, loss), (2, 10.0, loss)]), "gaps"
+
+    monkeypatch.setitem(TRACKS, "quick", replace(small, name="quick", max_documents=600))
+    monkeypatch.setattr(races, "run_seed", run)
+    monkeypatch.setattr(races, "measure_machine", lambda precision: {})
+    return lambda place, *seeds, **more: speedrun(None, "quick", str(place), seeds=seeds or None, **more)
+
+
+def test_a_race_that_is_resumed_keeps_the_seeds_that_did_not_arrive(quick, tmp_path):
+    race = tmp_path / "race"
+    quick(race, 0, 1, 2)
+    log = quick(race, 2, 3, 4, resume=True)
+    assert [one["seed"] for one in log["attempts"]] == [0, 1, 2, 3, 4]
+    assert "seed 0 did not arrive" in check_log(race / "log.json")
+    assert len(quick(race, resume=True)["attempts"]) == 5, "without --seeds, those of the race"
+    # Directories of before run.yaml named the seeds: what lies there counts.
+    said = yaml.safe_load((race / "run.yaml").read_text())
+    assert said["speedrun"].pop("seeds") == [0, 1, 2, 3, 4] and said["speedrun"].pop("text_sha256")
+    (race / "run.yaml").write_text(yaml.safe_dump(said))
+    assert [one["seed"] for one in quick(race, 3, 4, 5, resume=True)["attempts"]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_race_is_not_resumed_on_another_text_or_in_another_commands_directory(quick, tmp_path, monkeypatch):
+    race = tmp_path / "race"
+    quick(race, 2)
+    monkeypatch.setitem(TRACKS, "quick", replace(TRACKS["quick"], max_documents=700))
+    with pytest.raises(ValueError, match="another text"):
+        quick(race, resume=True)
+    (race / "run.yaml").write_text("command: pretrain\n")
+    with pytest.raises(ValueError, match="not that of a speedrun"):
+        quick(race, resume=True)
+
+
+@pytest.mark.parametrize("seeds", [[], [1, 1], [0.5], [-1], [2**32], [True]])
+def test_seeds_that_no_run_can_have_are_refused_before_anything_is_made(seeds, tmp_path):
+    with pytest.raises(ValueError, match="seeds"):
+        speedrun(None, "laptop", str(tmp_path / "race"), seeds=seeds)
+    assert not (tmp_path / "race").exists()
+
+
+def test_a_seed_that_ends_in_nan_is_in_the_log_and_has_not_arrived(quick, tmp_path):
+    log = quick(tmp_path / "race", 2, 9)
+    assert quick(tmp_path / "race", resume=True)["attempts"][1]["seed"] == 9, "it is read again"
+    assert "1 of 2 seeds did not arrive" in format_speedrun(log)
+    assert "seed 9 did not arrive" in check_log(tmp_path / "race" / "log.json")
+    free = {**log, "target": dict.fromkeys(log["target"])}  # a track whose lowest loss wins
+    assert "reached nan nats" in format_speedrun(free) and not arrived(free, log["attempts"][1])
+
+
 @pytest.mark.slow
 def test_a_bigger_vocabulary_gets_other_gaps(small, tmp_path):
     recipe = tmp_path / "recipe.yaml"
