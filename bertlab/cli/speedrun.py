@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRACKS', 'FORMAT', 'CURVE_POINTS', 'Interval', 'Track', 'check_recipe', 'load_speedrun', 'seconds_of_run',
-           'seconds_before', 'measure_machine', 'Attempt', 'Judge', 'measure_target', 'speedrun_config', 'run_seed',
-           'recipe_sha256', 'arrived', 'summarize_speedrun', 'speedrun', 'format_speedrun', 'not_compared', 'check_log',
-           'ModelScore', 'ratio_interval', 'score_model', 'format_score']
+           'seconds_before', 'measure_machine', 'Attempt', 'Judge', 'measure_target', 'speedrun_config',
+           'check_positions', 'run_seed', 'recipe_sha256', 'arrived', 'summarize_speedrun', 'speedrun',
+           'format_speedrun', 'not_compared', 'check_log', 'ModelScore', 'ratio_interval', 'score_model',
+           'format_score']
 
 # %% ../../nbs/cli/07_speedrun.ipynb #90de9304
 import copy
@@ -275,6 +276,17 @@ def speedrun_config(
     return config
 
 
+def check_positions(
+    track: Track,
+    longest: int | None,  # the model's max_position_embeddings; None: nobody knows yet
+) -> None:
+    "Raise `ValueError` for a model that cannot read a row of the judge."
+    if longest is not None and longest < track.max_sequence_length:
+        raise ValueError(f"the model reads rows of {longest} tokens (max_position_embeddings), and "
+                         f"those of the track {track.name!r} have {track.max_sequence_length}: "
+                         "give it as many positions")
+
+
 def run_seed(
     track: Track,
     recipe: Mapping[str, Mapping[str, Any]],
@@ -282,7 +294,11 @@ def run_seed(
     seed: int,
     corpus: Any,  # of `Track.text`
 ) -> tuple[Attempt, str]:  # and the hash of the judge's hidden tokens
-    "Train one seed and let the judge score it. Goes on with what is in `output`."
+    """Train one seed and let the judge score it. Goes on with what is in `output`.
+
+    The model is written before it is judged, with the weights that are judged. Raises `ValueError`
+    before any training for a model that cannot read the judge's rows.
+    """
     from bertlab.cli.pretrain import Run, provenance
     from bertlab.model.huggingface import save_model
 
@@ -296,6 +312,7 @@ def run_seed(
         name: value for name, value in (run.data_options["data_kwargs"] or {}).items()
         if name in _DATA_KWARGS} or None}
     run.build()
+    check_positions(track, run.module.config.max_position_embeddings)
     run.data.val_datasets = []  # the judge validates, once
     run.prepare(may_be_finished=True)
     if run.module.fresh and run.checkpoint is None:
@@ -303,9 +320,10 @@ def run_seed(
     rates = [measure_machine(run.trainer.precision)["matmul_flops"]]
     run.fit()
     rates.append(measure_machine(run.trainer.precision)["matmul_flops"])
+    with run.module.evaluation_weights():  # averages, where they are kept: these are judged
+        save_model(run.module.model, run.tokenizer, output)
     judge = Judge(track, corpus, run.tokenizer)
     found = judge.score(run.module, run.trainer)
-    save_model(run.module.model, run.tokenizer, output)
     record = run.history.record
     tokens, seconds = run.history.totals()
     curve = [(int(row[0]), round(row[5] + before, 3), round(row[1], 4)) for row in record.rows]
@@ -401,6 +419,8 @@ def speedrun(
     first = said.get("model", {}).get("pretrained_model_name_or_path")
     if first:
         course.seconds_left(seconds_before(first, corpus.sha256))
+    if left := [seed for seed in seeds if not (place / f"seed-{seed}" / "attempt.json").exists()]:
+        _check_run(course, said, place / f"seed-{left[0]}", left[0])
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
@@ -436,6 +456,15 @@ def _check_seeds(seeds: Sequence[int]) -> None:
     if not seeds or not whole or len(set(seeds)) < len(seeds):
         raise ValueError("seeds must be one or more different whole numbers from 0 to 2**32 - 1, "
                          f"got {list(seeds)}")
+
+
+def _check_run(track: Track, said: Mapping[str, Any], home: Path, seed: int) -> None:
+    "Refuse what a run refuses, before anything is made. `run_seed` finds the rest of it."
+    from bertlab.cli.pretrain import Run
+
+    run = Run(speedrun_config(track, said, home, seed), resume=(home / "run.yaml").exists())
+    shape = run.config["model"]["model_config_kwargs"] or {}
+    check_positions(track, shape.get("max_position_embeddings"))
 
 
 def _read_race(marker: Path) -> dict[str, Any]:  # track, recipe_sha256; later also seeds, ...
@@ -745,6 +774,7 @@ def score_model(
     if type(model) is not BertLabForMaskedLM:
         raise ValueError(f"directory={str(place)!r} holds a {type(model).__name__}, and the judge "
                          "asks a masked language model: save it with its head")
+    check_positions(course, model.config.max_position_embeddings)
     judge = Judge(course, corpus, tokenizer)
     (sums_N, counts_N, bytes_N), labels = _score_rows(judge, model.eval())
     bits = ratio_interval(sums_N / np.log(2), bytes_N)

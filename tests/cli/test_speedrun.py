@@ -351,6 +351,35 @@ def test_a_seed_that_ends_in_nan_is_in_the_log_and_has_not_arrived(quick, tmp_pa
     assert "reached nan nats" in format_speedrun(free) and not arrived(free, log["attempts"][1])
 
 
+def few_positions(number):
+    return {**RECIPE, "model": {**RECIPE["model"], "model_config_kwargs": {**SHAPE, "max_position_embeddings": number}},
+            "data": {"max_sequence_length": 32}}  # fmt: skip
+
+
+def test_a_model_that_cannot_read_the_judges_rows_is_refused_before_anything_is_made(small, tmp_path, monkeypatch):
+    track = replace(small, max_documents=600)  # rows of 64 tokens
+    monkeypatch.setitem(TRACKS, "small", track)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(few_positions(32)))
+    with pytest.raises(ValueError, match="max_position_embeddings.* have 64"):
+        speedrun(tmp_path / "mine.yaml", "small", str(tmp_path / "race"), seeds=[0])
+    with pytest.raises(ValueError, match="max_position_embeddings.* have 64"):
+        races.run_seed(track, few_positions(32), tmp_path / "run", 0, track.text())
+    assert not (tmp_path / "race").exists() and not (tmp_path / "run").exists()
+
+
+def test_the_model_that_is_judged_is_written_before(small, tmp_path, monkeypatch):
+    track = replace(small, max_documents=600)
+    monkeypatch.setitem(TRACKS, "small", track)
+    averaged = {**RECIPE, "run": {"average": 0.9}}
+    attempt, _ = races.run_seed(track, averaged, tmp_path / "averaged", 0, track.text())
+    score = races.score_model(tmp_path / "averaged", "small", track.text())
+    assert score.nats[0] == pytest.approx(attempt.validation_loss, abs=1e-4), "the averages were written"
+    monkeypatch.setattr(Judge, "score", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        races.run_seed(track, RECIPE, tmp_path / "run", 0, track.text())
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
 @pytest.mark.slow
 def test_a_bigger_vocabulary_gets_other_gaps(small, tmp_path):
     recipe = tmp_path / "recipe.yaml"
@@ -366,6 +395,13 @@ def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         assert main(["speedrun", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"], "nothing is made"
+
+
+def test_the_command_says_what_its_check_has_not_compared(tmp_path, capsys):
+    log = tmp_path / "log.json"
+    log.write_text(json.dumps(log_of(attempt(0), attempt(1), attempt(2))))
+    assert main(["speedrun", "--check", str(log)]) == 0
+    assert "nothing that does not fit; its text and its target were not compared" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [0, 1, 199, 200, 201, 560, 599, 600, 601])
