@@ -367,6 +367,12 @@ def _speedrun(asked: Asked) -> None:
 
     config = dict(asked.config)
     log, model = config.pop("check"), config.pop("score")
+    for use, reads in (("check", {"check"}), ("score", {"score", "track"})):
+        others = sorted({*asked.given, *["resume"] * bool(asked.resume),
+                         *["overwrite"] * asked.overwrite} - reads)
+        if asked.given.get(use) is not None and others:
+            flags = ", ".join(name if name == "recipe" else f"--{name}" for name in others)
+            raise ValueError(f"--{use} trains nothing: leave out {flags}")
     if model is not None:
         quieten()
         print(format_score(score_model(model, config["track"])))

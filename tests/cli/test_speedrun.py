@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -395,6 +396,18 @@ def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
         assert main(["speedrun", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"], "nothing is made"
+
+
+@pytest.mark.parametrize("words, named", [
+    (["--check", "log.json", "mine.yaml"], "--check .*recipe"),
+    (["--check", "log.json", "--track", "laptop", "--output", "there"], "--check .*--output, --track"),
+    (["--check", "log.json", "--score", "model"], "--check .*--score"),
+    (["--check", "log.json", "--resume"], "--check .*--resume"),
+    (["--score", "model", "--track", "laptop", "--seeds", "[0]", "--overwrite"], "--score .*--overwrite, --seeds$"),
+])  # fmt: skip
+def test_an_option_that_a_use_would_ignore_is_refused(words, named, capsys):
+    assert main(["speedrun", *words]) == 2
+    assert re.search(named, capsys.readouterr().err.strip())
 
 
 def test_the_command_says_what_its_check_has_not_compared(tmp_path, capsys):
