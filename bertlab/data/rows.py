@@ -19,16 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from .tokenizers import count_ids
+from .tokenizers import count_ids, find_missing_ids
 
 # %% ../../nbs/data/06_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
 class Vocabulary:
-    "Which ids exist, and which of them are no words: special ids are never masked nor drawn."
+    "How many ids there are, and which are no words: special ids are never masked nor drawn."
     size: int  # ids run from 0 to size - 1, V
     pad_token_id: int  # fills rows up
     mask_token_id: int  # stands where a token is hidden
-    special_token_ids: tuple[int, ...] = ()  # [CLS], [SEP], ...; padding and mask are added
+    # [CLS], [SEP], ..., and ids that no entry has; padding and mask are added
+    special_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
         for name in ("pad_token_id", "mask_token_id"):
@@ -284,7 +285,7 @@ class Collator(ABC):
         self,
         pad_token_id: int,  # of the tokenizer
         mask_token_id: int,  # of the tokenizer
-        vocab_size: int,  # entries of the tokenizer
+        vocab_size: int,  # ids of the tokenizer: `count_ids`
         text_column: str = "text",  # of rows that are text, where a tokenizer is given
         label_column: str | None = None,  # read into `labels`
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
@@ -297,6 +298,9 @@ class Collator(ABC):
             warnings.warn("special_token_ids is not given: [CLS] and [SEP] count as words")
         special = getattr(tokenizer, "all_special_ids", ())
         special = special if special_token_ids is None else special_token_ids
+        if hasattr(tokenizer, "get_vocab"):
+            missing = (one for one in find_missing_ids(tokenizer) if one < vocab_size)
+            special = (*special, *missing)
         self.vocabulary = Vocabulary(vocab_size, pad_token_id, mask_token_id, tuple(special))
         self.read = RowReader(self.vocabulary, text_column, label_column, max_sequence_length,
                               pad_to_multiple_of, tokenizer)

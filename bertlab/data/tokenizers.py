@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'MAX_PIECE_LENGTH', 'TOKENIZER_KINDS', 'TOKENIZER_FILES', 'train_vocabulary', 'smallest_vocabulary',
            'gather_texts', 'train_byte_level', 'byte_letters', 'CutLattice', 'train_unigram', 'train_tokenizer',
-           'load_tokenizer', 'count_ids', 'choose_tokenizer']
+           'load_tokenizer', 'count_ids', 'find_missing_ids', 'choose_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import json
@@ -428,6 +428,13 @@ def count_ids(
 ) -> int:  # rows that an embedding needs: one more than the highest id, which may leave gaps below
     "How many ids a tokenizer may give."
     return max([len(tokenizer), *(1 + one for one in tokenizer.get_vocab().values())])
+
+
+def find_missing_ids(
+    tokenizer: Any,  # of transformers
+) -> list[int]:  # rising; of most tokenizers none
+    "Ids below `count_ids` that no entry has: a model has rows for them, which stand for nothing."
+    return sorted({*range(count_ids(tokenizer))} - {*tokenizer.get_vocab().values()})
 
 
 def _check_tokenizer(tokenizer: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import log
 from typing import Any, NamedTuple
 
-from .tokenizers import byte_letters, gather_texts
+from .tokenizers import byte_letters, count_ids, gather_texts
 
 # %% ../../nbs/data/20_vocabularies.ipynb #7f4ef17f
 def read_state(tokenizer: Any) -> dict[str, Any]:  # of a fast tokenizer of transformers
@@ -278,7 +278,7 @@ def spell_pieces(tokenizer: Any) -> list[Spelled | None]:  # by id; None: specia
     by_bytes = kind == "BPE" and "ByteLevel" in json.dumps(
         [state["pre_tokenizer"], state["decoder"]])
     special = set(tokenizer.all_special_ids)
-    spelled: list[Spelled | None] = [None] * len(tokenizer)
+    spelled: list[Spelled | None] = [None] * count_ids(tokenizer)
     for piece, id in entries_of(state).items():
         if id in special or id >= len(spelled):
             continue

@@ -26,7 +26,7 @@ from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_in_chunks, split_rows
 from .pooling import POOLINGS, pack_texts, text_slots
 from ..model.encoder import BertLabModel
-from ..model.huggingface import save_model
+from ..model.huggingface import check_tokenizer, save_model
 from ..train.modules import load_encoder
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
@@ -106,9 +106,7 @@ class BiEncoder(nn.Module):
         if not 3 <= max_sequence_length <= longest:
             raise ValueError(f"max_sequence_length must be from 3 to {longest}, the model's "
                              f"max_position_embeddings; got {max_sequence_length}")
-        if len(tokenizer) > encoder.config.vocab_size:
-            raise ValueError(f"the tokenizer has {len(tokenizer)} entries and the model's "
-                             f"vocab_size is {encoder.config.vocab_size}; take the model's own")
+        check_tokenizer(tokenizer, encoder.config.vocab_size, needs_mask=False)
         self.encoder, self.tokenizer, self.pooling = encoder, tokenizer, pooling
         self.normalize, self.max_sequence_length = normalize, max_sequence_length
 

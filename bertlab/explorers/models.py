@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
+from ..model.huggingface import check_tokenizer
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
 def untrained_twin(
@@ -252,18 +253,19 @@ def spread_labels(
 
 # %% ../../nbs/explorers/05_models.ipynb #b6af446e
 def neighbours_html(
-    laid_out: tuple[np.ndarray, np.ndarray, float],  # table; places and share of `project_table`
+    laid_out: tuple,  # ids of the entries, their rows; places and share of `project_table`
     tokenizer: Any,
     word: str,
     count: int,  # of neighbours
     title: str,  # of the model
 ) -> str:  # HTML
     "Draw one table with a token and its neighbours. Raises `ValueError` for no token."
-    chosen, (table_VD, places, share) = find_token(tokenizer, word), laid_out
+    ids_V, table_VD, places, share = laid_out
+    chosen = int(np.searchsorted(ids_V, find_token(tokenizer, word)))
     near = nearest_tokens(table_VD, chosen, count)
     drawn = keep_points(len(table_VD), MAP_DOTS)
     xy, dots = map_dots(places, drawn, (420, 300))
-    names = tokenizer.convert_ids_to_tokens([i for i, _ in near])
+    names = tokenizer.convert_ids_to_tokens([int(ids_V[i]) for i, _ in near])
     parts = [dots]
     near_xy = xy[[i for i, _ in near]]
     for dot, place, label in zip(near_xy, spread_labels(near_xy + [6, -4]), names):
@@ -284,11 +286,12 @@ def embedding_map(
     "Look up tokens on a map of the embedding table, beside that of an untrained twin."
     if isinstance(words, str) or not words:
         raise ValueError("words must be a list of one token or more")
-    laid_out = {}
+    check_tokenizer(tokenizer, len(model.get_input_embeddings().weight), needs_mask=False)
+    ids_V, laid_out = np.unique([*tokenizer.get_vocab().values()]), {}
     for name, one in (("this model", model), ("untrained twin", untrained_twin(model))):
         table = one.get_input_embeddings().weight.detach().float().cpu().numpy()
-        table = table[: len(tokenizer)]  # some models pad it
-        laid_out[name] = table, *project_table(table)
+        table = table[ids_V]  # some models pad it, and ids may leave gaps
+        laid_out[name] = ids_V, table, *project_table(table)
 
     def draw(word: str, count: int = 5) -> str:
         panels = [neighbours_html(laid, tokenizer, word, count, name)

@@ -27,7 +27,7 @@ from .task_models import count_and_balance, finetuning_groups, freeze_bottom
 from .task_models import rates_by_depth, reinit_top, settle_labels
 from ..model.adapters import add_adapter, read_adapter
 from ..model.config import BertLabConfig
-from ..model.huggingface import describe_saving
+from ..model.huggingface import check_tokenizer, describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
@@ -206,10 +206,7 @@ class FinetuningModule(TrainingModule):
         data = self.data
         if data is None:
             return
-        if len(data.tokenizer) > config.vocab_size:
-            raise ValueError(f"the data's tokenizer has {len(data.tokenizer)} entries and the "
-                             f"model's vocab_size is {config.vocab_size}; take the model's own "
-                             "tokenizer")
+        check_tokenizer(data.tokenizer, config.vocab_size, needs_mask=False)
         longest = max(int(rows.lengths.max()) for rows in data.datasets.values())
         longest = data.max_sequence_length if data.fixed_shapes else longest
         if longest > config.max_position_embeddings:

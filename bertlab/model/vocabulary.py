@@ -18,12 +18,12 @@ from torch import Tensor
 from ..core.names import look_up
 from ..data.collators import MaskedLanguageModelingCollator
 from ..data.packing import PackedDataset, special_ids
-from ..data.tokenizers import gather_texts
+from ..data.tokenizers import count_ids, find_missing_ids, gather_texts
 from ..data.vocabularies import Counterparts, extend_tokenizer, find_counterparts
 from ..data.vocabularies import trim_tokenizer
 from .config import TOKEN_IDS
 from .encoder import BertLabPreTrainedModel
-from .huggingface import check_merged
+from .huggingface import check_merged, check_tokenizer
 from .losses import bits_per_byte, token_bytes
 
 # %% ../../nbs/model/20_vocabulary.ipynb #0bcf2803
@@ -107,11 +107,9 @@ class Adapted(NamedTuple):
 
 
 def check_rows(model: BertLabPreTrainedModel, tokenizer: Any) -> None:
-    "Raise `ValueError` for a tokenizer with more entries than rows, and beside an adapter."
+    "Raise `ValueError` for a tokenizer with higher ids than rows, and beside an adapter."
     check_merged(model)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(f"tokenizer has {len(tokenizer)} entries and the model's vocab_size is "
-                         f"{model.config.vocab_size}: they do not belong together")
+    check_tokenizer(tokenizer, model.config.vocab_size, needs_mask=False)
 
 # %% ../../nbs/model/20_vocabulary.ipynb #39a600b9
 def extend_vocabulary(
@@ -124,12 +122,17 @@ def extend_vocabulary(
     "Add pieces whose rows are the means of their old pieces. Raises as `extend_tokenizer` does."
     check_rows(model, tokenizer)
     extended = extend_tokenizer(tokenizer, texts, num_pieces, **options)
-    parts = [[id] for id in range(len(tokenizer))] + list(extended.parts.values())
+    parts = [[id] for id in range(count_ids(tokenizer))] + list(extended.parts.values())
     return Adapted(change_tables(model, lambda t: mean_rows(t, parts), extended.tokenizer),
                    extended.tokenizer)
 
 # %% ../../nbs/model/20_vocabulary.ipynb #26bfd01a
 UNREACHABLE = -1e4  # bias of a row that stands for no entry
+
+
+def _value_of_nothing(table_VD: Tensor) -> float:
+    "What fills a row that no entry has, so that nothing ever predicts it."
+    return UNREACHABLE if table_VD.dim() == 1 else 0.0
 
 
 def trim_vocabulary(
@@ -148,7 +151,7 @@ def trim_vocabulary(
 
     def fill(old_VD: Tensor) -> Tensor:
         new_VD = old_VD[torch.tensor(kept, device=old_VD.device)]
-        blank = old_VD.new_full((spare, *old_VD.shape[1:]), UNREACHABLE if old_VD.dim() == 1 else 0)
+        blank = old_VD.new_full((spare, *old_VD.shape[1:]), _value_of_nothing(old_VD))
         return torch.cat((new_VD, blank))
 
     return Adapted(change_tables(model, fill, small), small)
@@ -250,10 +253,12 @@ def match_frequencies(
     ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
     if bias_V is None or not any(ids):
         return
-    V, training = len(tokenizer), model.training
-    max_length = min(max_length, model.config.max_position_embeddings)
-    counts_V = np.bincount(np.concatenate([np.asarray(one, np.int64) for one in ids]), minlength=V)
+    entries_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
+    max_length, training = min(max_length, model.config.max_position_embeddings), model.training
+    counts_V = np.bincount(np.concatenate([np.asarray(one, np.int64) for one in ids]),
+                           minlength=count_ids(tokenizer))[entries_V]
     target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
+    entries_V = torch.from_numpy(entries_V).to(model.device)
     rows = PackedDataset(ids, max_length, seed=seed, **special_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, unit="word", seed=seed, max_sequence_length=max_length)
@@ -262,13 +267,13 @@ def match_frequencies(
     model.eval()
     with torch.no_grad():
         for _ in range(rounds):
-            guessed_V = torch.full((V,), 1e-12, dtype=torch.float64)
+            guessed_V = torch.full(target_V.shape, 1e-12, dtype=torch.float64)
             for batch in batches:
                 labels = batch["labels"].gather(1, batch["label_positions"])
                 out = model(**{k: v.to(model.device) for k, v in batch.items() if k != "labels"})
-                logits = out.logits[labels.to(model.device) >= 0][:, :V]
+                logits = out.logits[labels.to(model.device) >= 0][:, entries_V]
                 guessed_V += logits.double().softmax(-1).sum(0).cpu()
-            bias_V[:V] += (target_V - (guessed_V / guessed_V.sum()).log()).to(bias_V)
+            bias_V[entries_V] += (target_V - (guessed_V / guessed_V.sum()).log()).to(bias_V)
     model.train(training)
 
 # %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c03
@@ -291,9 +296,19 @@ def transplant_vocabulary(
             raise ValueError(f"method={method!r} learns from a text how entries are used: give "
                              "texts, or choose method='parts'")
         ids = new_tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        use_VU = use_vectors(ids, len(new_tokenizer))
-    found = find_counterparts(tokenizer, new_tokenizer)
-    fill = lambda table: TRANSPLANTS[method](table.cpu(), found, use_VU).to(table)
+        use_VU = use_vectors(ids, count_ids(new_tokenizer))
+    found, missing = find_counterparts(tokenizer, new_tokenizer), find_missing_ids(new_tokenizer)
+    is_entry_V = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    is_entry_V[[*tokenizer.get_vocab().values()]] = True
+
+    def fill(given_VD: Tensor) -> Tensor:
+        old_VD = given_VD.cpu().clone()
+        # A mean of all rows is one of all entries: a trimmed model has rows that nothing reaches.
+        old_VD[~is_entry_V] = old_VD[is_entry_V].float().mean(0).to(old_VD)
+        new_VD = TRANSPLANTS[method](old_VD, found, use_VU).to(given_VD)
+        new_VD[missing] = _value_of_nothing(new_VD)
+        return new_VD
+
     moved = change_tables(model, fill, new_tokenizer)
     if texts is not None:
         match_frequencies(moved, new_tokenizer, texts)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core.names import did_you_mean, look_up
 from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
+from ..data.tokenizers import count_ids, find_missing_ids
 from .generate import evaluating
 from .samplers import SamplingRule, Step, sampling_steps, score_gaps
 
@@ -43,8 +44,8 @@ class OpenRow:
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     "What a sampler must know of a tokenizer: its size, and which of its tokens are no words."
-    return Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id,
-                      tuple(tokenizer.all_special_ids))
+    return Vocabulary(count_ids(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id,
+                      (*tokenizer.all_special_ids, *find_missing_ids(tokenizer)))
 
 
 def read_prompt(

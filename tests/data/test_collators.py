@@ -19,6 +19,7 @@ from bertlab.data.masking import bound_labels
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
+from bertlab.data.vocabularies import read_state, with_state
 
 many = settings(max_examples=250, deadline=None, derandomize=True)
 IGNORED = -100
@@ -504,8 +505,26 @@ def test_a_tokenizer_with_gaps_in_its_ids_has_a_place_for_each(tmp_path):
     assert highest >= len(tokenizer)
     for unit in ("token", "word"):
         collate = MaskedLanguageModelingCollator.from_tokenizer(tokenizer, max_sequence_length=16, unit=unit)
-        batch = collate([{"input_ids": [2, highest, 12, 3]}])
+        # ids 10, 11 and 12 are not there
+        batch = collate([{"input_ids": [2, highest, 13, 3]}])
         assert collate.vocabulary.size == highest + 1 and batch["input_ids"].shape[0] == 1
+
+
+def test_a_random_replacement_is_never_an_id_without_an_entry():
+    tokenizer = train_tokenizer(["some words of a text", "and other words"] * 20, 60)
+    state = read_state(tokenizer)
+    state["model"]["vocab"] = {token: id + 3 * (id >= 10) for token, id in state["model"]["vocab"].items()}
+    with_gap = with_state(tokenizer, state)
+    options = dict(max_sequence_length=256, mlm_probability=1.0, mask_replace_prob=0.0, random_replace_prob=1.0,
+                   max_predictions=256)  # fmt: skip
+    for one in (tokenizer, with_gap):
+        collate = MaskedLanguageModelingCollator.from_tokenizer(one, **options)
+        drawn = collate([[one.convert_tokens_to_ids("words")] * 256] * 8)["input_ids"].flatten()
+        assert set(one.convert_ids_to_tokens(drawn.tolist())) == set(one.get_vocab()) - set(one.all_special_tokens)
+        names = one.convert_ids_to_tokens(collate.vocabulary.ordinary_ids.tolist())
+        assert names == tokenizer.convert_ids_to_tokens(range(5, len(tokenizer))), "in the same order"
+    direct = MaskedLanguageModelingCollator(0, 4, len(tokenizer) + 3, tokenizer=with_gap)
+    assert {10, 11, 12}.isdisjoint(direct.vocabulary.ordinary_ids)
 
 
 def test_missing_special_ids_are_warned_about():

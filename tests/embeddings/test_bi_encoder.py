@@ -11,6 +11,7 @@ import torch
 from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
+from bertlab.data.vocabularies import read_state, with_state
 from bertlab.embeddings.bi_encoder import BiEncoder, on_each_core, plan_batches, read_layout
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
@@ -141,6 +142,14 @@ def test_texts_that_are_none_are_refused():
         model.encode(["a"], width=33)
     assert model.encode([]).shape == (0, 32)
     assert np.isfinite(model.encode([""])).all()
+
+
+def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused():
+    state = read_state(small_tokenizer())
+    state["model"]["vocab"] = {piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()}
+    gapped, encoder = with_state(small_tokenizer(), state), BertLabModel(BertLabConfig(**small_config()))
+    with pytest.raises(ValueError, match=f"ids up to {len(gapped) + 2}, and the model's vocab_size is {len(gapped)}"):
+        BiEncoder(encoder, gapped)
 
 
 def test_packed_rows_are_no_longer_than_the_encoders_positions():

@@ -307,6 +307,26 @@ def test_a_table_longer_than_the_vocabulary_is_cut(room):
     assert "nearest to the:" in shown and " 1.00" not in shown and "None" not in shown
 
 
+def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
+    from bertlab.data.vocabularies import read_state, with_state
+
+    state = read_state(room["tokenizer"])
+    moved = {piece: id + 3 * (id >= 50) for piece, id in state["model"]["vocab"].items()}
+    state["model"]["vocab"] = moved
+    tokenizer, last = with_state(room["tokenizer"], state), max(moved, key=moved.get)
+    config = room["small_model"](0).config
+    config.vocab_size = moved[last] + 1
+    torch.manual_seed(0)
+    model = BertLabForMaskedLM(config)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table[50:53] = table[moved["the"]] = table[moved[last]]  # the nearest but one may be no entry
+    shown = embedding_map(model, tokenizer, ["the", last])
+    assert f"nearest to the: {last} 1.00" in shown.children[-1].value and "None" not in shown.children[-1].value
+    with pytest.raises(ValueError, match=f"ids up to {moved[last]}.*vocab_size is 1500"):
+        embedding_map(room["small_model"](0), tokenizer, ["the"])
+
+
 def test_labels_do_not_cover_each_other():
     places = spread_labels(np.array([[10.0, 50.0], [12, 51], [11, 49], [300, 50]]))
     assert places[3].tolist() == [300, 50] and places[2].tolist() == [11, 49]

@@ -15,15 +15,24 @@ from transformers import (
 )
 
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.tokenizers import TOKENIZER_KINDS, train_tokenizer
-from bertlab.data.vocabularies import extend_tokenizer, find_counterparts, spell_pieces, trim_tokenizer
+from bertlab.data.tokenizers import TOKENIZER_KINDS, count_ids, train_tokenizer
+from bertlab.data.vocabularies import (
+    extend_tokenizer,
+    find_counterparts,
+    read_state,
+    spell_pieces,
+    trim_tokenizer,
+    with_state,
+)
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.vocabulary import (
+    TABLES,
     TRANSPLANTS,
     UNREACHABLE,
+    change_tables,
     extend_vocabulary,
     match_frequencies,
     masked_bits_per_byte,
@@ -43,7 +52,7 @@ SHAPE = dict(hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hi
 def make_model(tokenizer, seed=0, preset=modernbert_tiny, **changes):
     torch.manual_seed(seed)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
-    model = BertLabForMaskedLM(preset(vocab_size=len(tokenizer), **{**SHAPE, **special, **changes}))
+    model = BertLabForMaskedLM(preset(vocab_size=count_ids(tokenizer), **{**SHAPE, **special, **changes}))
     for parameter in model.parameters():  # a fresh bias is zero, which would hide a wrong row
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
@@ -229,6 +238,59 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
     before = {name: weight.clone() for name, weight in headless.state_dict().items()}
     match_frequencies(headless, new, HOME)
     assert all(torch.equal(weight, before[name]) for name, weight in headless.state_dict().items())
+
+
+def with_gap(tokenizer, first=100, num=8):
+    "The same tokenizer, whose ids from `first` on are higher."
+    state = read_state(tokenizer)
+    state["model"]["vocab"] = {piece: id + num * (id >= first) for piece, id in state["model"]["vocab"].items()}
+    return with_state(tokenizer, state)
+
+
+@pytest.mark.parametrize("method", sorted(TRANSPLANTS))
+def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry(method):
+    old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
+    wide, wider = with_gap(old), with_gap(new)
+    model = make_model(old, tie_word_embeddings=False)
+    rows = torch.tensor([old.get_vocab().get(wide.convert_ids_to_tokens(id), 0) for id in range(len(old) + 8)])
+    gapped = change_tables(model, lambda table: table[rows], wide)
+    with torch.no_grad():
+        for name, weight in gapped.state_dict().items():
+            if name.endswith(TABLES):
+                weight[100:108] = 50.0  # whatever stands in rows of no entry
+    wanted = transplant_vocabulary(model, old, new, method, HOME[:60]).model.state_dict()
+    moved, _ = transplant_vocabulary(gapped, wide, wider, method, HOME[:60])
+    assert moved.config.vocab_size == len(new) + 8
+    places = torch.tensor([wider.get_vocab()[piece] for piece in new.convert_ids_to_tokens(range(len(new)))])
+    assert (moved.head.bias[100:108] == UNREACHABLE).all() and moved.state_dict()["head.decoder"].isfinite().all()
+    for name, weight in moved.state_dict().items() if method in ("parts", "twins") else ():  # without an SVD
+        got = weight[places] if name.endswith(TABLES) else weight
+        torch.testing.assert_close(got, wanted[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_vocabulary_with_a_gap_is_extended_and_trimmed():
+    old, wide = TOKENIZERS["wordpiece"], with_gap(TOKENIZERS["wordpiece"])
+    model = make_model(old)
+    gapped = make_model(wide)
+    longer, more = extend_vocabulary(gapped, wide, AWAY, 20, min_count=2)
+    assert longer.config.vocab_size == len(old) + 28 == max(more.get_vocab().values()) + 1
+    assert torch.equal(longer.head.bias[: len(old) + 8], gapped.head.bias)
+    short, fewer = trim_vocabulary(gapped, wide, AWAY)
+    before, after = logits(gapped, wide, AWAY[:4]), logits(short, fewer, AWAY[:4])
+    kept = [wide.get_vocab()[piece] for piece in fewer.convert_ids_to_tokens(range(len(fewer)))]
+    torch.testing.assert_close(after[..., : len(kept)], before[..., kept], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="ids up to 847.* vocab_size is 840"):
+        transplant_vocabulary(model, wide, old)
+
+
+def test_spare_rows_of_a_trimmed_model_take_no_part_in_a_mean_of_all_entries():
+    old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
+    small, fewer = trim_vocabulary(make_model(old), old, AWAY, multiple_of=512)
+    found = find_counterparts(fewer, new)
+    assert small.config.vocab_size > len(fewer) and not all(found.parts)
+    moved = transplant_vocabulary(small, fewer, new, "parts").model
+    unknown = found.parts.index([])
+    torch.testing.assert_close(moved.head.bias[unknown], small.head.bias[: len(fewer)].mean())
 
 
 def test_the_linear_map_finds_a_linear_relation_again():

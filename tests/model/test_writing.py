@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.data.vocabularies import read_state, with_state
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
 from bertlab.model.samplers import SAMPLERS
@@ -155,3 +156,21 @@ def test_watching_sees_every_step_and_changes_no_word():
 def test_what_cannot_be_written_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         generate(MODEL, TOKENIZER, **{"prompts": ["the cat"], **options})
+
+
+def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
+    state, first = read_state(TOKENIZER), 30
+    state["model"]["vocab"] = {piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()}
+    tokenizer = with_state(TOKENIZER, state)
+    last = max(tokenizer.get_vocab().values())
+    assert last > len(tokenizer)
+    torch.manual_seed(0)
+    model = BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "vocab_size": last + 1}))
+    piece = tokenizer.convert_ids_to_tokens(last)
+    with torch.no_grad():
+        model.head.bias[first : first + 2] = 90.0  # the rows of no entry
+        model.head.bias[last] = 60.0
+    found = write(model, tokenizer, ["the [MASK] sat on the [MASK]", f"the {tokenizer.decode([last])} sat"], seed=1)
+    assert found[0].ids.tolist().count(last) == 2, piece
+    again = write(model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0)[0]
+    assert {first, first + 1}.isdisjoint([*found[1].ids, *again.ids])
