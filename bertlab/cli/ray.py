@@ -42,8 +42,14 @@ def count_places(
     machines: Iterable[Mapping[str, float]],  # what each machine has, by Ray's names: CPU, GPU, ...
     per_worker: Mapping[str, float],  # what one worker takes, by the same names
 ) -> int:
-    "How many workers find a place, each of them on one machine."
+    """How many workers find a place, each of them on one machine.
+
+    Raises `ValueError` for workers that take nothing.
+    """
     wanted = {name: amount for name, amount in per_worker.items() if amount}
+    if not wanted:
+        raise ValueError("a worker that takes nothing has no place; give it a CPU at least, as in "
+                         "resources_per_worker={'CPU': 1}")
     return sum(min(int(has.get(name, 0) // amount) for name, amount in wanted.items())
                for has in machines)
 

@@ -29,8 +29,9 @@ def smooth(
     span: float = 20,  # how many values the mean remembers, 1 or more
 ) -> np.ndarray:  # the same length; NaN where the value is not finite
     "Exponentially weighted mean without the bias of its start (Kingma and Ba 2015, sec. 3)."
-    if span < 1:
-        raise ValueError(f"span must be 1 or more, got {span}; 1 smooths nothing")
+    if not 1 <= span < math.inf:
+        raise ValueError(f"span must be 1 or more, got {span}; 1 smooths nothing, and no span is "
+                         "infinite")
     keep, total, weight, out = 1 - 1 / span, 0.0, 0.0, []
     for value in values:
         if not math.isfinite(value):  # a step that the guard has skipped
@@ -174,7 +175,12 @@ def plot_parts(
     parts: Sequence[Part],
     title: str = "",
 ) -> Figure:
-    "Draw parts as boxes, and an arrow from each part to those that build on it."
+    """Draw parts as boxes, and an arrow from each part to those that build on it.
+
+    Raises `ValueError` where there is none.
+    """
+    if not parts:
+        raise ValueError("parts is empty: there is nothing to draw")
     named = {part.name: part for part in parts}
     places = _places(named)
     columns = 1 + max(x for x, _ in places.values())

@@ -321,8 +321,9 @@ def find_head(
     if isinstance(model, BertLabForMaskedDiffusion):
         return "ForMaskedLM"  # the same weights, trained by another loss
     name = model if isinstance(model, str) else type(model).__name__
+    ending = "" if name.endswith("HeadModel") else name  # BertLMHeadModel is no bare model
     for head, ours in HEADS.items():
-        if name.endswith(head) if isinstance(model, str) else isinstance(model, ours):
+        if ending.endswith(head) if isinstance(model, str) else isinstance(model, ours):
             return head
     raise ValueError(f"{name} has no counterpart on the other side; load or build it as one of "
                      f"{', '.join(HEADS)}, such as AutoModelForMaskedLM.from_pretrained(...)")

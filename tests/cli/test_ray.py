@@ -62,6 +62,11 @@ def test_a_worker_lies_on_one_machine(machines, per_worker, places):
     assert count_places(machines, per_worker) == places
 
 
+def test_a_worker_that_takes_nothing_is_refused():
+    with pytest.raises(ValueError, match="takes nothing.*resources_per_worker"):
+        count_places([{"CPU": 4}], {"CPU": 0, "GPU": 0})
+
+
 def test_a_worker_knows_its_place_and_unequal_machines_are_refused():
     found = launch_of(5, [4] * 8)
     assert (found.rank, found.world_size, found.num_nodes, found.devices) == (5, 8, 2, 4)

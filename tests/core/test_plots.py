@@ -40,6 +40,11 @@ def test_an_arrow_that_follows_from_two_others_is_left_out(folder):
     assert arrows(plot_parts(read_parts(folder))) == [(0, 1), (1, 2)]  # ground -> walls -> attic
 
 
+def test_nothing_is_no_picture():
+    with pytest.raises(ValueError, match="parts is empty"):
+        plot_parts([])
+
+
 def test_no_two_parts_stand_in_one_place_and_each_stands_to_the_right_of_what_it_imports():
     names = [f"part{n}" for n in range(9)]
     parts = [Part(name, f"{n:02}.ipynb", "", frozenset(names[:n:2]), frozenset()) for n, name in enumerate(names)]
@@ -61,3 +66,6 @@ def test_a_smoothed_constant_is_that_constant_from_its_first_value_on():
     assert smooth([3.0] * 5, 20).tolist() == pytest.approx([3.0] * 5)
     with pytest.raises(ValueError, match="span must be 1 or more, got 0"):
         smooth([1.0], 0)
+    for bad in (float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"span must be .*got {bad}.*infinite"):
+            smooth([1.0], bad)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
+    BertLMHeadModel,
     BertModel,
     ElectraConfig,
     ElectraForMaskedLM,
@@ -575,6 +576,11 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
     pretraining.save_pretrained(tmp_path / "bert")
     for source in (pretraining, tmp_path / "bert"):
         with pytest.raises(ValueError, match="BertForPreTraining has no counterpart.*ForMaskedLM"):
+            from_huggingface(source)
+    with_head = BertLMHeadModel(theirs("bert").config)
+    with_head.save_pretrained(tmp_path / "with a head")
+    for source in (with_head, tmp_path / "with a head"):  # no bare model, though its name ends so
+        with pytest.raises(ValueError, match="BertLMHeadModel has no counterpart.*ForMaskedLM"):
             from_huggingface(source)
     with pytest.raises(ValueError, match="BertLabForEnhancedMaskedLM has no counterpart"):
         to_huggingface(BertLabForEnhancedMaskedLM(modernbert_tiny(**SHAPE)))
