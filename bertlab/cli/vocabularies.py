@@ -9,7 +9,7 @@ __all__ = ['USES', 'read_text', 'train', 'compare', 'copy_uses', 'extend', 'trim
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +57,41 @@ def train(
     "Train a tokenizer on text: `bertlab tokenizer train`."
     look_up(kind, TOKENIZER_KINDS, "kind")
     check_run_directory(output, can_resume=False, can_overwrite=False)
-    tokenizer = train_tokenizer(read_text(sources or None, text_column), vocab_size, lowercase,
-                                limit_alphabet, model_max_length, kind)
+
+    def texts() -> Iterator[str]:  # read when the other arguments have been looked at
+        yield from read_text(sources or None, text_column)
+
+    tokenizer = train_tokenizer(texts(), vocab_size, lowercase, limit_alphabet, model_max_length,
+                                kind)
     tokenizer.save_pretrained(output)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
     return Path(output)
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #88f0dde0
+def _check_file(output: str) -> None:
+    "Raise `ValueError` for a file that is there already, or that cannot be made."
+    if os.path.lexists(output):
+        raise ValueError(f"output {output} is there already; name another file")
+    whole = Path(os.path.abspath(output))
+    nearest = next(place for place in whole.parents if place.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"output {output} cannot be made: {nearest.name} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"output {output} cannot be written to; choose another directory, or "
+                         "change its permissions")
+
+
 def compare(
     tokenizers: list[str],  # directories or hub names; of models, bits per byte are measured too
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
-    output: str | None = None,  # a file, such as measures.json
+    output: str | None = None,  # a new file, such as measures.json
 ) -> dict[str, dict[str, float]]:
     "Measure tokenizers side by side: `bertlab tokenizer compare`. Prints a table."
     if not tokenizers:
         raise ValueError("tokenizers is missing: name one or several directories or hub names")
+    if output is not None:
+        _check_file(output)
     texts = read_text(text, text_column, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
     more = {name: {"bits_per_byte": masked_bits_per_byte(model, loaded[name], texts)}

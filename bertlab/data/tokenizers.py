@@ -372,6 +372,9 @@ def train_tokenizer(
     train = look_up(kind, TOKENIZER_KINDS, "kind")
     if limit_alphabet < 1:
         raise ValueError(f"limit_alphabet must be 1 or more, got {limit_alphabet}")
+    if model_max_length < 3:
+        raise ValueError("model_max_length must be 3 or more, which is [CLS], a token and [SEP]; "
+                         f"got {model_max_length}")
     lowercase = kind == "wordpiece" if lowercase is None else lowercase
     texts = gather_texts(texts, text_column)
     trained = train(texts, vocab_size, lowercase, limit_alphabet)

@@ -1,15 +1,19 @@
 "`bertlab write`: finished texts on standard output, the show on standard error, one line for every mistake."
 
+import io
+import re
+
 import pytest
 import torch
 import yaml
 
 from bertlab.cli.main import main
-from bertlab.cli.write import was_taught_ends, write_texts
+from bertlab.cli.write import LiveView, show_state, was_taught_ends, write_texts
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedDiffusion
 from bertlab.model.huggingface import save_model
+from bertlab.model.samplers import Step
 
 torch.set_num_threads(1)
 
@@ -45,6 +49,41 @@ def test_a_mistake_is_answered_in_one_line(place, capsys, words, said):
     assert main(["write", *[word.replace("{place}", str(place)) for word in words]]) == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("bertlab")]
     assert len(err) == 1 and said in err[0]
+
+
+def screen_of(shown: str, columns: int) -> list[str]:
+    "What a terminal shows after letters (wide ones take two columns), line ends, and `up, clear below`."
+    lines, row, used = [""], 0, 0
+    for up, letter in re.findall(r"\x1b\[(\d+)A\x1b\[J|\x1b\[[\d;]*m|([^\x1b])", shown):
+        if up:
+            row, used = row - int(up), 0
+            lines[row:] = [""]
+        elif letter:
+            wide = 1 + (letter >= "\u1100")
+            if letter == "\n" or used + wide > columns:
+                lines, row, used = [*lines, ""], row + 1, 0
+            lines[row] += letter.strip("\n")
+            used += wide * (letter != "\n")
+    return lines
+
+
+@pytest.mark.parametrize("text, columns", [("猫が敷物の上に座っている犬が木", 20), ("猫が敷物の上に座っている犬が木", 7),
+                                           ("the cat sat on the mat", 10)])  # fmt: skip
+def test_a_redrawn_state_leaves_no_line_behind_however_wide_its_letters_are(text, columns):
+    tokenizer = train_tokenizer([text] * 9, vocab_size=60, lowercase=False)
+    ids, terminal = torch.tensor([tokenizer(text)["input_ids"]]), io.StringIO()
+    view, no = LiveView(tokenizer, terminal, columns), torch.zeros_like(ids, dtype=torch.bool)
+    for _ in range(4):
+        view(0, Step(ids, no, no, torch.ones(ids.shape), True))
+    screen = screen_of(terminal.getvalue(), columns)
+    assert "".join(screen).replace(" ", "") == f"3{text}".replace(" ", "") and screen[-1] == ""
+
+
+def test_a_break_in_a_text_does_not_break_the_line_of_the_show():
+    tokenizer = train_tokenizer(["a b\nc\td"] * 9, vocab_size=300, kind="bpe")
+    ids = torch.tensor([tokenizer("a b\nc\td")["input_ids"]])
+    no = torch.zeros_like(ids, dtype=torch.bool)
+    assert show_state(tokenizer, Step(ids, no, no, torch.ones(ids.shape), True), colours=False) == "a b c d"
 
 
 def test_a_run_remembers_whether_its_model_may_end_a_text(place, tmp_path):

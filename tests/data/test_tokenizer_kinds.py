@@ -161,6 +161,8 @@ def test_files_directories_datasets_rows_and_generators_are_read_alike(tmp_path)
     ({"texts": ["x"], "kind": "bpe", "vocab_size": 260}, ["vocab_size=260", "261"]),
     ({"texts": ["abc"], "kind": "unigram", "vocab_size": 8}, ["vocab_size=8", "9"]),
     ({"texts": ["abc"], "kind": "unigram", "limit_alphabet": 0}, ["limit_alphabet", "0"]),
+    ({"texts": ["abc"], "model_max_length": 0}, ["model_max_length", "3 or more", "got 0"]),
+    ({"texts": ["abc"], "kind": "bpe", "model_max_length": 2}, ["model_max_length", "3 or more", "got 2"]),
 ])  # fmt: skip
 def test_a_mistake_is_a_value_error_that_names_argument_value_and_fix(arguments, words):
     with pytest.raises(ValueError) as caught:
