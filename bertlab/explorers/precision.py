@@ -86,13 +86,15 @@ class LostNumbers(NamedTuple):
 
 
 def count_lost(
-    tensors: Iterable[Tensor],  # gradients, say: (p.grad for p in model.parameters())
+    tensors: Iterable[Tensor | None],  # such as p.grad of model.parameters(); None is left out
     format: str,  # a key of FLOAT_FORMATS
     scale: float = 1.0,  # what the numbers are multiplied by before they are rounded
 ) -> LostNumbers:
     "Say which shares of numbers a format loses (Micikevicius et al. 2018, fig. 3)."
     f, total, sums = get_format(format), 0, torch.zeros(3, dtype=torch.int64)
     for tensor in tensors:
+        if tensor is None:  # the gradient of a frozen weight
+            continue
         numbers = tensor.detach().double().flatten() * scale
         numbers = numbers[numbers != 0].cpu()
         rounded = round_to(numbers, format).abs()
@@ -104,12 +106,14 @@ def count_lost(
 
 # %% ../../nbs/explorers/09_precision.ipynb #a2489ccc
 def largest_loss_scale(
-    tensors: Iterable[Tensor],  # gradients without a scale
+    tensors: Iterable[Tensor | None],  # gradients without a scale; None is left out
     format: str = "float16",  # a key of FLOAT_FORMATS
     headroom: float = 16.0,  # how much larger a later gradient may be
 ) -> float:  # a power of two, so that scaling rounds nothing
-    "The largest loss scale under which no gradient overflows."
-    largest = max((t.detach().abs().max().item() for t in tensors), default=0.0)
+    "The largest loss scale under which none overflows. Raises `ValueError` for NaN and infinity."
+    peaks = [t.detach().abs().max().item() for t in tensors if t is not None and t.numel()]
+    # Python's max would lose a NaN that does not come first; torch's gives it back.
+    largest = torch.tensor([0.0, *peaks], dtype=torch.float64).max().item()
     if not 0 < largest < math.inf:
         raise ValueError(f"the largest gradient is {largest}; run a backward pass that is finite")
     return 2.0 ** math.floor(math.log2(get_format(format).largest / headroom / largest))

@@ -66,7 +66,18 @@ def test_the_largest_scale_overflows_nothing_and_twice_the_headroom_does():
     assert largest_loss_scale(gradients) == scale / 16
 
 
-@pytest.mark.parametrize("gradients", [[], [torch.zeros(2)], [torch.tensor([math.inf])], [torch.tensor([math.nan])]])
+def test_frozen_weights_have_no_gradient_and_are_left_out():
+    frozen, gradients = [None, torch.zeros(0)], [torch.tensor([0.3, 1e-9])]
+    assert count_lost([*frozen, *gradients], "float16") == count_lost(gradients, "float16")
+    assert largest_loss_scale([*frozen, *gradients]) == largest_loss_scale(gradients)
+
+
+NAN, ONE = torch.tensor([math.nan]), torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "gradients", [[], [None], [torch.zeros(2)], [torch.tensor([math.inf])], [NAN], [NAN, ONE], [ONE, NAN]]
+)
 def test_without_a_finite_gradient_there_is_no_scale(gradients):
     with pytest.raises(ValueError, match="backward"):
         largest_loss_scale(gradients)
