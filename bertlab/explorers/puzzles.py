@@ -42,9 +42,14 @@ class Puzzle:
         return dict(zip(inspect.signature(self.loop).parameters, case))
 
 
+def _close(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:  # of bool
+    "Which values are equal up to rounding."
+    return np.isclose(found, wanted, rtol=1e-6, equal_nan=True)
+
+
 def _same(found: np.ndarray, wanted: np.ndarray) -> bool:
     "Equal shapes and, up to rounding, equal values."
-    return found.shape == wanted.shape and np.allclose(found, wanted, rtol=1e-6, equal_nan=True)
+    return found.shape == wanted.shape and bool(_close(found, wanted).all())
 
 
 def _values(answer: Callable, case: tuple) -> np.ndarray:  # of numbers
@@ -64,27 +69,40 @@ def _say(value: Any) -> str:
     return " ".join(text.split())
 
 
+def _say_both(found: Any, wanted: Any) -> tuple[str, str]:  # numbers, or True and False
+    "Two different values with as many digits as it takes to tell them apart, four at least."
+    if isinstance(found, np.bool_) or isinstance(wanted, np.bool_):
+        return _say(found), _say(wanted)
+    said = [[f"{value:.{digits}g}" for value in (found, wanted)] for digits in range(4, 18)]
+    return next((one, other) for one, other in said if one != other)
+
+
 def _describe_difference(found: np.ndarray, wanted: np.ndarray) -> str:
     "What can be said of a wrong array without knowing its task."
     if found.shape != wanted.shape:
-        if found.shape == wanted.shape[::-1] and np.allclose(found.T, wanted):
+        if _same(found.T, wanted):
             return "row and column are swapped: the shape is that of the right answer on its side"
         return f"the shape is {found.shape}, and {wanted.shape} is asked for"
     if not np.isfinite(found).all():
         return "it holds NaN or infinity"
     if wanted.dtype == bool and np.array_equal(found == 0, wanted):
         return "the wrong way round: True stands where False belongs"
-    if found.ndim == 2 and found.shape[0] == found.shape[1] and np.allclose(found.T, wanted):
+    if found.ndim == 2 and _same(found.T, wanted):
         return "row and column are swapped"
+    where = tuple(int(i) for i in np.argwhere(~_close(found, wanted))[0])
+    place = f"at {list(where)} it gives" if where else "it gives"
+    gives, right = _say_both(found[where], wanted[where])
+    first = f"{place} {gives}, where {right} is right"
+    if np.allclose(found, wanted, rtol=1e-3):
+        return (f"nearly right: {first}; take constants with all of their digits, such as np.pi "
+                "or np.log(2), and compute in float64")
     difference = found.astype(float) - wanted
     many = wanted.size > 1 and wanted.dtype != bool
     if many and np.allclose(difference, difference.flat[0]):
         return f"every value is off by the same {difference.flat[0]:+.3g}"
     if many and np.all(wanted != 0) and np.ptp(found / wanted) < 1e-6:
         return f"every value is {(found / wanted).flat[0]:.3g} times the right one"
-    where = tuple(int(i) for i in np.argwhere(~np.isclose(found, wanted))[0])
-    place = f"at {list(where)} it gives" if where else "it gives"
-    return f"{place} {_say(found[where])}, where {_say(wanted[where])} is right"
+    return first
 
 
 def _run_cases(puzzle: Puzzle, answer: Callable) -> list[np.ndarray] | str:  # or what went wrong
@@ -106,6 +124,10 @@ def _run_cases(puzzle: Puzzle, answer: Callable) -> list[np.ndarray] | str:  # o
             return f"it changes its arguments, which belong to the caller, for {said}"
         try:
             found = np.asarray(found)
+            if found.dtype.kind == "c":
+                return "it gives back complex numbers, and real ones are asked for"
+            if found.dtype.kind not in "biufO":
+                raise TypeError
             results.append(found if found.dtype == bool else found.astype(float))
         except (TypeError, ValueError):
             return f"it gives back a {type(found).__name__} that is no array of numbers"
@@ -585,10 +607,10 @@ _GAP = 1.3  # cells between two blocks, for the title of the second
 
 def _tint(value: float, as_documents: bool, largest: float) -> tuple[str, float]:
     "Colour and opacity of a cell: by number, or stronger the further from 0."
-    if as_documents and value >= 1:
-        return _NUMBER_COLOURS[(int(value) - 1) % len(_NUMBER_COLOURS)], 0.45
     if value == 0 or not np.isfinite(value):
         return GREY, 0.08
+    if as_documents and value >= 1:
+        return _NUMBER_COLOURS[(int(value) - 1) % len(_NUMBER_COLOURS)], 0.45
     return BLUE if value > 0 else ORANGE, 0.1 + 0.6 * min(1.0, abs(value) / largest)
 
 
@@ -662,7 +684,7 @@ def _draw_bars(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
     shown = found is not None and found.shape == wanted.shape
     axes.bar(steps - 0.2 * shown, wanted, 0.4 if shown else 0.8, color=BLUE, label="expected")
     if shown:
-        differs = ~np.isclose(found, wanted)
+        differs = ~_close(found, wanted)
         bars = axes.bar(steps + 0.2, np.nan_to_num(found), 0.4, color=ORANGE, label="found")
         for bar, wrong in zip(bars, differs):
             bar.set(edgecolor=RED if wrong else ORANGE, linewidth=1.5 if wrong else 0)

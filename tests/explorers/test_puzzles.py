@@ -206,6 +206,35 @@ def test_a_factor_is_said_where_all_values_share_it():
     assert "100 times" in check_puzzle(lambda s, T, f: 100 * ANSWERS["cosine_to_floor"](s, T, f), "cosine_to_floor")
 
 
+@pytest.mark.parametrize(
+    "name, answer, gives, right",
+    [
+        ("bits_per_byte", lambda x, n: x.sum() / 0.69315 / n.sum(), "1.00988", "1.00989"),  # 7 / ln 2 / 10
+        ("cosine_to_floor", lambda s, T, f: f + (1 - f) * (1 + np.cos(3.14159 * s / T)) / 2, "0.550001", "0.55"),
+        ("turning_angles", lambda L, K, b: np.float16(index(L)[:, None] / b ** (index(0, K, 2) / K)), "0.09998", "0.1"),
+    ],
+)
+def test_an_answer_that_is_nearly_right_is_told_where_and_by_how_little(name, answer, gives, right):
+    verdict = check_puzzle(answer, name)
+    assert f"it gives {gives}, where {right} is right" in verdict and "nearly right" in verdict
+    assert red_frames(draw_puzzle(answer, name)) > 0
+
+
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (lambda n, L: np.full(L, np.inf), "NaN or infinity"),
+        (lambda n, L: np.full(L, -np.inf), "NaN or infinity"),
+        (lambda n, L: np.arange(L) * 1j, "complex"),
+        (lambda n, L: np.arange(L).astype(str), "no array of numbers"),
+        (lambda n, L: np.arange(L) > 1, "at [0] it gives False, where 1 is right"),
+    ],
+)
+def test_what_is_no_real_number_is_named_and_can_be_drawn(answer, words):
+    assert words in check_puzzle(answer, "document_numbers")
+    draw_puzzle(answer, "document_numbers")
+
+
 def test_an_unknown_puzzle_is_refused_with_the_near_name():
     with pytest.raises(ValueError, match="left_onyl.*left_only"):
         check_puzzle(lambda L: None, "left_onyl")
