@@ -9,6 +9,8 @@ __all__ = ['OVERFLOWS', 'NUM_TRADES', 'read_ids', 'TokenizedDocuments', 'Windows
 
 # %% ../../nbs/data/11_packing.ipynb #dc7657eb
 from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,18 +150,19 @@ def split_long(
 
 # %% ../../nbs/data/11_packing.ipynb #0be77947
 def deal_lengths(
-    counts: list[int],  # counts[n] documents have length n, for n from 0 to the capacity
+    counts: list[int],  # counts[n] documents have length n
+    capacity: int | None = None,  # positions in a row; None: the largest n
 ) -> list[tuple[int, int, int]]:  # deals (documents per row, first row, number of rows)
     "Best-fit decreasing on a histogram: rows that look alike are filled in one stroke."
-    capacity = len(counts) - 1
-    open_rows = [[] for _ in counts]  # open_rows[space]: a heap of runs (first row, number of rows)
-    occupied, num_rows, deals = 0, 0, []  # bit s of `occupied`: open_rows[s] is not empty
-    for length in range(capacity, 0, -1):
+    capacity = len(counts) - 1 if capacity is None else capacity
+    open_rows = defaultdict(list)  # of a space: a heap of runs (first row, number of rows)
+    spaces, num_rows, deals = [], 0, []  # `spaces`, rising: those for which there is an open row
+    for length in range(len(counts) - 1, 0, -1):
         left = counts[length]
         while left:
-            fits = occupied >> length
-            if fits:
-                space = length + (fits & -fits).bit_length() - 1
+            at = bisect_left(spaces, length)
+            if fits := at < len(spaces):
+                space = spaces[at]
                 first, available = heappop(open_rows[space])
             else:
                 space, first, available = capacity, num_rows, left
@@ -172,10 +175,11 @@ def deal_lengths(
             elif used < available:
                 heappush(open_rows[space], (first + used, available - used))
             elif not open_rows[space]:
-                occupied ^= 1 << space
+                del spaces[at]
             if rest := space - per_row * length:
+                if not open_rows[rest]:
+                    insort(spaces, rest)
                 heappush(open_rows[rest], (first, used))
-                occupied |= 1 << rest
     return deals
 
 # %% ../../nbs/data/11_packing.ipynb #a783d091
@@ -209,10 +213,11 @@ def plan_best_fit(
     if len(wrong):
         raise ValueError(f"lengths[{wrong[0]}] = {lengths[wrong[0]]} is outside 0 to {capacity}, "
                          "the capacity: cut long documents first (split_long)")
-    counts = np.bincount(lengths, minlength=capacity + 1)
+    counts = np.bincount(lengths, minlength=1)
     num_empty = int(counts[0])
-    documents = np.argsort(capacity - lengths, kind="stable")[:len(lengths) - num_empty]
-    per_row, first, used = np.array(deal_lengths(counts.tolist()), np.int64).reshape(-1, 3).T
+    documents = np.argsort(-lengths, kind="stable")[:len(lengths) - num_empty]
+    deals = deal_lengths(counts.tolist(), capacity)
+    per_row, first, used = np.array(deals, np.int64).reshape(-1, 3).T
     first_uses = np.cumsum(used) - used
     rows = np.arange(used.sum()) + np.repeat(first - first_uses, used)
     rows = np.repeat(rows, np.repeat(per_row, used))  # the row of each document, longest first

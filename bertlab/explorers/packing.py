@@ -158,8 +158,11 @@ def packing_visualiser(
     }
 
     def count_steps(change: Any) -> None:
-        words = min(max(len(change["new"].split()), 1), MAX_LENGTHS)
-        play.max = step.max = step.value = words
+        try:
+            count = len(read_lengths(change["new"]))
+        except ValueError:  # its words stand in the drawing
+            return
+        play.max = step.max = step.value = count
 
     controls["text"].observe(count_steps, names="value")
     few = lengths[:_STATIC_DOCUMENTS]

@@ -17,6 +17,7 @@ from bertlab.data.packing import (
     PackedDataset,
     TokenizedDocuments,
     build_rows,
+    deal_lengths,
     mark_repeated,
     plan_best_fit,
     split_long,
@@ -103,6 +104,17 @@ def test_no_row_overflows_and_every_document_is_placed_once(case):
     placed = [plan[r].tolist() for r in range(len(plan))]
     assert all(0 < sum(lengths[d] for d in row) <= capacity for row in placed)
     assert sorted(sum(placed, [])) == [d for d, n in enumerate(lengths) if n]
+
+
+@many
+@given(lengths_and_capacity())
+def test_a_plan_asks_for_neither_time_nor_memory_of_an_empty_capacity(case):
+    lengths, capacity = case
+    for wide in (capacity + sum(lengths), 10**9, 10**30):  # one row takes them all, longest first
+        plan = plan_best_fit(lengths, wide)
+        assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, wide)
+    counts = np.bincount(lengths, minlength=1).tolist()
+    assert deal_lengths(counts, capacity) == deal_lengths(counts + [0] * (capacity + 1 - len(counts)))
 
 
 @pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])

@@ -221,6 +221,17 @@ def test_a_visualiser_is_built_from_any_lengths_and_its_static_form_stays_small(
     assert says in explorer.children[-1].value and len(explorer.static_html.encode()) <= 150_000
 
 
+@pytest.mark.parametrize("text", ["40 12 60 30", "40,12,60,30", "40 , 12 ,60;30"])
+def test_the_slider_reaches_every_document_however_their_lengths_are_separated(text):
+    explorer = packing_explorers.packing_visualiser([5, 5])
+    controls = {child.description: child for child in explorer.children if hasattr(child, "description")}
+    controls["lengths"].value = text
+    assert controls["documents"].max == controls["deal"].max == 4
+    assert "4 of 4 documents: 142 of 256" in explorer.children[-1].value  # 60 + 40 + 12, and 30
+    controls["lengths"].value = "40, many"
+    assert "is no length" in explorer.children[-1].value and controls["documents"].max == 4
+
+
 def test_a_window_reaches_its_own_document_only_and_padding_reaches_nothing():
     documents = [1, 1, 1, 1, 2, 2, 0]
     reach = packing_explorers.find_reach
