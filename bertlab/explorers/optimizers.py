@@ -117,6 +117,11 @@ def last_spectrum(
     return [value / values[0] for value in values] if values and values[0] > 0 else []
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #2262019b
+def _reached(runs: Sequence[OptimizerRun], update: int) -> int:
+    "An update, or the last one that all seeds of a rule have."
+    return min(update, *(len(run.losses) for run in runs))
+
+
 def _race_charts(
     by_rule: dict[str, list[OptimizerRun]],
     update: int,  # where the mark stands
@@ -127,7 +132,7 @@ def _race_charts(
     # Sizes differ by powers of ten.
     log = {rule: (x, np.log10(np.where(y > 0, y, np.nan))) for rule, (x, y) in size.items()}
     loss = {rule: mean_curve(runs, "losses", points) for rule, runs in by_rule.items()}
-    values = {rule: last_spectrum(runs, update) for rule, runs in by_rule.items()}
+    values = {rule: last_spectrum(runs, _reached(runs, update)) for rule, runs in by_rule.items()}
     kept = {rule: keep_points(len(v), points) for rule, v in values.items() if v}
     spectra = {rule: (at + 1, np.array(values[rule])[at]) for rule, at in kept.items()}
     charts = [
@@ -147,10 +152,11 @@ def _race_table(
     "Say the numbers of one update."
     rows = []
     for rule, runs in by_rule.items():
-        at = min(update, len(runs[0].losses)) - 1
+        last = _reached(runs, update)
+        at = last - 1
         losses = [run.losses[at] for run in runs]
         mean = "diverged" if None in losses else f"{sum(losses) / len(losses):.3f}"
-        size, values = runs[0].update_sizes[at], last_spectrum(runs, update)
+        size, values = runs[0].update_sizes[at], last_spectrum(runs, last)
         moved = "not finite" if size is None else f"{size:.2e}"
         directions = f"{num_directions(values)} of {len(values)}"
         cells = (rule, f"{runs[0].rate:g}", mean, moved, directions)
@@ -190,10 +196,12 @@ def optimizer_race(
     slider = ipywidgets.IntSlider(1, min=1, max=last, description="update", **CONTROL_LOOK)
     play = ipywidgets.Play(value=1, min=1, max=last, step=step, interval=400, description="play")
     ipywidgets.jslink((play, "value"), (slider, "value"))
-    boxes = {rule: ipywidgets.Checkbox(True, description=rule, indent=False) for rule in rules}
+    boxes = {f"takes part: {rule}": ipywidgets.Checkbox(True, description=rule, indent=False)
+             for rule in rules}  # prefixed, since a rule may be called "update"
 
     def draw(update: int, num_points: int = 100, **taking_part: bool) -> str:
-        return race_html(runs, update, [rule for rule in rules if taking_part[rule]], num_points)
+        chosen = [rule for rule in rules if taking_part[f"takes part: {rule}"]]
+        return race_html(runs, update, chosen, num_points)
 
     moments = sorted({max(1, round(last * share)) for share in (0, 0.1, 0.25, 0.5, 0.75, 1)})
     steps = {f"update {at}": {"update": at, "num_points": 40} for at in moments}

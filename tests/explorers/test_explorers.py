@@ -200,6 +200,26 @@ def test_a_mean_over_seeds_ends_where_one_of_them_has_no_loss():
     assert mean_curve(seeds, "update_sizes", points=2)[1].tolist() == [1, 4]
 
 
+def test_a_rule_whose_seeds_are_of_unequal_length_is_replayed_to_the_end_of_the_shortest():
+    long = OptimizerRun("slow", 0.1, 0, [4.0, 3.0, 2.0, 1.0], [0.4, 0.3, 0.2, 0.1], {2: [1.0, 0.9], 4: [1.0, 0.1]})
+    short, other = OptimizerRun("slow", 0.1, 1, [4.0, 2.0], [0.4, 0.3]), OptimizerRun("full", 0.1, 0, [5.0] * 4, [0.5] * 4)
+    race = optimizer_race([long, short, other])
+    control(race, "update").value = 4
+    said = race.children[-1].value
+    assert "<td style='padding:0 .8em'>2.500</td>" in said and "3.00e-01" in said and "2 of 2" in said  # of update 2
+    assert "5.000" in said and 'role="alert"' not in race.static_html
+
+
+@pytest.mark.parametrize("rule", ["update", "num_points"])
+def test_a_rule_may_have_any_name(rule):
+    race = optimizer_race([OptimizerRun(rule, 0.1, 0, [4.0, 3.0], [0.1, 0.1], {1: [1.0]})])
+    control(race, "update").value = 2
+    assert "3.000" in race.children[-1].value
+    box = next(one for one in find_widgets(race) if getattr(one, "description", "") == rule and one.value is True)
+    box.value = False
+    assert "choose a rule" in race.children[-1].value
+
+
 def test_the_recorded_updates_belong_to_the_recorded_race():
     folder = ROOT / "benchmarks/results"
     race = json.loads((folder / "optimizer_race.json").read_text(encoding="utf-8"))["results"]
