@@ -74,11 +74,14 @@ def compare_guesses(
     "Type a sentence with a gap and compare the guesses of checkpoints, side by side."
     if not checkpoints or isinstance(texts, str) or not texts:
         raise ValueError("give one checkpoint or more, and a list of one sentence or more")
+    if top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, got {top_k}")
     controls = {
         # Each key would ask every model; so they are asked when the sentence is finished.
         "text": ipywidgets.Text(texts[0], description="sentence", continuous_update=False,
                                 **CONTROL_LOOK),
-        "top_k": ipywidgets.IntSlider(top_k, min=1, max=10, description="guesses", **CONTROL_LOOK),
+        "top_k": ipywidgets.IntSlider(top_k, min=1, max=max(10, top_k), description="guesses",
+                                      **CONTROL_LOOK),
     }
     steps = {f"sentence {number}": {"text": text} for number, text in enumerate(texts, start=1)}
     return explore(controls, partial(guesses_html, checkpoints), steps,

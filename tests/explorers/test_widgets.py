@@ -19,6 +19,8 @@ import bertlab.explorers.packing as packing_explorers
 import bertlab.core.plots as plots
 import bertlab.explorers.widgets as widgets
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
 
 # What ipywidgets 7.7.0 has: the traits of each of its widgets, and its functions. Colab stays with 7.7.
 OLD = json.loads((ROOT / "tests/explorers/ipywidgets_7_7.json").read_text())
@@ -147,6 +149,15 @@ def test_what_a_user_typed_is_text_and_never_markup():
     assert Reader(frame).wrong == []
     assert "<img" not in fill_mask_box.guess_rows([(evil, 0.5)])
     assert "<img" not in widgets.answer(packing_explorers.packed_html, text=evil, capacity=9, packer="padded")
+
+
+def test_as_many_guesses_are_shown_as_were_asked_for(tokenizer):
+    config = modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    checkpoints = {"one": (BertLabForMaskedLM(config), tokenizer)}
+    explorer = fill_mask_box.compare_guesses(checkpoints, ["the [MASK]"], top_k=20)
+    assert explorer.children[1].value == 20 and explorer.children[-1].value.count("<tr>") == 20
+    with pytest.raises(ValueError, match="top_k must be 1 or more, got 0"):
+        fill_mask_box.compare_guesses(checkpoints, ["the [MASK]"], top_k=0)
 
 
 def test_a_bug_in_a_drawing_is_shown_and_not_swallowed():
