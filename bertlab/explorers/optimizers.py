@@ -195,7 +195,7 @@ def optimizer_race(
     rules, step = tuple(dict.fromkeys(run.optimizer for run in runs)), max(1, last // 50)
     slider = ipywidgets.IntSlider(1, min=1, max=last, description="update", **CONTROL_LOOK)
     play = ipywidgets.Play(value=1, min=1, max=last, step=step, interval=400, description="play")
-    ipywidgets.jslink((play, "value"), (slider, "value"))
+    link = ipywidgets.jslink((play, "value"), (slider, "value"))
     boxes = {f"takes part: {rule}": ipywidgets.Checkbox(True, description=rule, indent=False)
              for rule in rules}  # prefixed, since a rule may be called "update"
 
@@ -207,4 +207,4 @@ def optimizer_race(
     steps = {f"update {at}": {"update": at, "num_points": 40} for at in moments}
     row = ipywidgets.HBox([*boxes.values()], layout={"flex_flow": "row wrap"})
     return explore({"update": slider, **boxes}, draw, steps, "A race, replayed",
-                   [play, slider, row])
+                   [play, slider, row], [link])

@@ -147,7 +147,8 @@ def packing_visualiser(
     step = ipywidgets.IntSlider(len(lengths), min=0, max=max(len(lengths), 1),
                                 description="documents", **CONTROL_LOOK)
     play = ipywidgets.Play(value=step.value, max=step.max, interval=400, description="deal")
-    ipywidgets.jslink((play, "value"), (step, "value"))  # in the page: a step waits for nobody
+    # Tied in the page: a step waits for nobody.
+    link = ipywidgets.jslink((play, "value"), (step, "value"))
     controls = {
         "text": ipywidgets.Text(" ".join(map(str, lengths)), description="lengths",
                                 **CONTROL_LOOK),
@@ -171,7 +172,7 @@ def packing_visualiser(
              {"text": " ".join(map(str, few)), "packer": packer, "step": stop}
              for packer in PACKERS for stop in stops}
     title = f"Filling rows of {capacity} positions with {len(few)} documents: how much is wasted?"
-    return explore(controls, packed_html, steps, title, [*controls.values(), play])
+    return explore(controls, packed_html, steps, title, [*controls.values(), play], [link])
 
 # %% ../../nbs/explorers/02_packing.ipynb #f8b41558
 LAYER_KINDS = ("global", "window")

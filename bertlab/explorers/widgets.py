@@ -158,11 +158,33 @@ def masked_html(
 
 # %% ../../nbs/explorers/01_widgets.ipynb #b2a9dce6
 class Explorer(ipywidgets.VBox):
-    "A box of core widgets with an HTML form for pages that have no kernel."
+    """A box of core widgets with an HTML form for pages that have no kernel.
 
-    def __init__(self, children, static_html: str):
+    `close` also closes the controls in it, and frees the model that it draws.
+    """
+
+    _on_close: Sequence[Callable[[], Any]] = ()
+
+    def __init__(
+        self,
+        children: Sequence[ipywidgets.Widget],
+        static_html: str,
+        on_close: Sequence[Callable[[], Any]] = (),  # called once: for links, which are no children
+    ):
         super().__init__(children)
-        self.static_html = static_html
+        self.static_html, self._on_close = static_html, on_close
+
+    def close(self) -> None:
+        "Close the box with all that stands in it: an open widget is kept, and keeps what it draws."
+        last_calls, self._on_close = self._on_close, ()
+        for call in last_calls:
+            call()
+        waiting = [*self.children]
+        while waiting:
+            widget = waiting.pop()
+            waiting += getattr(widget, "children", ())
+            widget.close()
+        super().close()
 
     _ipython_display_ = None  # of ipywidgets 7, which would show the live form alone
 
@@ -249,11 +271,13 @@ def explore(
     steps: Mapping[str, Mapping[str, Any]],  # of the static form: label -> what is turned
     title: str,  # of the static form: what the reader sees, in a line
     rows: Sequence[ipywidgets.Widget] | None = None,  # how they stand; None: one below the other
+    links: Sequence[ipywidgets.Widget] = (),  # of `jslink` between them: closed with the explorer
 ) -> Explorer:  # its last child shows the drawing
     """Redraw whenever a control changes, and draw the static form in the same way.
 
     A user's mistake is answered inside the widget. A step of the static form has the values that
-    the controls have now, but for what it turns.
+    the controls have now, but for what it turns. The controls belong to the explorer: its `close`
+    closes them.
     """
     shown = ipywidgets.HTML()
     values = lambda: {name: control.value for name, control in controls.items()}
@@ -270,7 +294,10 @@ def explore(
         control.observe(redraw, names="value")
     redraw()
     children = [*(controls.values() if rows is None else rows), shown]
-    return Explorer(children, static_steps(frames, title, list(steps)))
+    # A control that somebody keeps in a variable must not keep the model as well.
+    forget = [partial(control.unobserve, redraw, names="value") for control in controls.values()]
+    on_close = [*forget, *(link.close for link in links)]
+    return Explorer(children, static_steps(frames, title, list(steps)), on_close)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #c484eaf1
 DASHES = ("", "6 3", "2 3", "10 3 2 3")  # a curve is told by its dash as well as by its colour

@@ -1,13 +1,16 @@
 "The explorers' own arithmetic: printed lines make the drawn schedule, updates are measured, controls are controls."
 
+import gc
 import json
 import math
 import os
 import subprocess
 import sys
 import time
+import weakref
 from types import SimpleNamespace
 
+import ipywidgets
 import numpy as np
 import pytest
 import torch
@@ -27,6 +30,7 @@ from bertlab.cli.main import main
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.explorers.models import (
+    attention_browser,
     attention_maps,
     embedding_map,
     find_token,
@@ -377,6 +381,43 @@ def test_a_turned_control_redraws_in_less_than_a_second(room, name):
                 seconds.append(time.process_time() - start)
     assert seconds and sorted(seconds)[len(seconds) // 2] < 0.5 and max(seconds) < 1
     assert "a bug in this explorer" not in explorer.children[-1].value
+
+
+@pytest.mark.parametrize("name", ["stepper", "fill_mask_box", "attention_browser"])
+def test_a_closed_explorer_frees_its_model_even_where_a_control_is_kept(room, name):
+    own, models = dict(room), []
+    own["small_model"] = lambda seed: models.append(room["small_model"](seed)) or models[-1]
+    exec(CASES[name].source, own)
+    kept, models = own.pop("explorer"), [weakref.ref(model) for model in models]
+    gc.collect()
+    assert all(model() is not None for model in models)
+    kept.close()
+    kept.close()  # a second time is no mistake
+    gc.collect()
+    assert [model() for model in models] == [None] * len(models) and kept.children
+
+
+@pytest.mark.parametrize("name", ["schedule_designer", "optimizer_race", "packing_visualiser"])
+def test_close_closes_boxes_in_boxes_and_what_ties_controls_together(room, name, monkeypatch):
+    links, jslink = [], ipywidgets.jslink
+    monkeypatch.setattr(ipywidgets, "jslink", lambda *ends: links.append(jslink(*ends)) or links[-1])
+    exec(CASES[name].source, room)
+    widgets = [*find_widgets(room["explorer"]), *links]
+    assert len(links) == (name != "schedule_designer") and all(one.comm is not None for one in widgets)
+    room["explorer"].close()
+    assert [one for one in widgets if one.comm is not None] == []
+
+
+def test_an_explorer_goes_on_where_another_of_the_same_model_is_closed(room):
+    model, texts = room["small_model"](3), ("the name of the string", "a list of names")
+    first, second = (attention_browser(model, room["tokenizer"], text) for text in texts)
+    before, shown = second._repr_mimebundle_(), second.children[-1].value
+    first.close()
+    assert second._repr_mimebundle_() == before and second.children[-1].value == shown
+    control(second, "layer").value = 1
+    assert "this model, layer 1, head 0" in second.children[-1].value != shown
+    again = attention_browser(model, room["tokenizer"], texts[0])
+    assert again.static_html == first.static_html and again.comm is not None
 
 
 # Training monitor
