@@ -6,6 +6,7 @@
 __all__ = ['TARGETS', 'export']
 
 # %% ../../nbs/cli/11_export.ipynb #6629a2ce
+import os
 from pathlib import Path
 
 from .pretrain import find_model
@@ -37,11 +38,11 @@ def export(
             other = TARGETS[to == "onnx"]
             raise ValueError(f"{option} belongs to --to {other}, and --to is {to}; leave it out")
     place, target = find_model(directory), output or f"bertlab-{to}"
+    title = name or Path(os.path.abspath(directory)).name  # of a run: not that of its checkpoint
     if to == "web":
-        title = name or Path(directory).absolute().name
         report = export_web_page(place, target, offline, examples or EXAMPLES, title, text)
         more = f"look at it: python -m http.server --directory {target}, then open the address"
     else:
-        report = export_model(place, target, parts or ["logits"], int8, text)
+        report = export_model(place, target, parts or ["logits"], int8, text, title)
         more = f"ask it: bertlab.OnnxModel.load({str(target)!r}).fill(['The [MASK] is here.'])"
     return "\n".join([describe_export(report), f"written to {target}", more])

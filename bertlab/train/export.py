@@ -367,10 +367,10 @@ def compare_with_torch(
             off = np.abs(theirs[part] - ours[part].numpy())
             if part == "logits":
                 off = off[real_BL]
-                largest = max(largest, ours[part].numpy()[real_BL].__abs__().max())
+                largest = np.maximum(largest, np.abs(ours[part].numpy()[real_BL]).max())
             if part == "attentions":  # of a query that is padding nothing is meant
                 off = np.moveaxis(off, 3, 1)[real_BL]
-            differences[part] = max(differences[part], float(off.max()))
+            differences[part] = float(np.maximum(differences[part], off.max()))  # keeps a NaN
         in_gaps = torch.from_numpy(theirs["logits"])[batch.gaps], ours["logits"][batch.gaps]
         same += int((in_gaps[0].argmax(-1) == in_gaps[1].argmax(-1)).sum())
         count += int(batch.gaps.sum())
@@ -445,6 +445,7 @@ def export_model(
     parts: Sequence[str] = ("logits",),  # what the files can answer, of PARTS
     int8: bool = True,  # write the small file, too
     texts: Sequence[str] | str | None = None,  # to check with; None: held-out embedded corpus
+    name: str | None = None,  # of the model, for the report; None: that of the directory
 ) -> dict[str, Any]:  # what is in export.json
     """Write a model as ONNX, checked against torch, with tokenizer and card.
 
@@ -463,7 +464,7 @@ def export_model(
     longest = min(64, model.config.max_position_embeddings)
     batches = gapped_rows(tokenizer, held_out_texts(texts), longest)
     report: dict[str, Any] = {
-        "model": place.name, "parts": list(parts), "opset": OPSET,
+        "model": name or Path(os.path.abspath(place)).name, "parts": list(parts), "opset": OPSET,
         "text": "held-out text of the embedded corpus" if texts is None else "text that was given",
         "rows": sum(len(batch.gaps) for batch in batches), "files": {}}
     with written_directory(output, new=True) as target:

@@ -227,8 +227,8 @@ def export_web_page(
     with tempfile.TemporaryDirectory() as temporary, written_directory(output, new=True) as target:
         if offline:
             fetch_packages(target / PACKAGE_FOLDER)
-        made = Path(temporary) / title.replace(os.sep, " ")
-        report = export_model(place, made, tuple(PARTS), texts=texts)
+        made = Path(temporary) / "made"
+        report = export_model(place, made, tuple(PARTS), texts=texts, name=title)
         exported = OnnxModel.load(made, "int8")
         _write_page(target, made, exported, title, list(examples), offline)
     return report

@@ -17,7 +17,15 @@ from bertlab.model.generate import fill_each_mask
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train import export as exporting
-from bertlab.train.export import OnnxModel, check_exportable, export_model, gapped_rows, write_int8, write_onnx
+from bertlab.train.export import (
+    OnnxModel,
+    check_exportable,
+    compare_with_torch,
+    export_model,
+    gapped_rows,
+    write_int8,
+    write_onnx,
+)
 from bertlab.train.model_cards import check_card
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -224,6 +232,28 @@ def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path
     with pytest.raises(ValueError, match="differs from torch"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
+    exported, batches = OnnxModel.load(place / "exported", "fp32"), gapped_rows(tokenizer, TEXTS, 64)
+    compute = exported.run
+
+    def spoil(*rows):
+        found = compute(*rows)
+        for values in found.values():
+            values.flat[3] = np.nan
+        return found
+
+    exported.run = spoil
+    found = compare_with_torch(exported, make_model(tokenizer), batches)
+    assert all(np.isnan(found[f"largest_{part}_difference"]) for part in ("logit", "attentions", "lens"))
+
+
+def test_the_report_names_the_directory_however_it_was_given(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(place / "model")
+    for given, name, wanted in ((".", None, "model"), ("../model/.", "mine", "mine")):
+        export_model(given, tmp_path / wanted, texts=TEXTS[:8], int8=False, name=name)
+        assert json.loads((tmp_path / wanted / "export.json").read_text())["model"] == wanted
 
 
 def test_rows_that_a_model_cannot_read_are_refused(place):

@@ -14,7 +14,7 @@ pytest.importorskip("onnxruntime")
 from page_cases import EXAMPLES, TEXTS, make_model
 
 from bertlab.train import web_page
-from bertlab.train.export import OnnxModel
+from bertlab.train.export import OnnxModel, check_output
 from bertlab.train.web_page import PACKAGES, RUNTIME_BYTES, export_web_page, unpack_package
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -86,6 +86,19 @@ def test_the_first_answer_is_what_the_file_answers(folder, page):
                 assert sum(row) == pytest.approx(1, abs=2e-3) and len(row) == len(first["pieces"])
     gap = str(first["gaps"][0])
     assert len(first["lens"][gap]) == 4 and first["lens"][gap][-1][0][2] == first["guesses"][gap][0][2]
+
+
+@pytest.mark.parametrize("name", ["..", ".", "a/b", "\0", "long " * 60])
+def test_any_title_is_a_title_and_never_a_path(folder, tmp_path, monkeypatch, name):
+    def note(place, made, *parts, **options):
+        check_output(made)
+        made.mkdir()
+        raise ValueError(f"made for {options['name']}")
+
+    monkeypatch.setattr(web_page, "export_model", note)
+    with pytest.raises(ValueError) as refused:
+        export_web_page(folder / "my <model>", tmp_path / "page", examples=EXAMPLES, name=name, texts=TEXTS)
+    assert str(refused.value) == f"made for {name}" and list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_become_a_page_is_refused_before_work_starts(folder, tmp_path, monkeypatch):
