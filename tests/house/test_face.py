@@ -26,7 +26,7 @@ reveal_type(module)
 reveal_type(trainer)
 reveal_type(bertlab.data.packing.deal_lengths)
 """
-TYPES = ["Corpus", "PretrainingDataModule", "PretrainingModule", "Trainer", "(counts: list[int])"]
+TYPES = ["Corpus", "PretrainingDataModule", "PretrainingModule", "Trainer", "(counts: list[int], capacity: int | None"]
 
 
 def check_types(tmp_path: Path, script: str) -> list[dict]:
