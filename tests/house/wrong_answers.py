@@ -9,6 +9,8 @@ PAID, PROCESSES, DAY = "09_every_token_paid_for", "10_two_processes_one_step", "
 RECORD = "13_record_in_an_afternoon"
 FINAL, FINAL_NEEDS = "final_project", ("def verdict(ours", "import numpy as np")
 MORE_WRONG = [
+    (NOTHING, "rate_from", ("def rate_from", "def our_smooth"), """def rate_from(rates, losses):
+    return rates[10:][smooth(losses, 10)[10:].argmin()] / 10""", "not finite"),
     (FINAL, "verdict", FINAL_NEEDS, """def verdict(ours, theirs):
     if not all(one.reads for one in theirs): return "not known"
     pairs = [ratio_interval(a.sums_N - b.sums_N, a.counts_N) for a, b in zip(ours, theirs)]
