@@ -428,7 +428,7 @@ def tune(
     search, content = read_search(config)
     wanted = search.trials if trials is None else trials
     if type(wanted) is not int or wanted < 1:
-        raise ValueError(f"trials must be 1 or more, got {trials!r}")
+        raise ValueError(f"trials must be 1 or more, got {wanted!r}")
     optuna, place = _optuna(), Path(output)
     check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}
