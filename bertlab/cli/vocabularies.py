@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.files import check_run_directory, written_whole
+from ..core.files import check_run_directory, written_directory, written_whole
 from ..core.names import look_up
 from ..data.corpus import embedded_corpus
 from ..data.sources import TextStream
@@ -63,7 +63,8 @@ def train(
 
     tokenizer = train_tokenizer(texts(), vocab_size, lowercase, limit_alphabet, model_max_length,
                                 kind)
-    tokenizer.save_pretrained(output)
+    with written_directory(output, new=True) as whole:
+        tokenizer.save_pretrained(whole)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
     return Path(output)
 
@@ -146,11 +147,12 @@ def _write(
     model: Any, tokenizer: Any, source: str | Path, output: str, said: str,
 ) -> Path:  # the directory
     "Write a model with its tokenizer, or a tokenizer alone."
-    if model is None:
-        tokenizer.save_pretrained(output)
-    else:
-        save_model(model, tokenizer, output)
-        copy_uses(source, output)
+    with written_directory(output, new=True) as whole:
+        if model is None:
+            tokenizer.save_pretrained(whole)
+        else:
+            save_model(model, tokenizer, whole)
+            copy_uses(source, whole)
     print(f"{said}, in {output}", flush=True)
     return Path(output)
 

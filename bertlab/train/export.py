@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import warnings
 from collections import Counter
@@ -481,6 +482,11 @@ def export_model(
                 raise ValueError(f"the exported file differs from torch by "
                                  f"{found['largest_logit_difference']:.3g} (allowed "
                                  f"{allowed:.3g}): nothing was written; please report this model")
+            if not math.isfinite(found["loss"]):  # and what is not finite is no JSON either
+                raise ValueError(f"{FILES['int8']} gives {found['loss']} nats where torch gives "
+                                 f"{report['loss_of_torch']:.3f}: bytes cannot hold these weights, "
+                                 "and nothing was written; write the other file alone: int8=False, "
+                                 "which is --to onnx --int8 false")
             content = (target / name).read_bytes()
             report["files"][name] = {"bytes": len(content), **found,
                                      "sha256": hashlib.sha256(content).hexdigest()}

@@ -204,9 +204,14 @@ class WeightHistograms(Callback):
         self.check_run(pl_module)
 
     def check_run(self, pl_module: nn.Module, data: Any = None) -> None:
-        "Raise `ValueError` for a glob that fits no parameter of a module that has some."
-        if next(pl_module.parameters(), None) is not None:  # a fresh model is built later
-            parameters_like(pl_module, self.patterns)  # refuses before the first step
+        "Raise `ValueError` for a glob that fits no parameter; a fresh model is outlined for it."
+        watched = pl_module
+        if next(watched.parameters(), None) is None:  # it is built later
+            if not hasattr(pl_module, "build_fresh"):
+                return  # a module of one's own: asked again when it trains
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                watched = nn.ModuleDict({"model": pl_module.build_fresh()})
+        parameters_like(watched, self.patterns)
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._seen = trainer.global_step

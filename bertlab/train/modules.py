@@ -487,6 +487,10 @@ class PretrainingModule(TrainingModule):
             if not isinstance(strategy.checkpoint_io, DirectoriesBeside):
                 strategy.checkpoint_io = DirectoriesBeside(strategy.checkpoint_io, self)
 
+    def build_fresh(self) -> BertLabPreTrainedModel:
+        "A model of this objective and shape; under torch's `meta` device without its numbers."
+        return OBJECTIVE_MODELS[self.hparams.objective](self.config)
+
     def configure_model(self) -> None:
         "Build the model, once; Lightning calls this where device and processes are known."
         if self._configured:
@@ -495,8 +499,8 @@ class PretrainingModule(TrainingModule):
         # A strategy that divides weights has the numbers made in shares.
         strategy = None if self._trainer is None else self.trainer.strategy
         divides = getattr(strategy, "fills_shares", False) and not h.adapter and not h.float8
-        build = lambda: OBJECTIVE_MODELS[h.objective](self.config)
-        model = self.model or (build_deferred(build) if divides else build())
+        build = build_deferred if divides else lambda make: make()
+        model = self.model or build(self.build_fresh)
         if not divides:
             fill_weights(model)
         if h.adapter is not None:

@@ -368,6 +368,8 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
     begun = ["--model.pretrained_model_name_or_path", str(find_model(place / "run")), "--model.model_config_kwargs", "null"]
     with pytest.raises(ValueError, match="no parameter is called like 'qvk"):
         pretrain([*words, *begun, "--run.histograms", "['qvk*']"])
+    with pytest.raises(ValueError, match="no parameter is called like 'qvk.*; some names are model.encoder"):
+        pretrain([*words, "--run.histograms", "['qvk*']"])  # fresh weights, which are made later
     assert not (tmp_path / "run").exists()
 
 

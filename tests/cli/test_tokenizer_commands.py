@@ -4,6 +4,11 @@ import pytest
 
 from bertlab.cli import vocabularies
 from bertlab.cli.main import main
+from bertlab.data.tokenizers import load_tokenizer
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.huggingface import save_model
+from bertlab.train.modules import settings_from
 
 
 def refused(command: list[str], monkeypatch, capsys) -> str:
@@ -34,3 +39,26 @@ def test_a_comparison_makes_the_folders_of_its_file(tmp_path, monkeypatch):
 def test_a_tokenizer_without_room_for_a_word_is_refused_before_its_text_is_read(tmp_path, monkeypatch, capsys):
     line = refused(["train", "--output", str(tmp_path / "new"), "--model_max_length", "0"], monkeypatch, capsys)
     assert "model_max_length must be 3 or more" in line and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "extend", "trim", "transplant"])
+def test_what_appears_at_the_place_while_a_command_works_stays(command, tmp_path, monkeypatch):
+    place, old = tmp_path / "new", str(tmp_path / "old")
+    tokenizer = load_tokenizer(vocabularies.train(None, old, vocab_size=300))
+    config = modernbert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
+                             **settings_from(tokenizer, {}))  # fmt: skip
+    save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
+
+    def while_it_reads(*_, **__):
+        place.mkdir()
+        (place / "mine.txt").write_text("of another command")
+        return ["a text of a few words and letters"] * 9
+
+    monkeypatch.setattr(vocabularies, "read_text", while_it_reads)
+    model, new = str(tmp_path / "model"), str(place)
+    words = {"train": [None, new], "transplant": [model, old, new, "nearest"]}
+    with pytest.raises(ValueError, match="something else has been put at .*new"):
+        getattr(vocabularies, command)(*words.get(command, [model, new]))
+    assert [file.name for file in place.iterdir()] == ["mine.txt"]
+    (beside,) = {one.name for one in tmp_path.iterdir()} - {"new", "old", "model"}  # nothing is lost
+    assert load_tokenizer(tmp_path / beside).mask_token == "[MASK]"

@@ -27,6 +27,7 @@ from bertlab.train.export import (
     write_onnx,
 )
 from bertlab.train.model_cards import check_card
+from bertlab.train.modules import load_encoder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -232,6 +233,21 @@ def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path
     with pytest.raises(ValueError, match="differs from torch"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, monkeypatch):
+    def write_spoilt(source, target):
+        model = load_encoder(place / "model").eval()
+        with torch.no_grad():
+            model.head.bias[7] = torch.nan
+        exporting.write_onnx(model, target)
+
+    monkeypatch.setattr(exporting, "write_int8", write_spoilt)
+    with pytest.raises(ValueError, match="model_int8.onnx gives nan nats.*int8=False"):
+        export_model(place / "model", tmp_path / "new", texts=TEXTS)
+    assert list(tmp_path.iterdir()) == []
+    export_model(place / "model", tmp_path / "new", texts=TEXTS, int8=False)  # as it says
+    assert not (tmp_path / "new" / "model_int8.onnx").exists()
 
 
 def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
