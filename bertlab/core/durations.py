@@ -28,7 +28,7 @@ class Duration:
 # %% ../../nbs/core/02_durations.ipynb #0720503c
 COUNT_SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 CLOCK_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-_NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)"
+_NUMBER = r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?)"
 _COUNT = re.compile(rf"{_NUMBER}\s*([kKMBT]?)\s*(|steps?|tokens?)")
 _SHARE = re.compile(rf"{_NUMBER}\s*%")
 # From the longest unit to the shortest, each at most once: 30m2h is a slip, not a duration.

@@ -10,7 +10,7 @@ __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import os
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from .cache import check_cache_directory, hash_tokenizer, num_ids_of
+from .cache import check_cache_directory, made_by, num_ids_of
 from .cache import tokenize_documents
 from .rows import Collator
 from .collators import check_collator_options, get_collator_cls
 from .corpus import Corpus, check_sizes, load_corpus, make_corpus
 from .diffusion import count_ends, writing_rows
 from .documents import Document, hash_files
-from .mixing import MixedRows, MixedStream, check_shortage, join_documents
+from .mixing import MixedRows, MixedStream, check_mixture, join_documents
 from .mixing import mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, check_overflow, special_ids
@@ -279,8 +279,7 @@ class Source:
 
     def _stored_part(self, part: str, tokenizer: Any) -> TokenizedDocuments:
         "Held out is a share of the first documents; nothing else is read for it."
-        made_by = self.stored.manifest.get("tokenizer")
-        if made_by not in (None, hash_tokenizer(tokenizer)):
+        if not made_by(tokenizer, self.stored.path, self.stored.manifest.get("tokenizer")):
             raise ValueError(f"{self} was tokenized by another tokenizer than this run's: name the "
                              f"one that made it, {Path(self.stored.path, 'tokenizer')}")
         self.stored.store.num_ids = num_ids_of(tokenizer)  # a larger id is of a damaged shard
@@ -456,7 +455,6 @@ def _check_values(options: dict, packing: dict, mixing: dict, max_sequence_lengt
                 options.get("max_documents"))
     check_lines(options.get("lines", "auto"))
     error_policy(options.get("on_error", "raise"), Counter())
-    check_shortage(mixing.get("on_shortage", "raise"))
     room = max_sequence_length - 2  # beside the two special tokens of a document
     check_overflow(room, packing.get("overflow", "split"), packing.get("overlap", 0))
 
@@ -511,6 +509,16 @@ def _held_out_texts(sources: list[Source], lanes: list[list[str]]) -> list[str]:
     return found
 
 
+def _in_turns(streams: list[TextStream]) -> Iterator[str]:
+    "A text of each stream, then another of each, until all have ended: none goes unheard."
+    waiting = deque(map(iter, streams))
+    while waiting:
+        stream = waiting.popleft()
+        for text in islice(stream, 1):
+            yield text
+            waiting.append(stream)
+
+
 def _collate_bare(collator: Callable, rows: list[dict]) -> dict[str, torch.Tensor]:
     "Collate rows of one document each, padded as the collator pads."
     return collator([bare_row(row) for row in rows])
@@ -563,6 +571,15 @@ def mix_lengths(
     return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
 
 # %% ../../nbs/data/16_module.ipynb #fb3de062
+def _check_cache_place(cache_dir: Any, sources: list[Source]) -> None:
+    "Raise `ValueError` for a cache whose files would be read as text of a source."
+    for source in sources if cache_dir is not None else ():
+        if source.is_named and (home := Path(source.origin).expanduser()).is_dir():
+            if Path(cache_dir).expanduser().resolve().is_relative_to(home.resolve()):
+                raise ValueError(f"cache_dir {cache_dir} is inside of {source.origin}, all files "
+                                 "of which are read: choose another directory")
+
+
 def _check_prompts(
     objective: Any, max_ends: int, streaming: bool, cache_dir: Any, cuts: list[str]
 ) -> None:
@@ -693,6 +710,8 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.mixing:
             rates = self.mixing.pop("mixing_rates")
             self.mixing["rates"], self.source_names = _name_rates(rates, self.sources)
+            check_mixture(self.source_names, **self.mixing)
+        _check_cache_place(cache_dir, self.sources + self.val_sources)
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
         self.batches = None  # the latest loader of planned rows
 
@@ -703,6 +722,9 @@ class PretrainingDataModule(L.LightningDataModule):
         documents from [CLS] to [SEP]. Without `val` a share of `train` is held out. To be called
         before `setup`.
         """
+        if self.streaming and train is not None:
+            raise ValueError("streaming reads files or hub datasets, and not what is in memory: "
+                             "set it to False")
         if train is not None:
             rows, fraction = _read_rows(train, self.text_column), self.sources[0].fraction
             self.sources = [Source(rows, validation_fraction=fraction,
@@ -716,9 +738,10 @@ class PretrainingDataModule(L.LightningDataModule):
     def training_texts(self) -> list[str]:
         "What a tokenizer is trained on: the training texts, or the beginning of a stream."
         if self.streaming:
-            streams = [_stream_texts(self.sources, True, lane, len(self.stream_lanes))
-                       for lane in self.stream_lanes or [None]]  # fmt: skip
-            return list(islice(chain.from_iterable(streams), TOKENIZER_SAMPLE))
+            streams = [_stream_texts([source], True) for source in self.sources] if self.mixing \
+                else [_stream_texts(self.sources, True, lane, len(self.stream_lanes))
+                      for lane in self.stream_lanes or [None]]
+            return list(islice(_in_turns(streams), TOKENIZER_SAMPLE))
         return [text for source in self.sources for text in source.texts("train")]
 
     def prepare_data(self) -> None:

@@ -88,7 +88,8 @@ def encode_rows(
     if texts and tokenizer is None:
         raise ValueError(f"row {min(texts)} is text: give the collator a tokenizer to read it")
     if texts:
-        ids = tokenizer(list(texts.values()), truncation=True, max_length=max_sequence_length)
+        ids = tokenizer(list(texts.values()), truncation=True, max_length=max_sequence_length,
+                        split_special_tokens=True)  # a text that says [MASK] means the word
         for number, row_ids in zip(texts, ids["input_ids"]):
             encoded[number] = {**encoded[number], "input_ids": row_ids}
     return encoded

@@ -447,12 +447,15 @@ class StoredArray:
         if mode != "clip":
             raise ValueError(f"mode must be 'clip', got {mode!r}")
         positions = np.clip(positions, 0, self.size - 1)
-        blocks = np.maximum(0, np.searchsorted(self.firsts[:-1], positions, "right") - 1)
-        found = np.empty(positions.shape, self.dtype)
-        for block in np.unique(blocks):
-            here = blocks == block
-            found[here] = self._block(int(block))[positions[here] - self.firsts[block]]
-        return found
+        flat = np.ravel(positions)
+        blocks = np.maximum(0, np.searchsorted(self.firsts[:-1], flat, "right") - 1)
+        # Sorted once: to look through all positions for each block would be their product.
+        order, found = np.argsort(blocks, kind="stable"), np.empty(flat.shape, self.dtype)
+        changes = np.flatnonzero(np.diff(blocks[order])) + 1
+        for here in np.split(order, changes) if len(order) else ():
+            block = int(blocks[here[0]])
+            found[here] = self._block(block)[flat[here] - self.firsts[block]]
+        return found.reshape(positions.shape)
 
     def _block(self, block: int) -> np.ndarray:
         if not self.store.manifest["documents"]:  # no block holds the only offset there is

@@ -139,7 +139,10 @@ def open_dataset(name: str, split: str, config_name: str | None, streaming: bool
     try:
         if saved_to_disk(name):
             data = datasets.load_from_disk(name)
-            data = data[base] if isinstance(data, dict) else data
+            if isinstance(data, dict):
+                data = data[base]
+            elif base not in ("train", str(data.split)):  # else it would validate on all of it
+                raise ValueError(f"it was saved without splits, and {base!r} is none of it")
         else:
             with offline_if_unreachable():
                 data = datasets.load_dataset(
@@ -317,11 +320,16 @@ class TextStream:
             rows = rows_of(part, *options, self.place, self.header)
             yield from (text for _, text in rows if text.strip())
             return
+        if self.data is not None:
+            self.hub = self.data.state_dict()
         data = open_dataset(part, self.split, self.config_name, True)
         self.data = data.to_iterable_dataset() if hasattr(data, "select") else data
         if self.hub:
             self.data.load_state_dict(self.hub)
-        for row in self.data:
+        # Row by row, a dataset gives each worker of a loader a share of its own; who deals texts
+        # out (`shard`, `PackedStream`) counts on all of them.
+        for columns in self.data.iter(1):
+            row = {name: values[0] for name, values in columns.items()}
             for text in read_cell(row, column, f"{part} row {self.number + 1}", self.on_error):
                 if text.strip():
                     yield text

@@ -7,6 +7,7 @@ __all__ = ['open_source', 'ShuffledReader', 'StreamWindow', 'cut_document', 'Bes
            'StreamBatches', 'TokenStream', 'LanedStream']
 
 # %% ../../nbs/data/14_streaming.ipynb #061752d6
+import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -263,9 +264,9 @@ class RowPacker:
         if len(buffer) < self.buffer_size:
             if self.last_rows is None:
                 self.last_rows = buffer.plan_rest()[::-1]
-            row = self.last_rows.pop()
-            for window in row:
-                buffer.take(len(window.ids) + buffer.num_special)
+            # Of windows of one length the buffer gives the oldest: that is the one that goes out.
+            lengths = [len(window.ids) + buffer.num_special for window in self.last_rows.pop()]
+            row = [buffer.take(length) for length in lengths]
         else:
             row = buffer.fill_row()
         self.counts["rows"] += 1
@@ -483,7 +484,8 @@ class StreamBatches(PackingReport):
         for batch, state in loader:
             if self.latest:
                 delivered = self.latest["delivered"] + self.stream.block_size
-                self.latest = {**self.stream.merge(self.latest, state), "delivered": delivered}
+                snapshot = state and pickle.loads(state)
+                self.latest = {**self.stream.merge(self.latest, snapshot), "delivered": delivered}
             yield batch
         self.latest = None
         self.stream.set_epoch(self.stream.epoch + 1)
@@ -506,9 +508,10 @@ class StreamBatches(PackingReport):
 
 def _collate_with_state(
     collator: Callable[[list[dict]], Any], rows: list[dict]
-) -> tuple[Any, dict | None]:  # the batch, and the state that came with its first row
+) -> tuple[Any, bytes | None]:  # the batch, and the state that came with its first row
     state = rows[0].pop("stream_state", None)
-    return collator(rows), state
+    # As bytes: on its way to a GPU torch would visit each of the state's million numbers.
+    return collator(rows), state and pickle.dumps(state)
 
 # %% ../../nbs/data/14_streaming.ipynb #97607eb4
 class TokenStream:

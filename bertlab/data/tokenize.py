@@ -33,6 +33,7 @@ import numpy as np
 from ..core.files import move_aside, written_directory
 from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
+from .cache import made_by
 from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
 from .documents import marks_in
 from .packing import read_ids
@@ -624,8 +625,8 @@ def tokenize_shards(
 ) -> dict[str, Any]:  # the manifest; on a cluster, what was queued
     """Turn text into shards of tokens. What was stopped goes on when it is called again.
 
-    The order of documents is that of the source. Raises `ValueError` before long work, and where a
-    process dies.
+    Files come first, then datasets, each in the order of the source. Raises `ValueError` before
+    long work, and where a process dies.
     """
     look_up(executor, dict.fromkeys(EXECUTORS), "executor")
     for name, value in (("workers", workers), ("shard_tokens", shard_tokens)):
@@ -646,9 +647,13 @@ def tokenize_shards(
         loaded.save_pretrained(saved)
         loaded = load_tokenizer(saved)  # its fingerprint is of what others will load
     cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+    fingerprint = hash_tokenizer(loaded)
+    if (output / "manifest.json").exists():
+        kept = read_manifest(output).get("tokenizer")
+        fingerprint = kept if kept and made_by(loaded, output, kept) else fingerprint
     job_of = lambda first: Job(  # noqa: E731
         tuple(parts), reading, str(output.absolute()), serialize_tokenizer(loaded),
-        hash_tokenizer(loaded), id_dtype(loaded), tuple(filters or ()), near_duplicates,
+        fingerprint, id_dtype(loaded), tuple(filters or ()), near_duplicates,
         shard_tokens, first, num_ids_of(loaded))  # fmt: skip
     job = _check_place(job_of, output, append, overwrite)
     if job is None:

@@ -60,7 +60,7 @@ def test_the_table_of_cases(value, amount, unit):
 REFUSED = [
     "", " ", "h", "tokens", "%", "M", "two hours", "10 parsecs", "10b", "10m tokens", "10 M steps tokens",
     "2h30", "30m2h", "2h2h", "2h30mx", "2:30", "1,000", "1__0", "1_", "_1", "10%%", "% 10", "0x10", "inf", "nan",
-    "-", "--5", "1e-5 tokens", ".", "1.", "２h", "2h\x00", True, False, None, math.nan, math.inf, -math.inf, [1], 1j,
+    "-", "--5", "1e-5 tokens", "1e5000 tokens", "1e300000000 tokens", ".", "1.", "２h", "2h\x00", True, False, None, math.nan, math.inf, -math.inf, [1], 1j,
 ]  # fmt: skip
 
 

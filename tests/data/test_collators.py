@@ -415,6 +415,16 @@ def test_text_is_tokenized_truncated_and_masked_without_its_special_tokens():
     assert torch.equal(pickle.loads(pickle.dumps(collate))(rows)["labels"], batch["labels"])
 
 
+def test_a_text_that_says_a_special_token_means_the_word():
+    collate = MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(), mlm_probability=1.0, mask_replace_prob=1.0,
+                                                            random_replace_prob=0.0)  # fmt: skip
+    batch = collate(["the [MASK] sat [SEP] on"])
+    length = int((batch["attention_mask"] == 1).sum())
+    ids, labels = (batch[name][0, :length].tolist() for name in ("input_ids", "labels"))
+    assert ids[-1] == 3 and 3 not in ids[1:-1]  # one document to its end, "[", "SEP", "]" among its words
+    assert [one for one in labels if one != IGNORED] == [5, 7, 8]  # what this vocabulary knows
+
+
 def test_ids_text_and_keys_may_be_mixed_with_other_columns():
     collate = MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(), text_column="body",
                                                             max_sequence_length=8)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -135,6 +136,12 @@ def test_a_column_of_a_dataset_in_memory_is_found_in_any_case_or_by_number(colum
     data.set_datasets(datasets.Dataset.from_dict({"id": list(range(40)), "Text": texts}), texts)
     data.setup()
     assert texts_of(data.train_dataset) == sorted(texts)
+
+
+def test_what_is_in_memory_is_no_stream():
+    data = make_module("a.txt", streaming=True)
+    with pytest.raises(ValueError, match="streaming reads files or hub datasets"):
+        data.set_datasets(make_texts(9))
 
 
 def test_a_dataset_without_the_column_lists_those_it_has():
@@ -321,6 +328,30 @@ def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):
     assert "first documents of the stream" in data.describe()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_streamed_hub_dataset_is_read_whole_by_any_number_of_workers(tmp_path, num_workers):
+    "`datasets` would give each worker files of its own, and each worker packs a share of what it reads."
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n")
+    texts = [f"w{n % 90} w{n // 90} w7" for n in range(188)]
+    for number in range(4):
+        rows = (json.dumps({"text": text}) for text in texts[47 * number : 47 * number + 47])
+        write_lines(tmp_path / "hub" / f"{number}.jsonl", rows)
+    data = set_up(str(tmp_path / "hub"), streaming=True, num_workers=num_workers, max_sequence_length=8, train_batch_size=2,
+                  data_kwargs={"shuffle_buffer": 0})  # fmt: skip
+    held, batches = texts_of(data.val_dataset), data.train_dataloader()
+    read, state = [], None
+    for batch in islice(batches, 85):  # a document a row: the pass has 170
+        read += [TOKENIZER.decode(row[row > 3]) for row in original_ids(batch)]
+        state = batches.state_dict() if len(read) == 100 else state
+    assert held == sorted(text for n, text in enumerate(texts) if n % 10 == 9)
+    assert sorted(read + held) == sorted(texts)
+    resumed = data.train_dataloader()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    again = [TOKENIZER.decode(row[row > 3]) for batch in take(resumed, 35) for row in original_ids(batch)]
+    assert again == read[100:]
+
+
 def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
     path = write_lines(tmp_path / "a.txt", make_texts(4100, longest=6))  # three batches of texts
     make = lambda: TokenStream(TextStream([path], leave_out=lambda number: number % 10 == 9), TOKENIZER)
@@ -457,6 +488,16 @@ MISTAKES = {
     "shortage": ({"train_dataset_name_or_path": ["a.txt", "b.txt"],
                   "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"}}, "on_shortage must be .*got 'x'"),
     "stream": ({"streaming": True, "train_dataset_name_or_path": None}, "name one, or set it to False"),
+    **{name: ({"train_dataset_name_or_path": ["a.txt", "b.txt"], "data_kwargs": {"mixing_rates": [1, 1], **option}}, words)
+       for name, option, words in (
+           ("a rate's name", {"mixing_rates": {"a.txt": 1, "c.txt": 1}}, "only one of them has .*'b.txt', 'c.txt'"),
+           ("a rate below 0", {"mixing_rates": [1, -1]}, "rates.*must be 0 or more, got -1"),
+           ("no rate", {"mixing_rates": [0, 0]}, "all rates are 0"),
+           ("no budget", {"budget_tokens": 0}, "budget_tokens must be 1 or more"),
+           ("no repetition", {"max_repetition": 0}, "max_repetition of 'a.txt' must be above 0"),
+           ("a repetition's name", {"max_repetition": {"a.txt": 1, "b.txt": 1, "c": 2}}, "max_repetition names .*'c'.*a.txt"),
+           ("more than all of a source", {"max_source_fraction": 2}, "max_source_fraction of 'a.txt'"),
+           ("a fraction's name", {"max_source_fraction": {"typo": 0.5}}, "max_source_fraction names .*'typo'"))},
 }
 
 
@@ -482,6 +523,13 @@ def test_a_cache_directory_that_cannot_be_used_is_named_before_the_text_is_read(
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cache_dir .*file"):
         set_up(str(tmp_path / "none.txt"), cache_dir=tmp_path / "file" / "cache")
+
+
+def test_a_cache_inside_of_its_source_is_refused_because_it_would_be_read_as_text(tmp_path):
+    write_lines(tmp_path / "a.txt", make_texts(20))
+    with pytest.raises(ValueError, match="cache_dir .* is inside of"):
+        make_module(str(tmp_path), cache_dir=tmp_path / "cache")
+    make_module(str(tmp_path / "a.txt"), cache_dir=tmp_path / "cache")
 
 
 def test_a_batch_larger_than_an_epoch_and_a_stream_without_steps_are_refused(tmp_path):
@@ -587,6 +635,14 @@ def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
     assert streamed.training_texts() == [text for n, text in enumerate(texts) if n % 10 != 9]
     planned.setup()
     assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
+
+
+def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("bertlab.data.module.TOKENIZER_SAMPLE", 60)
+    parts = [make_texts(103, seed=1), make_texts(57, seed=2)]
+    paths = [write_lines(tmp_path / f"{n}.txt", part) for n, part in enumerate(parts)]
+    heard = make_module(paths, streaming=True, data_kwargs={"mixing_rates": [1, 1]}).training_texts()
+    assert sorted(heard) == sorted(text for part in parts for text in [t for n, t in enumerate(part) if n % 10 != 9][:30])
 
 
 @pytest.mark.parametrize("streaming", [False, True])

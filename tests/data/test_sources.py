@@ -128,6 +128,7 @@ def test_a_saved_dataset_is_streamed_sliced_and_resumed(tmp_path):
     resumed.load_state_dict(stream.state_dict())
     assert head + list(resumed) == TEXTS[5:]
     assert texts_of(name, split="train[:20%]") == TEXTS[:5]  # 4.6, rounded
+    assert list(itertools.islice(stream, 3)) == TEXTS[9:12]  # a second iteration goes on where the first stopped
 
 
 @pytest.mark.parametrize("column", ["Text", "text", "TEXT", "2", "-1", 2])

@@ -310,6 +310,18 @@ def test_datasets_streams_resume_and_are_not_shared_out_to_workers(kind):
         assert head + list(resumed) == expected, f"{num_workers} workers"
 
 
+def test_of_equally_long_windows_the_one_that_is_delivered_leaves_the_buffer():
+    "Rows of the last windows are planned at once, and the plan takes equal ones in another order than the buffer."
+    documents = [[1] * 17, [2] * 14, [3] * 14, [4] * 2, [5] * 2]
+    whole = [row["input_ids"].tolist() for row in PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)]
+    for stop in range(1, len(whole) + 1):
+        stream = PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)
+        head = [row["input_ids"].tolist() for row in islice(stream, stop)]
+        resumed = PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert head + [row["input_ids"].tolist() for row in resumed] == whole, stop
+
+
 def test_a_stream_without_an_end_is_packed_as_it_comes():
     def endless(epoch):
         rng = np.random.default_rng(epoch)

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from bertlab.data import cache as token_cache
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.packing import PackedDataset
-from bertlab.data.cache import check_cache_directory, hash_tokenizer, text_batches, tokenize_documents
+from bertlab.data.cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer, serialize_tokenizer
+from bertlab.data.cache import text_batches, tokenize_documents
 from bertlab.data.shards import CacheError, StaleCache, open_shards
 
 TEXTS = [f"Document {i} says [MASK] and {'more ' * (i % 7)}[SEP], {i}." for i in range(50)] + ["", "Ünï ☃", " "]
@@ -353,6 +354,14 @@ def test_a_process_that_has_used_threads_forks_without_a_warning(tokenizer, monk
         documents = tokenize_documents(TEXTS, tokenizer, num_proc=2)
     assert rows(documents) == expected(tokenizer, TEXTS)
     assert "fork" not in capfd.readouterr().err and os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+def test_two_readings_in_processes_may_end_in_any_order(tokenizer, monkeypatch, small_batches):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    encoder = Encoder(serialize_tokenizer(tokenizer))
+    one, two = (encode_batches(text_batches(TEXTS), encoder, 2) for _ in range(2))
+    next(one), next(two)
+    assert len(list(one)) == len(list(two)) and "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
