@@ -331,12 +331,14 @@ def _describe(kind: str, index: int, measure: bool) -> Device:
     name, memory = _name_and_memory(kind, index)
     precision, reason = default_precision(kind, index)
     capability = torch.cuda.get_device_capability(index) if kind == "cuda" else AMPERE
-    attention = describe_attention(kind, precision, capability=capability)
+    attention, why = describe_attention(kind, precision, capability=capability)
+    if kind == "cuda":  # where nobody chooses, transformers writes sdpa
+        why += "; pretraining takes it by model_kwargs: {attn_implementation: auto}, else sdpa"
     peak = peak_flops(name, precision)
     if peak is None and measure and kind != "tpu":  # a TPU is left alone
         place = f"cuda:{index}" if kind == "cuda" else kind
         peak = measured_peak_flops(precision, device=place), "measured on matrix products"
-    return Device(kind, name, memory, precision, reason, *attention, peak)
+    return Device(kind, name, memory, precision, reason, attention, why, peak)
 
 
 def find_devices(
