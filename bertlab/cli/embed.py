@@ -12,13 +12,18 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
+from ..core.devices import check_request
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
-from ..core.reading import format_yaml
+from ..core.reading import format_yaml, one_line
+from ..data.sources import looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
@@ -30,6 +35,7 @@ from ..embeddings.tasks import retrieval_table, tfidf_scores
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
 from ..train.monitors import get_progress
+from ..train.parallel import count_processes, find_launch
 from ..train.steps import count_readers
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
@@ -51,6 +57,18 @@ class EmbedChoices:
                 raise ValueError(f"run.{name} must be above 0, got {value}")
 
 
+def _check_devices(trainer: Mapping[str, Any]) -> None:
+    "Raise `ValueError` for a device that cannot be had, and for more processes than one."
+    check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    launch = find_launch()
+    count = launch.world_size if launch else count_processes(
+        {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")})
+    if count > 1:  # each would write run.yaml, numbers and model to the same directory
+        raise ValueError(f"bertlab embed finetune trains in one process, and {count} are asked "
+                         "for: leave trainer.devices and trainer.num_nodes at 1, or train with "
+                         "EmbeddingModule and make_trainer in a script of your own")
+
+
 def finetune_embeddings(
     words: Sequence[str] | Asked = (),  # of the command line
     resume: bool | str = False,  # True, or the directory of the run
@@ -64,6 +82,7 @@ def finetune_embeddings(
     config = {name: dict(part) if isinstance(part, Mapping) else part
               for name, part in asked.config.items()}
     choices, output = EmbedChoices(**config["run"]), Path(config["run"]["output"])
+    _check_devices(config["trainer"])
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
     check_run_directory(output, again, overwrite, option="--run.output")
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]
@@ -86,8 +105,11 @@ def finetune_embeddings(
     callbacks = [history, NonFiniteGuard(), *get_progress(choices.progress, history),
                  *(given.pop("callbacks", None) or []), series]
     has_validation = "validation" in data.datasets
-    trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=max(
-        1, steps // choices.validations) if has_validation else None, **given)
+    every = max(1, steps // choices.validations) if has_validation else None
+    try:
+        trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {one_line(error)}") from None
     checkpoint = find_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
         check_resume(checkpoint, module, data, steps, processes=count_readers(trainer),
@@ -112,15 +134,16 @@ def finetune_embeddings(
 
 # %% ../../nbs/cli/06_embed.ipynb #a9d792e5
 def load_bi_encoder(
-    model: str,
+    model: str,  # directory or hub name
     max_sequence_length: int | None = None,
     pooling: str | None = None,
-) -> BiEncoder:
+) -> BiEncoder:  # on the GPU where there is one
     "Load a model for a command. Raises `ValueError` for a directory that does not exist."
-    if "/" in model and not Path(model).expanduser().exists():
+    if not Path(model).expanduser().exists() and not looks_like_hub_name(model):
         raise ValueError(f"there is no model {model}")
     given = {"max_sequence_length": max_sequence_length, "pooling": pooling}
-    return BiEncoder.load(model, **{k: v for k, v in given.items() if v is not None})
+    loaded = BiEncoder.load(model, **{k: v for k, v in given.items() if v is not None})
+    return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def embed_encode(

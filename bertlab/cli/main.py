@@ -257,10 +257,9 @@ def _finetune(asked: Asked) -> None:
 
 def _predict(asked: Asked) -> None:
     "Predict for a file or standard input."
-    for name in ("directory", "file"):
-        path = asked.config[name]
-        if path != "-" and (name == "file" or "/" in path) and not Path(path).expanduser().exists():
-            raise ValueError(f"there is no {name} {path}")
+    file = asked.config["file"]
+    if file != "-" and not Path(file).expanduser().exists():
+        raise ValueError(f"there is no file {file}")
     check_model_place(asked.config["directory"])
     from bertlab.cli.finetune import predict  # torch: seconds
 
@@ -463,6 +462,8 @@ def _embed(asked: Asked) -> None:
     "Do the work of a command about text vectors."
     trains = asked.command == "embed finetune"
     output = _check_place(asked) if trains else ""
+    if not trains:
+        check_model_place(asked.config["model"])
     from bertlab.cli import embed  # torch: seconds
 
     quieten()

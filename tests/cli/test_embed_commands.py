@@ -4,11 +4,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from embedding_cases import WORDS, draw_pairs, small_config, small_tokenizer
 
+from bertlab.cli.embed import load_bi_encoder
 from bertlab.cli.main import main
 from bertlab.cli.options import COMMANDS
+from bertlab.embeddings.bi_encoder import BiEncoder
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +135,42 @@ def test_an_evaluation_on_texts_without_words_keeps_the_model_s_numbers(place, c
     assert lines[-1].startswith("mean of word vectors: left out") and "have none" in lines[-1]
 
 
+def test_a_command_s_model_works_on_the_gpu_where_there_is_one(place, monkeypatch):
+    moved = []
+    monkeypatch.setattr(BiEncoder, "to", lambda self, device: moved.append(device) or self)
+    for there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert isinstance(load_bi_encoder(str(place / "run")), BiEncoder) and moved.pop() == device
+
+
+@pytest.mark.parametrize("words", [("encode", "{texts}", "--output", "v.npy"), ("search", "{texts}", "x"),
+                                   ("evaluate", "--data", "{pairs}", "--baselines", "false")])  # fmt: skip
+def test_a_model_may_be_named_as_the_hub_names_it(place, capsys, monkeypatch, tmp_path, words):
+    monkeypatch.chdir(tmp_path)
+    load, asked = BiEncoder.load, []
+
+    def load_from_hub(name, **options):
+        asked.append(name)
+        return load(place / "run", **options)
+
+    monkeypatch.setattr(BiEncoder, "load", load_from_hub)
+    named = {"texts": place / "texts", "pairs": place / "pairs.jsonl"}
+    command, *rest = (word.format(**named) for word in words)
+    status, _, error = run(capsys, command, "somebody/vectors", *rest)
+    assert status == 0 and asked == ["somebody/vectors"], error
+
+
 MISTAKES = {
-    "no model": (("search", "no/model", "{texts}", "x"), "no model"),
+    "no model": (("search", "./no/model", "{texts}", "x"), "no directory ./no/model"),
     "no place": (("search", "{run}", "no/folder", "x"), "no/folder"),
     "no query": (("search", "{run}", "{texts}", ""), "queries"),
     "no pairs": (("finetune", "--model.model_config_kwargs", "{{}}", "--run.output", "new", "--model.pretrained_tokenizer_name_or_path",
                   "{tokenizer}", "--data.dataset_name_or_path", "no.jsonl"), "no.jsonl"),
     "nothing to start from": (("finetune", "--data.dataset_name_or_path", "{pairs}", "--run.output", "new"), "start from"),
+    "two processes": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.devices", "2"), "trainer.devices"),
+    "two machines": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.num_nodes", "2"), "trainer.num_nodes"),
+    "half a batch too many": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.limit_train_batches", "1.5"),
+                              "limit_train_batches"),
     "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),
@@ -150,10 +182,19 @@ MISTAKES = {
 def test_a_mistake_is_one_line_that_names_it(place, capsys, name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words, expected = MISTAKES[name]
-    named = {"run": place / "run", "texts": place / "texts", "pairs": place / "pairs.jsonl", "tokenizer": place / "tokenizer"}
+    named = {"run": place / "run", "texts": place / "texts", "pairs": place / "pairs.jsonl", "tokenizer": place / "tokenizer",
+             "config": place / "embed.yaml"}  # fmt: skip
     status, _, error = run(capsys, *(word.format(**named) for word in words))
     assert status == 2 and expected in error
     assert name == "no such command" or error.count("\n") == 1, error
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_of_several_processes_of_a_launcher_is_refused(place, capsys, monkeypatch, tmp_path):
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    status, _, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new")
+    assert status == 2 and "2 are asked for" in error and not (tmp_path / "new").exists()
 
 
 def test_the_family_lists_its_commands(capsys):

@@ -105,6 +105,7 @@ WRONG = [  # words, and parts of the answer: what it is about, and what to do
     (["finetune", "--model.pretrained_model_name_or_path", "run"], ["directory of a run"]),
     (["predict", "empty", "own.csv"], ["empty holds no model"]),
     (["predict", "run", "nowhere.csv"], ["no file nowhere.csv"]),
+    (["predict", "./nowhere", "own.csv"], ["no directory ./nowhere"]),
     (["predict"], ["directory is missing"]),
     (["demo", "--data", "utf16.txt"], ["iconv -f utf-16"]),
     (["demo", "--dta", "own.txt"], ["did you mean 'data'"]),
