@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
+from .vocabularies import check_new_file
 from ..core.devices import check_request
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.reading import format_yaml, one_line
@@ -188,16 +189,20 @@ def embed_search(
         queries = [line.strip() for line in sys.stdin if line.strip()]
     if not [query for query in queries if query.strip()]:
         raise ValueError("queries are empty: say what to look for")
+    if top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, got {top_k}")
     if not Path(place).expanduser().exists():
         raise ValueError(f"there is no {place}; name an index, a file or a folder of texts")
-    is_index = (Path(place) / "store.json").is_file()
-    documents = None if is_index else source_documents([place], text_column, lines)
+    index = TextIndex.open(place) if (Path(place) / "store.json").is_file() else None
+    documents = source_documents([place], text_column, lines) if index is None else None
     loaded = load_bi_encoder(model)
-    with tempfile.TemporaryDirectory() as temporary:
-        if not is_index:
-            encode_texts(loaded, documents, Path(temporary) / "index", place)
-        index = TextIndex.open(place if is_index else Path(temporary) / "index")
+    if index is not None:
+        index.prepare_model(loaded)
         index.check_model(loaded)
+    with tempfile.TemporaryDirectory() as temporary:
+        if index is None:
+            encode_texts(loaded, documents, Path(temporary) / "index", place)
+            index = TextIndex.open(Path(temporary) / "index")
         found = index.search(loaded, queries, top_k)
     told = []
     for query, hits in zip(queries, found):
@@ -225,6 +230,8 @@ def embed_evaluate(
     output: str | None = None,  # file for the numbers, .json
 ) -> str:  # the table
     "Measure how well a model finds texts, beside what counting words reaches."
+    if output is not None:
+        check_new_file(output)
     if data is None and task != "all" and task not in TASKS:
         load_retrieval(task)  # raises, and lists the names
     if data is not None:
@@ -233,6 +240,7 @@ def embed_evaluate(
     else:
         tasks = [load_retrieval(name) for name in (TASKS if task == "all" else [task])]
     loaded = load_bi_encoder(model)
+    by_mteb = mteb_scores(model, mteb) if mteb else {}  # first, for it may be missing
     told, numbers = [], {}
     for one in tasks:
         left_out: list[str] = []
@@ -249,8 +257,8 @@ def embed_evaluate(
         numbers[one.name] = {name: {m: bootstrap(v) for m, v in values.items()}
                              for name, values in found.items()}
     if mteb:
-        numbers["mteb"] = mteb_scores(model, mteb)
-        told += [f"{name}: {value:.4f} (mteb)" for name, value in numbers["mteb"].items()]
+        numbers["mteb"] = by_mteb
+        told += [f"{name}: {value:.4f} (mteb)" for name, value in by_mteb.items()]
     if output is not None:
         with written_whole(output) as temporary:
             temporary.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")

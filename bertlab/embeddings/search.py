@@ -24,6 +24,7 @@ from ..core.reading import read_json
 from ..data.documents import Document
 from ..data.sources import find_documents
 from .bi_encoder import BiEncoder
+from .pooling import POOLINGS
 
 # %% ../../nbs/embeddings/08_search.ipynb #80bb682f
 def search_vectors(
@@ -70,6 +71,7 @@ def model_fingerprint(model: BiEncoder) -> str:
 
 FORMS = (".npy", ".parquet", "")  # vectors; texts and vectors; a directory to search in
 _STORE = "store.json"
+_READING = ("pooling", "max_sequence_length")  # how a model reads a text: it may be told otherwise
 
 
 def check_form(output: str | os.PathLike, overwrite: bool = False) -> str:  # one of FORMS
@@ -78,6 +80,9 @@ def check_form(output: str | os.PathLike, overwrite: bool = False) -> str:  # on
     if path.suffix not in FORMS:
         raise ValueError(f"output {path} must end in .npy or .parquet, or name a directory to "
                          "search in")
+    if path.suffix and path.is_dir():
+        raise ValueError(f"output {path} is a directory, and {path.suffix} is written as a file; "
+                         "choose another name")
     taken = path.is_file() or (path / _STORE).is_file()
     if taken and not overwrite:
         raise ValueError(f"{path} exists already; pass overwrite to replace it, or name another")
@@ -114,6 +119,7 @@ def encode_texts(
                 raise ValueError(f"{parts} holds a run that was stopped, with another {key} "
                                  f"({state.get(key)!r}, not {value!r}); go on with that one, or "
                                  "delete the directory")
+    state |= {name: getattr(model, name) for name in _READING}  # for whoever searches
     parts.mkdir(parents=True, exist_ok=True)
     stream = (d for d in documents() if d.text.strip())
     _skip_done(stream, parts, state["num_parts"])
@@ -230,12 +236,15 @@ class TextIndex:
 
     @classmethod
     def open(cls, directory: str | os.PathLike) -> "TextIndex":
-        "Open an index; nothing is read yet. Raises `ValueError` for a directory that is none."
+        "Open an index; no vector is read yet. Raises `ValueError` for a directory that is none."
         directory = Path(directory)
         if not (directory / _STORE).is_file():
             raise ValueError(f"{directory} holds no index ({_STORE} is missing); make one with "
                              "bertlab embed encode")
         store = read_json(directory / _STORE)
+        if not isinstance(store.get("model"), str):
+            raise ValueError(f"{directory / _STORE} does not say which model made the vectors: it "
+                             "is damaged, or not of bertlab embed encode; encode the texts again")
         vectors = np.load(directory / "vectors.npy", mmap_mode="r")
         return cls(directory, vectors, np.load(directory / "begins.npy", mmap_mode="r"), store)
 
@@ -249,8 +258,22 @@ class TextIndex:
             row = json.loads(file.readline())
         return row["text"], row["source"]
 
+    def prepare_model(self, model: BiEncoder) -> None:
+        "Let a model pool and cut texts as the index says that its own model did."
+        pooling = self.store.get("pooling")  # earlier versions wrote neither
+        if pooling in [*POOLINGS]:
+            model.pooling, model.pool = pooling, POOLINGS[pooling]
+        model.max_sequence_length = (self.store.get("max_sequence_length")
+                                     or model.max_sequence_length)
+
     def check_model(self, model: BiEncoder) -> None:
-        "Raise `ValueError` for a model other than the one that made the vectors."
+        "Raise `ValueError` for a model, or a reading, other than the one that made the vectors."
+        for name in _READING:
+            own, given = self.store.get(name), getattr(model, name)
+            if own not in (None, given):
+                raise ValueError(f"{self.directory} was made with {name}={own!r}, and the model "
+                                 f"has {given!r}: call index.prepare_model(model), or encode the "
+                                 "texts again")
         if model_fingerprint(model) != self.store["model"]:
             raise ValueError(f"{self.directory} was made by another model, and vectors of two "
                              "models cannot be compared; encode the texts again")

@@ -99,6 +99,16 @@ def test_a_query_finds_its_text_in_an_index_and_in_a_folder(place, capsys, tmp_p
     assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
 
 
+def test_an_index_is_searched_as_it_was_encoded(place, capsys, tmp_path):
+    words = ["--max_sequence_length", "4", "--pooling", "cls"]
+    assert run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / "index", *words)[0] == 0
+    query = (place / "texts/a.txt").read_text().splitlines()[7]
+    status, said, error = run(capsys, "search", place / "run", tmp_path / "index", query, "--as_json")
+    assert status == 0, error
+    best = [hit for hit in map(json.loads, said.splitlines()) if hit["score"] > 1 - 1e-4]
+    assert query in [hit["text"] for hit in best]
+
+
 def test_an_evaluation_has_the_baselines_in_its_table(place, capsys, tmp_path):
     status, said, error = run(capsys, "evaluate", place / "run", "--data", place / "pairs.jsonl", "--late",
                               "--output", tmp_path / "numbers.json")  # fmt: skip
@@ -174,6 +184,8 @@ MISTAKES = {
     "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),
+    "a table as output": (("evaluate", "{run}", "--data", "{pairs}", "--output", "{pairs}"), "is there already"),
+    "no hits": (("search", "{run}", "{texts}", "x", "--top_k", "0"), "top_k"),
     "no such command": (("serach", "x"), "search"),
 }  # fmt: skip
 

@@ -131,6 +131,40 @@ def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
         TextIndex.open(tmp_path)
 
 
+def test_an_index_names_the_reading_that_a_model_of_its_own_lacks(tmp_path):
+    docs = documents(10)
+    encode_texts(make_model(pooling="cls", max_sequence_length=8), lambda: docs, tmp_path / "index")
+    index, model = TextIndex.open(tmp_path / "index"), make_model()
+    with pytest.raises(ValueError, match="pooling='cls', and the model has 'mean'"):
+        index.check_model(model)
+    index.prepare_model(model)
+    index.check_model(model)
+    assert np.allclose(model.encode([d.text for d in docs]), index.vectors_ND, atol=1e-6)
+    other = make_model("bert")
+    index.prepare_model(other)
+    with pytest.raises(ValueError, match="another model"):
+        index.check_model(other)
+
+
+def test_an_index_that_does_not_say_its_model_is_refused(tmp_path):
+    encode_texts(make_model(), documents, tmp_path / "index")
+    store = json.loads((tmp_path / "index/store.json").read_text())
+    for broken in ({k: v for k, v in store.items() if k != "model"}, {**store, "model": None}, []):
+        (tmp_path / "index/store.json").write_text(json.dumps(broken))
+        with pytest.raises(ValueError, match="store.json"):
+            TextIndex.open(tmp_path / "index")
+
+
+def test_an_index_of_an_earlier_version_still_answers(tmp_path):
+    model = make_model()
+    encode_texts(model, documents, tmp_path / "index")
+    store = json.loads((tmp_path / "index/store.json").read_text())
+    (tmp_path / "index/store.json").write_text(json.dumps({k: store[k] for k in store if k not in ("pooling", "max_sequence_length")}))
+    index = TextIndex.open(tmp_path / "index")
+    index.prepare_model(model)
+    index.check_model(model)
+
+
 def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     import bertlab.embeddings.search as module
 
@@ -168,7 +202,8 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
     (tmp_path / "old.npy").write_bytes(b"x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("x")
-    for name, word in (("v.txt", "must end"), ("old.npy", "exists"), ("full", "no empty directory")):
+    (tmp_path / "folder.npy").mkdir()
+    for name, word in (("v.txt", "must end"), ("old.npy", "exists"), ("full", "no empty directory"), ("folder.npy", "is a directory")):
         with pytest.raises(ValueError, match=word):
             encode_texts(model, documents, tmp_path / name)
     assert encode_texts(model, documents, tmp_path / "old.npy", overwrite=True) == 50
