@@ -108,7 +108,9 @@ class ContrastiveRule:
     def _pick(self, from_QD: Tensor, groups_Q: Tensor, to_ND: Tensor, groups_N: Tensor,
               targets_Q: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
         "One direction at one width."
-        cosines_QN = from_QD @ to_ND.T
+        # In bfloat16 cosines near 1 are 0.004 apart, which a low temperature magnifies.
+        with torch.autocast(from_QD.device.type, enabled=False):
+            cosines_QN = from_QD @ to_ND.T
         forbidden_QN = find_forbidden(cosines_QN, groups_Q, groups_N, targets_Q,
                                       self.false_negative_margin)
         return info_nce(cosines_QN / temperature, targets_Q, forbidden_QN)

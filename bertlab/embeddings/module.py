@@ -331,7 +331,8 @@ class EmbeddingModule(TrainingModule):
                              d_ND[num_pairs:].unflatten(0, (num_pairs, -1))], 1)
         teacher_QC = batch["teacher_scores"]
         full_Q = (batch["labels"] != IGNORED) & torch.isfinite(teacher_QC).all(1)
-        student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
+        with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveRule`
+            student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
         # A pair without all its candidates counts nothing: both sides get the same scores.
         teacher_QC = torch.where(full_Q[:, None], teacher_QC.to(student_QC), student_QC.detach())
         student_QC = torch.where(full_Q[:, None], student_QC, student_QC.detach())

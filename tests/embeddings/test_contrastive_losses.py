@@ -49,6 +49,19 @@ def test_both_directions_and_prefixes_are_means_of_single_losses():
     assert parts.loss_sum.item() == pytest.approx(total / 3, rel=1e-9)
 
 
+def test_autocast_rounds_no_cosines():
+    made = torch.Generator().manual_seed(0)
+    q = torch.randn(32, 16, generator=made, requires_grad=True)
+    d = (q.detach() + torch.randn(32, 16, generator=made)).requires_grad_()
+    groups, grads = torch.arange(32), []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            parts = ContrastiveRule(both_directions=True)(Embedded(q, groups), Embedded(d, groups), groups, 0.05)
+        grads.append(torch.autograd.grad(parts.loss_sum, (q, d)))
+    for whole, cast in zip(*grads):
+        assert (cast - whole).norm() < 1e-5 * whole.norm()
+
+
 def test_a_known_answer_is_not_pushed_away_in_either_direction():
     q, d, targets = make_batch()
     same = torch.tensor([0, 1, 2, 3, 0])  # the first and the last row answer each other

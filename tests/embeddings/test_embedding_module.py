@@ -134,6 +134,21 @@ def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
         fit(small_module(distillation="kl"), small_data(), 1)
 
 
+def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
+    module, made = small_module(distillation="kl", temperature=0.05), torch.Generator().manual_seed(0)
+    q = F.normalize(torch.randn(2, 64, generator=made), dim=1)
+    texts = torch.cat([q, q.repeat_interleave(3, 0)])  # positives, then three negatives of each, all close
+    close = F.normalize(texts + 0.02 * torch.randn(8, 64, generator=made), dim=1)
+    queries, documents = Embedded(q, torch.arange(2)), Embedded(close, torch.arange(8))
+    batch = {"labels": torch.arange(2), "teacher_scores": torch.tensor([[0.812, 0.809, 0.806, 0.803]] * 2)}
+    found = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            module.score_pairs(queries, documents, batch)
+            found.append(module.penalties()["distillation"][1].item())
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_a_gradient_that_is_not_finite_is_skipped_by_the_guard():
     module, data = small_module(), small_data()
     before = weights_of(module)
