@@ -144,11 +144,13 @@ class BiEncoder(nn.Module):
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise ValueError(f"texts[{number}] is {type(text).__name__}, not text")
-        if not len(texts):
-            return []
-        return self.tokenizer(list(texts), truncation=True, max_length=self.max_sequence_length,
-                              padding=False, return_attention_mask=False,
-                              return_token_type_ids=False)["input_ids"]
+        found: list[list[int]] = []
+        for start in range(0, len(texts), 2000):  # of a call, a tokenizer keeps much more than ids
+            part = self.tokenizer(list(texts[start:start + 2000]), truncation=True,
+                                  max_length=self.max_sequence_length, padding=False,
+                                  return_attention_mask=False, return_token_type_ids=False)
+            found += part["input_ids"]
+        return found
 
     @property
     def row_length(self) -> int:

@@ -40,11 +40,16 @@ def token_vectors(
                 found[n] = states_BLD[slots_BL == slot].cpu()
 
     batches = [*plan_batches(lengths, batch_tokens, model.row_length)]
-    if device.type == "cpu":
-        on_each_core(encode_batch, batches)
-    else:
-        for planned in batches:
-            encode_batch(planned)
+    was_training = model.training
+    model.eval()
+    try:
+        if device.type == "cpu":
+            on_each_core(encode_batch, batches)
+        else:
+            for planned in batches:
+                encode_batch(planned)
+    finally:
+        model.train(was_training)
     return found
 
 

@@ -466,7 +466,12 @@ class EmbeddingDataModule(L.LightningDataModule):
                                  f"{longest}; give the data module {longest} or less")
         self.collator = replace(self.collator, row_length=min(self.row_length, longest))
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        "Ids of each text, in parts: a tokenizer keeps ten times as much of all texts of a call."
+        return [np.asarray(ids, np.int32) for start in range(0, len(texts), 2000)
+                for ids in self._encode_part(texts[start:start + 2000])]
+
+    def _encode_part(self, texts: list[str]) -> list[list[int]]:
         found = self.tokenizer(texts, padding=False, truncation=False, verbose=False,
                                return_attention_mask=False, return_token_type_ids=False)
         whole, longest = found["input_ids"], self.max_sequence_length

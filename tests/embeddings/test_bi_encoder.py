@@ -144,6 +144,12 @@ def test_texts_that_are_none_are_refused():
     assert np.isfinite(model.encode([""])).all()
 
 
+def test_many_texts_are_cut_into_tokens_in_their_order():
+    model, texts = make_model(max_sequence_length=8), draw_texts(2100)
+    ids = model.tokenize(texts)
+    assert len(ids) == 2100 and all(ids[n] == model.tokenize([texts[n]])[0] for n in (0, 1999, 2000, 2099))
+
+
 def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused():
     state = read_state(small_tokenizer())
     state["model"]["vocab"] = {piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()}

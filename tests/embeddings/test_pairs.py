@@ -182,6 +182,24 @@ def test_processes_get_disjoint_pairs_that_together_are_the_batch():
     assert keys[0] + keys[1] == EpochBatches(rows, data.collator, 8).keys(0, 1)
 
 
+def test_no_call_of_the_tokenizer_holds_the_whole_data(monkeypatch):
+    data, sizes = small_data(draw_pairs(1500, negatives=1)), []
+    kind = type(data.tokenizer)
+    tokenize = kind.__call__
+
+    def watch(tokenizer, texts, **options):
+        sizes.append(len(texts))
+        return tokenize(tokenizer, texts, **options)
+
+    monkeypatch.setattr(kind, "__call__", watch)
+    data.setup()
+    assert sum(sizes) > 4000 and max(sizes) <= 2000
+    rows, texts = data.datasets["train"], data.pairs["train"].texts()
+    for n in (0, 1999, 2000, len(texts) - 1):
+        assert rows.ids[n].tolist() == small_tokenizer()(texts[n], truncation=True, max_length=16)["input_ids"]
+    assert data.num_cut == sum(len(ids) > 16 for split in data.pairs.values() for ids in small_tokenizer()(split.texts())["input_ids"])
+
+
 def test_texts_are_cut_and_counted():
     data = EmbeddingDataModule(small_tokenizer(), max_sequence_length=5, validation_fraction=0)
     data.set_datasets([{"query": "alpha", "positive": "one two three four five six seven"}, {"query": "beta", "positive": "two"}])

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from embedding_cases import WORDS
+from embedding_cases import WORDS, small_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bi_encoder import draw_texts, make_model
@@ -230,3 +230,10 @@ def test_maxsim_adds_up_each_query_token_s_best_match_whatever_the_batch():
         by_hand = [sum(max(float(a @ b) for b in d) for a in vectors[q]) for d in vectors]
         assert np.allclose(scores[q], by_hand, atol=1e-4)
         assert maxsim(vectors[q], [vectors[q]]).item() == pytest.approx(len(vectors[q]), abs=1e-4)
+
+
+def test_token_vectors_have_no_dropout_and_leave_the_model_in_training():
+    model, texts = small_module(dropout=0.5).model.train(), draw_texts(5)
+    for one, two in zip(token_vectors(model, texts), token_vectors(model, texts)):
+        assert np.array_equal(one.numpy(), two.numpy())
+    assert model.training
