@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..core.files import written_whole
 from ..core.names import look_up
-from ..data.readers import parse_json
+from ..core.reading import read_json
 from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_in_chunks, split_rows
 from .pooling import POOLINGS, pack_texts, text_slots
@@ -248,19 +248,21 @@ def layout(model: BiEncoder) -> dict[str, Any]:  # file: its content
 def read_layout(source: str | os.PathLike) -> dict[str, Any]:  # pooling, normalize, ...
     """Read what a directory says of pooling and norm; empty for a plain encoder.
 
-    Raises `ValueError` for modules that a `BiEncoder` does not have.
+    Raises `ValueError` for modules that a `BiEncoder` does not have, and for a damaged file.
     """
     from transformers.utils import cached_file
 
-    def read(name: str) -> Any:
+    def read(name: str, kind: type = dict) -> Any:  # None: there is no such file
         path = cached_file(source, name, _raise_exceptions_for_missing_entries=False,
                            _raise_exceptions_for_connection_errors=False)
-        text = path and Path(path).read_text(encoding="utf-8", errors="replace")
-        return parse_json(text, path) if path else None
+        return read_json(path, kind, finite=False) if path else None
 
-    modules = read("modules.json")
+    modules = read("modules.json", list)
     if modules is None:
         return {}
+    if not all(isinstance(one, dict) and isinstance(one.get("type"), str)
+               and isinstance(one.get("path"), str) for one in modules):
+        raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
     kinds = [one["type"].rpartition(".")[2] for one in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ValueError(f"{source} has the modules {', '.join(kinds)}; bertlab reads Transformer, "
@@ -270,9 +272,12 @@ def read_layout(source: str | os.PathLike) -> dict[str, Any]:  # pooling, normal
     on = [names.get(key, key) for key, value in said.items()
           if key.startswith("pooling_mode_") and value is True]
     on = on or [said.get("pooling_mode", "mean")]
-    if len(on) != 1 or on[0] not in POOLINGS:
+    if len(on) != 1 or on[0] not in [*POOLINGS]:
         raise ValueError(f"{source} pools by {', '.join(map(str, on))}; bertlab has "
                          f"{', '.join(POOLINGS)}")
     length = (read("sentence_bert_config.json") or {}).get("max_seq_length")
+    if not isinstance(length, int | None):
+        raise ValueError(f"{source}: sentence_bert_config.json has max_seq_length={length!r}; it "
+                         "must be a number of tokens")
     found = {"pooling": on[0], "normalize": "Normalize" in kinds}
     return found | ({"max_sequence_length": length} if length else {})

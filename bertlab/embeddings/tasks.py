@@ -237,7 +237,11 @@ def score_queries(
     relevant: Sequence[Sequence[int]],  # of each query
     ks: Sequence[int] = (1, 10),  # of recall
 ) -> dict[str, np.ndarray]:  # measure: its value for each query
-    "Recall at k, reciprocal rank and nDCG at 10 of each query; ties count against the answer."
+    """Recall at k, reciprocal rank and nDCG at 10 of each query; ties count against the answer.
+
+    Recall is out of the answers that find room among the first k: a query with two answers has a
+    recall_1 of 1 where one of them comes first (R_cap@k of BEIR; Thakur et al. 2021).
+    """
     names = [f"recall_{k}" for k in ks]
     found: dict[str, list[float]] = {name: [] for name in (*names, "mrr", "ndcg_10")}
     kind = np.asarray(scores_QN).dtype

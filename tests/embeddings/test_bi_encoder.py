@@ -125,6 +125,18 @@ def test_modules_that_we_do_not_have_are_refused(tmp_path):
         read_layout(tmp_path)
 
 
+@pytest.mark.parametrize("name, content", [
+    ("modules.json", {"a": 1}), ("modules.json", [{"path": ""}]), ("modules.json", ["models.Transformer"]),
+    ("modules.json", [{"type": "models.Transformer"}]), ("1_Pooling/config.json", []), ("sentence_bert_config.json", [512]),
+    ("1_Pooling/config.json", {"pooling_mode": ["mean"]}), ("sentence_bert_config.json", {"max_seq_length": "512"}),
+])  # fmt: skip
+def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
+    make_model().save(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="pools by" if "pooling_mode" in content else name):
+        read_layout(tmp_path)
+
+
 @pytest.mark.parametrize("options, word", [({"pooling": "max"}, "pooling"), ({"max_sequence_length": 2}, "max_sequence_length"),
                                            ({"max_sequence_length": 10**6}, "max_position_embeddings")])
 def test_a_model_that_cannot_be_is_refused(options, word):
