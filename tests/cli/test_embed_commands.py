@@ -185,7 +185,7 @@ MISTAKES = {
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),
     "a table as output": (("evaluate", "{run}", "--data", "{pairs}", "--output", "{pairs}"), "is there already"),
-    "no hits": (("search", "{run}", "{texts}", "x", "--top_k", "0"), "top_k"),
+    "no hits": (("search", "{run}", "no/folder", "x", "--top_k", "0"), "top_k"),
     "no such command": (("serach", "x"), "search"),
 }  # fmt: skip
 
