@@ -385,6 +385,19 @@ def load_adapter(
     config.target_modules, config.inference_mode = targets, False
     if hasattr(config, "feedforward_modules"):  # those whose inputs are scaled, not their outputs
         config.feedforward_modules = [n for n in targets if tensors[f"{n}.ia3_l"].shape[0] == 1]
+    for key, tensor in whole.items():  # copy_ would spread one row over many
+        if tensor.shape != state[key].shape:
+            raise ValueError(f"{directory} has {key} of shape {tuple(tensor.shape)}, and here it "
+                             f"is {tuple(state[key].shape)}: load it into a model with the "
+                             "num_labels and sizes of the one that it was made for")
+    with torch.random.fork_rng(devices=[]):  # on a copy first: the model shall stay as it was
+        trial = _bare(model)
+        _put_in(trial, copy.deepcopy(config), list(whole))
+        try:
+            peft.set_peft_model_state_dict(_Adapted(trial), dict(tensors))
+        except RuntimeError as error:
+            raise ValueError(f"{directory} does not fit the model's sizes: "
+                             f"{str(error).splitlines()[-1].strip()}") from None
     moving = _put_in(model, config, list(whole))
     for key, tensor in whole.items():
         state[key].copy_(tensor)

@@ -200,6 +200,27 @@ def test_the_head_of_a_task_goes_along(shape, tmp_path):
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("saved, here, word", [
+    ({"num_labels": 1}, {"num_labels": 2}, "num_labels"),  # one row fits two by broadcasting
+    ({"num_labels": 3}, {"num_labels": 2}, "num_labels"),
+    ({}, {"hidden_size": 64}, "size"),
+    ({}, {"intermediate_size": 64}, "size"),
+])  # fmt: skip
+def test_an_adapter_of_another_shape_is_refused_and_the_model_stays_as_it_was(saved, here, word, tmp_path):
+    adapted = build(head=BertLabForSequenceClassification, **saved)
+    add_adapter(adapted, "lora", ["task_head.classifier"] if saved else ())
+    save_adapter(adapted, tmp_path)
+    model = build(head=BertLabForSequenceClassification, **here)
+    before, drawn = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(ValueError, match=word):
+        load_adapter(model, tmp_path)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert add_adapter(model, "lora"), "it has no adapter yet"
+
+
 def test_three_different_matrices_are_refused_beside_one(tmp_path):
     "An adapter that was trained on BERT's own three layers."
     from peft import LoraConfig, get_peft_model
