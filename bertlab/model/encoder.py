@@ -311,15 +311,17 @@ class BertLabPreTrainedModel(PreTrainedModel):
         self,
         module: nn.Module,  # one of the model's, or one like it
     ) -> None:
-        "Begin as `initialization` says; narrower where a module says so; norms at 1, biases at 0."
-        c, weight = self.config, getattr(module, "weight", None)
+        "Matrices as `initialization` says, narrower where a module says so; norms 1, biases 0."
+        c, weight = self.config, module._parameters.get("weight")
         # Module by single module: transformers skips those that own no weight themselves, and
         # makes torch's nn.init pass by what a checkpoint has brought.
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if weight is not None and weight.dim() > 1:  # of a layer of one's own, too
             narrow = getattr(module, "starts_narrow", False)
             init_matrix_(weight, c, narrow)
             if narrow and c.norm == "deep" and not getattr(weight, "_is_hf_initialized", False):
                 weight.mul_(deepnorm_gain(c.num_hidden_layers))
+        elif isinstance(module, nn.PReLU):  # a vector that scales, and no norm's
+            module.reset_parameters()
         elif weight is not None:
             nn.init.ones_(weight)
         if isinstance(getattr(module, "bias", None), nn.Parameter):

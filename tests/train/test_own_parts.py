@@ -101,6 +101,35 @@ def test_a_layer_is_one_call(setting, build):
     bertlab.add_layer(setting, "mine", build)  # the same once more: a notebook's cell that runs again
 
 
+class Convolved(nn.Module):
+    "An MLP of layers of other kinds than ours."
+
+    def __init__(self, hidden_size, intermediate_size, activation, dropout, bias):
+        super().__init__()
+        self.expand = nn.Conv1d(hidden_size, intermediate_size, 1)
+        self.activation = nn.PReLU()
+        self.contract = nn.Bilinear(intermediate_size, 1, hidden_size, bias=False)
+
+    def forward(self, x_BLD):
+        y_BLI = self.activation(self.expand(x_BLD.transpose(1, 2)).transpose(1, 2))
+        return self.contract(y_BLI, torch.ones_like(y_BLI[..., :1]))
+
+
+@pytest.mark.parametrize("initialization", shapes.CHOICES["initialization"])
+def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(initialization, tmp_path):
+    bertlab.add_layer("mlp", "convolved", Convolved)
+    config = bertlab.BertLabConfig(**SIZES, mlp="convolved", initialization=initialization, norm_bias=True)
+    model = bertlab.BertLabForMaskedLM(config)
+    state = model.state_dict()
+    model.save_pretrained(tmp_path, state_dict={key: state[key] for key in state if ".mlp." not in key})
+    completed = bertlab.BertLabForMaskedLM.from_pretrained(tmp_path)
+    for mlp in (one.encoder.blocks[0].mlp for one in (model, completed)):
+        for weight in (mlp.expand.weight, mlp.contract.weight):
+            assert len(weight.unique()) == weight.numel() and abs(weight.mean()) < weight.std() < 0.5
+        assert (mlp.expand.bias == 0).all() and mlp.activation.weight.item() == 0.25
+    assert (model.encoder.final_norm.weight == 1).all()
+
+
 def test_a_layer_is_given_as_a_class_in_the_configuration():
     module = bertlab.PretrainingModule({**SIZES, "norm": Silent}, compile_model=False)
     module.configure_model()
