@@ -19,6 +19,7 @@ from ..core.names import look_up
 from ..data.rows import IGNORED
 from .config import BertLabConfig
 from .encoder import BertLabPreTrainedModel
+from .generate import evaluating
 from .huggingface import check_merged
 
 # %% ../../nbs/model/19_context.ipynb #d50db6b2
@@ -47,7 +48,7 @@ def loss_by_position(
         kept_BL = labels_BL != IGNORED
         for name, key_BL in (("position", positions_BL), ("length", length_BL)):
             key = key_BL[kept_BL].cpu()
-            sums[f"{name}_loss"].index_add_(0, key, loss_BL[kept_BL].double().cpu())
+            sums[f"{name}_loss"].index_add_(0, key, loss_BL[kept_BL].cpu().double())
             sums[f"{name}_count"].index_add_(0, key, torch.ones(len(key), dtype=torch.float64))
     return {name: values.numpy() for name, values in sums.items()}
 
@@ -173,7 +174,7 @@ def needle_test(
     seed: int = 0,
 ) -> list[dict[str, float]]:  # length, depth, hits (share that ranks first), gain (nats)
     "Ask for a word that stands once, far away; the control names another word."
-    rng, model = np.random.default_rng(seed), model.eval()
+    rng = np.random.default_rng(seed)
     special = set(tokenizer.all_special_ids)
     words = [i for token, i in tokenizer.get_vocab().items() if i not in special
              and token.strip("Ġ▁").isalpha() and len(token) > 3 and not token.startswith("##")]
@@ -188,9 +189,11 @@ def needle_test(
                      for s, word in zip(starts, picked[:, side])] for side in (0, 1)]
             logs = []
             for side in made:
-                scores_BLV = model(torch.tensor([row for row, _ in side])).logits.float()
-                asked = torch.tensor([position for _, position in side])
-                logs.append(scores_BLV[torch.arange(num_rows), asked].log_softmax(-1))
+                ids_BL = torch.tensor([row for row, _ in side], device=model.device)
+                asked_B1 = torch.tensor([[position] for _, position in side], device=model.device)
+                with evaluating(model):
+                    scores_B1V = model(ids_BL, label_positions=asked_B1).logits
+                logs.append(scores_B1V[:, 0].float().log_softmax(-1).cpu())
             answer = torch.as_tensor(picked[:, 0])
             right, other = (log.gather(1, answer[:, None])[:, 0] for log in logs)
             hits = (logs[0].argmax(-1) == answer).float().mean()

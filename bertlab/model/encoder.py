@@ -415,7 +415,7 @@ class BertLabModel(BertLabPreTrainedModel):
         "Compute a row of tokens without padding, and put them back into their places."
         flat, places_N = rows.unpadded()
         (B, L), wanted_1M = rows.documents.shape, None
-        if wanted_BM is not None:  # a place at padding finds the vector of a token before it
+        if wanted_BM is not None and len(places_N):  # at padding: that of a token before it
             rank_BL = ((rows.documents != 0).flatten().cumsum(0) - 1).clamp(min=0).view(B, L)
             wanted_1M = gather_positions(rank_BL, wanted_BM).view(1, -1)
         out = run(self, flat, kernel, L, with_states, wanted_BM=wanted_1M)
@@ -423,7 +423,10 @@ class BertLabModel(BertLabPreTrainedModel):
             return BaseModelOutput(out["last_hidden_state"].view(*wanted_BM.shape, -1))
         back = lambda x_1ND: pad_again(x_1ND, places_N, (B, L))
         states = out["hidden_states"] and tuple(map(back, out["hidden_states"]))
-        return BaseModelOutput(back(out["last_hidden_state"]), hidden_states=states)
+        last = back(out["last_hidden_state"])
+        if wanted_BM is not None:  # there is nothing but padding
+            last = gather_positions(last, wanted_BM)
+        return BaseModelOutput(last, hidden_states=states)
 
     def _shared_rows(self, rows: Rows, want: list[bool]) -> BaseModelOutput:
         "Compute this process's places, and put the rows together again."

@@ -63,7 +63,7 @@ SAMPLERS: dict[str, Sampler] = {
     "confidence": Sampler("the likeliest candidate first", _confidence),
     "entropy": Sampler("the gap of least entropy first", _certainty),
     "margin": Sampler("the gap whose best word leads most first", _margin),
-    "left_to_right": Sampler("as one reads", lambda gaps: -gaps.positions_N.double()),
+    "left_to_right": Sampler("as one reads", lambda gaps: -gaps.positions_N.float()),
     "remask": Sampler("each gap by its own coin; words may be hidden again", None,
                       lambda confidence: torch.ones_like(confidence)),
     "remask_doubtful": Sampler("likewise, a doubtful word sooner than a sure one", None,

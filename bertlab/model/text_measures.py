@@ -66,7 +66,7 @@ def _cost_of_hidden(
         ids, hidden = ids_BL[rows], hidden_BL[rows]
         logp_NV = score_gaps(model, ids.masked_fill(hidden, vocabulary.mask_token_id),
                              mask_BL[rows], hidden, vocabulary, end_token_id)
-        found_N = logp_NV.gather(1, ids[hidden][:, None])[:, 0].double().cpu()
+        found_N = logp_NV.gather(1, ids[hidden][:, None])[:, 0].cpu().double()
         sums_B.index_add_(0, part[hidden.nonzero()[:, 0].cpu()], -found_N)
     return sums_B
 
@@ -177,7 +177,7 @@ def causal_score(
     if tokenizer is not None:
         bytes_V = token_bytes(tokenizer, vocabulary.size)
         num_bytes = float((bytes_V[input_ids.cpu()] * scored_BL.cpu()).sum())
-    nats_B = -found_BL.double().sum(1).cpu().numpy()
+    nats_B = -found_BL.cpu().double().sum(1).numpy()
     return TextScore(nats_B, np.zeros_like(nats_B), scored_BL.sum(1).cpu().numpy(), num_bytes)
 
 

@@ -272,7 +272,7 @@ def match_frequencies(
                 labels = batch["labels"].gather(1, batch["label_positions"])
                 out = model(**{k: v.to(model.device) for k, v in batch.items() if k != "labels"})
                 logits = out.logits[labels.to(model.device) >= 0][:, entries_V]
-                guessed_V += logits.double().softmax(-1).sum(0).cpu()
+                guessed_V += logits.cpu().double().softmax(-1).sum(0)
             bias_V[entries_V] += (target_V - (guessed_V / guessed_V.sum()).log()).to(bias_V)
     model.train(training)
 

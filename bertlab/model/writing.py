@@ -156,7 +156,7 @@ def seam_scores(
         with evaluating(model):
             logp = score_gaps(model, hidden, mask_BL[rows], alone, vocabulary, None)
         found = logp.gather(1, ids_BL[rows, columns][:, None])[:, 0]
-        sums_B.index_add_(0, rows.cpu(), found.double().cpu())
+        sums_B.index_add_(0, rows.cpu(), found.cpu().double())
     return sums_B / near_BL.sum(1).cpu().clamp(min=1)
 
 # %% ../../nbs/model/12_writing.ipynb #bcc479e8

@@ -508,6 +508,16 @@ def test_head_at_label_positions_equals_the_dense_head_in_loss_and_gradient():
         torch.testing.assert_close(p.grad, want, **TOLERANCE)
 
 
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen"])
+def test_a_batch_of_padding_alone_has_a_loss_of_0_at_label_positions_too(kernel, varlen_anywhere):
+    model = lively(BertLabForMaskedLM(small(attn_implementation=kernel)))
+    asked = dict(attention_mask=torch.zeros(2, L, dtype=torch.long), labels=torch.full((2, L), -100),
+                 label_positions=torch.zeros(2, 3, dtype=torch.long))  # fmt: skip
+    found = model(some_ids(2, L), **asked)
+    found.loss.backward()
+    assert found.loss == 0 and found.logits.shape == (2, 3, 50) and found.logits.isfinite().all()
+
+
 def gather_rows(values, positions):
     return torch.stack([value[where] for value, where in zip(values, positions)])
 

@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.vocabularies import read_state, with_state
+from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
+from bertlab.model.context import loss_by_position
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
 from bertlab.model.samplers import SAMPLERS
+from bertlab.model.text_measures import causal_score, diffusion_bound
+from bertlab.model.vocabulary import match_frequencies
 from bertlab.model.writing import GAP, generate, vocabulary_of, write
 
 torch.set_num_threads(1)
@@ -44,6 +49,39 @@ def test_every_objective_writes(kind):
     for one in found:
         assert MASK not in one.ids and not set(one.ids[1:-1].tolist()) & set(TOKENIZER.all_special_ids)
     assert found[1].text.startswith("a bird")
+
+
+class OnlyFloats(TorchFunctionMode):
+    "Apple's GPU, as far as that goes on a CPU: what has not been fetched cannot have 64 bits."
+
+    def __init__(self):
+        super().__init__()
+        self.fetched = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.double and not any(args[0] is one for one in self.fetched):
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        found = func(*args, **kwargs or {})
+        if func is torch.Tensor.cpu:
+            self.fetched.append(found := found.clone())
+        return found
+
+
+IDS = torch.tensor([[SEP, 9, 10, 11, SEP]])
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+@pytest.mark.parametrize("work", [
+    lambda: write(MODEL, TOKENIZER, PROMPTS[:1], sampler="left_to_right", max_new_tokens=3),
+    lambda: write(MODEL, TOKENIZER, [PROMPTS[2]], max_gap=2),
+    lambda: loss_by_position(MODEL, [BATCH]),
+    lambda: match_frequencies(made(BertLabForMaskedLM), TOKENIZER, TEXTS, rounds=1),
+    lambda: diffusion_bound(MODEL, IDS, vocabulary_of(TOKENIZER), num_draws=4),
+    lambda: causal_score(made(BertLabForCausalLM), IDS, vocabulary_of(TOKENIZER)),
+])  # fmt: skip
+def test_what_is_on_the_device_is_not_asked_for_64_bits_which_apple_s_gpu_lacks(work):
+    with OnlyFloats():
+        work()
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
