@@ -184,6 +184,9 @@ def shard_model(
     """
     if isinstance(model, FSDPModule):
         return model
+    if single := [name for name, weight in model.named_parameters() if not weight.dim()]:
+        raise ValueError(f"{single[0]} is a number without an axis, which FSDP2 cannot share: make "
+                         "it torch.zeros(1), a tensor with one, or take strategy='ddp'")
     broadcast &= not any(weight.is_meta for weight in model.parameters())  # they come later
     first = torch.distributed.get_rank() == 0
     weights = model.state_dict() if first and broadcast else {}
@@ -343,6 +346,9 @@ class FullyShardedStrategy(ModelParallelStrategy):
         tensor, context, _ = self.mesh_sizes(processes)
         if tensor > 1 and config is not None:
             check_split(config, tensor)
+        if getattr(config, "norm", None) == "dynamic_tanh" and (tensor == 1 or processes > tensor):
+            raise ValueError("norm='dynamic_tanh' learns a number without an axis, which FSDP2 "
+                             "cannot share: take another norm, or strategy='ddp'")
         if tensor > 1 and not optimizer_facts(optimizer_class).elementwise:
             known = ", ".join(name for name, facts in OPTIMIZERS.items() if facts.elementwise)
             raise ValueError(f"optimizer_class={optimizer_class!r} needs whole matrices, and "

@@ -298,6 +298,15 @@ def test_a_weight_of_the_module_itself_is_refused_by_name(results):
     assert "temperature" in results[0]["loose"] and "ddp" in results[0]["loose"]
 
 
+def test_a_weight_without_an_axis_is_refused_before_anything_is_shared():
+    config = BertLabConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                           num_attention_heads=1, norm="dynamic_tanh")  # fmt: skip
+    with pytest.raises(ValueError, match="norm='dynamic_tanh'.*'ddp'"):
+        get_strategy("fsdp").check(2, config)
+    with pytest.raises(ValueError, match="encoder.*slope.*'ddp'"):
+        shard_model(OBJECTIVE_MODELS["mlm"](config), None)
+
+
 def test_a_batch_in_tokens_is_split_as_worked_out_by_hand():
     assert split_batch(65_536, 8_192, 128) == (64, 8)
     assert split_batch(65_536, 8_192, 128, world_size=4) == (64, 2)
