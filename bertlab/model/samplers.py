@@ -11,6 +11,7 @@ __all__ = ['SAMPLERS', 'WORD', 'REVEAL', 'REMASK', 'Candidates', 'Sampler', 'Sam
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,13 +105,13 @@ class SamplingRule:
             raise ValueError("cache_blocks needs a block_size: it reads the rest once a block")
         for name, low, high in (("temperature", 0, math.inf), ("repetition_penalty", 1, math.inf),
                                 ("guidance", 0, math.inf)):
-            if not low <= getattr(self, name) < high:
-                raise ValueError(f"{name} must be finite, {low} or more, "
-                                 f"got {getattr(self, name)}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.remask <= 1:
-            raise ValueError(f"remask must be in [0, 1], got {self.remask}")
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not low <= value < high:
+                raise ValueError(f"{name} must be finite, {low} or more, got {value!r}")
+        if not isinstance(self.top_p, Real) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not isinstance(self.remask, Real) or not 0 <= self.remask <= 1:
+            raise ValueError(f"remask must be in [0, 1], got {self.remask!r}")
 
 # %% ../../nbs/model/11_samplers.ipynb #352ea5b6
 def word_law(

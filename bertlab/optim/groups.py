@@ -23,7 +23,7 @@ OUTPUT_NAMES = {"classifier", "decoder", "lm_head", "qa_outputs", "score"}
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module]]]:
     "Each parameter once, with every (full name, owner) under which the model holds it."
     places = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             full_name = f"{path}.{name}" if path else name
             places.setdefault(parameter, []).append((full_name, module))
@@ -49,17 +49,22 @@ ORDER = ("hidden", "decay", "no_decay")  # of the groups
 OVERRIDES = ("lr", "weight_decay", "hidden")
 
 
+def _is_amount(value: Any) -> bool:  # neither a bool nor NaN, whose comparisons are all False
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < inf
+
+
 def _check_override(pattern: str, override: Mapping[str, Any]) -> None:
     "Refuse what no group reads, and rates and decays that are no numbers from 0 on."
+    where = f"overrides[{pattern!r}]"
+    if not isinstance(override, Mapping):
+        raise ValueError(f"{where} must be a mapping with {', '.join(OVERRIDES)}, got {override!r}")
     for key, value in override.items():
-        where = f"overrides[{pattern!r}]"
         if key not in OVERRIDES:
             raise ValueError(f"{where} has no {key!r}; it takes {', '.join(OVERRIDES)}")
         if key == "hidden":
             right, wanted = isinstance(value, bool), "True or False"
         else:
-            right = isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < inf
-            wanted = "a number from 0 on"
+            right, wanted = _is_amount(value), "a number from 0 on"
         if not right:
             raise ValueError(f"{where}: {key} must be {wanted}, got {value!r}")
 
@@ -106,8 +111,8 @@ def parameter_groups(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,  # glob -> lr, weight_decay, hidden
 ) -> list[dict[str, Any]]:  # for `get_optimizer`: name, params, weight_decay, ...
     "Decay matrices and embeddings; spare biases, norms and vectors; leave frozen ones out."
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}; 0 switches it off")
+    if not _is_amount(weight_decay):
+        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay!r}; 0 switches it off")
     trainable = {p: places for p, places in _places(model).items() if p.requires_grad}
     if not trainable:
         raise ValueError("model has no parameter that requires a gradient: unfreeze one")

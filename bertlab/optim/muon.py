@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from ..core.devices import cpu_multiplies_bfloat16
+from ..core.devices import AMPERE, cpu_multiplies_bfloat16
 
 # %% ../../nbs/optim/04_muon.ipynb #3c0de5aa
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of X, of its cube and of its fifth power
@@ -67,7 +67,9 @@ def orthogonalized(
     In float32, where one side is over 1.5 times as long as the other, by way of the Gram matrix.
     """
     if dtype is None:
-        slow = matrices.device.type == "cpu" and not cpu_multiplies_bfloat16()
+        kind = matrices.device.type
+        slow = (kind == "cpu" and not cpu_multiplies_bfloat16() or kind == "cuda"
+                and torch.cuda.get_device_capability(matrices.device) < AMPERE)
         dtype = torch.float32 if slow else torch.bfloat16
     tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)

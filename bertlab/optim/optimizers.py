@@ -127,6 +127,7 @@ class OptimizerFacts:
     fsdp: bool = True  # whether it works on FSDP2's shards
     fsdp_note: str = "element by element"
     foreach: bool = True  # whether its batched kernel has a rule for shards
+    cuda_fuses: bool = True  # whether its fused kernel, where it has one, runs on CUDA
     hidden_apart: bool = False  # whether it wants hidden matrices in groups of their own
     second_backward: bool = False  # whether it differentiates the gradient: on one process alone
     # Whether each number moves by itself, so that any part of a matrix moves as in the whole.
@@ -140,13 +141,16 @@ class OptimizerFacts:
 
 # torch 2.9 has no rule for shards of the kernel that Lion interpolates with; 2.13 has.
 _LERPS_SHARDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# torch 2.9 fuses Adagrad on a CPU alone, and raises on CUDA; 2.13 fuses it on both.
+_FUSES_ADAGRAD = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _NORMS = "changes a norm in place that is not yet summed over the shards"
 _SHARDS = "its own whole matrices"
 OPTIMIZERS = {
     "adafactor": OptimizerFacts("Adafactor", False,
         "reads a norm of each parameter back to the host", False, _NORMS),
     "adagrad": OptimizerFacts("Adagrad", fsdp_note="element by element, without its fused kernel",
-        foreach=False, elementwise=True, eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
+        foreach=False, cuda_fuses=_FUSES_ADAGRAD, elementwise=True,
+        eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
     "adam": OptimizerFacts("Adam", elementwise=True,
         eight_bit=("bitsandbytes.optim.Adam8bit", "torchao.optim.Adam8bit")),
     "adamw": OptimizerFacts("AdamW", elementwise=True,
@@ -238,8 +242,9 @@ def _kernel_options(
             )
         if not facts.foreach:
             return {"foreach": False}
+    devices = FUSED_DEVICES if facts.cuda_fuses else FUSED_DEVICES - {"cuda"}
     can_fuse = "fused" in inspect.signature(optimizer_class).parameters and all(
-        p.device.type in FUSED_DEVICES and torch.is_floating_point(p) for p in parameters
+        p.device.type in devices and torch.is_floating_point(p) for p in parameters
     )
     return {"fused": True} if can_fuse else {}
 

@@ -383,6 +383,8 @@ def test_blocks_are_cached_of_models_that_can(model):
 @pytest.mark.parametrize("changes, said", [
     (dict(sampler="confidense"), "did you mean 'confidence'"), (dict(num_steps=0), "num_steps must be"),
     (dict(num_steps=True), "num_steps must be"), (dict(temperature=-1), "temperature must be finite"),
+    (dict(temperature=None), "temperature"), (dict(guidance="1"), "guidance"), (dict(top_p="1"), "top_p"),
+    (dict(remask=None), "remask"),
     (dict(temperature=float("nan")), "temperature"), (dict(top_p=0), "top_p must be above 0"),
     (dict(repetition_penalty=0.5), "repetition_penalty must be"), (dict(guidance=-1), "guidance"),
     (dict(block_size=0), "block_size must be"), (dict(remask=1.1), "remask must be"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bertlab.optim.groups import parameter_groups
 from bertlab.optim.muon import QUINTIC, MuonWithAdamW, StackedMuon, orthogonalized
@@ -270,6 +271,13 @@ def test_a_matrix_of_zeros_stays_zero():
 def test_a_processor_without_bfloat16_rounds_in_float32(monkeypatch, able, dtype):
     monkeypatch.setattr("bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: able)
     assert orthogonalized(torch.randn(4, 4)).dtype == dtype
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+def test_a_gpu_without_bfloat16_rounds_in_float32(monkeypatch, capability, dtype):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    with FakeTensorMode():  # knows a device that is not there
+        assert orthogonalized(torch.zeros(4, 4, device="cuda")).dtype == dtype
 
 
 def test_parameters_without_a_gradient_stay_where_they_are():

@@ -1,10 +1,12 @@
 "Optimizers: steps by hand, kernels, and which parameter decays."
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bertlab.optim.groups import parameter_groups, parameter_table
 from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
@@ -101,6 +103,16 @@ def test_fused_kernels_are_used_where_the_class_and_the_device_have_them():
     assert "fused" not in get_optimizer("rmsprop", weight).defaults
     elsewhere = [nn.Parameter(torch.zeros(2, device="meta"))]
     assert get_optimizer("adamw", weight + elsewhere).defaults["fused"] is None
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_fused_kernel_for_cpus_alone_is_left_out_on_cuda(fuses, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "adagrad", replace(OPTIMIZERS["adagrad"], cuda_fuses=fuses))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # knows a device that is not there
+        far = nn.Parameter(torch.zeros(2, device="cuda"))
+        assert get_optimizer("adagrad", [far]).defaults["fused"] is (True if fuses else None)
+        assert get_optimizer("adamw", [far]).defaults["fused"] is True
+    assert get_optimizer("adagrad", [nn.Parameter(torch.zeros(2))]).defaults["fused"] is True
 
 
 def test_fused_and_plain_adamw_agree():
@@ -224,6 +236,9 @@ def test_a_model_without_trainable_parameters_and_a_negative_decay_are_answered(
         parameter_groups(nn.Linear(3, 2).requires_grad_(False))
     with pytest.raises(ValueError, match="weight_decay must be 0 or more, got -0.1"):
         parameter_groups(nn.Linear(3, 2), weight_decay=-0.1)
+    for wrong in (float("nan"), float("inf"), "0.1", True):
+        with pytest.raises(ValueError, match=f"weight_decay must be 0 or more, got {wrong!r}"):
+            parameter_groups(nn.Linear(3, 2), weight_decay=wrong)
 
 
 RATES = {"hidden.*": {"lr": 0.5}, "*.bias": {"lr": 0.25, "weight_decay": 0.125}}
@@ -261,6 +276,16 @@ def test_a_pattern_matches_a_tied_matrix_by_either_name():
         assert names_in(model, special) == {"decoder.weight"}
 
 
+def test_a_layer_that_is_held_under_two_names_is_found_by_either():
+    model = nn.ModuleDict({"body": nn.Linear(3, 3), "other": nn.Linear(3, 3)})
+    model["lm_head"] = model["body"]
+    groups = parameter_groups(model, overrides={"lm_head.weight": {"lr": 0.5}})
+    (special,) = [group for group in groups if "lr" in group]
+    assert names_in(model, special) == {"body.weight"}
+    hidden = parameter_groups(model, hidden_apart=True)[0]
+    assert names_in(model, hidden) == {"other.weight"}  # an output is none, by whichever name
+
+
 @pytest.mark.parametrize(
     "overrides, answer",
     [
@@ -270,6 +295,7 @@ def test_a_pattern_matches_a_tied_matrix_by_either_name():
         ({"hidden.*": {"lr": -0.1}}, "lr must be a number from 0 on, got -0.1"),
         ({"hidden.*": {"lr": "0.1"}}, "lr must be a number from 0 on, got '0.1'"),
         ({"hidden.*": {"weight_decay": float("nan")}}, "weight_decay must be a number from 0 on, got nan"),
+        ({"*.bias": 0.1}, r"overrides\['\*\.bias'\] must be a mapping .*, got 0\.1"),
         ({"hidden.*": {"hidden": 1}}, "hidden must be True or False, got 1"),
         ({"hidden.*": {"hidden": False}}, "hidden needs hidden_apart=True"),
     ],
