@@ -206,6 +206,9 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(D, D + 2 * c.num_kv_heads * c.head_size, bias=bias)
         self.out = nn.Linear(D, D, bias=bias)
         self.out.starts_narrow = True  # it adds to the residual stream
+        # What the stream gets is made of values alone; queries and keys say how they are mixed.
+        self.qkv.deep_rows = slice(-c.num_kv_heads * c.head_size, None)
+        self.out.deep_rows = slice(None)
         self.q_norm = nn.RMSNorm(c.head_size, eps=c.norm_eps) if c.qk_norm else None
         self.k_norm = nn.RMSNorm(c.head_size, eps=c.norm_eps) if c.qk_norm else None
         width = {"none": 0, "head": c.num_attention_heads, "element": D}[c.output_gate]
@@ -316,10 +319,10 @@ class BertLabPreTrainedModel(PreTrainedModel):
         # Module by single module: transformers skips those that own no weight themselves, and
         # makes torch's nn.init pass by what a checkpoint has brought.
         if weight is not None and weight.dim() > 1:  # of a layer of one's own, too
-            narrow = getattr(module, "starts_narrow", False)
-            init_matrix_(weight, c, narrow)
-            if narrow and c.norm == "deep" and not getattr(weight, "_is_hf_initialized", False):
-                weight.mul_(deepnorm_gain(c.num_hidden_layers))
+            deep = getattr(module, "deep_rows", None) if c.norm == "deep" else None
+            init_matrix_(weight, c, deep is None and getattr(module, "starts_narrow", False))
+            if deep is not None and not getattr(weight, "_is_hf_initialized", False):
+                weight[deep].mul_(deepnorm_gain(c.num_hidden_layers))
         elif isinstance(module, nn.PReLU):  # a vector that scales, and no norm's
             module.reset_parameters()
         elif weight is not None:

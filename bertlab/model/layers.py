@@ -162,8 +162,8 @@ def deepnorm_alpha(
 
 def deepnorm_gain(
     num_layers: int,  # of the encoder
-) -> float:  # factor of the weights that add to the stream, when they begin
-    "By how much those weights begin smaller (Wang et al. 2022, fig. 2: (8n)^(-1/4))."
+) -> float:  # factor of the matrices on the way to the stream, when they begin
+    "By how much values, outputs and MLPs begin smaller (Wang et al. 2022, fig. 2: (8n)^(-1/4))."
     return (8 * num_layers) ** -0.25
 
 # %% ../../nbs/model/02_layers.ipynb #bdb3dbd7
@@ -226,6 +226,8 @@ class PlainMLP(nn.Module):
         self.expand = nn.Linear(hidden_size, self.inputs_per_unit * intermediate_size, bias=bias)
         self.contract = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.contract.starts_narrow = True  # it adds to the residual stream
+        # For DeepNorm: all rows, less those of a gate, which only lets through.
+        self.expand.deep_rows, self.contract.deep_rows = slice(intermediate_size), slice(None)
         self.dropout = BitDropout(dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:

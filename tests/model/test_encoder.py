@@ -676,6 +676,29 @@ def test_weights_are_saved_as_safetensors(tmp_path):
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.parametrize("initialization", ["megatron", "xavier"])
+@pytest.mark.parametrize("mlp", ["glu", "plain"])
+def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_gates_not(mlp, initialization):
+    shape = dict(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, mlp=mlp, norm_position="post", output_gate="element")  # fmt: skip
+    torch.manual_seed(0)
+    deep = BertLabForMaskedLM(BertLabConfig(**shape, norm="deep", initialization=initialization))
+    base = "truncated_normal" if initialization == "megatron" else initialization  # nothing is shrunk twice
+    plain = BertLabForMaskedLM(BertLabConfig(**shape, initialization=base))
+    ratio = lambda part: (part(deep).std() / part(plain).std()).item()
+    block = lambda model: model.encoder.blocks[1]
+    smaller = {"values": lambda m: block(m).attention.qkv.weight[-32:], "output": lambda m: block(m).attention.out.weight,
+               "expand": lambda m: block(m).mlp.expand.weight[:96], "contract": lambda m: block(m).mlp.contract.weight}
+    alike = {"queries and keys": lambda m: block(m).attention.qkv.weight[:-32],
+             "gate": lambda m: block(m).attention.gate.weight, "tokens": lambda m: m.get_input_embeddings().weight}
+    if mlp == "glu":
+        alike["gate of the MLP"] = lambda m: block(m).mlp.expand.weight[96:]
+    if initialization == "xavier":
+        alike["dense of the head"] = lambda m: m.head.dense.weight
+    assert {name: ratio(part) for name, part in smaller.items()} == pytest.approx(dict.fromkeys(smaller, 0.5), rel=0.06)
+    assert {name: ratio(part) for name, part in alike.items()} == pytest.approx(dict.fromkeys(alike, 1.0), rel=0.06)
+
+
 def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(tmp_path):
     settings = dict(norm="deep", norm_position="post", attention_bias=True)
     encoder = lively(BertLabModel(small(**settings)))
