@@ -19,12 +19,13 @@ from .layers import gather_positions
 @contextmanager
 def evaluating(model) -> Iterator[None]:
     "Switch dropout off for a while; the model is as it was afterwards, even after an error."
-    was_training = model.training
+    modes = [(part, part.training) for part in model.modules()]  # frozen parts may be at rest
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for part, mode in modes:
+            part.training = mode
 
 
 def encode_masked(
@@ -55,37 +56,51 @@ def _num_positions(config) -> int:
     return config.max_position_embeddings - (config.pad_token_id + 1 if offset else 0)
 
 
+def _fill_rows(
+    model, tokenizer, ids_BL: Tensor, mask_BL: Tensor, top_k: int
+) -> list[list[list[tuple[str, float]]]]:
+    gaps_BL = ids_BL == tokenizer.mask_token_id
+    counts_B = gaps_BL.sum(1).tolist()
+    # The gaps in their order; a row with fewer than M of them goes on with other positions.
+    positions_BM = gaps_BL.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts_B)]
+    device = next(model.parameters()).device
+    inputs = {"input_ids": ids_BL.to(device), "attention_mask": mask_BL.to(device)}
+    positions_BM = positions_BM.to(device)
+    if isinstance(model, BertLabTokenPredictor):
+        logits_BMV = model(**inputs, label_positions=positions_BM).logits
+    else:  # models of transformers score every position, whatever else they are told
+        logits_BMV = gather_positions(model(**inputs).logits, positions_BM)
+    ids, mass = (t.tolist() for t in logits_BMV.float().softmax(-1).topk(top_k)[::-1])
+    name = lambda token: tokenizer.decode([token]).strip()
+    return [[list(zip(map(name, ids[b][m]), mass[b][m])) for m in range(count)]
+            for b, count in enumerate(counts_B)]
+
+
 @torch.no_grad()
 def fill_each_mask(
     model,  # a masked language model, of bertlab or of transformers
     tokenizer,  # the one it was trained with
     texts: Sequence[str],  # each with one or more mask tokens, `tokenizer.mask_token`
     top_k: int = 5,
+    batch_size: int = 32,  # texts that the model reads at once
 ) -> list[list[list[tuple[str, float]]]]:  # text -> mask -> probable tokens, best first
     """Predict each masked token of each text while the other masks stay hidden.
 
     Raises `ValueError` for a text without a mask and for one longer than the model reads.
     """
-    encoded = encode_masked(tokenizer, texts, _num_positions(model.config))
-    gaps_BL = encoded["input_ids"] == tokenizer.mask_token_id
-    counts_B = gaps_BL.sum(1).tolist()
-    # The gaps in their order; a row with fewer than M of them goes on with other positions.
-    positions_BM = gaps_BL.int().argsort(dim=1, descending=True, stable=True)[:, : max(counts_B)]
-    device = next(model.parameters()).device
-    inputs = {k: encoded[k].to(device) for k in ("input_ids", "attention_mask")}
-    positions_BM = positions_BM.to(device)
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size must be a whole number, 1 or more, got {batch_size!r}")
+    size = model.config.vocab_size
+    if not 1 <= top_k <= size:
+        raise ValueError(f"top_k must be from 1 to the vocabulary's {size}, got {top_k}")
+    encoded, answers = encode_masked(tokenizer, texts, _num_positions(model.config)), []
     with evaluating(model):
-        if isinstance(model, BertLabTokenPredictor):
-            logits_BMV = model(**inputs, label_positions=positions_BM).logits
-        else:  # models of transformers score every position, whatever else they are told
-            logits_BMV = gather_positions(model(**inputs).logits, positions_BM)
-    p_BMV = logits_BMV.float().softmax(-1)
-    if not 1 <= top_k <= p_BMV.shape[-1]:
-        raise ValueError(f"top_k must be from 1 to the vocabulary's {p_BMV.shape[-1]}, got {top_k}")
-    ids, mass = (t.tolist() for t in p_BMV.topk(top_k)[::-1])
-    name = lambda token: tokenizer.decode([token]).strip()
-    return [[list(zip(map(name, ids[b][m]), mass[b][m])) for m in range(count)]
-            for b, count in enumerate(counts_B)]
+        for ids_BL, mask_BL in zip(*(encoded[name].split(batch_size)
+                                     for name in ("input_ids", "attention_mask"))):
+            longest = int(mask_BL.sum(1).max())  # of these, and not of all texts
+            answers += _fill_rows(model, tokenizer, ids_BL[:, :longest], mask_BL[:, :longest],
+                                  top_k)
+    return answers
 
 # %% ../../nbs/model/10_generate.ipynb #69d7e5bf
 def fill_mask(
@@ -93,9 +108,10 @@ def fill_mask(
     tokenizer,  # the one it was trained with
     texts: Sequence[str],  # each with exactly one mask token, `tokenizer.mask_token`
     top_k: int = 5,  # guesses for each mask
+    batch_size: int = 32,  # texts that the model reads at once
 ) -> list[list[tuple[str, float]]]:  # per text: the most probable tokens with their probability
     "Predict the masked token of each text. Raises `ValueError` where there is not exactly one."
-    guesses = fill_each_mask(model, tokenizer, texts, top_k)
+    guesses = fill_each_mask(model, tokenizer, texts, top_k, batch_size)
     for i, found in enumerate(guesses):
         if len(found) != 1:
             raise ValueError(f"text {i} must hold exactly one {tokenizer.mask_token}, it holds "

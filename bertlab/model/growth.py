@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .config import BertLabConfig
+from .huggingface import check_merged
 
 # %% ../../nbs/model/15_growth.ipynb #149a45f1
 def tile_places(
@@ -159,8 +160,10 @@ def grow(
 
     Heads stay whole. Rescaled to a multiple of each width, the model computes what it computed,
     unless its norm ("group") or its positions (ALiBi, sinusoidal) depend on the width themselves.
-    Raises `ValueError` for configurations that tiling cannot connect.
+    Raises `ValueError` for configurations that tiling cannot connect, and for a model with an
+    adapter.
     """
+    check_merged(model)
     check_growth(model.config, config)
     if not 0 <= jitter < float("inf"):
         raise ValueError(f"jitter must be finite, 0 or more, got {jitter}")

@@ -209,11 +209,12 @@ def _by_nearest(old_VD: Tensor, found: Counterparts, use_VU: Tensor, num: int = 
     "Mean of the twins that are used most alike (Dobler and de Melo 2023, sec. 3)."
     new_VD, (twins, others) = mean_rows(old_VD, found.parts), _known(found, use_VU)
     if len(twins) and len(others):
-        likeness, places = (use_VU[others] @ use_VU[twins].T).topk(min(num, len(twins)))
-        weights_NK = (likeness / 0.1).softmax(1).to(old_VD)
-        rows = new_VD[twins][places]  # (N, K, D), or (N, K)
-        mixed = torch.einsum("nk,nk...->n...", weights_NK, rows)
-        new_VD[others] = mixed
+        known_VD = new_VD[twins]
+        for some in others.split(2048):  # all likenesses at once would be gigabytes
+            likeness, places = (use_VU[some] @ use_VU[twins].T).topk(min(num, len(twins)))
+            weights_NK = (likeness / 0.1).softmax(1).to(old_VD)
+            rows = known_VD[places]  # (N, K, D), or (N, K)
+            new_VD[some] = torch.einsum("nk,nk...->n...", weights_NK, rows)
     return new_VD
 
 

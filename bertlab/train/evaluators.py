@@ -249,7 +249,7 @@ class FillMaskEvaluator(Evaluator):
         first = any_ = seen = 0
         for begin in self.limit(range(0, len(self.texts), size)):
             texts = self.texts[begin : begin + size]
-            found = fill_each_mask(module.model, self.tokenizer, texts, self.top_k)
+            found = fill_each_mask(module.model, self.tokenizer, texts, self.top_k, size)
             for gaps, right in zip(found, self.answers[begin : begin + size]):
                 guesses = [word for word, _ in gaps[0]]
                 seen, first = seen + 1, first + (guesses[0] in right)

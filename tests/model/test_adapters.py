@@ -258,6 +258,18 @@ def test_a_second_adapter_is_refused():
         add_adapter(model)
 
 
+def test_a_model_with_an_adapter_is_not_grown_before_it_is_merged():
+    from bertlab.model.growth import grow
+
+    model = build()
+    larger = copy.deepcopy(model.config)
+    larger.num_hidden_layers = 3
+    add_adapter(model)
+    with pytest.raises(ValueError, match="merge it with plain_copy"):
+        grow(model, larger)
+    assert grow(plain_copy(model), larger)(IDS).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("freeze, free", [
     ("embeddings", {"blocks.0", "blocks.1", "final_norm", "head"}),
     (1, {"blocks.1", "final_norm", "head"}),

@@ -50,6 +50,18 @@ def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(mod
             assert [p[word] for word, _ in guesses] == pytest.approx([m for _, m in guesses], abs=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_reads_no_more_texts_at_once_than_it_is_told(model, tokenizer, size, monkeypatch):
+    whole, sizes, forward = fill_each_mask(model, tokenizer, TEXTS, top_k=3), [], model.forward
+    monkeypatch.setattr(model, "forward", lambda input_ids, **more: sizes.append(len(input_ids)) or
+                        forward(input_ids, **more))
+    parts = fill_each_mask(model, tokenizer, TEXTS, top_k=3, batch_size=size)
+    assert sizes == [[1, 1, 1], [2, 1]][size - 1]
+    for ours, theirs in zip((m for text in parts for m in text), (m for text in whole for m in text), strict=True):
+        assert [word for word, _ in ours] == [word for word, _ in theirs]
+        assert [p for _, p in ours] == pytest.approx([p for _, p in theirs], abs=1e-5)
+
+
 def test_one_mask_each_gives_one_list_each(model, tokenizer):
     texts = ["the [MASK] sat", "the cat sat on the [MASK]"]
     assert fill_mask(model, tokenizer, texts, top_k=4) == [
@@ -66,6 +78,7 @@ def test_one_mask_each_gives_one_list_each(model, tokenizer):
         ([], {}, "texts must be a list"),
         (["the [MASK]"], {"top_k": 0}, "top_k must be from 1"),
         (["the [MASK]"], {"top_k": 10_000}, "top_k must be from 1"),
+        (["the [MASK]"], {"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
     ],
 )
 @pytest.mark.parametrize("fill", [fill_mask, fill_each_mask])
@@ -93,6 +106,10 @@ def test_the_model_is_left_in_the_mode_it_was_in_even_after_an_error(model, toke
         model.train(mode)
         fill_mask(model, tokenizer, ["the [MASK]"])
         assert model.training is mode
+    model.train().encoder.blocks[0].eval()  # a part that stays at rest while the others train
+    modes = [part.training for part in model.modules()]
+    fill_mask(model, tokenizer, ["the [MASK]"])
+    assert [part.training for part in model.modules()] == modes
     broken = Broken(1, 1).train()
     broken.config = model.config
     with pytest.raises(RuntimeError, match="broken"):

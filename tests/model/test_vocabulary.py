@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -17,6 +18,7 @@ from transformers import (
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import TOKENIZER_KINDS, count_ids, train_tokenizer
 from bertlab.data.vocabularies import (
+    Counterparts,
     extend_tokenizer,
     find_counterparts,
     read_state,
@@ -213,6 +215,32 @@ def test_a_transplant_gives_twins_their_rows_whatever_the_method(method):
             assert torch.equal(moved.state_dict()[name][id], model.state_dict()[name][found.parts[id][0]])
         assert torch.isfinite(moved.state_dict()[name]).all()
     assert moved.config.mask_token_id == new.mask_token_id and moved.config.vocab_size == len(new)
+
+
+class Largest(TorchDispatchMode):
+    "The most numbers that one tensor holds."
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **kwargs or {})
+        for one in found if isinstance(found, (list, tuple)) else [found]:
+            self.numbers = max(self.numbers, one.numel() if isinstance(one, torch.Tensor) else 0)
+        return found
+
+
+def test_the_nearest_of_a_large_vocabulary_are_found_a_part_at_a_time():
+    num_twins, num_others = 300, 5000
+    generator = torch.Generator().manual_seed(0)
+    old, use = (torch.randn(size, 2, generator=generator) for size in (num_twins, num_twins + num_others))
+    parts = [[i] for i in range(num_twins)] + [[]] * num_others
+    with Largest() as largest:
+        new = TRANSPLANTS["nearest"](old, Counterparts(parts, set(range(num_twins))), use)
+    assert largest.numbers < num_twins * num_others
+    likeness, places = (use[num_twins:] @ use[:num_twins].T).topk(10)
+    want = ((likeness / 0.1).softmax(1)[..., None] * old[places]).sum(1)
+    torch.testing.assert_close(new[num_twins:], want)
+    assert torch.equal(new[:num_twins], old)
 
 
 def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
