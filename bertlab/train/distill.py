@@ -138,6 +138,7 @@ class DistillationModule(PretrainingModule):
 
     def compare(self, logits: Tensor, inputs: dict[str, Tensor]) -> Tensor:  # nats, a sum
         "KL to the reference's answers to the same inputs, at the labels and weighed as they are."
+        self.place_reference()  # here, because callbacks ask before training starts
         weights, positions = inputs.get("loss_weights"), inputs.get("label_positions")
         if weights is not None and positions is not None:
             weights = gather_positions(weights, positions)
@@ -158,18 +159,12 @@ class DistillationModule(PretrainingModule):
             compile_layers(*self._reference)
 
     def place_reference(self) -> None:
-        "Bring the reference to where the model is, in its precision."
+        "Bring the reference to where the model is, in its precision; nothing where it is there."
         weight = next(p for p in self.model.parameters() if p.is_floating_point())
         for reference in self._reference:
-            reference.to(weight.device, weight.dtype)
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self.place_reference()
-
-    def begin_scoring(self, stage: str) -> None:
-        super().begin_scoring(stage)
-        self.place_reference()
+            own = next(reference.parameters())
+            if (own.device, own.dtype) != (weight.device, weight.dtype):
+                reference.to(weight.device, weight.dtype)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

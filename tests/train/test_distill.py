@@ -250,6 +250,19 @@ def test_the_reference_takes_the_precision_of_the_model(references):
     assert {p.dtype for p in module._reference[0].parameters()} == {torch.bfloat16}
 
 
+def test_who_asks_before_training_starts_finds_the_reference_where_the_model_is(references):
+    module, data = distilled(references["mlm"]), data_of()
+    seen = []
+
+    class Asks(Callback):  # as `Evaluators` and `CompileAhead` do: before the module's own hook
+        def on_train_start(self, trainer, pl_module):
+            pl_module.label_loss(next(iter(data.train_dataloader())))
+            seen.extend(p.dtype for p in pl_module._reference[0].parameters())
+
+    make_trainer(1, callbacks=[Asks()], **{**CPU, "precision": "bf16-true"}).fit(module, data)
+    assert set(seen) == {torch.bfloat16}
+
+
 def test_validation_reports_both_and_its_loss_is_that_of_a_plain_run(references):
     data = data_of()
     module = distilled(references["mlm"])
