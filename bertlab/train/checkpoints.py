@@ -43,7 +43,7 @@ def random_states() -> dict[str, Any]:
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *rest)
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda"] = [torch.cuda.get_rng_state()]  # of this process's device
     return states
 
 
@@ -55,7 +55,9 @@ def set_random_states(states: dict[str, Any]) -> None:
         name, words, *rest = states["numpy"]
         np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
         if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(states["cuda"])
+            kept = states["cuda"]  # older checkpoints have one for each device that was there
+            here = torch.cuda.current_device()
+            torch.cuda.set_rng_state(kept[here if here < len(kept) else 0])
     except Exception as error:  # each generator has words of its own for it
         raise ValueError(f"random_states are not those of generators: {error}") from error
 

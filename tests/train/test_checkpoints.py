@@ -411,6 +411,33 @@ def test_generators_go_on_as_they_were_through_a_file(tmp_path):
     assert draw() == want
 
 
+def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_way_round(monkeypatch):
+    generators = [torch.Generator().manual_seed(n) for n in range(2)]  # of two pretended GPUs
+    here = [0]
+    for name, what in {
+        "is_available": lambda: True, "current_device": lambda: here[0],
+        "get_rng_state": lambda: generators[here[0]].get_state(),
+        "set_rng_state": lambda state: generators[here[0]].set_state(state),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(f"torch.cuda.{name}", what)
+    draw = lambda: torch.rand(1, generator=generators[here[0]]).item()  # noqa: E731
+    here[0] = 1
+    states = random_states()
+    assert len(states["cuda"]) == 1  # of the device that this process computes on
+    want = draw()
+    here[0] = 0
+    set_random_states(states)
+    assert draw() == want
+    older = {**states, "cuda": [torch.Generator().manual_seed(n).get_state() for n in (5, 6, 7)]}
+    for device in (0, 1):
+        here[0] = device
+        set_random_states(older)  # each device that is there gets its own
+        assert draw() == torch.rand(1, generator=torch.Generator().manual_seed(5 + device)).item()
+    here[0] = 1
+    set_random_states({**older, "cuda": older["cuda"][:1]})
+    assert draw() == torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
+
+
 class Trap:
     "What a hostile file holds: a call that whoever loads it makes."
 
