@@ -317,7 +317,7 @@ def documents_identity(
 
 # %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
-                  "streaming", "seed", "data_kwargs", "collator_kwargs")  # fmt: skip
+                  "streaming", "seed", "collator_kwargs")  # fmt: skip
 # What a configuration says besides the model's shape.
 _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
@@ -334,6 +334,10 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
 def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
     known = {name: getattr(data, name) for name in _DATA_SETTINGS if hasattr(data, name)}
     known["objective of the data"] = getattr(data, "objective", None)
+    if hasattr(data, "mixing"):
+        known["data_kwargs"] = {"lanes": data.lanes, "mix_lengths": data.length_shares}
+        for options in (data.packing_options, data.mixing, data.stream_options):
+            known["data_kwargs"] |= options
     tokenizer = getattr(data, "tokenizer", None)
     if hasattr(tokenizer, "special_tokens_map"):
         known["tokenizer"] = tokenizer_identity(tokenizer)
@@ -344,9 +348,19 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
         known |= {"max_sequence_length": rows.capacity, "special ids": rows.special}
     elif known.get("streaming"):
         known["training text"] = _short_hash([str(source) for source in data.sources])
+        # Nobody has read all of it, so how it is read stands for it; a row that is skipped now was
+        # an error before.
+        known["how the text is read"] = [
+            {"validation_fraction": source.fraction, **source.options, "on_error": None}
+            for source in data.sources]
     if hasattr(data, "resume_identity"):  # of what is no text of rows
         known |= data.resume_identity()
     return known
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    "As they are in JSON; a function or an object by its name, less its address in this process."
+    return json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(facts, default=str)))
 
 
 def run_fingerprint(
@@ -354,7 +368,7 @@ def run_fingerprint(
     data: L.LightningDataModule | None,  # its tokenizer, text, rows and order, as far as set up
 ) -> dict[str, Any]:  # plain values, fit for a checkpoint and for JSON
     "What must stay the same for a run to go on as the same run."
-    return json.loads(json.dumps(_module_identity(module) | _data_identity(data), default=str))
+    return _plain(_module_identity(module) | _data_identity(data))
 
 
 def refuse_differences(
@@ -366,6 +380,7 @@ def refuse_differences(
 
     Another number of processes is the same run where all of them together take as many rows.
     """
+    kept = _plain(kept)  # older ones hold addresses
     together = {facts.get("train_batch_size", 0) * facts.get("processes", 0)
                 for facts in (kept, now)}
     shared = ("train_batch_size", "processes") if len(together) == 1 and together != {0} else ()

@@ -44,6 +44,7 @@ from bertlab.train.checkpoints import (
     find_checkpoint,
     random_states,
     read_checkpoint,
+    refuse_differences,
     run_fingerprint,
     same_random_states,
     set_random_states,
@@ -602,6 +603,52 @@ def test_a_fingerprint_is_plain_and_knows_a_stream_by_its_sources(begun):
     assert json.loads(json.dumps(stream)) == stream
     assert stream["training text"] != run_fingerprint(
         make_module(), make_data("other.txt", streaming=True))["training text"]  # fmt: skip
+
+
+@pytest.mark.parametrize("changed, message", [
+    ({"mixing_rates": [0.95, 0.05]}, "data_kwargs is .*0.95"),
+    ({"shuffle_buffer": 64}, "data_kwargs is .*'shuffle_buffer': 64"),
+    ({"validation_fraction": 0.3}, "how the text is read is .*'validation_fraction': 0.3"),
+    ({"lines": "paragraphs"}, "how the text is read is .*'lines': 'paragraphs'"),
+])  # fmt: skip
+def test_a_stream_that_is_mixed_read_or_held_out_otherwise_is_another_run(begun, changed, message):
+    path, _, make_module = begun
+    files = [str(path.parents[1] / name) for name in ("text.txt", "other.txt")]
+
+    def stream(**options):
+        return PretrainingDataModule(files, word_tokenizer(WORDS), max_sequence_length=32, train_batch_size=4,
+                                     streaming=True, data_kwargs={"mixing_rates": [0.5, 0.5], **options})  # fmt: skip
+
+    kept, now = run_fingerprint(make_module(), stream()), run_fingerprint(make_module(), stream(**changed))
+    with pytest.raises(ValueError, match=message):
+        refuse_differences("run.ckpt", kept, now)
+    # A broken row that is left out from now on was never read; an older checkpoint knows less.
+    refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), stream(on_error="skip")))
+    older = {name: value for name, value in kept.items() if name not in ("data_kwargs", "how the text is read")}
+    refuse_differences("run.ckpt", older, now)
+
+
+def test_texts_in_memory_that_are_mixed_otherwise_are_another_run(begun):
+    path, _, make_module = begun
+    files = [str(path.parents[1] / name) for name in ("text.txt", "other.txt")]
+    facts = [run_fingerprint(make_module(), PretrainingDataModule(
+        files, word_tokenizer(WORDS), data_kwargs={"mixing_rates": rates})) for rates in ([1, 1], [1, 2])]  # fmt: skip
+    with pytest.raises(ValueError, match="data_kwargs is"):
+        refuse_differences("run.ckpt", *facts)
+
+
+def mine(parameters, **options):
+    return torch.optim.SGD(parameters, lr=options["lr"])
+
+
+def test_a_function_of_ones_own_is_the_same_at_another_address(begun):
+    _, make_data, make_module = begun
+    now = run_fingerprint(make_module(optimizer_class=mine), make_data())
+    assert "0x" not in now["optimizer_class"]
+    older = {**now, "optimizer_class": f"{mine!r}"[:-1] + "f>"}  # as it lay in the process before
+    refuse_differences("run.ckpt", older, now)
+    with pytest.raises(ValueError, match="optimizer_class is '<function mine>' there and 'adamw' here"):
+        refuse_differences("run.ckpt", older, run_fingerprint(make_module(), make_data()))
 
 
 # ---- spread over processes ------------------------------------------------------------------------
