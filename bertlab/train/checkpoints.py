@@ -101,7 +101,11 @@ def read_checkpoint(
     path: str | os.PathLike,  # a file, or the directory of one that is spread over processes
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
 ) -> dict[str, Any]:
-    "Read a Lightning checkpoint. Raises `ValueError` for one that is missing, damaged or another."
+    """Read a Lightning checkpoint. Raises `ValueError` for one that is missing, damaged or another.
+
+    Of a directory only the numbers are read here; torch itself reads its weights at a resume, and
+    runs code for it whatever was said: a checkpoint in shards is for who wrote it.
+    """
     path = Path(path)
     if path.is_dir() and not (path / ".metadata").exists():
         raise ValueError(f"{path} is a directory without .metadata: no checkpoint, or half of one")
@@ -226,6 +230,8 @@ class RunCheckpoint(Checkpoint):
         self._restoring = stage == "fit"  # until the first step, if it goes on from something
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
+        if "global_step" in checkpoint:  # strategies that divide weights read the file themselves
+            _check_state(checkpoint, Path(trainer.ckpt_path or "checkpoint"))
         if trainer.state.fn == "fit":
             self._rate = _rate_of(checkpoint)
 

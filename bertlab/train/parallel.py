@@ -30,6 +30,7 @@ from ..core.devices import find_accelerator
 from ..core.durations import read_amount
 from ..model.context_parallel import deal_labels, share_rows
 from ..model.deferred import fill_weights
+from ..model.loading import read_torch_file
 from ..model.tensor_parallel import check_split, find_cuts, gather_cut, split_model
 from ..optim.optimizers import OPTIMIZERS, optimizer_facts
 from .steps import total_norm
@@ -488,15 +489,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 module.reshard()
 
     def load_checkpoint(self, checkpoint_path, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning 2.6 does not hand on what `fit` was told, and torch then refuses our callbacks.
-        path, safe = self.broadcast(checkpoint_path), bool(weights_only)
+        # Lightning 2.6 does not hand on what `fit` was told, so None stands for anything: safely.
+        # Whose own callback keeps objects tells torch.serialization.add_safe_globals.
+        path, safe = self.broadcast(checkpoint_path), weights_only is not False
         if os.path.isdir(path):
             if self.tensor > 1:
                 raise ValueError(f"{path} is a checkpoint in shards, which tensor parallel does "
                                  "not read: go on with strategy='fsdp-shards'")
             return super().load_checkpoint(path, weights_only=safe)
-        # Each process maps the file, and reads its own shares of it.
-        checkpoint = torch.load(path, mmap=True, map_location="cpu", weights_only=safe)
+        checkpoint = read_torch_file(path, safe)  # mapped: each process reads its own shares of it
         self._load_weights(checkpoint.pop("state_dict"))
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):
             self._load_moments(optimizer, state)

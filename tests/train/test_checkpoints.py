@@ -468,6 +468,14 @@ def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(folder
     assert not sprung.exists()
 
 
+def test_a_path_that_climbs_is_refused_by_the_callback_too_whoever_has_read_the_file(folder):
+    state = torch.load(folder / "step-00000010.ckpt")
+    state["callbacks"]["ModelCheckpoint"] = {"best_model_path": "runs/../../elsewhere.ckpt"}
+    trainer = make_trainer(12, "32-true", accelerator="cpu")  # as under FSDP: read by the strategy
+    with pytest.raises(ValueError, match="leads out of its directory"):
+        RunCheckpoint(folder / "x.ckpt").on_load_checkpoint(trainer, None, state)
+
+
 @pytest.mark.parametrize("how", ["half", "flipped", "empty"])
 def test_a_damaged_checkpoint_given_to_fit_is_one_sentence(folder, how):
     path = folder / "step-00000010.ckpt"

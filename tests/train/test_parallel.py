@@ -364,6 +364,30 @@ def test_processes_are_counted_as_lightning_counts_them():
     assert count_processes({"devices": 8, "accelerator": "tpu"}) == 1
 
 
+class Trap:
+    "What a hostile file holds: a call that whoever loads it makes."
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("told", [None, True])  # Lightning says None, whatever `fit` was told
+def test_a_hostile_checkpoint_runs_no_code_where_weights_are_divided(tmp_path, monkeypatch, told):
+    path, sprung = tmp_path / "run.ckpt", tmp_path / "sprung"
+    torch.save({"state_dict": {}, "global_step": 1, "trap": Trap(sprung)}, path)
+    strategy = get_strategy("fsdp")
+    monkeypatch.setattr(strategy, "broadcast", lambda value, src=0: value)  # there is one process
+    with pytest.raises(ValueError, match="which safe loading refuses"):
+        strategy.load_checkpoint(path, weights_only=told)
+    assert not sprung.exists()
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="is damaged or cut short"):
+        strategy.load_checkpoint(path, weights_only=told)
+
+
 def test_an_unknown_strategy_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="strategy 'zero' is unknown; known are auto, ddp, fsdp"):
         make_trainer(1, accelerator="cpu", strategy="zero")
