@@ -28,11 +28,17 @@ from ..model.tensor_parallel import find_cuts
 from .model_directories import ModelShelf, written_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
+def _exact(weight: Tensor) -> Tensor:
+    "In float32 at least: a small share of a difference is less than 16 bits add."
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
 class AveragedWeights(Callback):
     """Keep a moving average of the weights that move; validate with it, and write it.
 
     Inside `TrainingModule.evaluation_weights` the averages stand for the weights: in validation, in
-    model directories and in the best checkpoint. A checkpoint to go on from keeps both. torch's
+    model directories and in the best checkpoint. A checkpoint to go on from keeps both. It costs a
+    copy of the weights, in float32 at least, for 16 bits would round small moves away. torch's
     arithmetic (`torch.optim.swa_utils`; Tarvainen and Valpola 2017, sec. 2; Izmailov et al. 2018).
     """
 
@@ -65,8 +71,8 @@ class AveragedWeights(Callback):
         if self.averages and self.averages.keys() != moving.keys():
             raise ValueError("the averages in the checkpoint are of other weights: give the run "
                              "the adapter and the frozen parts that it had")
-        for name, average in self.averages.items():
-            self.averages[name] = average.to(moving[name])
+        self.averages = {name: _exact(average.to(moving[name].device))
+                         for name, average in self.averages.items()}  # fmt: skip
         self._seen = trainer.global_step
 
     def _moving(self, pl_module) -> dict[str, nn.Parameter]:
@@ -85,14 +91,14 @@ class AveragedWeights(Callback):
         "Take one look at the weights."
         moving = self._moving(pl_module)
         if not self.averages:
-            self.averages = {name: p.detach().clone() for name, p in moving.items()}
+            self.averages = {name: _exact(p.detach()).clone() for name, p in moving.items()}
         else:
             n = self.num_averaged
             beta = self.decay
             if beta is not None and self.ramp:
                 beta = min(beta, (1 + n) / (10 + n))
             blend = get_swa_multi_avg_fn() if beta is None else get_ema_multi_avg_fn(beta)
-            blend(list(self.averages.values()), [p.detach() for p in moving.values()],
+            blend(list(self.averages.values()), [_exact(p.detach()) for p in moving.values()],
                   torch.tensor(n))
         self.num_averaged += 1
 

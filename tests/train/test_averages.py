@@ -100,6 +100,22 @@ def test_a_run_that_was_stopped_goes_on_with_weights_and_average(text, tmp_path)
     assert all(torch.equal(whole.averages[name], parts.averages[name]) for name in whole.averages)
 
 
+def test_an_average_of_16_bit_weights_moves_as_that_of_32_bits():
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        module, average = torch.nn.Module(), AveragedWeights(decay=0.999, ramp=False)
+        module.model = torch.nn.Linear(1, 1, bias=False).to(dtype)
+        for value in (1.0, *[2.0] * 1000):
+            torch.nn.init.constant_(module.model.weight, value)
+            average.update(module)
+        average.load_state_dict(copy.deepcopy(average.state_dict()))
+        with average.evaluation_weights(module):
+            assert module.model.weight.dtype == dtype
+            ends.append(module.model.weight.item())
+        assert module.model.weight.item() == 2.0
+    assert ends[0] == pytest.approx(2 - 0.999**1000) and ends[1] == pytest.approx(ends[0], rel=2**-8)
+
+
 def test_frozen_weights_have_no_average(text, tmp_path):
     average = AveragedWeights(0.9)
     run(text, tmp_path, 3, average, freeze="embeddings")
