@@ -14,7 +14,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -419,6 +418,7 @@ def find_checkpoint(
 class CheckpointSeries(RunCheckpoint):
     """Save `directory/step-N.ckpt` when `RunCheckpoint` would, and keep the last ones.
 
+    A directory for transformers, which a run with a ModelCheckpoint writes beside each, goes along.
     Each holds the fingerprint of its run, and one of another run is refused.
     """
 
@@ -460,7 +460,7 @@ class CheckpointSeries(RunCheckpoint):
             written = sorted(self.directory.glob("step-" + "[0-9]" * 8 + ".ckpt"))
             past = [path for path in written if int(path.stem[5:]) <= step]
             for path in past[: -self.keep_last]:  # a later one is damaged: it does not count
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                trainer.strategy.remove_checkpoint(path)  # and what was written beside it
 
 # %% ../../nbs/train/06_checkpoints.ipynb #695f3c6a
 def check_resume(

@@ -237,9 +237,11 @@ class TrainingModule(L.LightningModule):
     def configure_gradient_clipping(
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ) -> None:
-        "Clip by the norm that was just measured; Lightning's own refuses fused optimizers."
-        if gradient_clip_algorithm == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        "Clip by the norm that was just measured, or each number; Lightning's refuses fused ones."
+        if gradient_clip_algorithm == "value" and gradient_clip_val:
+            for p in self.parameters():
+                if p.grad is not None:
+                    p.grad.clamp_(-gradient_clip_val, gradient_clip_val)
         elif gradient_clip_val:
             # A factor of 1 changes nothing. A CPU may ask for it; elsewhere asking is waiting.
             if shapes_are_free(self._norm) and self._norm + 1e-6 <= gradient_clip_val:

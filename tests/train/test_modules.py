@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
+from bertlab.train.checkpoints import CheckpointSeries
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, bert_base, count_matrices
 from bertlab.model.heads import BertLabForMaskedLM, score_vectors
@@ -205,6 +206,20 @@ def test_on_a_gpu_all_is_compiled_but_what_differentiates_its_gradient():
     gpu = torch.device("cuda")
     assert compile_options(None, gpu) == {} and compile_options(None, gpu, "sophiah") is None
     assert compile_options(None, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])  # the second has a fused optimizer
+def test_gradients_are_clipped_by_value_in_every_precision(precision):
+    class Largest(L.Callback):
+        def on_before_zero_grad(self, trainer, pl_module, optimizer):
+            grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            seen.extend(g.abs().max().item() for g in grads)
+
+    seen = []
+    trainer = make_trainer(2, precision, "cpu", callbacks=[History(), Largest()], gradient_clip_val=1e-4,
+                           gradient_clip_algorithm="value")  # fmt: skip
+    trainer.fit(module_of(optimizer_kwargs={"fused": precision != "32-true"}), data_of())
+    assert max(seen) == pytest.approx(1e-4)
 
 
 def test_validation_sees_the_average_of_splus_and_training_goes_on_with_its_own_weights():
@@ -627,6 +642,15 @@ def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_wit
     ours, theirs = module.state_dict(), loaded.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert loaded.hparams.learning_rate == module.hparams.learning_rate
+
+
+def test_a_series_beside_a_modelcheckpoint_removes_its_own_directories_and_no_other(tmp_path):
+    keeper = ModelCheckpoint(tmp_path / "best", every_n_train_steps=1, save_top_k=-1)
+    series = CheckpointSeries(tmp_path / "series", every_steps=1, keep_last=2)
+    make_trainer(4, "32-true", "cpu", callbacks=[History(), keeper, series]).fit(module_of(), data_of())
+    names = sorted(path.name for path in (tmp_path / "series").iterdir())
+    assert names == ["step-00000003", "step-00000003.ckpt", "step-00000004", "step-00000004.ckpt"]
+    assert len([path for path in (tmp_path / "best").iterdir() if path.is_dir()]) == 4
 
 
 @pytest.mark.parametrize("wanted", [True, False])
