@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 
 from ..core.durations import Duration, read_amount
 from ..optim.budgets import BatchWarmup, Stopwatch
-from .history import say
+from .history import RunProgress, say
 from .steps import count_readers
 
 # %% ../../nbs/train/08_stopping.ipynb #a78507aa
@@ -256,6 +256,15 @@ class GrowingBatch(Callback):
         warmup: BatchWarmup | Mapping[str, Any],  # how the batch grows; or its options, as in YAML
     ):
         self.warmup = BatchWarmup(**warmup) if isinstance(warmup, Mapping) else warmup
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        if stage == "fit" and pl_module.hparams.get("budget_tokens") is not None:
+            raise ValueError("budget_tokens counts steps of one size, and with GrowingBatch they "
+                             "grow: give max_steps=steps_for_tokens(warmup, budget), or TokenLimit")
+        behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
+        if any(isinstance(one, RunProgress) for one in behind):
+            raise ValueError("put GrowingBatch behind RunProgress among the callbacks: it steers "
+                             "numbers of the Trainer that RunProgress reads first")
 
     def on_train_start(self, trainer, pl_module) -> None:
         accumulate, processes = trainer.accumulate_grad_batches, count_readers(trainer)

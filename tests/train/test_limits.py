@@ -1,6 +1,7 @@
 "Limits: what ends a run, after which step, and what a resume makes of it."
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from ranks import run_on_ranks
 
 from bertlab.optim.budgets import BatchWarmup
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.history import History
+from bertlab.train.history import History, RunProgress
 from bertlab.train.stopping import GrowingBatch, LossBound, LossInterval, NonFiniteGuard, RunningLoss
 from bertlab.train.stopping import TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
@@ -307,6 +308,20 @@ def test_a_growth_that_would_not_be_followed_is_refused():
         fit(2, Numbered(range(9)), [GrowingBatch(WARMUP)], accumulate_grad_batches=2)
     with pytest.raises(ValueError, match="world_size=1"):
         fit(2, Numbered(range(9)), [GrowingBatch(BatchWarmup(1, 4, 120, 2, 10))])
+
+
+def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_before_training():
+    module = Line(MOMENTUM)
+    module.hparams["budget_tokens"] = 1000
+    with pytest.raises(ValueError, match="budget_tokens counts steps of one size"):
+        make_trainer(2, "32-true", "cpu", callbacks=[GrowingBatch(WARMUP)]).fit(module, Numbered(range(9)))
+    record = History()
+    for behind in (True, False):
+        parts = [record, RunProgress(record), GrowingBatch(WARMUP)]
+        trainer = make_trainer(2, "32-true", "cpu", callbacks=parts if behind else [parts[2], *parts[:2]], val_check_steps=1)
+        refused = nullcontext() if behind else pytest.raises(ValueError, match="GrowingBatch behind RunProgress")
+        with refused:
+            trainer.fit(Line(MOMENTUM), Numbered(range(9)), Numbered(range(5)))
 
 
 def with_two_clocks(folder):
