@@ -249,7 +249,7 @@ class BertLabForMaskedDiffusion(BertLabTokenPredictor):
                 mask = all_one_document(tokens) if attention_mask is None else attention_mask
                 count = count_ordinary(input_ids, mask, self.config)
             else:
-                count = token_shares.sum()
+                count = token_shares.sum(dtype=torch.float32)  # the shares may have 16 bits
             parts = parts._replace(num_labels=count)
         return make_output(encoded, logits, parts)
 

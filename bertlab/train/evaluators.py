@@ -126,10 +126,11 @@ class LossEvaluator(Evaluator):
             yield self.collator(self.rows.__getitems__(keys))
 
     def measure(self, module: L.LightningModule) -> dict[str, float]:
-        sums = torch.zeros(5, dtype=torch.float64)
+        sums, scored = torch.zeros(5, dtype=torch.float64), getattr(module, "scored", lambda b: b)
         for batch in self.batches():
             batch = {k: v.to(module.device) if torch.is_tensor(v) else v for k, v in batch.items()}
-            sums += summed_up(batch, module.label_loss(batch), module.bytes_per_token_V).cpu()
+            parts = module.label_loss(batch)
+            sums += summed_up(scored(batch), parts, module.bytes_per_token_V).cpu()
         found = validation_metrics(sums[None], "val")
         return {key.removeprefix("val_"): float(value) for key, value in found.items()}
 

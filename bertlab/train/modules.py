@@ -406,7 +406,7 @@ class PretrainingModule(TrainingModule):
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
         self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
-        self.loss_rule = LossRule(**(loss_kwargs or {}))
+        self.loss_rule, self.bounds_text = LossRule(**(loss_kwargs or {})), not plain_mean
         self.reports_z_loss = self.loss_rule.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
         tokenizer = source if tokenizer is None else tokenizer

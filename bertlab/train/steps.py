@@ -116,12 +116,13 @@ def bytes_scored(
     "Bytes of the text that a loss is about: of the labels, or of all where the loss is a bound."
     if "loss_weights" not in batch:
         labels = labels_of(batch)
-        return bytes_V[labels.clamp_min(0)].mul(labels != IGNORED).sum()
+        scored = bytes_V[labels.clamp_min(0)].mul(labels != IGNORED)
+        return scored.sum(dtype=torch.float32)  # the run may keep its numbers in 16 bits
     labels = batch["labels"]  # weighed labels bound the likelihood of the whole text
     bytes_BL = bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)]
     if "token_shares" in batch:  # what is given is not part of it
         bytes_BL = bytes_BL * (batch["token_shares"] > 0)
-    return bytes_BL.sum()
+    return bytes_BL.sum(dtype=torch.float32)
 
 
 def summed_up(
@@ -161,6 +162,7 @@ class TrainingModule(L.LightningModule):
     """
 
     reports_z_loss = False  # whether `train_z_loss` is logged
+    bounds_text = True  # whether weighed labels bound the likelihood of the whole text
 
     def __init__(self):
         super().__init__()
@@ -177,6 +179,11 @@ class TrainingModule(L.LightningModule):
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the labels of a batch: loss, count, z-loss, how many were right."
         raise NotImplementedError(f"{type(self).__name__} must say what the labels are worth")
+
+    def scored(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        "The batch as the loss sees it, for `summed_up`: without weights that it leaves out."
+        left_out = () if self.bounds_text else ("loss_weights",)
+        return {name: value for name, value in batch.items() if name not in left_out}
 
     def penalties(self) -> dict[str, tuple[float, Tensor]]:  # name: weight, sum over the labels
         "Further terms of the batch that `label_loss` has just seen; logged as train_ and val_."
@@ -267,7 +274,7 @@ class TrainingModule(L.LightningModule):
 
     def score_batch(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
         "Add a batch to the sums of its set."
-        sums = summed_up(batch, self.label_loss(batch), self.bytes_per_token_V)
+        sums = summed_up(self.scored(batch), self.label_loss(batch), self.bytes_per_token_V)
         more = [p.detach().to(sums) for _, p in self.penalties().values()]
         sums = torch.stack([*sums, *more])
         self._sums[set_number] = self._sums.get(set_number, 0) + sums

@@ -574,6 +574,23 @@ def test_diffusion_can_be_followed_as_a_plain_mean_over_its_labels():
     assert weights.min() < weights.max() and sums[True].loss_sum != sums[False].loss_sum
 
 
+def test_bits_per_byte_of_a_plain_mean_are_of_what_is_hidden():
+    found = {}
+    for plain in (False, True):
+        options = {"plain_mean": plain, "learning_rate": 0.0}  # of an untrained model
+        found[plain] = fit(module_of("diffusion", **options), data_of("diffusion"), 2)[1].validation[-1]
+    # Words cost alike, hidden or not; the bound is wider, for it weighs few labels by 1 / t.
+    bits = [found[plain]["val_bits_per_byte"] / found[plain]["val_loss"] for plain in (True, False)]
+    assert bits[0] == pytest.approx(bits[1], rel=0.1)
+
+
+def test_bytes_are_counted_exactly_in_16_bits():
+    bytes_V = torch.tensor([0.0, 3.0, 7.0], dtype=torch.float16)
+    ids = torch.full((203, 127), 2)
+    for more, values_V in (({}, bytes_V), ({"loss_weights": ids}, bytes_V.bfloat16())):  # more than float16 holds
+        assert bytes_scored({"input_ids": ids, "labels": ids, **more}, values_V).item() == 7 * ids.numel()
+
+
 # --- one's own parts ------------------------------------------------------------------------------------
 
 
