@@ -21,21 +21,24 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
-from ..model.huggingface import save_model
+from ..model.config import modernbert_tiny
+from ..model.heads import BertLabForMaskedLM
+from ..model.huggingface import read_shape, save_model
 from .model_directories import rebuild, whole_weights
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
-from .distill import DistillationModule
+from ..data.sources import expand_sources, is_local, looks_like_hub_name
+from .distill import DistillationModule, check_penalty
 from ..core.durations import read_amount
 from ..core.files import MARKER, check_run_directory, prepare_run_directory
 from ..core.files import written_directory, written_whole
 from ..core.reading import format_yaml, read_json, read_yaml
 from .stopping import NonFiniteGuard
-from .modules import PretrainingModule
+from .modules import PretrainingModule, pretraining_optimizer
 from .parallel import count_processes, count_sharers
 from .reports import why_stopped
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint
-from .checkpoints import tokenizer_identity
+from .checkpoints import same_random_states, tokenizer_identity
 from .trainer import make_trainer, seed_everything
 
 # %% ../../nbs/train/15_stages.ipynb #7a2f92ed
@@ -86,12 +89,14 @@ class Stage:
                              f"{self.tokens_per_step():,} tokens")
 
     def tokens_per_step(self) -> int:  # positions, over all processes
-        "Rows x length x accumulation x processes."
+        "Rows x length x accumulation x processes with rows of their own."
         defaults = inspect.signature(PretrainingDataModule).parameters
         size, length = (self.data.get(name, defaults[name].default)
                         for name in ("train_batch_size", "max_sequence_length"))
         window = self.trainer.get("accumulate_grad_batches", 1)
-        return size * length * window * count_processes(self.trainer)
+        processes = count_processes(self.trainer)
+        readers = processes // count_sharers(self.trainer.get("strategy"), processes)
+        return size * length * window * readers
 
     def num_steps(self) -> int:
         "The optimizer steps that the budget pays for."
@@ -157,10 +162,13 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
     "Make or find the directory. Raises `ValueError` where another run has begun there."
     if not stages:
         raise ValueError("stages is empty: give one Stage or more")
-    if stages[0].reference == "previous" and not stages[0].module.get(
-            "pretrained_model_name_or_path"):
+    if stages[0].reference == "previous" and not stages[0].module.get(_MODEL):
         raise ValueError("stage 1 has nothing before it: name its reference, or the "
                          "pretrained_model_name_or_path that it goes on with")
+    for number, stage in enumerate([] if resume else stages[1:], 2):
+        if (named := stage.module.get(_MODEL)) is not None:  # older runs passed it by
+            raise ValueError(f"stage {number} goes on with the model of stage {number - 1}, and "
+                             f"has {_MODEL}={named!r}: leave it out")
     if rank_zero_only.rank:
         return  # one process looks after the files
     check_run_directory(output, resume, overwrite)
@@ -176,6 +184,47 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
     prepare_run_directory(output, resume, overwrite)
     with written_whole(output / MARKER) as temporary:
         temporary.write_text(format_yaml({"stages": now}), encoding="utf-8")
+
+# %% ../../nbs/train/15_stages.ipynb #92cf9a99
+_TOKENIZER, _MODEL = "pretrained_tokenizer_name_or_path", "pretrained_model_name_or_path"
+_PENALTY = {"kl_weight": 0.1, "temperature": 1.0}  # of `DistillationModule`, where nothing is said
+
+
+def _check_values(stage: Stage, number: int) -> None:
+    "Raise `ValueError` for what the stage would refuse when it begins, as far as is known here."
+    try:
+        _check_module(stage, number)
+        data = {**stage.data, _TOKENIZER: "chosen later"}
+        data = PretrainingDataModule(**data, objective=stage.module.get("objective", "mlm"))
+        for source in (one for one in (*data.sources, *data.val_sources) if one.is_named):
+            for name in expand_sources(source.origin):
+                is_local(name)  # refuses a path that is not there
+    except ValueError as error:
+        raise ValueError(f"stage {number}: {error}") from None
+
+
+def _check_module(stage: Stage, number: int) -> None:
+    "The settings of the module, by building it without a model, and the reference."
+    kl_weight, temperature = (stage.module.get(*pair) for pair in _PENALTY.items())
+    options = {name: v for name, v in stage.module.items() if name not in _PENALTY}
+    if number > 1 or options.get(_MODEL):  # its shape is known when it is loaded
+        options |= {_MODEL: None, "model_config_kwargs": None, "load_key_mapping": None}
+    with same_random_states():
+        module = PretrainingModule(**{**options, _TOKENIZER: None})
+        toy = BertLabForMaskedLM(modernbert_tiny(
+            vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=1))  # fmt: skip
+        module.hparams.update(module._own, parameter_overrides=None)  # patterns of real names
+        pretraining_optimizer(toy, module.hparams, stage.num_steps())
+    if stage.reference is None:
+        return
+    check_penalty(kl_weight, temperature, module.loss_rule.chunk_size)
+    if stage.reference != "previous" and kl_weight:
+        if Path(stage.reference).is_dir():
+            read_shape(stage.reference)
+        elif not looks_like_hub_name(stage.reference):
+            raise ValueError(f"reference {stage.reference!r} is neither a directory nor a hub name")
+
 
 # %% ../../nbs/train/15_stages.ipynb #9135b4a5
 def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
@@ -263,6 +312,9 @@ def train_stages(
     guard ends a stage.
     """
     output, previous, summaries = Path(output), None, []
+    for number, stage in enumerate(stages, 1):
+        if not (resume and (output / f"stage-{number}" / "model").exists()):
+            _check_values(stage, number)
     _prepare(stages, output, resume, overwrite)
 
     def usual(module: PretrainingModule, place: Path, history: History) -> list[Callback]:

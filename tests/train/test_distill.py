@@ -542,6 +542,32 @@ def test_a_stage_that_cannot_be_meant_is_refused(options, words):
     refused(words, Stage, **options)
 
 
+@pytest.mark.parametrize("later, words", [
+    ({"data": {"train_dataset_name_or_path": "missing.txt"}}, ["stage 2", "'missing.txt'", "does not exist"]),
+    ({"data": {"packing": True, "max_sequence_length": 4}}, ["stage 2", "max_sequence_length"]),
+    ({"module": {"optimizer_class": "adamww"}}, ["stage 2", "adamww"]),
+    ({"module": {"learning_rate": -1.0}}, ["stage 2", "learning_rate", "-1.0"]),
+    ({"module": {"scheduler_warmup_steps": 9}}, ["stage 2", "warmup_steps=9"]),
+    ({"module": {"kl_weight": -1.0}}, ["stage 2", "kl_weight", "-1.0"]),
+    ({"reference": "./no-such-teacher"}, ["stage 2", "no-such-teacher"]),
+    ({"module": {"pretrained_model_name_or_path": "elsewhere"}}, ["stage 2", "'elsewhere'", "leave it out"]),
+])  # fmt: skip
+def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(text, tmp_path, later, words):
+    data = {**stages_of(text)[0].data, **later.get("data", {})}
+    second = {"scheduler_warmup_steps": 0, **later.get("module", {})}
+    stages = [stages_of(text)[0], Stage(steps=4, data=data, module=second, reference=later.get("reference", "previous"))]
+    refused(words, train_stages, stages, tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_that_share_rows_are_not_paid_for_twice(text):
+    data = {"train_batch_size": 8, "max_sequence_length": 128}
+    per_step = {strategy: Stage(tokens="100K", data=data, trainer={
+        "accelerator": "cpu", "devices": 2, "strategy": strategy}).tokens_per_step()
+        for strategy in ("ddp", "fsdp", "tensor:2", "context:2")}  # fmt: skip
+    assert per_step == {"ddp": 2048, "fsdp": 2048, "tensor:2": 1024, "context:2": 1024}
+
+
 def test_a_file_of_stages_is_read_and_its_mistakes_are_named(tmp_path, text):
     path = tmp_path / "stages.yaml"
     for content, words in (
