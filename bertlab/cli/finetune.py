@@ -17,6 +17,7 @@ from typing import Any
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
+from ..core.devices import find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
 from ..core.reading import format_yaml, read_json
@@ -266,9 +267,11 @@ class FinetuningRun:
         best = read_checkpoint(self.output / f"seed-{seed}" / "best.ckpt")
         module.load_state_dict(best["state_dict"])
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
+        kind = find_accelerator(self.config["trainer"]["accelerator"])
+        module.to(kind if kind in ("cuda", "mps") else "cpu")  # it has no trainer that would
         evaluation = evaluate_split(module, self.data, split)
         evaluation.write(self.output)
-        save_for_pipeline(module.model, self.output, self.tokenizer)
+        save_for_pipeline(module.cpu().model, self.output, self.tokenizer)
         write_reading(self.data, self.output)
         print(f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {self.output}: load it "
               f"with transformers.pipeline, or: bertlab predict {self.output} FILE", flush=True)

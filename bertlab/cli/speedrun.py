@@ -738,7 +738,8 @@ def _score_rows(judge: Judge, model: Any) -> tuple[np.ndarray, Any]:  # (3, N), 
         labels_BK = batch["labels"].gather(1, batch["label_positions"])  # K: gaps and spares
         hidden_BK = labels_BK != IGNORED
         with torch.no_grad():
-            logits_MV = model(**{name: batch[name] for name in names}).logits[hidden_BK].float()
+            output = model(**{name: batch[name].to(model.device) for name in names})
+            logits_MV = output.logits[hidden_BK].float().cpu()
         labels_M, row_M = labels_BK[hidden_BK], hidden_BK.nonzero()[:, 0]
         for values in (F.cross_entropy(logits_MV, labels_M, reduction="none"),
                        torch.ones(len(labels_M)), bytes_V[labels_M]):
@@ -759,6 +760,7 @@ def score_model(
     Raises `ValueError` for a model whose run has read another text, or that predicts no words.
     """
     from bertlab.cli.pretrain import find_model
+    from bertlab.core.devices import find_accelerator
     from bertlab.data.tokenizers import load_tokenizer
     from bertlab.model.heads import BertLabForMaskedLM
     from bertlab.model.huggingface import check_tokenizer
@@ -776,7 +778,8 @@ def score_model(
                          "asks a masked language model: save it with its head")
     check_positions(course, model.config.max_position_embeddings)
     judge = Judge(course, corpus, tokenizer)
-    (sums_N, counts_N, bytes_N), labels = _score_rows(judge, model.eval())
+    model = model.eval().to("cuda" if find_accelerator() == "cuda" else "cpu")
+    (sums_N, counts_N, bytes_N), labels = _score_rows(judge, model)
     bits = ratio_interval(sums_N / np.log(2), bytes_N)
     line = unigram_entropy(unigram_counts(labels, model.config.vocab_size))
     return ModelScore(course.name, str(directory), ratio_interval(sums_N, counts_N), bits, line,

@@ -302,7 +302,7 @@ def evaluate_spans(
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #d5e66287
 def evaluate_split(
-    module: Any,  # a FinetuningModule that was trained
+    module: Any,  # a FinetuningModule that was trained, on the device that shall compute
     data: Any,  # a FinetuningDataModule that was set up
     split: str = "validation",  # or test
 ) -> Evaluation:

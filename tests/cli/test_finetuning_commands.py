@@ -139,6 +139,25 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
     assert accuracy == pytest.approx(evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"])
 
 
+def test_the_best_seed_is_evaluated_on_the_device_of_the_run(tok, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("bertlab.cli.finetune.find_accelerator", lambda accelerator: "cuda")
+    monkeypatch.setattr(FinetuningModule, "to", lambda module, device: asked.append(str(device)) or module)
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run")) == 0
+    assert asked[-1] == "cuda", "those before are Lightning's"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["csv", "squad"])
+def test_a_gpu_evaluates_as_it_has_validated(tok, tmp_path, form):
+    more = ["--model.task", KINDS[form][0], "--trainer.accelerator", "gpu"]
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", form), tmp_path / "run", *more)) == 0
+    (metrics,) = json.loads((tmp_path / "run" / "metrics.json").read_text())["runs"]
+    name = "accuracy" if form == "csv" else "f1"
+    found = json.loads((tmp_path / "run" / "evaluation.json").read_text())[name]
+    assert found == pytest.approx(metrics[f"test_{name}"], abs=1e-3)
+
+
 @pytest.mark.parametrize("adapter", [None, "lora"])
 def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(tok, tmp_path, capsys, adapter):
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"

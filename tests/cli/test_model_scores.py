@@ -114,6 +114,21 @@ def test_a_model_of_transformers_alone_is_scored_too(tmp_path, corpus, tokenizer
     assert score.nats[0] == pytest.approx(math.log(len(tokenizer)), abs=0.3) and not score.reads
 
 
+def test_a_gpu_scores_where_there_is_one(model_dir, corpus, monkeypatch):
+    asked = []
+    monkeypatch.setattr("bertlab.core.devices.find_accelerator", lambda: "cuda")
+    monkeypatch.setattr(BertLabForMaskedLM, "to", lambda model, device: asked.append(device) or model)
+    score_model(model_dir, "tiny", corpus)
+    assert asked[-1] == "cuda"
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_score_of_the_cpu(model_dir, corpus, monkeypatch):
+    on_gpu = score_model(model_dir, "tiny", corpus)
+    monkeypatch.setattr("bertlab.core.devices.find_accelerator", lambda: "cpu")
+    np.testing.assert_allclose(on_gpu.sums_N, score_model(model_dir, "tiny", corpus).sums_N, rtol=1e-3)
+
+
 def test_without_a_record_nobody_knows_what_a_model_has_read(model_dir, corpus):
     score = score_model(model_dir, "tiny", corpus)
     assert score.seconds is None and score.in_time is None and "unknown" in format_score(score)
