@@ -62,9 +62,11 @@ def _load_seeds(paths: list[Path], module: FinetuningModule) -> dict[str, dict[s
 def _average_seeds(directory: Path, output: Path, how: str) -> str:
     "The mean of a fine-tuning run's seeds, scored on its validation rows."
     paths, unfinished = _find_seeds(directory)
-    run = FinetuningRun(COMMANDS["finetune"].parse([], read_yaml(directory / MARKER)).config,
-                        resume=True)
-    run.output = directory
+    command = COMMANDS["finetune"]
+    config = command.parse([], read_yaml(directory / MARKER)).config
+    config["run"]["output"] = str(directory)  # where it is now, which need not be where it was
+    config["trainer"] = command.parse([]).config["trainer"]  # nothing is trained, on no device
+    run = FinetuningRun(config, resume=True)
     run.build()
     adapted = FinetuningModule(**run.module_options)
     plain = FinetuningModule(**{**run.module_options, "adapter": None, "freeze_layers": None})

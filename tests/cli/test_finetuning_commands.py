@@ -165,6 +165,10 @@ def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(tok,
     assert by_words(words_for(tok, source, output, *more)) == 0
     seeds = [read_weights(path)["task_head.classifier.weight"] for path in sorted(output.glob("seed-*/best.ckpt"))]
     shutil.copytree(output / "seed-1", output / "seed-2")  # as a run leaves it that was killed in its third seed
+    output = output.rename(tmp_path / "moved")
+    written = (output / "run.yaml").read_text()
+    (output / "run.yaml").write_text(written.replace("accelerator: cpu", "accelerator: gpu"))  # of another machine
+    assert (output / "run.yaml").read_text() != written
     assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
     assert "seed-2     left out" in capsys.readouterr().out
     mean = load_predictor(tmp_path / "mean").model.classifier.weight
@@ -308,6 +312,12 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--model.pretrained_model_name_or_path", "nowhere/at/all", "--model.model_config_kwargs", "null"], "nowhere/at/all"),
         (["--model.pretrained_model_name_or_path", "somebody/model"], "not both"),
         (["--trainer.max_steps", "3"], "max_steps"),
+        (["--trainer.precision", "fp17"], "precision='fp17'"),
+        (["--trainer.limit_train_batches", "1.5"], "1.5 for limit_train_batches"),
+        (["--trainer.limit_val_batches", "0"], "limit_val_batches must be above 0"),
+        (["--trainer.accumulate_grad_batches", "0"], "accumulate_grad_batches must be above 0"),
+        (["--trainer.devices", "2"], "one process, and trainer.devices and num_nodes make 2"),
+        (["--trainer.devices", "[0, 1]"], "trainer: "),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys, more, message):
@@ -317,6 +327,13 @@ def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys,
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1] and said[-1].startswith("bertlab finetune: ")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_was_started_as_several_processes_is_refused_in_each(tok, tmp_path, capsys, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run")) == 2
+    assert "torchrun has started 2" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
