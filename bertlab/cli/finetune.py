@@ -36,7 +36,7 @@ from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
-from ..train.checkpoints import read_checkpoint
+from ..train.checkpoints import read_checkpoint, refuse_differences, run_fingerprint
 from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
@@ -109,16 +109,18 @@ def _is_plain(source: str | Mapping) -> bool:
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
 
 
-def _read_runs(path: Path, monitor: str) -> list[dict[str, float]]:  # of the seeds that are done
+def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by seed, if it is done
     "What metrics.json of a run holds, NaN for null. Raises `ValueError` for a damaged file."
-    runs = read_json(path).get("runs")
-    if not isinstance(runs, list) or not all(
+    found = read_json(path)
+    seeds, runs = found.get("seeds"), found.get("runs")
+    if not isinstance(runs, list) or not isinstance(seeds, list) or len(seeds) != len(runs) \
+            or not all(isinstance(seed, int) for seed in seeds) or not all(
             isinstance(run, dict) and isinstance(run.get(monitor, ""), (int, float, type(None)))
             for run in runs):
-        raise ValueError(f"{path} is damaged: it needs `runs` with {monitor} in each; move it away "
-                         "to score the seeds anew")
-    return [{name: math.nan if value is None else value for name, value in run.items()}
-            for run in runs]
+        raise ValueError(f"{path} is damaged: it needs `seeds`, and `runs` with {monitor} in each; "
+                         "move it away to score the seeds anew")
+    return {seed: {name: math.nan if value is None else value for name, value in run.items()}
+            for seed, run in zip(seeds, runs)}
 
 
 class FinetuningRun:
@@ -227,9 +229,19 @@ class FinetuningRun:
             steps = run.num_epochs * len(data.train_dataloader()) // window
             module.build_optimizer(max(1, steps))
         self.description = module.describe()
+        self.fingerprint = run_fingerprint(module, data) if self.resume else {}
+
+    def _check_resume(self) -> None:
+        "Refuse other rows, tokens or models than those of the checkpoints that are there."
+        for seed in self.choices.seeds:
+            if path := find_checkpoint(self.output / f"seed-{seed}" / "checkpoints"):
+                kept = read_checkpoint(path).get("fingerprint", {})
+                refuse_differences(path, kept, self.fingerprint | {"seed": seed})
 
     def prepare(self) -> None:
-        "Write the first files: the directory, run.yaml, the tokenizer."
+        "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
+        if self.resume:
+            self._check_resume()
         told = [describe_task(self.task)] if self.task else []
         told += [self.data.describe(num_rows=1), f"model    {self.description}",
                  f"watched  {self.monitor}"]
@@ -243,21 +255,19 @@ class FinetuningRun:
         "Fine-tune once a seed; numbers are on disk as soon as there are any."
         run, path = self.choices, self.output / "metrics.json"
         baselines = compute_baselines(self.data) if run.baselines else {}
-        runs = []
-        if self.resume and path.exists():
-            runs = _read_runs(path, self.monitor)
-        for number, seed in enumerate(run.seeds):
-            if number >= len(runs):
-                runs.append(self._fit_seed(seed))
-            results = SeedResults(tuple(run.seeds[: number + 1]), tuple(runs[: number + 1]))
-            best = max(range(number + 1),
-                       key=lambda n: rank_metric(self.monitor, runs[n][self.monitor]))
+        found = _read_runs(path, self.monitor) if self.resume and path.exists() else {}
+        for seed in run.seeds:
+            if seed not in found:
+                found[seed] = self._fit_seed(seed)
+            done = tuple(one for one in run.seeds if one in found)
+            results = SeedResults(done, tuple(found[one] for one in done))
+            best = max(done, key=lambda one: rank_metric(self.monitor, found[one][self.monitor]))
             metrics = {"monitor": self.monitor, "seeds": results.seeds, "runs": results.runs,
                        "mean": results.mean(), "deviation": results.deviation(),
-                       "best_seed": run.seeds[best], "baselines": baselines}
+                       "best_seed": best, "baselines": baselines}
             write_json(path, metrics)
         print(results.table(baselines), flush=True)
-        self._finish(run.seeds[best], runs[best])
+        self._finish(best, found[best])
         return read_json(path)
 
     def _fit_seed(self, seed: int) -> dict[str, float]:  # its metrics

@@ -9,6 +9,7 @@ __all__ = ['PROBLEM_OF', 'SPLITS', 'TASKS', 'COLUMNS', 'READING', 'BadRows', 'ke
            'FinetuningDataModule', 'write_reading', 'load_reading']
 
 # %% ../../nbs/finetuning/02_data.ipynb #82fe984e
+import hashlib
 import json
 import os
 import re
@@ -500,6 +501,7 @@ class FinetuningDataModule(L.LightningDataModule):
         self.datasets: dict[str, EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
         self.batches: EpochBatches | None = None  # the training loader that was made last
+        self.rows_hash = ""  # of the training rows, once `resume_identity` has been asked
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -632,6 +634,7 @@ class FinetuningDataModule(L.LightningDataModule):
             how = self.max_sequence_length, self.collator.vocabulary.pad_token_id
             made["train"] = pack_rows(made["train"], *how)
         self.datasets = {split: EncodedRows(rows, self.collator) for split, rows in made.items()}
+        self.rows_hash = ""
 
     def _read_labels(self, rows: LabelledRows) -> tuple[list, Any, str | None]:
         "Labels, one or a list a row; what `datasets` knows of them; and of texts, the problem."
@@ -779,6 +782,19 @@ class FinetuningDataModule(L.LightningDataModule):
         "Let the workers go, which would else wait for another epoch."
         if self.batches:
             self.batches.close()
+
+    def resume_identity(self) -> dict[str, Any]:  # plain values
+        "What must stay the same for a run to go on: batches; and the rows, once they are set up."
+        known = {"train_batch_size": self.batch_sizes["train"], "shuffle": self.shuffle_train}
+        if "train" not in self.datasets:
+            return known
+        rows = self.datasets["train"].rows
+        if not self.rows_hash:  # every checkpoint asks
+            digest = hashlib.sha256()
+            for row in rows:
+                digest.update(b"".join(np.ascontiguousarray(row[k]).tobytes() for k in sorted(row)))
+            self.rows_hash = digest.hexdigest()[:16]
+        return known | {"training rows": self.rows_hash, "number of rows": len(rows)}
 
     # --- what a person wants to know --------------------------------------------------------------
 

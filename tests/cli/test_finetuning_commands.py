@@ -376,6 +376,37 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_result(tok, tmp_path, capsy
     assert texts[0] == texts[1]
 
 
+def test_a_resume_that_is_another_run_is_refused_and_leaves_the_run_as_it_was(tok, tmp_path, capsys):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output)) == 0
+    other = tokenizer()
+    other.add_tokens(["sickle"])
+    other.save_pretrained(tmp_path / "other")
+    before = {path: path.read_bytes() for path in (output / "run.yaml", output / "tokenizer" / "tokenizer.json")}
+    rows = (source / "train.csv").read_text()
+    for more, named, text in ((["--data.max_sequence_length", "16"], "max_sequence_length", rows),
+                              (["--data.train_batch_size", "4"], "train_batch_size", rows),
+                              (["--data.pretrained_tokenizer_name_or_path", str(tmp_path / "other")], "tokenizer", rows),
+                              ([], "number of rows", rows + "an apple,fruit\n"),
+                              ([], "training rows", rows.replace("the", "an"))):  # fmt: skip
+        (source / "train.csv").write_text(text)
+        assert by_words(["--resume", output, *more]) == 2, named
+        assert named in capsys.readouterr().err.splitlines()[-1]
+        assert before == {path: path.read_bytes() for path in before}, named
+
+
+def test_a_resume_with_other_seeds_keeps_the_numbers_of_each(tok, tmp_path):
+    output = tmp_path / "run"
+    read = lambda: json.loads((output / "metrics.json").read_text())
+    more = ["--run.seeds", "[0,1]", "--run.baselines", "false", "--run.monitor", "val_loss"]
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output, *more)) == 0
+    first = read()
+    assert by_words(["--resume", output, "--run.seeds", "[1,0]"]) == 0
+    assert read() == {**first, "seeds": [1, 0], "runs": first["runs"][::-1]}
+    assert by_words(["--resume", output, "--run.seeds", "[2,1]"]) == 0
+    assert read()["seeds"] == [2, 1] and read()["runs"][1] == first["runs"][1] != read()["runs"][0]
+
+
 def test_a_seed_without_a_metric_is_passed_over_and_its_run_goes_on(tok, tmp_path, capsys):
     output = tmp_path / "run"
     rows = write_rows(tmp_path / "data", "csv")

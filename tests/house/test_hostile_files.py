@@ -516,7 +516,8 @@ def test_bent_histograms_are_one_sentence(tmp_path, wrong, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"runs": 3}', '{"runs": [3]}', '{"runs": [{"val_loss": "low"}]}',
-                                  '{"runs": [], "runs": [{}]}', "[" * 50_000])  # fmt: skip
+                                  '{"runs": [], "runs": [{}]}', '{"seeds": [0], "runs": []}', '{"seeds": [[]], "runs": [{}]}',
+                                  "[" * 50_000])  # fmt: skip
 def test_bent_results_of_fine_tuning_are_one_sentence(tmp_path, text):
     (tmp_path / "metrics.json").write_text(text)
     answer_of(lambda: _read_runs(tmp_path / "metrics.json", "val_loss"))
