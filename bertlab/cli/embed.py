@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from .options import Asked
 from .pretrain import ask_for_run, naming_options, provenance, trainer_options
-from .vocabularies import check_new_file
 from ..core.devices import check_request
-from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from ..core.files import MARKER, check_new_file, check_run_directory
+from ..core.files import prepare_run_directory, written_whole
 from ..core.reading import format_yaml, one_line
 from ..data.sources import looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder

@@ -11,6 +11,7 @@ from bertlab.cli.main import join_family, main
 from bertlab.cli.options import COMMANDS
 from bertlab.core.files import (
     MARKER,
+    check_new_file,
     check_run_directory,
     prepare_run_directory,
     written_directory,
@@ -98,6 +99,16 @@ def test_a_file_in_the_directorys_place_is_refused(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         check_run_directory(tmp_path / "out")
+
+
+def test_a_new_file_needs_a_free_name_in_a_directory(tmp_path):
+    (tmp_path / "taken").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, word in (("taken", "there already"), ("link", "there already"), ("taken/new", "taken is a file")):
+        with pytest.raises(ValueError, match=word):
+            check_new_file(tmp_path / name)
+    check_new_file(tmp_path / "folder/new")
+    assert not (tmp_path / "folder").exists()
 
 
 def test_resume_and_overwrite_exclude_each_other(tmp_path):
