@@ -58,16 +58,20 @@ class EmbedChoices:
                 raise ValueError(f"run.{name} must be above 0, got {value}")
 
 
-def _check_devices(trainer: Mapping[str, Any]) -> None:
-    "Raise `ValueError` for a device that cannot be had, and for more processes than one."
+def _check_trainer(trainer: Mapping[str, Any]) -> None:
+    "Raise `ValueError` for devices and limits that cannot be, and for more processes than one."
+    for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
+        if (value := trainer[name]) is not None and value <= 0:
+            raise ValueError(f"trainer.{name} must be above 0, got {value}")
     check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
     launch = find_launch()
     count = launch.world_size if launch else count_processes(
         {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")})
     if count > 1:  # each would write run.yaml, numbers and model to the same directory
-        raise ValueError(f"bertlab embed finetune trains in one process, and {count} are asked "
-                         "for: leave trainer.devices and trainer.num_nodes at 1, or train with "
-                         "EmbeddingModule and make_trainer in a script of your own")
+        who = f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
+        raise ValueError(f"bertlab embed finetune trains in one process, and {who} {count}: let it "
+                         "have one, or train with EmbeddingModule and make_trainer in a script of "
+                         "your own")
 
 
 def finetune_embeddings(
@@ -83,7 +87,7 @@ def finetune_embeddings(
     config = {name: dict(part) if isinstance(part, Mapping) else part
               for name, part in asked.config.items()}
     choices, output = EmbedChoices(**config["run"]), Path(config["run"]["output"])
-    _check_devices(config["trainer"])
+    _check_trainer(config["trainer"])
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
     check_run_directory(output, again, overwrite, option="--run.output")
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]

@@ -178,9 +178,13 @@ MISTAKES = {
                   "{tokenizer}", "--data.dataset_name_or_path", "no.jsonl"), "no.jsonl"),
     "nothing to start from": (("finetune", "--data.dataset_name_or_path", "{pairs}", "--run.output", "new"), "start from"),
     "two processes": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.devices", "2"), "trainer.devices"),
-    "two machines": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.num_nodes", "2"), "trainer.num_nodes"),
+    "two machines": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.num_nodes", "2"), "num_nodes make 2"),
     "half a batch too many": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.limit_train_batches", "1.5"),
                               "limit_train_batches"),
+    "no batch a step": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.accumulate_grad_batches", "0"),
+                        "accumulate_grad_batches must be above 0"),
+    "no validation batch": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.limit_val_batches", "0"),
+                            "limit_val_batches must be above 0"),
     "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),
@@ -206,7 +210,7 @@ def test_one_of_several_processes_of_a_launcher_is_refused(place, capsys, monkey
     for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     status, _, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new")
-    assert status == 2 and "2 are asked for" in error and not (tmp_path / "new").exists()
+    assert status == 2 and "torchrun has started 2" in error and not (tmp_path / "new").exists()
 
 
 def test_the_family_lists_its_commands(capsys):
