@@ -510,6 +510,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if module.strict_loading and own.keys() != weights.keys():
             raise KeyError(f"the checkpoint's weights are of another model: only one of them has "
                            f"{sorted(own.keys() ^ weights.keys())[:4]}")
+        for name in sorted(own.keys() & weights.keys()):  # copy_ would spread one row over many
+            there, here = weights[name].shape, _whole_shape(own[name], cuts.get(name))
+            if there != here:
+                raise ValueError(f"the checkpoint's weights are of another model: {name} is "
+                                 f"{tuple(there)} there and {tuple(here)} here")
         with torch.no_grad():
             for name in own.keys() & weights.keys():
                 own[name].copy_(_share_of(weights[name], own[name], cuts.get(name)))

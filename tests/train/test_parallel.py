@@ -180,6 +180,13 @@ def worker(folder):
         run(8, steps=3, callbacks=checkpoint(f"{kind} half"), **options)
         results[f"{kind} resumed"] = run(8, steps=6, seed=99, resume=folder / f"{kind} half", **options)
     results["variants"] = sharded_variants()
+    thin = torch.load(folder / "fsdp half", weights_only=False)
+    thin["state_dict"]["model.head.dense.weight"] = thin["state_dict"]["model.head.dense.weight"][:1]
+    torch.save(thin, folder / f"thin {os.environ['RANK']}")
+    try:
+        run(8, steps=6, strategy="fsdp", resume=folder / f"thin {os.environ['RANK']}")
+    except ValueError as error:
+        results["thin"] = str(error)
     try:
         make_trainer(1, "32-true", "cpu", 2, strategy="fsdp").fit(Loose(), Batches(8))
     except ValueError as error:
@@ -264,6 +271,11 @@ def test_a_resume_on_2_processes_is_bit_identical(results, kind):
     np.testing.assert_array_equal(resumed["losses"], straight["losses"][3:])
     for name, weight in straight["weights"].items():
         assert torch.equal(resumed["weights"][name], weight)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused_and_one_row_is_not_spread_over_many(results):
+    width = CONFIG["hidden_size"]
+    assert f"model.head.dense.weight is (1, {width}) there and ({width}, {width}) here" in results[0]["thin"]
 
 
 def test_a_checkpoint_of_fsdp2_is_one_file_with_which_one_process_predicts_the_same(results, folder):
