@@ -20,13 +20,16 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.fsdp import FSDPModule
 
 from ..core.durations import read_amount
 from ..core.names import find_part
 from ..data.module import FilledRows, Source, filled_batches, pack_texts
 from ..data.readers import TABLES, kind_of, read_lines
+from ..data.rows import IGNORED
 from ..model.generate import encode_masked, fill_each_mask
-from .history import History, say
+from ..model.losses import LossRule
+from .history import History, say, stop_clocks
 from .previews import undisturbed
 from .steps import summed_up, validation_metrics
 
@@ -162,8 +165,11 @@ class ProbeEvaluator(Evaluator):
                              f"({', '.join(TABLES)})")
         rows = [row for _, row in TABLES[kind](self.source, columns=list(self.columns))]
         found = [[row[column] for column in self.columns] for row in rows]
-        found = [(text, str(label)) for text, label in found
-                 if label is not None and str(label).strip()]  # a blank is no label
+        if wrong := [text for text, _ in found if not isinstance(text, str | None)]:
+            raise ValueError(f"{self.name}: {self.columns[0]} of {self.source} holds "
+                             f"{wrong[0]!r}, which is no text")
+        found = [(text, str(label)) for text, label in found  # a blank is no text, and no label
+                 if text and text.strip() and label is not None and str(label).strip()]
         if self.duration is not None:  # by lot, for files are often sorted by label
             lots = np.random.default_rng([self.seed, 1]).permutation(len(found))
             found = [found[row] for row in sorted(lots[: self.num_texts(len(found))])]
@@ -191,11 +197,25 @@ class ProbeEvaluator(Evaluator):
                                    truncation=True, max_length=self.length)  # fmt: skip
             ids_BL = batch["input_ids"].to(module.device)
             mask_BL = batch["attention_mask"].to(module.device)
-            x_BLD = module.model.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
+            x_BLD = self.encode(module.model, ids_BL, mask_BL)
             weight_BL1 = mask_BL[..., None].to(x_BLD.dtype)
             mean_BD = (x_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
             found.append(mean_BD.float().cpu().numpy())
         return np.concatenate(found)
+
+    def encode(self, model: torch.nn.Module, ids_BL, mask_BL) -> torch.Tensor:  # (B, L, D)
+        "The encoder's last vectors; FSDP2 puts weights together only where the model is called."
+        if not isinstance(model, FSDPModule):
+            return model.base_model(ids_BL, attention_mask=mask_BL).last_hidden_state
+        caught, labels_BL = [], torch.full_like(ids_BL, IGNORED)
+        keep = lambda _module, _inputs, out: caught.append(out[0])  # noqa: E731
+        hook = model.base_model.register_forward_hook(keep)
+        try:  # nobody wants the scores, so few exist at once
+            model(ids_BL, attention_mask=mask_BL, labels=labels_BL,
+                  loss_rule=LossRule(chunk_size=1024))
+        finally:
+            hook.remove()
+        return caught[0]
 
     def measure(self, module: L.LightningModule) -> dict[str, float]:
         from sklearn.linear_model import LogisticRegression
@@ -336,8 +356,7 @@ class Evaluators(Callback):
         if not evaluators or not (spread or trainer.is_global_zero):
             return
         history = next((c for c in trainer.callbacks if isinstance(c, History)), None)
-        if history is not None:
-            history.stop()  # what is asked here is no training time
+        stop_clocks(trainer)
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
         with undisturbed(pl_module), weights(), trainer.precision_plugin.forward_context():
             pl_module.eval()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core.files import written_whole
 from .checkpoints import same_random_states
-from .history import RunProgress
+from .history import RunProgress, stop_clocks
 from ..model.generate import encode_masked, fill_each_mask
 from ..model.samplers import SamplingRule
 from ..model.writing import generate
@@ -116,6 +116,7 @@ class Preview(Callback, ABC):
         spread = trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
         if not (spread or trainer.is_global_zero):
             return  # where weights are spread, all processes take part; else the first one
+        stop_clocks(trainer)
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
         with undisturbed(pl_module), weights(), trainer.precision_plugin.forward_context():
             # Other shapes than the run's would be compiled, and the run's steps with them.

@@ -1,5 +1,8 @@
 "Evaluators measure what they say, at their pace, and change nothing of the run that they watch."
 
+import json
+import time
+
 import lightning as L
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.evaluators import BatchSpec, Evaluator, Evaluators, FillMaskEvaluator, LossEvaluator, ProbeEvaluator
 from bertlab.train.evaluators import make_evaluator
 from bertlab.train.history import History
+from bertlab.train.monitors import Throughput
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer
@@ -123,6 +127,41 @@ def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_ste
     probe = ProbeEvaluator("p", tmp_path / "rare.csv", batch={"rows": 2}, duration=1)
     with pytest.raises(ValueError, match="duration"):
         probe.prepare(tokenizer, None, 32)
+
+
+def test_a_probe_has_the_same_answer_where_weights_are_divided(tokenizer, tmp_path):
+    (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS))
+    vectors = {}
+
+    class Seen(ProbeEvaluator):
+        def vectors(self, module):
+            return vectors.setdefault(strategy, super().vectors(module))
+
+    for strategy in ("auto", "fsdp"):  # in one process; at the start, so before any step
+        run(tokenizer, [Seen("p", tmp_path / "nouns.csv")], steps=1, accelerator="cpu", devices=1, strategy=strategy)
+    np.testing.assert_allclose(vectors["fsdp"], vectors["auto"], atol=1e-5)
+
+
+def test_a_probe_leaves_out_rows_without_a_text_and_refuses_what_is_none(tokenizer, tmp_path):
+    rows = [{"text": text, "label": n % 2} for n, text in enumerate([*TEXTS, None, "  "])]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    probe = ProbeEvaluator("p", tmp_path / "a.jsonl")
+    probe.prepare(tokenizer, None, 32)
+    assert probe.texts == TEXTS
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": 7, "label": 0}]))
+    with pytest.raises(ValueError, match="p: text of .*b.jsonl holds 7, which is no text"):
+        ProbeEvaluator("p", tmp_path / "b.jsonl").prepare(tokenizer, None, 32)
+
+
+def test_what_is_asked_is_no_training_time_on_any_clock(tokenizer):
+    class Slow(Evaluator):
+        def measure(self, module):
+            time.sleep(0.5)
+            return {"steps": 0.0}
+
+    throughput = Throughput(every_steps=1)
+    _, _, history, *_ = run(tokenizer, [Slow("slow", every_steps=2)], more=[throughput], steps=6)
+    assert history.totals()[1] + throughput.totals()[1] < 1.0  # three times half a second were spent
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])  # the last two mark the space before a word
