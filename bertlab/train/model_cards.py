@@ -149,8 +149,10 @@ def _card_text(
     data, record = run.get("data") or {}, run.get("record") or {}
     source = data.get("train_dataset_name_or_path", run.get("corpus"))
     device, seconds = record.get("device"), metrics.get("train_seconds")
-    devices = (run.get("trainer") or {}).get("devices")
-    devices = devices if isinstance(devices, int) and devices > 0 else 1
+    asked = run.get("trainer") or {}
+    devices, nodes = ((n if isinstance(n, int) and n > 0 else 1)
+                      for n in (asked.get("devices"), asked.get("num_nodes")))
+    devices = metrics.get("devices", devices * nodes)  # older runs did not count them
     energy = seconds and estimate_energy(device or "", seconds, devices, choices.watts)
     unknown = "unknown: the directory does not say"
     shape = {"class": written, "parameters": f"{facts['parameters']:,}",

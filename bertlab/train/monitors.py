@@ -33,7 +33,7 @@ from ..core.devices import describe_device, device_memory_peaks, measured_peak_f
 from ..core.devices import peak_flops, peak_memory_bytes, resident_memory_bytes
 from ..core.files import written_whole
 from ..data.rows import IGNORED
-from .steps import labels_of
+from .steps import count_devices, labels_of
 
 # %% ../../nbs/train/09_monitors.ipynb #41dc6546
 def count_lengths(
@@ -204,22 +204,26 @@ class Throughput(RowsKept, Clock):
             self._warm = True
         elif step % self.every_steps == 0:
             total = self.window.add(self.take(trainer))
-            peak = None if self.peak is None else self.peak[0] * trainer.world_size
+            peak = None if self.peak is None else self.peak[0] * count_devices(trainer)
             self.publish(trainer, pl_module, rates_of(total, peak))
 
     def take(self, trainer) -> Interval:
         "What happened since the last take; waits for the device, and for the other processes."
-        (tokens, seconds), cost = self.totals(), 0.0
+        (tokens, seconds), cost, labels_cost = self.totals(), 0.0, 0.0
         if self._flops is not None:
-            cost = self._flops.per_label * float(self._num_labels)
-            cost += sum(self._flops.total(c.cpu().numpy(), 0) for c in self._counts.values())
-        mine = torch.tensor([tokens, self._positions, cost], device=trainer.strategy.root_device)
-        # Processes that work on the same rows (tensor parallel) count them once.
+            labels_cost = self._flops.per_label * float(self._num_labels)
+            cost = sum(self._flops.total(c.cpu().numpy(), 0) for c in self._counts.values())
+        mine = torch.tensor([tokens, self._positions, cost, labels_cost],
+                            device=trainer.strategy.root_device)
+        sums = trainer.strategy.reduce(mine, reduce_op="sum").tolist()
+        # Processes that work on the same rows count them once. Under context parallel each of them
+        # has labels of its own; under tensor parallel all have the same.
         share = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
-        sums = trainer.strategy.reduce(mine, reduce_op="sum") * (share / trainer.world_size)
+        tokens, positions, cost = (each * (share / trainer.world_size) for each in sums[:3])
+        cost += sums[3] / getattr(trainer.strategy, "tensor", 1)
         before, self._last = self._last, (seconds, trainer.global_step)
         self._empty()
-        return Interval(self._last[1] - before[1], seconds - before[0], *sums.tolist())
+        return Interval(self._last[1] - before[1], seconds - before[0], tokens, positions, cost)
 
 # %% ../../nbs/train/09_monitors.ipynb #94cb9b45
 class MemoryPeaks:

@@ -32,7 +32,7 @@ from ..data.rows import IGNORED
 from .checkpoints import RunInterrupted
 from .history import History, RunRecord, duration
 from .monitors import Throughput
-from .steps import labels_of
+from .steps import count_devices, count_readers, labels_of
 from .stopping import CountingGuard, RunLimit
 
 # %% ../../nbs/train/12_reports.ipynb #05e89ce9
@@ -132,6 +132,7 @@ def plot_rate(record: RunRecord, title: str = "") -> Figure:
 def final_metrics(
     record: RunRecord,
     validation: dict[str, float] | None = None,  # of the final weights; None: the run's last
+    readers: int = 1,  # processes with rows of their own, as many as those of the record
 ) -> dict[str, Any]:
     "The numbers of a run: validation, steps, tokens, seconds, memory."
     last = dict(record.validation[-1]) if record.validation else {}
@@ -139,6 +140,7 @@ def final_metrics(
     metrics = {**(last if validation is None else validation)}
     if record.rows:
         step, loss, _, _, tokens, seconds = record.rows[-1]
+        tokens *= readers
         metrics |= {"train_loss": loss, "steps": int(step), "tokens": int(tokens),
                     "train_seconds": seconds, "tokens_per_second": tokens / seconds}  # fmt: skip
     return {**metrics, "peak_memory_bytes": peak_memory_bytes()}
@@ -238,7 +240,8 @@ def write_run_report(
     sections = report_sections(trainer, module, metrics, record, configuration)
     text = "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in sections.items())])
     contents = {"report.md": text,  # before the file by which a run counts as written
-                "metrics.json": json.dumps({**metrics, "stopped": reason}, indent=2)}  # fmt: skip
+                "metrics.json": json.dumps({**metrics, "devices": count_devices(trainer),
+                                            "stopped": reason}, indent=2)}
     for name, content in contents.items():
         with written_whole(directory / name) as temporary:
             temporary.write_text(content + "\n", encoding="utf-8")
@@ -262,7 +265,8 @@ class RunReport(Callback):
         self.history.fetch()
         record = self.history.record
         if trainer.is_global_zero:
-            metrics = final_metrics(record, validation)
+            readers = count_readers(trainer) if record.rows else 1
+            metrics = final_metrics(record, validation, readers)
             write_run_report(self.directory, trainer, pl_module, record, metrics, self.reason,
                              self.configuration)  # fmt: skip
 

@@ -37,6 +37,7 @@ from .stopping import NonFiniteGuard
 from .modules import PretrainingModule, pretraining_optimizer
 from .parallel import count_processes, count_sharers
 from .reports import why_stopped
+from .steps import count_readers
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from .checkpoints import same_random_states, tokenizer_identity
 from .trainer import make_trainer, seed_everything
@@ -258,7 +259,8 @@ class _StageEnd(Callback):
         with pl_module.evaluation_weights():
             weights = whole_weights(pl_module.model)
         if trainer.is_global_zero:
-            summary = {"steps": trainer.global_step, "tokens": self.history.totals()[0],
+            tokens = self.history.totals()[0] * count_readers(trainer)
+            summary = {"steps": trainer.global_step, "tokens": tokens,
                        **(self.history.record.validation or [{}])[-1]}  # fmt: skip
             self.history.record.write_csv(self.directory.with_name("history.csv"))
             with written_directory(self.directory) as temporary:

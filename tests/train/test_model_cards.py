@@ -50,6 +50,17 @@ def test_a_card_holds_data_recipe_measures_limits_machine_and_energy(run):
     assert f"vocabulary: {config['vocab_size']}" in text
 
 
+def test_energy_is_that_of_all_nodes_and_of_the_devices_that_were_counted(run):
+    configuration, metrics = yaml.safe_load((run / "run.yaml").read_text()), json.loads((run / "metrics.json").read_text())
+    configuration["trainer"] |= {"num_nodes": 3}
+    (run / "run.yaml").write_text(yaml.safe_dump(configuration))
+    assert "devices: 6\n" in make_card(place_of(run))
+    configuration["trainer"]["devices"] = "auto"  # how many those were, only the run has known
+    (run / "run.yaml").write_text(yaml.safe_dump(configuration))
+    (run / "metrics.json").write_text(json.dumps({**metrics, "devices": 24}))
+    assert "devices: 24\n" in make_card(place_of(run))
+
+
 def test_the_block_goes_through_the_hubs_own_class_and_comes_back(run):
     text = make_card(place_of(run), CardChoices(name="Cats", license="mit"))
     card = ModelCard(text)

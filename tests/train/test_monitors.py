@@ -23,6 +23,7 @@ from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.monitors import MemoryMonitor, StepFlops, Throughput
 from bertlab.train.monitors import count_lengths, find_peak, get_logger, get_progress
+from bertlab.train.steps import count_devices
 from bertlab.train.trainer import make_trainer, seed_everything
 
 
@@ -119,6 +120,29 @@ def test_tokens_positions_and_operations_of_an_interval_are_those_of_its_batches
     assert rows[-1]["tokens_per_second"] == pytest.approx(total[2] / total[1])
     assert rows[-1]["positions_per_second"] == pytest.approx(total[3] / total[1])
     assert rows[-1]["flops_per_token"] == pytest.approx(total[4] / total[2])
+
+
+def test_a_row_that_processes_share_counts_once_and_so_do_its_labels():
+    def operations(tensor, context, labels):  # of 2 processes, each with the whole row
+        monitor = Throughput()
+        monitor._flops, monitor._last = StepFlops(BertLabConfig(**CONFIG).flops_per_token), (0.0, 0)
+        monitor._counts, monitor._tokens, monitor._num_labels = {8: torch.bincount(torch.tensor([8]))}, 8, labels
+        monitor._positions = 8
+        strategy = SimpleNamespace(root_device="cpu", tensor=tensor, reduce=lambda mine, reduce_op: 2 * mine)
+        trainer = SimpleNamespace(strategy=strategy, world_size=2, global_step=1,
+                                  distributed_sampler_kwargs={"num_replicas": 2 // (tensor * context)})  # fmt: skip
+        return monitor.take(trainer)
+
+    shared, dealt = operations(2, 1, labels=4), operations(1, 2, labels=2)  # 4 labels in the row
+    assert shared.tokens == dealt.tokens == 8 and shared.positions == dealt.positions == 8
+    assert dealt.flops == shared.flops == pytest.approx(StepFlops(BertLabConfig(**CONFIG).flops_per_token).total(
+        np.bincount([8]), 4))  # fmt: skip
+
+
+def test_one_process_that_drives_several_devices_is_compared_with_the_peak_of_all():
+    many = SimpleNamespace(strategy=SimpleNamespace(mesh=SimpleNamespace(size=lambda: 8)), world_size=1)
+    assert count_devices(many) == 8  # as a TPU's process does
+    assert count_devices(SimpleNamespace(strategy=SimpleNamespace(), world_size=4)) == 4
 
 
 def test_the_window_slides_over_the_last_steps_only():

@@ -139,6 +139,15 @@ def test_final_numbers_come_from_the_last_row_and_an_empty_run_has_none():
     assert final_metrics(record, {"val_loss": 5.0})["val_loss"] == 5.0
 
 
+def test_tokens_of_a_report_are_those_of_all_processes(tmp_path):
+    record = RunRecord()
+    record.rows = [(1.0, 6.0, 0.1, 1.0, 100, 2.0)]
+    metrics = final_metrics(record, readers=4)
+    assert (metrics["tokens"], metrics["tokens_per_second"]) == (400, 200)
+    run(tmp_path)
+    assert json.loads((tmp_path / "metrics.json").read_text())["devices"] == 1
+
+
 def test_a_table_escapes_bars_and_aligns_numbers():
     assert markdown_table([]) == "none"
     lines = markdown_table([{"a|": "x|y", "n": 1234567, "f": 0.00012345, "big": 1.5e9}]).splitlines()
