@@ -26,7 +26,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ..core.files import written_whole
@@ -432,17 +432,29 @@ class CheckpointSeries(RunCheckpoint):
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
         super().__init__(Path(directory) / "step-00000000.ckpt", every_steps)
         self.directory, self.keep_last = Path(directory), keep_last
+        self._accumulates: int | None = None  # micro-batches of a step; None: a callback decides
+
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        steered = any(getattr(c, "steers_accumulation", False)
+                      or isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+        self._accumulates = None if steered else trainer.accumulate_grad_batches
+
+    def _fingerprint(self, trainer, pl_module) -> dict[str, Any]:
+        known = run_fingerprint(pl_module, trainer.datamodule)
+        known["processes"] = count_readers(trainer)
+        if self._accumulates is not None:
+            known["accumulate_grad_batches"] = self._accumulates
+        return known
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
-        checkpoint["fingerprint"] = {
-            **run_fingerprint(pl_module, trainer.datamodule), "processes": count_readers(trainer)}
+        checkpoint["fingerprint"] = self._fingerprint(trainer, pl_module)
         checkpoint["max_steps"] = trainer.max_steps
 
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if trainer.state.fn == "fit":
-            now = run_fingerprint(pl_module, trainer.datamodule)
-            now["processes"] = count_readers(trainer)
+            now = self._fingerprint(trainer, pl_module)
             refuse_differences(trainer.ckpt_path, checkpoint.get("fingerprint", {}), now)
 
     def on_train_start(self, trainer, pl_module) -> None:

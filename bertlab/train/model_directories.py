@@ -217,8 +217,9 @@ class ModelDirectories(Callback):
     def _consider(self, trainer, pl_module, value: float | None) -> None:
         "Write where it is time to, or where the value is good enough."
         self._seen = trainer.global_step
-        # Rank 0 knows what is on the shelf, and all must go or stay together.
-        good = trainer.strategy.broadcast(self.shelf.is_among_best(value))
+        # Rank 0 knows what is on the shelf, and all must go or stay together. Without a value they
+        # need not talk, which would be a wait in each step.
+        good = value is not None and trainer.strategy.broadcast(self.shelf.is_among_best(value))
         if good or self._seen % self.every_steps == 0:
             self.write(trainer, pl_module, value)
 

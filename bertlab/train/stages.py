@@ -28,14 +28,14 @@ from .model_directories import rebuild, whole_weights
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
-from .distill import DistillationModule, check_penalty
+from .distill import DistillationModule, check_penalty, check_whole_scores
 from ..core.durations import read_amount
 from ..core.files import MARKER, check_run_directory, prepare_run_directory
 from ..core.files import written_directory, written_whole
 from ..core.reading import format_yaml, read_json, read_yaml
 from .stopping import NonFiniteGuard
 from .modules import PretrainingModule, pretraining_optimizer
-from .parallel import count_processes, count_sharers
+from .parallel import count_processes, count_sharers, get_strategy
 from .reports import why_stopped
 from .steps import count_readers
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint
@@ -220,6 +220,9 @@ def _check_module(stage: Stage, number: int) -> None:
     if stage.reference is None:
         return
     check_penalty(kl_weight, temperature, module.loss_rule.chunk_size)
+    strategy = get_strategy(stage.trainer.get("strategy") or "auto")
+    if hasattr(strategy, "mesh_sizes") and kl_weight:
+        check_whole_scores(strategy.mesh_sizes(count_processes(stage.trainer))[0])
     if stage.reference != "previous" and kl_weight:
         if Path(stage.reference).is_dir():
             read_shape(stage.reference)

@@ -197,6 +197,10 @@ class TrainingModule(L.LightningModule):
 
     # --- a step ---------------------------------------------------------------------------------
 
+    def on_fit_start(self) -> None:
+        "Begin with no sums: an error may have broken off an earlier run inside a window."
+        self._window = self.skipped = None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         "Remember sums and count; return a loss whose gradient is a scaled sum."
         with forward_context(self.trainer.optimizers[0]):

@@ -251,6 +251,8 @@ class LossBound(RunLimit):
 class GrowingBatch(Callback):
     "Accumulate over `warmup(step)` micro-batches in each step, in windows that are never cut."
 
+    steers_accumulation = True  # so that what the Trainer has says nothing about the run
+
     def __init__(
         self,
         warmup: BatchWarmup | Mapping[str, Any],  # how the batch grows; or its options, as in YAML

@@ -49,10 +49,11 @@ from bertlab.train.checkpoints import (
     same_random_states,
     set_random_states,
 )
+from bertlab.optim.budgets import BatchWarmup
 from bertlab.train.histograms import WeightHistograms
 from bertlab.train.monitors import MemoryMonitor, Throughput, get_progress
 from bertlab.train.previews import FillMaskPreview
-from bertlab.train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
+from bertlab.train.stopping import GrowingBatch, LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
 
 WORDS = [f"w{i}" for i in range(80)]
@@ -241,6 +242,14 @@ def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_pa
     assert torch.equal(last["model.embeddings.tok_embeddings.weight"],
                        weights["encoder.embeddings.tokens.weight"])  # fmt: skip
     assert json.loads((tmp_path / "best" / "config.json").read_text())["mask_token_id"] == 4
+
+
+def test_processes_talk_about_models_only_after_a_validation(tmp_path):
+    asked, callback = [], ModelDirectories(tmp_path, None, every_steps=100)
+    real = callback.shelf.is_among_best
+    callback.shelf.is_among_best = lambda value: asked.append(value) or real(value)
+    train(Texts(), 6, [callback], val_check_steps=3)
+    assert len(asked) == 2 and all(asked)
 
 
 def test_the_averaged_weights_are_written_where_a_module_has_some(tmp_path):
@@ -596,6 +605,25 @@ def test_lightning_refuses_another_run_even_where_nobody_asked(begun):
                            callbacks=[CheckpointSeries(path.parent, every_steps=4)])  # fmt: skip
     with pytest.raises(ValueError, match="cannot resume .*seed is 0 there and 1 here"):
         trainer.fit(make_module(), make_data(seed=1), ckpt_path=path)
+
+
+def test_another_accumulation_is_another_run_unless_a_callback_steers_it(begun):
+    path, make_data, make_module = begun
+
+    def go_on(accumulate, *more):
+        callbacks = [*more, CheckpointSeries(path.parent, every_steps=99)]
+        trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=accumulate)
+        trainer.fit(make_module(), make_data(), ckpt_path=path)
+
+    with pytest.raises(ValueError, match="accumulate_grad_batches is 1 there and 4 here"):
+        go_on(4)
+    go_on(1)
+    kept = read_checkpoint(path)["fingerprint"]
+    assert kept["accumulate_grad_batches"] == 1
+    steered = GrowingBatch(BatchWarmup(1, 4, 10_000, tokens_per_micro_batch=128))
+    series = CheckpointSeries(path.parent)
+    make_trainer(1, "32-true", accelerator="cpu", callbacks=[steered, series]).fit(make_module(), make_data())
+    assert "accumulate_grad_batches" not in read_checkpoint(path.parent / "step-00000001.ckpt")["fingerprint"]
 
 
 def test_a_checkpoint_without_a_fingerprint_is_only_asked_for_its_step(begun, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -86,6 +87,27 @@ def test_accumulating_over_micro_batches_equals_the_one_big_batch():
     parts, _ = train(Texts(batch_size=1), 5, dropout=0.0, accumulate_grad_batches=8)
     for key in whole:
         torch.testing.assert_close(parts[key], whole[key], atol=1e-5, rtol=1e-4)
+
+
+def test_a_run_that_broke_off_inside_a_window_leaves_nothing_to_the_next():
+    class Breaks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            raise KeyError("broken off")
+
+    def first_loss(module):
+        history = History()
+        make_trainer(1, "32-true", "cpu", callbacks=[history]).fit(module, Texts())
+        return history.record.column("loss")[0]
+
+    seed_everything(0)
+    module = PretrainingModule(CONFIG, scheduler_warmup_steps=0)
+    with pytest.raises(KeyError):  # in the first of two micro-batches: no weight has moved
+        make_trainer(1, "32-true", "cpu", callbacks=[Breaks()], accumulate_grad_batches=2).fit(
+            module, Texts(batch_size=8))
+    module.skipped = torch.tensor(True)  # the word of a guard that is not there any more
+    seed_everything(0)
+    assert first_loss(module) == first_loss(PretrainingModule(CONFIG, scheduler_warmup_steps=0))
+    assert module.skipped is None
 
 
 def test_the_logged_loss_is_that_of_all_labels_of_the_window():
