@@ -39,7 +39,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
 from ..data.rows import IGNORED
-from ..data.supervised import whole_letters
+from ..data.supervised import fit_offsets, whole_letters
 from .data import PROBLEM_OF, TASKS
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #80fa161a
@@ -391,6 +391,7 @@ def best_answers(
         if (example := int(example)) < 0:
             continue
         starts_L, ends_L, offsets_L2 = map(np.asarray, window)
+        offsets_L2 = fit_offsets(contexts[example], offsets_L2)  # some tokens begin with a space
         # There is no answer if no window has one: the window that doubts it most decides.
         doubts[example] = min(float(starts_L[0] + ends_L[0]), doubts.get(example, np.inf))
         best = spans.setdefault(example, {})

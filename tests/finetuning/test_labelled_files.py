@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.rows import IGNORED
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import LabelNames
 from bertlab.finetuning.metrics import AnswerText, best_answers, choose_answer
 from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, read_labelled, split_called
@@ -290,6 +291,16 @@ def test_the_threshold_decides_between_an_answer_and_none():
     answers = [AnswerText("", 5.0, 0, 0), AnswerText("fox", 4.0, 2, 5)]
     assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == ["", "", "fox", "fox"]
     assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
+    context = "The capital of France is  Paris ."
+    made = train_tokenizer([context] * 9, 300, kind=kind)(context, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = [(-1, -1), *made["offset_mapping"]]
+    score = [1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0 for a, b in offsets[1:]]
+    found = best_answers([[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1)[0]
+    assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
 
 
 def test_the_empty_answer_stays_in_a_short_list():
