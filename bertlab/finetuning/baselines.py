@@ -197,50 +197,50 @@ def score_spans(
     "Each span's own words, its neighbours in the question, its line's (Richardson 2013, fig. 4)."
     found = list(WORD.finditer(row["context"]))
     words, asked = [m[0] for m in found], set(WORD.findall(row["question"]))
-    line_of = [row["context"].count("\n", 0, m.start()) for m in found]
+    line_of = np.array([row["context"].count("\n", 0, m.start()) for m in found])
     weights = np.array([learned.idf.get(w, 5.0) if w in asked else 0.0 for w in words])
     lines = np.bincount(line_of, weights)
     own = np.cumsum([0, *learned.log_odds(words, _question_cue(row))])
     asked_for = np.cumsum([0, *weights])
     lengths = learned.length_odds(max_words, _question_cue(row))
-    features, characters = [], []
-    for first in range(len(words)):
-        for last in range(first + 1, min(first + max_words, len(words)) + 1):
-            if line_of[last - 1] != line_of[first]:
-                break
-            near = asked_for[first] - asked_for[max(0, first - reach)]
-            near += asked_for[min(len(words), last + reach)] - asked_for[last]
-            likely = own[last] - own[first] + lengths[last - first - 1]
-            features.append((likely, near, lines[line_of[first]]))
-            characters.append((found[first].start(), found[last - 1].end()))
-    return np.array(features).T, characters
+    first = np.repeat(np.arange(len(words)), max_words)
+    last = first + np.tile(np.arange(1, max_words + 1), len(words))
+    first, last = first[last <= len(words)], last[last <= len(words)]
+    same_line = line_of[last - 1] == line_of[first]
+    first, last = first[same_line], last[same_line]
+    near = asked_for[first] - asked_for[np.maximum(0, first - reach)]
+    near += asked_for[np.minimum(len(words), last + reach)] - asked_for[last]
+    likely = own[last] - own[first] + lengths[last - first - 1]
+    characters = [(found[a].start(), found[b - 1].end()) for a, b in zip(first, last)]
+    return np.stack([likely, near, lines[line_of[first]]]), characters
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #1ca40dcf
 _MIXES = [(1.0, near, line) for near in (0.3, 1.0, 3.0) for line in (0.3, 1.0, 3.0)]
+_MOST_TRIED = 2000  # validation rows: enough for two numbers
 
 
 def answer_questions(task: Task) -> list[str]:
     "The best span, or none below a threshold; mix and threshold by the validation rows."
     learned = AnswerWords(task.train)
 
-    def best_spans(scored: list, mix: tuple) -> list[tuple[float, str]]:
-        totals = [np.array(mix) @ features for _, (features, _) in scored]
-        places = [(total.max(), spans[total.argmax()]) for total, (_, (_, spans))
-                  in zip(totals, scored)]
-        return [(score, row["context"][slice(*span)]) for (score, span), (row, _)
-                in zip(places, scored)]
+    def best_spans(row: dict, mixes: list) -> list[tuple[float, str]]:  # of each mix
+        features, spans = score_spans(row, learned)
+        totals = [np.array(mix) @ features for mix in mixes]
+        return [(total.max(), row["context"][slice(*spans[total.argmax()])]) for total in totals]
 
-    tried, gold = [], [row["answers"] for row in task.validation]
-    scored = [(row, score_spans(row, learned)) for row in task.validation]
-    for mix in _MIXES:
-        best = best_spans(scored, mix)
-        for threshold in np.quantile([score for score, _ in best], np.linspace(0, 1, 21)):
-            said = [text if score >= threshold else "" for score, text in best]
-            f1 = np.mean([score_answer(*pair, "f1") for pair in zip(said, gold)])
+    tried, rows = [], task.validation[:_MOST_TRIED]
+    best = [best_spans(row, _MIXES) for row in rows]
+    none_N = np.array([score_answer("", row["answers"], "f1") for row in rows])
+    for mix, answers in zip(_MIXES, zip(*best)):
+        scores_N = np.array([score for score, _ in answers])
+        f1_N = np.array([score_answer(text, row["answers"], "f1")
+                         for (_, text), row in zip(answers, rows)])
+        for threshold in np.quantile(scores_N, np.linspace(0, 1, 21)):
+            f1 = np.where(scores_N >= threshold, f1_N, none_N).mean()
             tried.append((f1, mix, threshold))
     _, mix, threshold = max(tried)
-    best = best_spans([(row, score_spans(row, learned)) for row in task.test], mix)
-    return [text if score >= threshold else "" for score, text in best]
+    found = [best_spans(row, [mix])[0] for row in task.test]
+    return [text if score >= threshold else "" for score, text in found]
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #bc71ed19
 def _inside_word(text: str, place: int) -> bool:
@@ -347,6 +347,8 @@ def own_task(
 
     splits = data.records["train"], data.records["validation"], asked
     rows = [[read(rows[n]) for n in range(min(len(rows), max_rows))] for rows in splits]
+    if data.task == "classification":  # -100: no label to learn, and none to be judged by
+        rows = [[row for row in some if row["label"] != IGNORED] for some in rows]
     names = tuple(data.label2id) or tuple(map(str, range(data.num_labels or 0)))
     return Task("own rows", data.task, "", *columns, names, "", *rows, problem_type=problem)
 
@@ -361,5 +363,7 @@ def compute_baselines(
         return {}
     task, test = own_task(data, max_rows), data.records.get("test")
     stage = "val" if test is None or test.is_unlabelled(data.label_column) else "test"
+    if not (task.train and task.validation and task.test):
+        return {}
     found = majority_baseline(task), bag_of_words_baseline(task)
     return {one.name: {f"{stage}_{k}": float(v) for k, v in one.scores.items()} for one in found}

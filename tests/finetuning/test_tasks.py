@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bertlab.finetuning import baselines
 from bertlab.finetuning.baselines import (
     AnswerWords, bag_of_words_baseline, compute_baselines, majority_baseline, own_task, score_predictions, score_spans, tag_words,
 )
@@ -315,6 +316,23 @@ def test_spans_stay_in_their_line_and_within_the_longest_answer():
     assert texts[own.argmax()] == "1"
 
 
+def test_spans_are_those_of_a_loop_over_words_in_its_order():
+    row = {"question": "where is b ?", "context": "a b .\n\nc d e f\ng", "answers": {"text": ["d e"], "answer_start": [9]}}
+    features, spans = score_spans(row, AnswerWords([row]), max_words=2, reach=1)
+    texts = ["a", "a b", "b", "b .", ".", "c", "c d", "d", "d e", "e", "e f", "f", "g"]
+    assert [row["context"][slice(*span)] for span in spans] == texts
+    near = features[1] / max(features[1])  # only b is asked for, next to a and to the full stop
+    assert near.tolist() == [1, 0, 0, 0, 1, *[0] * 8]
+
+
+def test_the_question_baseline_scores_a_text_once_whatever_the_threshold(monkeypatch):
+    asked, score = [], baselines.score_answer
+    monkeypatch.setattr(baselines, "score_answer", lambda *pair: asked.append(pair) or score(*pair))
+    task = small("api-questions")
+    baselines.answer_questions(task)
+    assert len(asked) == (1 + 9) * len(task.validation), "no answer, and the best of nine mixes"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bag_of_words_beats_the_majority_and_does_not_look_at_test_labels(name):
     task = small(name)
@@ -337,6 +355,18 @@ def own_data(kind, rows, **options):
     data.set_datasets(train=rows, val=rows[:10], test=[{**row, "label": -1} for row in rows[:4]] if kind == "classification" else None)
     data.setup()
     return data
+
+
+@pytest.mark.parametrize("names", [["cat", "dog"], [0, 1], [0.5, 1.5]])
+def test_a_row_without_a_label_is_no_class_of_its_own(names):
+    rows = [{"text": "red fish" if i % 2 else "blue dog", "label": names[i % 2]} for i in range(20)]
+    data = own_data("classification", [{"text": "one two", "label": -100}, *rows])
+    task = own_task(data)
+    assert [len(split) for split in (task.train, task.validation, task.test)] == [20, 9, 9]
+    if isinstance(names[0], float):
+        return
+    found = compute_baselines(data)["bag of words"]
+    assert set(found.values()) == {1.0} and "val_f1_macro" in found
 
 
 def test_pairs_of_texts_with_names_get_both_opponents_by_the_metrics_of_the_module():
