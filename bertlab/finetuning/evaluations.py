@@ -40,7 +40,9 @@ def label_table(
     keys = "precision", "recall", "f1"
     rows = [{"label": name, **{key: float(value[c]) for key, value in zip(keys, scores)},
              "support": int(support_C[c])} for c, name in enumerate(names)]
-    means = {"mean of labels": (support_C + said_C) > 0, "mean by support": support_C}
+    # As torchmetrics has it: of several labels a text, one that nobody names counts as 0.
+    named_C = np.ones(len(names)) if said.ndim == 2 else (support_C + said_C) > 0
+    means = {"mean of labels": named_C, "mean by support": support_C}
     for mean, weights_C in means.items():
         total = max(1, weights_C.sum())
         rows.append({"label": mean, **{key: float((value * weights_C).sum() / total)

@@ -21,6 +21,7 @@ from bertlab.finetuning import evaluations as ev
 from bertlab.finetuning.runs import finetune
 from bertlab.data.rows import IGNORED
 from bertlab.finetuning.data import READING, write_reading
+from bertlab.finetuning.metrics import score_decisions
 from bertlab.finetuning.predictions import PredictionOptions, check_output, load_predictor, predict_file, predict_rows, read_input, write_predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -409,6 +410,14 @@ def test_a_table_has_a_row_a_label_and_means_without_labels_that_nobody_names():
     assert [row["support"] for row in rows] == [2, 1, 0, 3, 3]
     several = ev.label_table([[1, 0], [1, 1]], [[1, 1], [0, 1]], ["a", "b"])
     assert [row["precision"] for row in several[:2]] == [1, 0.5] and [row["recall"] for row in several[:2]] == [0.5, 1]
+
+
+def test_the_mean_over_several_labels_a_text_is_the_metrics_macro():
+    gold = said = np.array([[1, 0, 0], [1, 1, 0], [0, 1, 0]])  # nobody names the third
+    mean = ev.label_table(gold, said, ["a", "b", "never"])[3]
+    metric = score_decisions(3)["f1_macro"]
+    metric.update(torch.tensor(said), torch.tensor(gold))
+    assert mean["label"] == "mean of labels" and mean["f1"] == pytest.approx(2 / 3) == pytest.approx(float(metric.compute()))
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
