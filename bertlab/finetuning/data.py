@@ -734,9 +734,13 @@ class FinetuningDataModule(L.LightningDataModule):
         if not full:
             return 0
         rows, words = self.records[split].select(full), self.task == "token_classification"
-        whole = self.tokenizer(*(rows[name] for name in self.text_columns), verbose=False,
-                               is_split_into_words=words, split_special_tokens=True)
-        return sum(len(ids) > longest for ids in whole["input_ids"])
+        texts, num_cut = [rows[name] for name in self.text_columns], 0
+        for start in range(0, len(full), 100):  # a call keeps far more than ids of all its texts
+            part = slice(start, start + 100)
+            whole = self.tokenizer(*(column[part] for column in texts), verbose=False,
+                                   is_split_into_words=words, split_special_tokens=True)
+            num_cut += sum(len(ids) > longest for ids in whole["input_ids"])
+        return num_cut
 
     @property
     def id2label(self) -> dict[int, str]:  # empty where labels have no names

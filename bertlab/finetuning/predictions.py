@@ -217,11 +217,15 @@ def predict_labels(
     collator, length = predictor.collate(columns), predictor.max_sequence_length
     encoded = collator.encode(rows)
     full = [row for row, made in zip(rows, encoded) if len(made["input_ids"]) == length]
-    whole = predictor.tokenizer(*([row[name] for row in full] for name in columns), verbose=False,
-                                split_special_tokens=True)["input_ids"] if full else []
+    num_cut = 0
+    for start in range(0, len(full), 100):  # a call keeps far more than ids of all its texts
+        part = full[start:start + 100]
+        whole = predictor.tokenizer(*([row[name] for row in part] for name in columns),
+                                    verbose=False, split_special_tokens=True)["input_ids"]
+        num_cut += sum(len(ids) > length for ids in whole)
     found = run_sorted(predictor, encoded, collator, options.batch_size)
     told = [_tell_label(logits["logits"], predictor, options) for logits in found]
-    return told, sum(len(ids) > length for ids in whole)
+    return told, num_cut
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #2e270044
 class Piece(NamedTuple):

@@ -836,6 +836,16 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
 
 
+def test_texts_that_are_cut_are_counted_a_few_at_a_time(monkeypatch):
+    "A call of a fast tokenizer holds some 180 bytes a token."
+    rows, calls = [{"text": "good " * 80, "label": "ab"[n % 2]} for n in range(250)], []
+    kind, whole = type(reading_tokenizer()), type(reading_tokenizer()).__call__
+    note = lambda tokenizer, texts, **options: calls.append((len(texts), options)) or whole(tokenizer, texts, **options)
+    monkeypatch.setattr(kind, "__call__", note)
+    assert given_rows(rows, [{"text": "good", "label": "a"}]).num_cut["train"] == 250
+    assert [number for number, options in calls if not options.get("truncation")] == [100, 100, 50]
+
+
 def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
     data = FinetuningDataModule("classification", max_sequence_length=64, vocab_size=60)
     data.set_datasets(train=rows_of(20), val=[{"text": "zebra", "label": "bad"}])
