@@ -345,6 +345,9 @@ class Command:
         seen: set[str] = set()
         for name, key, text, grows in texts:  # a flag for a list may come several times
             again = name in seen and known[key].kind.startswith(("list", "Sequence"))
+            may_be_list = name == key and "list" in dict(_kinds(known[key].kind))
+            if name in seen and may_be_list and not (again or grows):  # one of them, or both?
+                raise ValueError(f"--{name} is said twice: several are --{name} '[a, b]'")
             self._set(given, known[key], name, text, grows or again)
             seen.add(name)
         self._check_choices(given)
@@ -445,9 +448,11 @@ class Command:
         "Let a flag set an option, one entry of it, or make it longer."
         if name != option.name:  # an entry of a dictionary
             *path, last = name[len(option.name) + 1 :].split(".")
-            inside = given[option.name] = dict(given.get(option.name) or option.default or {})
+            place = option.name
+            inside = given[place] = _entries(name, place, given.get(place) or option.default)
             for step in path:
-                inside[step] = dict(inside.get(step) or {})
+                place = f"{place}.{step}"
+                inside[step] = _entries(name, place, inside.get(step))
                 inside = inside[step]
             inside[last] = convert_text(text, "Any", name)
         elif grows:
@@ -526,6 +531,18 @@ class Command:
         if option.required or option.default is None:
             return text.lstrip("; ")
         return f"{text} (default: {yaml_text(option.default)})".lstrip("; ")
+
+
+def _entries(
+    name: str,  # of the flag that sets another one
+    place: str,  # name of the mapping
+    value: Any,  # that it has so far
+) -> dict[str, Any]:
+    "A copy of a mapping, for another entry. Raises `ValueError` for a value that is none."
+    if not isinstance(value or {}, Mapping):
+        raise ValueError(f"--{name} sets an entry of {place}, which is {yaml_text(value)}: say "
+                         f"all of it at once, as --{place} '{{name: value}}'")
+    return dict(value or {})
 
 
 def yaml_text(value: Any) -> str:

@@ -116,6 +116,14 @@ def test_an_entry_of_a_dictionary_is_set_by_itself_and_a_list_grows():
     assert asked.config["trainer"]["callbacks"] == ["one.A", {"class_path": "two.B"}]
 
 
+def test_an_entry_may_follow_a_mapping_or_nothing_and_a_plain_flag_may_come_again():
+    parse = COMMANDS["finetune"].parse
+    given = parse(["--model.adapter", "{type: lora}", "--model.adapter.r", "8", "--model.gradient_checkpointing.mode", "full"]).given
+    assert given["model.adapter"] == {"type": "lora", "r": 8} and given["model.gradient_checkpointing"] == {"mode": "full"}
+    assert parse(["--model.adapter.r", "8", "--model.adapter.r", "4"]).given["model.adapter"] == {"r": 4}
+    assert parse(["--run.num_epochs", "1", "--run.num_epochs", "2"]).given["run.num_epochs"] == 2
+
+
 def test_the_help_of_overwrite_promises_to_move_only_what_is_moved():
     helps = {name: " ".join(command.help().split()) for name, command in COMMANDS.items() if command.overwrite}
     moved = {name for name, said in helps.items() if "moved into previous-N" in said}
@@ -163,6 +171,12 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     ("pretrain", ["--data.collator_kwargs", "3"], ["data.collator_kwargs must be dict"]),
     ("fill-mask", ["d", "--top_q", "3"], ["did you mean 'top_k'"]),
     ("distill", ["s.yaml", "--run.output", "x"], ["run.output", "leave it out"]),
+    ("finetune", ["--model.adapter", "lora", "--model.adapter.r", "8"], ["--model.adapter.r sets an entry", "which is lora"]),
+    ("finetune", ["--data.dataset_name_or_path", "x.csv", "--data.dataset_name_or_path.test", "y.csv"], ["which is x.csv"]),
+    ("finetune", ["--model.gradient_checkpointing", "true", "--model.gradient_checkpointing.mode", "full"], ["is true"]),
+    ("pretrain", ["--data.collator_kwargs", "{a: 3}", "--data.collator_kwargs.a.b", "1"], ["entry of data.collator_kwargs.a, which is 3"]),
+    ("finetune", ["--data.text_column", "premise", "--data.text_column", "hypothesis"], ["--data.text_column is said twice", "[a, b]"]),
+    ("pretrain", ["--trainer.devices", "1", "--trainer.devices", "2"], ["--trainer.devices is said twice"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_with_what_was_probably_meant(command, words, parts):
     with pytest.raises(ValueError) as error:
