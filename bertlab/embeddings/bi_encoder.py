@@ -26,6 +26,7 @@ from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_in_chunks, split_rows
 from .pooling import POOLINGS, pack_texts, text_slots
 from ..model.encoder import BertLabModel
+from ..model.generate import evaluating
 from ..model.huggingface import check_tokenizer, save_model
 from ..train.modules import load_encoder
 
@@ -178,16 +179,12 @@ class BiEncoder(nn.Module):
                 found_ND[members] = self(batch, num_texts=len(members)).float().cpu().numpy()
 
         batches = [*plan_batches([*map(len, ids)], batch_tokens, self.row_length)]
-        was_training = self.training
-        self.eval()
-        try:
+        with evaluating(self):
             if device.type == "cpu":
                 on_each_core(encode_batch, batches)
             else:
                 for planned in batches:
                     encode_batch(planned)
-        finally:
-            self.train(was_training)
         if width is None:
             return found_ND
         cut_ND = found_ND[:, :width]

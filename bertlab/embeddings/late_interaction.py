@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from .bi_encoder import BiEncoder, on_each_core, plan_batches
 from .pooling import pack_texts, text_slots
+from ..model.generate import evaluating
 
 # %% ../../nbs/embeddings/09_late_interaction.ipynb #876133ec
 def token_vectors(
@@ -40,16 +41,12 @@ def token_vectors(
                 found[n] = states_BLD[slots_BL == slot].cpu()
 
     batches = [*plan_batches(lengths, batch_tokens, model.row_length)]
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         if device.type == "cpu":
             on_each_core(encode_batch, batches)
         else:
             for planned in batches:
                 encode_batch(planned)
-    finally:
-        model.train(was_training)
     return found
 
 
