@@ -376,18 +376,10 @@ def test_processes_are_counted_as_lightning_counts_them():
     assert count_processes({"devices": 8, "accelerator": "tpu"}) == 1
 
 
-class Trap:
-    "What a hostile file holds: a call that whoever loads it makes."
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("told", [None, True])  # Lightning says None, whatever `fit` was told
 def test_a_hostile_checkpoint_runs_no_code_where_weights_are_divided(tmp_path, monkeypatch, told):
+    from test_checkpoints import Trap
+
     path, sprung = tmp_path / "run.ckpt", tmp_path / "sprung"
     torch.save({"state_dict": {}, "global_step": 1, "trap": Trap(sprung)}, path)
     strategy = get_strategy("fsdp")
