@@ -110,10 +110,11 @@ def describe_attention(
 ) -> tuple[str, str]:  # the kernel that a model takes by itself, and why
     "Say in advance which attention kernel a model of usual heads, without dropout, will take."
     narrow = multiplied_type(precision) != "float32"
-    if kind == "cuda" and capability >= AMPERE and narrow and find_varlen():
-        return "varlen", "documents one by one, no padding; in a compiled graph, flex"
-    if kind == "cuda" and row_length > 128:
-        return "flex", "blocks between documents are skipped"
+    if kind == "cuda" and capability >= AMPERE and narrow:
+        if find_varlen():
+            return "varlen", "documents one by one, no padding; in a compiled graph, flex"
+        if row_length > 128:
+            return "flex", "blocks between documents are skipped"
     name = default_attention(kind, precision, row_length)
     return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
                   "sdpa": "exact and fused on every device"}[name]
@@ -332,8 +333,8 @@ def _describe(kind: str, index: int, measure: bool) -> Device:
     precision, reason = default_precision(kind, index)
     capability = torch.cuda.get_device_capability(index) if kind == "cuda" else AMPERE
     attention, why = describe_attention(kind, precision, capability=capability)
-    if kind == "cuda":  # where nobody chooses, transformers writes sdpa
-        why += "; pretraining takes it by model_kwargs: {attn_implementation: auto}, else sdpa"
+    if attention in ("varlen", "flex"):
+        why += "; with dropout on its weights, or pretraining that is not compiled, sdpa"
     peak = peak_flops(name, precision)
     if peak is None and measure and kind != "tpu":  # a TPU is left alone
         place = f"cuda:{index}" if kind == "cuda" else kind

@@ -10,6 +10,7 @@ __all__ = ['KERNELS', 'document_mask', 'restart_positions', 'Pattern', 'alibi_bi
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -156,6 +157,10 @@ def sdpa_attention(
     return y_BHLK if mask is scoring.mask_B1LL else silence(y_BHLK, scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #f1f91b98
+_TABLES = [f"{kind}{of}_{what}" for kind in ("", "full_") for of in ("kv", "q")
+           for what in ("num_blocks", "indices")]  # of a block mask
+
+
 class FlexPattern(NamedTuple):
     "A pattern as FlexAttention reads it: whole blocks that nobody sees are never computed."
 
@@ -187,6 +192,13 @@ def write_blocks(pattern: Pattern) -> FlexPattern:
         return score - slopes_H[h] * (i + first - j).abs()
 
     blocks = create_block_mask(may_look, B, None, end - first, L, device=str(documents_BL.device))
+    # The kernel reads its tables as if they were contiguous. In a compiled graph without gradients
+    # torch 2.11 lays them out as it likes, and the kernel then reads elsewhere; where a stride is
+    # asked for, the compiler keeps to it.
+    for name in _TABLES:
+        table = getattr(blocks, name)
+        strides = [math.prod(table.shape[i + 1 :]) for i in range(table.ndim)]
+        setattr(blocks, name, table.as_strided(table.shape, strides))
     return FlexPattern(blocks, None if slopes_H is None else take_off)
 
 # %% ../../nbs/model/03_attention.ipynb #0757476c
@@ -400,7 +412,7 @@ def attend(
 # %% ../../nbs/model/03_attention.ipynb #1bca8758
 _ON_CUDA = {  # the one that skips most first
     "varlen": "CUDA and 16-bit numbers: documents one by one, no padding",
-    "flex": "CUDA and rows of several blocks: those between documents are skipped",
+    "flex": "CUDA, 16-bit numbers, rows of several blocks: those between documents are skipped",
 }
 
 
@@ -410,10 +422,16 @@ def choose_kernel(
     "Pick the fastest kernel that is exact in a setting."
     if setting.weights:
         return "eager", "the only one that can return attention weights"
-    for name, reason in _ON_CUDA.items() if setting.device == "cuda" else ():
-        idle = name == "flex" and setting.row_length <= 128  # one block: nothing to skip
-        breaks_graph = setting.compiled and KERNELS[name].unpads
-        if not (idle or breaks_graph or KERNELS[name].objection(setting)):
+    s = setting
+    unfit = {
+        "varlen": s.compiled,  # its shapes depend on the data
+        # A row of one block has nothing to skip. Nobody timed it in float32 or tried it before
+        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch #133254). And a
+        # compiled graph without gradients is where torch misplaced its tables (`write_blocks`).
+        "flex": s.row_length <= 128 or s.dtype == torch.float32 or s.capability < (8, 0)
+                or s.head_size > 64 or (s.compiled and not s.trains)}  # fmt: skip
+    for name, reason in _ON_CUDA.items() if s.device == "cuda" else ():
+        if not (unfit[name] or KERNELS[name].objection(s)):
             return name, reason
     precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
     name = default_attention(setting.device, precision, setting.row_length, setting.dropout,

@@ -461,6 +461,9 @@ class BertLabModel(BertLabPreTrainedModel):
             c.attention_positions == "alibi", torch.is_grad_enabled(), with_weights, compiled,
             find_capability(device))
         asked = c._attn_implementation or "sdpa"
+        shared = self.row_share is not None or self.heads_here.start is not None
+        if asked == "auto" and kind == "cuda" and shared:
+            return "sdpa", "the one that was tried where processes share rows or heads"
         # transformers writes "sdpa" where nobody chose. With dropout the choice is that of a
         # training step even without gradients: gradient caching and some checkpoints make their
         # first pass under no_grad, and the second must drop the same numbers.

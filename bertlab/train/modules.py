@@ -413,7 +413,10 @@ class PretrainingModule(TrainingModule):
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
         self.tokenizer, self.fresh = tokenizer, []  # weights that the continued model lacks
-        overrides = own_layers({**(model_config_kwargs or {}), **(model_kwargs or {})})
+        # Kernels that skip pay where layers are compiled, and know no second derivative.
+        plainly = compile_model is False or optimizer_facts(optimizer_class).second_backward
+        overrides = own_layers({"attn_implementation": "sdpa" if plainly else "auto",
+                                **(model_config_kwargs or {}), **(model_kwargs or {})})
         if source is None:
             self.config = BertLabConfig(**settings_from(tokenizer, overrides))
         else:

@@ -163,7 +163,7 @@ def bare(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu, precision, kernel, peak", [
-    (T4, "16-mixed", "flex", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
+    (T4, "16-mixed", "sdpa", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
 def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, kernel, peak):
     pretend_gpus(bare, gpu)
     found = describe_device()

@@ -434,6 +434,16 @@ def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
     assert len(caplog.records) == 2  # who asks for nothing special is told nothing
 
 
+@pytest.mark.parametrize("share", [dict(row_share=object()), dict(heads_here=slice(0, 1))])
+def test_processes_that_share_a_model_take_the_kernel_that_was_tried_there(share, monkeypatch):
+    monkeypatch.setattr("bertlab.model.encoder.find_capability", lambda device: (9, 0))
+    config = small(hidden_size=64, num_attention_heads=2, attn_implementation="auto")
+    model, gpu = BertLabModel(config).bfloat16(), torch.device("cuda")
+    assert model.attention_kernel(gpu, 512)[0] in ("varlen", "flex")
+    model.__dict__.update(share)
+    assert model.attention_kernel(gpu, 512)[0] == "sdpa"
+
+
 def test_on_a_cpu_the_kernel_that_nobody_asked_for_is_the_one_that_trains_faster():
     cpu, model = torch.device("cpu"), BertLabForMaskedLM(small(attention_dropout=0.1)).train()
     assert model.config._attn_implementation == "sdpa"  # by transformers

@@ -1,5 +1,6 @@
 "`PretrainingModule`: objectives, continued encoders, z-loss, optimizers with wishes of their own, and what is refused."
 
+import json
 import math
 import shutil
 from contextlib import nullcontext
@@ -395,6 +396,27 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("trained", [False, True])
+def test_compiled_flex_attention_without_gradients_is_that_of_the_plain_kernel(trained):
+    "A batch of another size makes a graph of its own, whose tables of blocks torch may lay out as it likes."
+    config = {**SHAPE, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+    model, plain = (BertLabForMaskedLM(BertLabConfig(**config, attn_implementation=kernel)).cuda()
+                    for kernel in ("flex", "sdpa"))  # fmt: skip
+    compile_layers(model)
+    g = torch.Generator().manual_seed(0)
+    for rows in (32, 16, 5):
+        ids = torch.randint(5, 50, (rows, 256), generator=g).cuda()
+        ends = torch.randint(20, 120, (rows, 2), generator=g).cumsum(1)
+        numbers = ((torch.arange(256)[None, :, None] >= ends[:, None]).sum(-1) + 1).cuda()
+        if trained and rows == 32:
+            model(ids, attention_mask=numbers, labels=ids, loss_rule=LossRule(only_loss=True)).loss.backward()
+        plain.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            found, want = (m.encoder(ids, attention_mask=numbers).last_hidden_state for m in (model, plain))
+        torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gradient():
     ids = torch.randint(5, 50, (4, 256), generator=torch.Generator().manual_seed(0)).cuda()
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).cumsum(1) // 100 + 1, "labels": ids}
@@ -447,6 +469,23 @@ def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
     compile_layers(module.model, backend="eager")
     module.model(torch.ones(1, 8, dtype=torch.long))
     assert [setting.compiled for setting in seen] == [False, True]
+
+
+@pytest.mark.parametrize("asked, want", [
+    ({}, "auto"),
+    (dict(model_kwargs={"attn_implementation": "eager"}), "eager"),
+    (dict(model_config_kwargs={**SHAPE, "attn_implementation": "flex"}), "flex"),
+    (dict(optimizer_class="sophiah"), "sdpa"),  # the others know no second derivative
+    (dict(compile_model=False), "sdpa"),  # slower so, on an H100
+    (dict(compile_model=False, model_kwargs={"attn_implementation": "auto"}), "auto"),
+])  # fmt: skip
+def test_a_module_leaves_the_choice_of_a_kernel_to_the_device(asked, want, tmp_path):
+    module = module_of(**asked)
+    module.configure_model()
+    assert module.model.config._attn_implementation == want
+    module.model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert not [key for key in saved if "attn" in key]  # another machine chooses anew
 
 
 def test_flops_count_real_context_and_the_sparse_head():
