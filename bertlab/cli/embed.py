@@ -12,18 +12,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tqdm import tqdm
 
 from .options import Asked
-from .pretrain import ask_for_run, naming_options, provenance, trainer_options
-from ..core.devices import check_request
+from .pretrain import (
+    ask_for_run, check_one_process, naming_options, provenance, trainer_options)
 from ..core.files import MARKER, check_new_file, check_run_directory
 from ..core.files import prepare_run_directory, written_whole
-from ..core.reading import format_yaml, one_line
+from ..core.reading import format_yaml
 from ..data.sources import looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder
 from ..embeddings.late_interaction import LateScorer
@@ -36,7 +34,6 @@ from ..embeddings.tasks import retrieval_table, tfidf_scores
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
 from ..train.monitors import get_progress
-from ..train.parallel import count_processes, find_launch
 from ..train.steps import count_readers
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
@@ -58,22 +55,6 @@ class EmbedChoices:
                 raise ValueError(f"run.{name} must be above 0, got {value}")
 
 
-def _check_trainer(trainer: Mapping[str, Any]) -> None:
-    "Raise `ValueError` for devices and limits that cannot be, and for more processes than one."
-    for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
-        if (value := trainer[name]) is not None and value <= 0:
-            raise ValueError(f"trainer.{name} must be above 0, got {value}")
-    check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
-    launch = find_launch()
-    count = launch.world_size if launch else count_processes(
-        {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")})
-    if count > 1:  # each would write run.yaml, numbers and model to the same directory
-        who = f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
-        raise ValueError(f"bertlab embed finetune trains in one process, and {who} {count}: let it "
-                         "have one, or train with EmbeddingModule and make_trainer in a script of "
-                         "your own")
-
-
 def finetune_embeddings(
     words: Sequence[str] | Asked = (),  # of the command line
     resume: bool | str = False,  # True, or the directory of the run
@@ -87,7 +68,8 @@ def finetune_embeddings(
     config = {name: dict(part) if isinstance(part, Mapping) else part
               for name, part in asked.config.items()}
     choices, output = EmbedChoices(**config["run"]), Path(config["run"]["output"])
-    _check_trainer(config["trainer"])
+    check_one_process("embed finetune", config["trainer"],
+                      "train with EmbeddingModule and make_trainer in a script of your own")
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
     check_run_directory(output, again, overwrite, option="--run.output")
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]
@@ -111,10 +93,7 @@ def finetune_embeddings(
                  *(given.pop("callbacks", None) or []), series]
     has_validation = "validation" in data.datasets
     every = max(1, steps // choices.validations) if has_validation else None
-    try:
-        trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
-    except MisconfigurationException as error:
-        raise ValueError(f"trainer: {one_line(error)}") from None
+    trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
     checkpoint = find_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
         check_resume(checkpoint, module, data, steps, processes=count_readers(trainer),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .options import Asked
-from .pretrain import ask_for_run, naming_options, provenance, trainer_options
+from .pretrain import (
+    ask_for_run, check_one_process, naming_options, provenance, trainer_options)
 from ..core.devices import find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
@@ -40,7 +40,6 @@ from ..train.checkpoints import read_checkpoint, refuse_differences, run_fingerp
 from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
-from ..train.parallel import count_processes, find_launch
 from ..train.trainer import make_trainer
 
 # %% ../../nbs/cli/04_finetune.ipynb #1206b6ff
@@ -143,23 +142,11 @@ class FinetuningRun:
         given = trainer_options(self.config["trainer"])
         self.trainer_options = {k: v for k, v in given.items() if v is not None}
         self.callbacks = self.trainer_options.pop("callbacks", [])
-        self._check_trainer()
-
-    def _check_trainer(self) -> None:
-        "Refuse several processes, and options that no trainer can have."
-        for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
-            if (value := self.trainer_options.get(name, 1)) <= 0:
-                raise ValueError(f"trainer.{name} must be above 0, got {value}")
-        launch, asked = find_launch(), {name: self.config["trainer"][name]
-                                        for name in ("devices", "num_nodes", "accelerator")}
-        who = f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
+        check_one_process("finetune", self.config["trainer"],
+                          "call bertlab.finetune in a script of your own")
         try:
-            count = launch.world_size if launch else count_processes(asked)
-            if count > 1:
-                raise ValueError(f"bertlab finetune trains in one process, and {who} {count}: let "
-                                 "it be one, or call bertlab.finetune in a script of your own")
             make_trainer(1, **{"limit_val_batches": 1.0, **self.trainer_options})
-        except (MisconfigurationException, TypeError) as error:
+        except TypeError as error:
             raise ValueError(f"trainer: {one_line(error)}") from None
 
     def _settle_task(self) -> None:

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers',
            'run_trainer', 'naming_options', 'shape_settings', 'settle_shape', 'build_objects', 'trainer_options',
-           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'ask_for_run', 'pretrain', 'find_model',
-           'fill_gaps', 'validate', 'distill']
+           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process', 'ask_for_run', 'pretrain',
+           'find_model', 'fill_gaps', 'validate', 'distill']
 
 # %% ../../nbs/cli/02_pretrain.ipynb #c0ab7218
 import json
@@ -208,10 +208,7 @@ def run_trainer(
     more = more if isinstance(more, list) else [more]
     every = run.val_every_steps or max(1, steps // 10)
     callbacks = [*run_watchers(run, module, text), *more]
-    try:
-        return make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
-    except MisconfigurationException as error:
-        raise ValueError(f"trainer: {one_line(error)}") from None
+    return make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -579,6 +576,28 @@ def _without_split(config: Mapping[str, Any]) -> dict[str, Any]:
     return {part: {name: value for name, value in options.items() if name != split[part]}
             if part in split and isinstance(options, Mapping) else options
             for part, options in config.items()}
+
+
+def check_one_process(
+    command: str,  # for which several would write over each other
+    trainer: Mapping[str, Any],  # that section of its configuration
+    instead: str,  # who needs several can do this
+) -> None:
+    "Raise `ValueError` for more processes than one, and for limits and devices that cannot be."
+    for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
+        if (value := trainer[name]) is not None and value <= 0:
+            raise ValueError(f"trainer.{name} must be above 0, got {value}")
+    check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    launch = find_launch()
+    asked = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+    try:
+        count = launch.world_size if launch else count_processes(asked)
+    except (MisconfigurationException, TypeError) as error:  # Lightning's, of devices
+        raise ValueError(f"trainer: {one_line(error)}") from None
+    if count > 1:
+        who = f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
+        raise ValueError(f"bertlab {command} trains in one process, and {who} {count}: let it be "
+                         f"one, or {instead}")
 
 
 def ask_for_run(

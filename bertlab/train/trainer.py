@@ -14,9 +14,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoints import RandomStates, WholeFileCheckpointIO
 from ..core.devices import check_request, default_precision, keep_freed_memory
+from ..core.reading import one_line
 from .parallel import get_strategy
 from .xla import xla_settings
 
@@ -46,8 +48,12 @@ def make_trainer(
     plugins: Any = None,  # of Lightning; they stand beside ours, or replace one of their kind
     **kwargs: Any,  # of Lightning's Trainer; they win
 ) -> L.Trainer:
-    "Build a Trainer for this device whose runs can be stopped and resumed exactly."
-    for name, number in (("max_steps", max_steps), ("val_check_steps", val_check_steps)):
+    """Build a Trainer for this device whose runs can be stopped and resumed exactly.
+
+    Raises `ValueError` for options that no trainer can have.
+    """
+    for name, number in (("max_steps", max_steps), ("val_check_steps", val_check_steps),
+                         ("accumulate_grad_batches", accumulate_grad_batches)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
     kind = check_request(accelerator, precision or "auto", devices)
@@ -72,7 +78,10 @@ def make_trainer(
         settings |= xla_settings(precision or "32-true", devices, strategy, settings["callbacks"])
     kinds = tuple(part for part in (CheckpointIO, Precision) if _among(part, theirs))
     ours = [plugin for plugin in settings["plugins"] if not isinstance(plugin, kinds)]
-    return L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
+    try:
+        return L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
+    except MisconfigurationException as error:
+        raise ValueError(f"trainer: {one_line(error)}") from None
 
 # %% ../../nbs/train/13_trainer.ipynb #9705e46e
 def seed_everything(

@@ -260,3 +260,13 @@ def test_a_trainer_that_never_validates_in_fit_validates_when_it_is_asked():
     (after,) = trainer.validate(module, data, verbose=False)
     (tested,) = trainer.validate(module, data, verbose=False)
     assert after["val_loss"] != before["val_loss"] and tested == after
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(limit_val_batches=-1), "limit_val_batches"), (dict(accumulate_grad_batches=-2), "accumulate_grad_batches"),
+    (dict(overfit_batches=-0.5), "overfit_batches"), (dict(max_steps=0), "max_steps"),
+])  # fmt: skip
+def test_a_trainer_of_impossible_options_is_a_value_error_of_one_line(options, words):
+    with pytest.raises(ValueError, match=words) as refused:
+        make_trainer(**{"max_steps": 1, **options})
+    assert "\n" not in str(refused.value)
