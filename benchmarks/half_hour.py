@@ -5,7 +5,7 @@
 Both sides train one model, ModernBERT of four layers of 256, on the embedded corpus with the tokenizer of `bertlab
 speedrun`, and the judge of its tracks scores what they save: the same held-out rows, the same hidden tokens. Theirs has
 what Trainer offers at its best: bfloat16 where the processor multiplies it, grouped rows, so that nothing is padded,
-fused AdamW, a rate that falls to nothing after a warmup, 15 or 30 % hidden, and its own rate, tuned in factors of two until
+a head that scores labels alone (`sparse_prediction`), fused AdamW, a rate that falls to nothing after a warmup, 15 or 30 % hidden, and its own rate, tuned in factors of two until
 the best has a worse one on each side, over a sixth of the time. It reads whole rows as one text, so its model is
 scored so as well, and the better of the two scores counts. Ours is the recipe `wider` of final_project.py, as it is.
 
@@ -72,6 +72,7 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
     rows, times = their_rows("grouped", corpus.train_texts, tokenizer), []
     set_seed(case["seed"])
     config = huggingface_config(our_model(full_recipe(RECIPE, case["steps"])), "modernbert", "ForMaskedLM")
+    config.sparse_prediction = True  # scores at labels alone, as ours
     model = their_class("modernbert", "ForMaskedLM")(config)
 
     class Clock(TrainerCallback):
@@ -87,6 +88,7 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=case["share"])
     Trainer(model, arguments, collator, rows, callbacks=[Clock()]).train()
+    model.config.sparse_prediction = False  # the judge asks for all scores
     model.float().save_pretrained(folder)
     return times
 

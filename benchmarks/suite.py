@@ -1,8 +1,9 @@
 """Every benchmark in order, as `make bench` runs them: unattended, and going on where it stopped.
 
-    python benchmarks/suite.py [--quick] [--only pretraining scaling] [--folder benchmarks/results]
+    python benchmarks/suite.py [--quick] [--only pretraining scaling] [--folder build/benchmarks/results]
 
-Prints what is ahead with its time, then each benchmark's own lines, and at the end targets and verdicts.
+The results of this machine lie in build/benchmarks/results; those of the project, in benchmarks/results, stay as
+they are unless --folder names them. Prints what is ahead with its time, then each benchmark's own lines, and at the end targets and verdicts.
 A benchmark that was finished with the code as it is now is not run again, unless `--fresh` is given; one
 that was interrupted keeps what its finished processes have measured. A benchmark that fails is named at
 the end, and the others run all the same; only then is the exit status not 0.
@@ -21,6 +22,7 @@ from sides import KEPT, RESULTS, environment, fingerprint, say
 from bertlab.core.files import written_whole
 
 HERE = Path(__file__).resolve().parent
+DEMO = KEPT.parent / "demo"  # the directory of `bertlab demo` that a part reads
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ PARTS = (
     Part("shards", 20),
     Part("overhead", 5, ("--steps", "12", "--rounds", "1")),
     Part("finetuning_trainer", 10, resumes=True),
-    Part("embeddings", 30, None, ("build/demo",), resumes=True),
+    Part("embeddings", 30, None, (str(DEMO),), resumes=True),
     Part("scaling", 25, resumes=True),
     Part("final_project", 140, resumes=True),
     Part("pretraining", 75, resumes=True),
@@ -86,6 +88,8 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
     "What is run for a benchmark."
     words = [sys.executable, str(part.script), *(part.quick if options.quick else part.flags),
              "--output", str(part.output(options.folder))]  # fmt: skip
+    if part.name == "ablations" and options.fresh:
+        words += ["--fresh"]
     if part.resumes:
         words += ["--kept", str(options.kept), "--threads", str(options.threads)] if options.threads else [
             "--kept", str(options.kept)]  # fmt: skip
@@ -117,10 +121,12 @@ def plan(parts: list[Part], done: dict[str, str], words: dict[str, list[str]], q
     return ahead
 
 
-def judgements(folder: Path) -> list[dict]:
-    "All verdicts that lie in a folder of results."
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [one for result in found if isinstance(result, dict) for one in result.get("judged", [])]
+def judgements(parts: list[Part], folder: Path) -> list[dict]:
+    "The verdicts of some parts, each with its part's name."
+    paths = {part.name: part.output(folder) for part in parts}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    return [one | {"what": f"{name}: {one['what']}"} for name, result in found.items() if isinstance(result, dict)
+            for one in result.get("judged", [])]
 
 
 def main() -> None:
@@ -129,14 +135,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these alone")
     parser.add_argument("--threads", type=int, help="of each side (default: all)")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    parser.add_argument("--folder", type=Path, help="of the results (quick: build/benchmarks/quick)")
+    parser.add_argument("--folder", type=Path, help="of the results (default: results in --kept; quick there)")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and how long it takes")
     options = parser.parse_args()
     slow = [part.name for part in PARTS if options.quick and part.quick is None]
     if asked := [name for name in slow if name in (options.only or ())]:
         parser.error(f"there is no quick way to run {', '.join(asked)}: leave --quick out, or name others after --only")
-    options.folder = options.folder or (options.kept / "quick" if options.quick else RESULTS)
+    options.folder = options.folder or options.kept / ("quick" if options.quick else "results")
     if options.quick and options.folder.resolve() == RESULTS.resolve():
         parser.error(f"--quick measures tiny sizes, and {options.folder} holds the full results: choose another --folder")
     options.kept.mkdir(parents=True, exist_ok=True)
@@ -150,6 +156,8 @@ def main() -> None:
     for part in [] if options.plan else ahead:
         print(f"\n== {part.name}", flush=True)
         start = time.perf_counter()
+        if str(DEMO) in words[part.name] and not (DEMO / "metrics.json").exists():
+            subprocess.run([sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(DEMO)], check=True)
         code = subprocess.run(words[part.name], env=environment(options.threads) if options.threads else None)
         if code.returncode:
             failed.append(part.name)
@@ -159,7 +167,7 @@ def main() -> None:
             temporary.write_text(json.dumps(done, indent=1), encoding="utf-8")
         print(f"== {part.name} took {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
     print()
-    say(judgements(options.folder))
+    say(judgements([part for part in parts if part.name in done], options.folder))
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 

@@ -29,6 +29,11 @@ find_python() {
     fail "needs Python 3.10 to 3.13 with venv, and found:${seen:- none;} choose one by PYTHON=/path/to/python"
 }
 
+# An environment that works and has no pip (of uv, say) is somebody's: it gets one, and loses nothing.
+if .venv/bin/python -c '' 2>/dev/null && ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    .venv/bin/python -m ensurepip >/dev/null 2>&1 ||
+        fail ".venv has no pip; install it there, or remove .venv to have a new one"
+fi
 if [ -x .venv/bin/python ] && .venv/bin/python -m pip --version >/dev/null 2>&1; then
     have=$(.venv/bin/python -c "$version")
     .venv/bin/python -c "$supported" ||

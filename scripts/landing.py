@@ -157,7 +157,7 @@ def measured() -> list[tuple[str, str, str]]:
         (f"{seconds:.0f} s", f"from a bare directory to a trained encoder, {demo['median']['nats_below_unigram']:.1f} "
          "nats below the unigram line", where(demo)),
         (f"{times:.1f} x", "the real tokens per second of transformers' Trainer with one document a row, same model and "
-         "precision", where(rates["machine"])),
+         "precision", where(rates["rates"]["small, bert"]["machine"])),
         (f"{less:.1f} x", "less memory for a training step with 30,522 words than transformers' model",
          where(memory["machine"])),
     ]  # fmt: skip

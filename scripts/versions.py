@@ -78,9 +78,9 @@ def compare(asked: dict[str, Requirement], locked: dict[str, Version]) -> list[s
 
 
 def find_uv() -> str:
-    "uv, beside this Python or on the path."
+    "uv, on the path or beside this Python."
     beside = Path(sys.executable).with_name("uv")
-    found = str(beside) if beside.exists() else shutil.which("uv")
+    found = shutil.which("uv") or (str(beside) if beside.exists() else None)
     if found is None:
         sys.exit(f"versions: uv is not installed; to get it: {sys.executable} -m pip install uv")
     return found
@@ -103,7 +103,7 @@ def prepare(which: str, python: str, cpu: bool, fresh: bool, plan: bool) -> Path
     if not interpreter.exists():
         run(uv, "venv", "--quiet", "--python", python, str(place))
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
-    run(uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--resolution", RESOLUTIONS[which],
+    run(uv, "pip", "compile", "--upgrade", "--quiet", "--no-header", "--no-annotate", "--resolution", RESOLUTIONS[which],
         "--python", str(interpreter), *backend, *extras, "--output-file", str(lock), "pyproject.toml",
         stdout=subprocess.DEVNULL)  # fmt: skip
     asked = direct(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"])

@@ -5,7 +5,7 @@
 set -eu
 
 suits='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'
-if [ ! -x .venv-xla/bin/python ]; then
+if ! .venv-xla/bin/python -m pip --version >/dev/null 2>&1; then # none, or one that was left half made
     found=""
     for python in ${PYTHON:-python3 python3.11 python3.12 python3.13 python3.10}; do
         if "$python" -c "$suits" 2>/dev/null; then
@@ -17,7 +17,7 @@ if [ ! -x .venv-xla/bin/python ]; then
         echo "bertlab: torch_xla 2.9 needs Python 3.10 to 3.13; choose one by PYTHON=/path/to/python" >&2
         exit 1
     fi
-    "$found" -m venv .venv-xla
+    "$found" -m venv --clear .venv-xla
 fi
 
 # The rest as it was tested together; of torch and what belongs to it, the release that torch_xla wants.

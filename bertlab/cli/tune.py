@@ -44,6 +44,9 @@ def _optuna() -> Any:
     return optuna
 
 
+_JUDGED_BY = r"data\.(collator_kwargs|objective)\b|model\.objective$"  # what validation asks for
+
+
 @dataclass(frozen=True)
 class Search:
     "What is searched, how often, and by which number. Raises `ValueError`."
@@ -72,6 +75,11 @@ class Search:
                              "model.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}")
         for name, given in self.ranges.items():
             _check_range(name, given)
+            if self.command == "pretrain" and re.match(_JUDGED_BY, name):
+                raise ValueError(f"search.ranges: {name} also changes what is hidden in "
+                                 "validation, and a loss over other tokens does not compare: "
+                                 "fix it here, and judge its values by a task that models are "
+                                 "fine-tuned for, or by bertlab speedrun")
 
     def distributions(self) -> dict[str, Any]:  # by option, of optuna
         "The ranges in optuna's words."

@@ -28,6 +28,8 @@ def written_whole(
         yield temporary
         with open(temporary, "rb+") as f:
             os.fsync(f.fileno())  # else the new name may reach the disk before its content
+        if path.is_file() and not path.is_symlink():
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -41,7 +43,7 @@ def recover_directory(
     directory: str | os.PathLike,  # a place that `written_directory` writes to
 ) -> None:
     "Put back what a kill between two renames left beside its place."
-    directory = Path(os.path.abspath(directory))
+    directory = Path(os.path.realpath(directory))  # where `written_directory` writes
     replaced = _beside(directory, "replaced")
     if not directory.name or not replaced.is_dir():
         return
@@ -167,8 +169,9 @@ def _find_way_out(directory: Path) -> Path | None:  # None: there is none
 def _check_home(output: str | os.PathLike) -> None:
     "Raise `ValueError` where nothing can be made: under a file, or where one may not write."
     whole = Path(os.path.abspath(output))
-    nearest = next(place for place in (whole, *whole.parents) if place.exists())
-    if not nearest.is_dir():
+    # Unlike Path.exists, these answer False where a folder above may not be searched.
+    nearest = next(place for place in (whole, *whole.parents) if os.path.exists(place))
+    if not os.path.isdir(nearest):
         raise ValueError(f"output {output} cannot be made: {nearest.name} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"output {output} cannot be written to; choose another directory, or "
@@ -187,7 +190,7 @@ def check_run_directory(
     directory = Path(directory)
     if resume and overwrite:
         raise ValueError("resume and overwrite exclude each other: go on, or start anew?")
-    if directory.exists() and not directory.is_dir():
+    if os.path.exists(directory) and not os.path.isdir(directory):
         raise ValueError(f"output {directory} is a file; name a directory")
     _check_home(directory)
     held = {p.name for p in directory.iterdir()} if directory.exists() else set()

@@ -57,9 +57,11 @@ def progress(
 ) -> dict[str, dict[str, str]]:  # page -> check -> the day it first passed, as 2026-01-31
     "What has been solved so far. A file that cannot be read counts as empty, with a warning."
     path = progress_path() if path is None else Path(path)
-    if path is None or not path.is_file():
+    if path is None:
         return {}
     try:
+        if not path.is_file():
+            return {}
         content = read_json(path)
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']!r}, and {FORMAT} is known")

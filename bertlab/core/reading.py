@@ -8,6 +8,7 @@ __all__ = ['MOST_BYTES', 'MOST_YAML_BYTES', 'MOST_NODES', 'MOST_SIZES', 'one_lin
 
 # %% ../../nbs/core/06_reading.ipynb #ac234563
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -150,6 +151,9 @@ def parse_json(
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number of JSON")
 
+    def number(text: str) -> float:
+        return value if math.isfinite(value := float(text)) else refuse(text)
+
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -159,7 +163,7 @@ def parse_json(
 
     try:
         return json.loads(text, object_pairs_hook=once,
-                          **({"parse_constant": refuse} if finite else {}))
+                          **({"parse_constant": refuse, "parse_float": number} if finite else {}))
     except RecursionError:
         raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:

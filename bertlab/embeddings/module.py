@@ -211,7 +211,7 @@ class EmbeddingModule(TrainingModule):
             raise ValueError("chunk_rows does not run on a TPU, where torch's checkpointing fails; "
                              "leave it out, and take a smaller batch")
         recompute(self.model, h.gradient_checkpointing, device)
-        options = compile_options(h.compile_model, device)
+        options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
             compile_layers(self.model, **options)
         self.model.train(self.training)

@@ -500,7 +500,7 @@ class EmbeddingDataModule(L.LightningDataModule):
             return None
         batches = filled_batches(len(rows), self.batch_sizes[1], *self._rank())
         return DataLoader(rows, batch_sampler=batches, collate_fn=self.collator,
-                          num_workers=self.num_workers,
+                          num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
                           generator=torch.Generator().manual_seed(0))
 
     def teardown(self, stage: str | None = None) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
+from ..model.generate import evaluating
 from ..model.huggingface import check_tokenizer
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
@@ -33,7 +34,7 @@ def untrained_twin(
 ) -> Any:  # on the CPU
     "Build the same model with fresh weights; the generators go on as if nothing had happened."
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # that of the CPU alone
         return type(model)(copy.deepcopy(model.config)).eval()
 
 
@@ -48,9 +49,10 @@ def shuffle_words(
 # %% ../../nbs/explorers/05_models.ipynb #7b459cb0
 @torch.no_grad()
 def run_quietly(model: Any, batch: dict[str, Tensor]) -> Any:  # the output, attentions with it
-    "Run a model without dropout and without a gradient."
+    "Run a model without dropout and without a gradient, and leave it as it was."
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return model.eval().base_model(**inputs, output_attentions=True)
+    with evaluating(model):
+        return model.base_model(**inputs, output_attentions=True)
 
 # %% ../../nbs/explorers/05_models.ipynb #8bed1889
 MAX_TOKENS = 32  # of a sentence: more do not fit beside each other
@@ -69,13 +71,12 @@ def attention_maps(
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"the sentence has {num_tokens} tokens, {MAX_TOKENS} fit: shorten it")
     config, device = model.base_model.config, next(model.parameters()).device
-    asked, training = config._attn_implementation, model.training
+    asked = config._attn_implementation
     try:
         config._attn_implementation = "eager"
         out = run_quietly(model, batch.to(device))
     finally:
         config._attn_implementation = asked
-        model.train(training)
     weights = torch.stack([layer[0] for layer in out.attentions]).float().cpu().numpy()
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), weights
 

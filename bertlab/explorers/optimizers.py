@@ -59,12 +59,12 @@ class UpdateWatch:
 
     def look(self, matrix: Tensor) -> None:  # the same, after one more update
         "Measure the update that was just made."
-        update = matrix.detach() - self._before
+        update = matrix.detach().float() - self._before.float()  # float16 has no small squares
         self._before = matrix.detach().clone()
         self.run.update_sizes.append(rounded(update.square().mean().sqrt().item()))
         number = len(self.run.update_sizes)
         if update.isfinite().all() and (number == 1 or number % self.every == 0):
-            values = torch.linalg.svdvals(update.float()).tolist()
+            values = torch.linalg.svdvals(update).tolist()
             self.run.spectra[number] = [rounded(value, 3) for value in values]
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #cb71415c

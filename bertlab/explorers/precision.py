@@ -95,8 +95,8 @@ def count_lost(
     for tensor in tensors:
         if tensor is None:  # the gradient of a frozen weight
             continue
-        numbers = tensor.detach().double().flatten() * scale
-        numbers = numbers[numbers != 0].cpu()
+        numbers = tensor.detach().cpu().double().flatten() * scale  # Apple's GPU has no float64
+        numbers = numbers[numbers != 0]
         rounded = round_to(numbers, format).abs()
         gone, over = rounded == 0, ~rounded.isfinite()
         coarse = (numbers.abs() < f.smallest_normal) & ~gone

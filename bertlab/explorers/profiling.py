@@ -35,7 +35,8 @@ def count_operation_flops(
     out: Any,
 ) -> float:  # floating-point operations
     "Count products as torch's counter does, fused attention on a CPU too; else one per number."
-    packet, name = func._overloadpacket, func._overloadpacket.__name__
+    packet = getattr(func, "_overloadpacket", func)  # FlexAttention is no operator of ATen
+    name = packet.__name__
     if packet in flop_registry:
         return float(flop_registry[packet](*args, **kwargs, out_val=out))
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
@@ -53,7 +54,7 @@ def count_bytes(
     "Bytes read and written, each tensor once, as if no cache kept anything."
     size = lambda t: min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
     written = sum(size(t) for t in tree_leaves(out) if isinstance(t, torch.Tensor))
-    if func._overloadpacket.__name__ in _ROWS_ALONE:
+    if getattr(func, "_overloadpacket", func).__name__ in _ROWS_ALONE:
         return 2 * written
     return written + sum(size(t) for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
 
@@ -65,6 +66,8 @@ def is_view(
     out: Any,
 ) -> bool:
     "Whether an operation only looks at its input's memory in another way."
+    if not isinstance(func, torch._ops.OpOverload):  # one that takes functions
+        return False
     if func._schema.is_mutable or not isinstance(out, torch.Tensor):
         return func.is_view
     same = lambda t: isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == (
@@ -86,6 +89,8 @@ class Operation(NamedTuple):
 class OperationClock(TorchDispatchMode):
     "Inside, every operation is timed by itself; the list is in `operations`."
 
+    supports_higher_order_operators = True  # FlexAttention is one: an operator that takes functions
+
     def __init__(self, device: str | torch.device = "cpu"):
         super().__init__()
         self.wait, self.tracker, self.operations = wait_function(device), ModuleTracker(), []
@@ -102,8 +107,9 @@ class OperationClock(TorchDispatchMode):
             layer = max(parents, key=lambda name: name.count("."), default="")
             flops = count_operation_flops(func, args, kwargs, out)
             moved = count_bytes(func, (args, kwargs), out)
-            self.operations.append(Operation(func._overloadpacket.__name__, layer,
-                                             self.tracker.is_bw, flops, moved, seconds))
+            name = getattr(func, "_overloadpacket", func).__name__
+            self.operations.append(
+                Operation(name, layer, self.tracker.is_bw, flops, moved, seconds))
         return out
 
 # %% ../../nbs/explorers/08_profiling.ipynb #7cc1d963
@@ -116,7 +122,8 @@ def record_operations(
     runs = []
     for _ in range(repeats):
         clock = OperationClock(device)
-        with clock.tracker, clock:
+        # torch compiles FlexAttention by itself, and a mode cannot look into what is compiled.
+        with torch.compiler.set_stance("force_eager"), clock.tracker, clock:
             step()
         runs.append(clock.operations)
     if len({tuple(o.name for o in run) for run in runs}) > 1:
@@ -158,13 +165,13 @@ def seconds_by_kind(
 
 # %% ../../nbs/explorers/08_profiling.ipynb #53d8985c
 HOST_READS = {"_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal",
-              "unique_dim", "unique_consecutive"}  # fmt: skip
+              "unique_dim", "unique_consecutive", "bincount"}  # fmt: skip
 
 
 class HostReadCounter(TorchDispatchMode):
     "Inside, operations whose result the host must know before it goes on are counted."
 
-    supports_higher_order_operators = True  # FlexAttention is one: an operator that takes functions
+    supports_higher_order_operators = True
 
     def __init__(self):
         super().__init__()
@@ -172,15 +179,23 @@ class HostReadCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "_overloadpacket", func).__name__
-        # x[mask] with a bool mask looks like any index, and asks how many there are.
-        masks = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
-        if name in HOST_READS or masks:
+        kwargs = kwargs or {}
+        # x[mask] with a bool mask looks like any index, and asks how many there are; to write one
+        # number there needs no count.
+        masks = name in ("index", "index_put", "index_put_") and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        masks = masks and (name == "index" or args[2].numel() != 1)
+        counts = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in HOST_READS or masks or counts:
             self.reads[name] += 1
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def host_reads(step: Callable[[], Any]) -> dict[str, int]:  # operation -> times
-    "Find what would stop an accelerator's queue, on any device; compiled parts run uncompiled."
+    """Find what would stop an accelerator's queue, on any device; compiled parts run uncompiled.
+
+    What only copies, `.tolist()`, `.numpy()` and `.cpu()`, passes by unseen on a CPU.
+    """
     with torch.compiler.set_stance("force_eager"), HostReadCounter() as counter:
         step()
     return dict(counter.reads)
@@ -209,6 +224,7 @@ def profile_step(
 ) -> StepProfile:
     "Profile a step by kind of work, after a first run for warmth, with torch.profiler."
     wait, on_gpu, times, reads = wait_function(device), "cuda" in str(device), [], host_reads(step)
+    step()  # that one ran uncompiled
     for _ in range(repeats):
         wait()
         start = time.perf_counter()

@@ -139,7 +139,7 @@ def check_puzzle(
     name: str | None = None,  # of the puzzle; None: the function's own
 ) -> str:  # "right", NOT_ATTEMPTED, or what the mistake is
     "Compare an answer with the loop on every case, and name the mistake. Runs the answer as it is."
-    puzzle = look_up(name or answer.__name__, PUZZLES, "puzzle")
+    puzzle = look_up(name or getattr(answer, "__name__", ""), PUZZLES, "puzzle")
     results = _run_cases(puzzle, answer)
     if isinstance(results, str):
         return results
@@ -308,7 +308,7 @@ _PACKING = (
     }, "documents"),
     Puzzle("best_fit", "packing", _best_fit, (
         (np.array([6, 9, 5, 7]), 5), (np.array([3, 2, 1]), 4), (np.array([2, 8]), 3),
-        (np.array([9, 4, 6, 5, 4]), 4)), {
+        (np.array([9, 4, 6, 5, 4]), 4), (np.array([300, 90_000]), 400)), {
         "off by one: a row with exactly enough room is turned down (`>` for `>=`)":
             lambda free, n: (int(np.where(free > n, free, np.inf).argmin())
                              if (free > n).any() else -1),

@@ -12,7 +12,7 @@ import math
 
 import ipywidgets
 
-from ..optim.schedulers import KINDS, Schedule
+from ..optim.schedulers import KINDS, OTHER_UNITS, Schedule
 from .widgets import Explorer, explore, keep_points, svg_chart
 
 # %% ../../nbs/explorers/03_schedules.ipynb #d41e45fa
@@ -42,7 +42,11 @@ def full_rate_steps(
 def phase_options(schedule: Schedule) -> dict[str, str | int | float]:
     "The nine options that say what a schedule does, by their names in `get_scheduler`."
     names = [f"{phase}_{part}" for phase in KINDS for part in ("kind", "steps", "decay")]
-    return {name: getattr(schedule, name) for name in names}
+    options = {name: getattr(schedule, name) for name in names}
+    for phase, length in zip(KINDS, schedule.lengths):  # what was said as a share, or in tokens
+        if any(getattr(schedule, name) is not None for name in OTHER_UNITS[phase]):
+            options[f"{phase}_steps"] = length
+    return options
 
 
 def yaml_number(value: int | float) -> str:
@@ -125,16 +129,17 @@ _KNOWN_DESIGNS = {  # label -> share of the run for a phase, kinds
 def _phase_controls(phase: str, schedule: Schedule, num_steps: int) -> dict[str, ipywidgets.Widget]:
     "The three controls of a phase, by the names of `get_scheduler`: kind, steps, decay."
     kind, steps, decay = (f"{phase}_{part}" for part in ("kind", "steps", "decay"))
+    start = phase_options(schedule)
     # A label has two words, and a control is as wide as its column.
     look = {"style": {"description_width": "10em"}, "layout": {"width": "auto"}}
     least = -1 if phase == "training" else 0  # -1: what the others leave
     return {
-        kind: ipywidgets.Dropdown(options=KINDS[phase], value=getattr(schedule, kind),
+        kind: ipywidgets.Dropdown(options=KINDS[phase], value=start[kind],
                                   description=phase, **look),
-        steps: ipywidgets.IntSlider(getattr(schedule, steps), min=least, max=num_steps,
+        steps: ipywidgets.IntSlider(start[steps], min=least, max=num_steps,
                                     description=f"{phase} updates", **look),
         decay: ipywidgets.FloatSlider(
-            getattr(schedule, decay), min=0.0, max=1.0, step=0.01, readout_format=".2f",
+            start[decay], min=0.0, max=1.0, step=0.01, readout_format=".2f",
             description=f"{phase} {'from' if phase == 'warmup' else 'to'}", **look),
     }  # fmt: skip
 

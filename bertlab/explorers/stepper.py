@@ -133,7 +133,7 @@ def stepper(
                                   **CONTROL_LOOK),
         "sampler": ipywidgets.Dropdown(options=list(SAMPLERS), value=sampler,
                                        description="sampler", **CONTROL_LOOK),
-        "seed": ipywidgets.BoundedIntText(seed, min=0, max=10**6, description="seed",
+        "seed": ipywidgets.BoundedIntText(seed, min=0, max=max(10**6, seed), description="seed",
                                           **CONTROL_LOOK),
         "step": ipywidgets.IntSlider(0, min=0, max=num_steps, description="step", **CONTROL_LOOK),
     }

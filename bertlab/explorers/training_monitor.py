@@ -192,11 +192,15 @@ class TrainingMonitor(History):
         self.stopped_at: int | None = None  # the step after which the button ended the run
         self._mail: WidgetMail | None = None
         self._step, self._next = 0, 0.0  # the last step; time.perf_counter() of the next drawing
+        self._running = False  # between the start of a training and its end
 
     def on_train_start(self, trainer, pl_module) -> None:
         super().on_train_start(trainer, pl_module)
-        if self.record.rows and self.record.rows[-1][0] > trainer.global_step:
-            self.record = RunRecord()  # another run, from its beginning
+        last = (self._pending or self.record.rows or [(0,)])[-1]
+        if last[0] > trainer.global_step:  # another run, from its beginning
+            self.record, self._pending = RunRecord(), []
+            self._tokens, self._seconds = 0, 0.0
+        self.panel, self._running = None, True
         self._step, self._next, self.stopped_at = trainer.global_step, 0.0, None
         if in_notebook() and trainer.world_size == 1:
             self._mail = open_mail()
@@ -232,6 +236,7 @@ class TrainingMonitor(History):
 
     def on_train_end(self, trainer, pl_module) -> None:
         super().on_train_end(trainer, pl_module)
+        self._running = False
         if self.stopped_at is not None and self.checkpoint is not None:
             trainer.save_checkpoint(self.checkpoint)
         if self.panel is not None:
@@ -240,6 +245,7 @@ class TrainingMonitor(History):
             self.panel.close("finished" if done else f"stopped after step {self.stopped_at}")
 
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
-        if self.panel is not None:
+        if self.panel is not None and self._running:  # not while another run is set up
+            self._running = False
             self.panel.drawing.value += alert(f"the run broke off: {type(exception).__name__}")
             self.panel.close("broken off")

@@ -69,7 +69,9 @@ def mask_text(
 ) -> tuple[np.ndarray, np.ndarray]:  # what the model sees, and its labels; (L,) each
     "Mask one text as training would. Raises `ValueError` for a text without a token."
     collate = _dial_collator(tokenizer, objective, probability, unit)
-    ids = tokenizer(text, truncation=True, max_length=_DIAL_LENGTH)["input_ids"]
+    # As in training, a text that says [MASK] means the word.
+    ids = tokenizer(text, truncation=True, max_length=_DIAL_LENGTH, split_special_tokens=True)
+    ids = ids["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
         raise ValueError("type a sentence: there is no token to hide")
     batch = collate([{"input_ids": ids, "epoch": draw, "index": 0}])
@@ -179,10 +181,12 @@ class Explorer(ipywidgets.VBox):
         last_calls, self._on_close = self._on_close, ()
         for call in last_calls:
             call()
-        waiting = [*self.children]
+        parts = lambda widget: [part for name in ("layout", "style")
+                                if (part := getattr(widget, name, None)) is not None]
+        waiting = [*self.children, *parts(self)]
         while waiting:
             widget = waiting.pop()
-            waiting += getattr(widget, "children", ())
+            waiting += [*getattr(widget, "children", ()), *parts(widget)]
             widget.close()
         super().close()
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['KERNELS', 'document_mask', 'restart_positions', 'Pattern', 'alibi_bias', 'Scoring', 'write_out', 'share_heads',
            'attention_weights', 'silence', 'eager_attention', 'open_blind', 'sdpa_attention', 'FlexPattern',
-           'write_blocks', 'flex_attention', 'unpad', 'pad_again', 'Stretches', 'write_stretches', 'varlen_attention',
-           'Setting', 'find_capability', 'Kernel', 'check_kernel', 'attend', 'choose_kernel']
+           'write_blocks', 'allow_graphs', 'flex_attention', 'unpad', 'pad_again', 'Stretches', 'write_stretches',
+           'varlen_attention', 'Setting', 'find_capability', 'Kernel', 'check_kernel', 'attend', 'choose_kernel']
 
 # %% ../../nbs/model/03_attention.ipynb #991e8f1d
 import functools
@@ -202,10 +202,18 @@ def write_blocks(pattern: Pattern) -> FlexPattern:
     return FlexPattern(blocks, None if slopes_H is None else take_off)
 
 # %% ../../nbs/model/03_attention.ipynb #0757476c
+def allow_graphs(most: int = 64) -> None:
+    "Let torch compile a function so often: it counts over all models of a process, and stops at 8."
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, most)
+
+
 @functools.cache
 def _fused_flex() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
+    allow_graphs()  # beyond its limit FlexAttention would write out all scores
     return torch.compile(flex_attention)
 
 
@@ -425,10 +433,10 @@ def choose_kernel(
     s = setting
     unfit = {
         "varlen": s.compiled,  # its shapes depend on the data
-        # A row of one block has nothing to skip. Nobody timed it in float32 or tried it before
+        # A row of one block has nothing to skip. Nobody timed it in more bits or tried it before
         # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch #133254). And a
         # compiled graph without gradients is where torch misplaced its tables (`write_blocks`).
-        "flex": s.row_length <= 128 or s.dtype == torch.float32 or s.capability < (8, 0)
+        "flex": s.row_length <= 128 or s.dtype.itemsize != 2 or s.capability < (8, 0)
                 or s.head_size > 64 or (s.compiled and not s.trains)}  # fmt: skip
     for name, reason in _ON_CUDA.items() if s.device == "cuda" else ():
         if not (unfit[name] or KERNELS[name].objection(s)):

@@ -164,7 +164,7 @@ def layer_context(
     "Make what all layers of a kind share, once per forward pass."
     whole, slopes_H, table = kind == "global", None, None
     if config.attention_positions == "alibi":
-        slopes_H = alibi_slopes(config.num_attention_heads)[heads].to(documents_BL.device)
+        slopes_H = alibi_slopes(config.num_attention_heads, documents_BL.device)[heads]
     if config.attention_positions == "rope":
         theta = config.global_rope_theta if whole else config.local_rope_theta
         stretch = config.rope_stretch if whole else None  # a window is as wide as it was

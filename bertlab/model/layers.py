@@ -86,13 +86,14 @@ def sinusoids(
 # %% ../../nbs/model/02_layers.ipynb #44dbb28b
 def alibi_slopes(
     num_heads: int,  # H
+    device: torch.device | str | None = None,  # made there: a copy would make a GPU's host wait
 ) -> Tensor:  # (H,) float32, nats per token of distance
     "How fast each head forgets with distance: 2^(-8h/H) (Press et al. 2022, sec. 3)."
     power = 2 ** math.floor(math.log2(num_heads))
-    slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
+    h_H = torch.arange(num_heads, device=device, dtype=torch.float32)
     # Between powers of two: every other slope of the next power (their published code).
-    between = [2 ** (-4 * (2 * h + 1) / power) for h in range(num_heads - power)]
-    return torch.tensor(slopes + between)
+    between_H = -4 * (2 * (h_H - power) + 1) / power
+    return torch.exp2(torch.where(h_H < power, -8 * (h_H + 1) / power, between_H))
 
 # %% ../../nbs/model/02_layers.ipynb #9d7f8bef
 class RootMeanSquareNorm(nn.RMSNorm):

@@ -291,6 +291,7 @@ def _split_mlp(mlp: PlainMLP, group: Any) -> None:
 def split_model(
     model: BertLabTokenPredictor,  # changed in place
     group: Any,  # the processes that compute it together
+    device: torch.device | None = None,  # where they can send from; None: where the weights are
 ) -> BertLabTokenPredictor:  # the same object
     """Leave each process its share of heads, hidden units and words, beginning with process 0's.
 
@@ -310,7 +311,9 @@ def split_model(
                          "split: derive it from PlainMLP, or take strategy='fsdp'")
     for tensor in model.state_dict().values():
         if not tensor.is_meta:  # else it has no numbers yet
-            dist.broadcast(tensor.detach(), 0)  # of the first process of all
+            sent = tensor.detach().to(device or tensor.device)  # NCCL sends nothing from a CPU
+            dist.broadcast(sent, 0)  # of the first process of all
+            tensor.detach().copy_(sent)
     heads = model.config.num_attention_heads // size
     encoder, head, vocab_size = model.encoder, model.head, model.config.vocab_size
     encoder.heads_here = slice(rank * heads, (rank + 1) * heads)

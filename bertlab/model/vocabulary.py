@@ -183,7 +183,8 @@ def use_vectors(
                                        check_invariants=True).coalesce()
     rank = min(width, vocab_size)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the decomposition begins with random directions
+        # The decomposition begins with random directions; other devices' generators stay.
+        torch.default_generator.manual_seed(0)
         u_VU, s_U, _ = torch.svd_lowrank(table_VV, q=rank, niter=4)
     vectors_VU = torch.nn.functional.normalize(u_VU * s_U.sqrt())
     return torch.nn.functional.pad(vectors_VU, (0, width - rank))

@@ -128,6 +128,7 @@ class OptimizerFacts:
     fsdp_note: str = "element by element"
     foreach: bool = True  # whether its batched kernel has a rule for shards
     cuda_fuses: bool = True  # whether its fused kernel, where it has one, runs on CUDA
+    fuses: bool = True  # whether that kernel is taken where nobody asks
     hidden_apart: bool = False  # whether it wants hidden matrices in groups of their own
     second_backward: bool = False  # whether it differentiates the gradient: on one process alone
     # Whether each number moves by itself, so that any part of a matrix moves as in the whole.
@@ -169,8 +170,9 @@ OPTIMIZERS = {
         adapt=_adapt_muon),
     "rmsprop": OptimizerFacts("RMSprop", elementwise=True,
         eight_bit=("bitsandbytes.optim.RMSprop8bit",)),
+    # Of a first step that is skipped, fused SGD keeps momentum that nobody wrote (torch 2.13).
     "sgd": OptimizerFacts("SGD", fsdp_note="element by element, without its fused kernel",
-        foreach=False, elementwise=True, eight_bit=("bitsandbytes.optim.SGD8bit",)),
+        foreach=False, fuses=False, elementwise=True, eight_bit=("bitsandbytes.optim.SGD8bit",)),
     "shampoo": OptimizerFacts("Shampoo", False, "roots of matrices by SVD on the host", False,
         f"multiplies shards with {_SHARDS}"),
     "soap": OptimizerFacts("SOAP", False, "eigenvectors and QR on the host", False,
@@ -243,7 +245,8 @@ def _kernel_options(
         if not facts.foreach:
             return {"foreach": False}
     devices = FUSED_DEVICES if facts.cuda_fuses else FUSED_DEVICES - {"cuda"}
-    can_fuse = "fused" in inspect.signature(optimizer_class).parameters and all(
+    has_kernel = facts.fuses and "fused" in inspect.signature(optimizer_class).parameters
+    can_fuse = has_kernel and all(
         p.device.type in devices and torch.is_floating_point(p) for p in parameters
     )
     return {"fused": True} if can_fuse else {}

@@ -41,7 +41,7 @@ def random_states() -> dict[str, Any]:
     name, words, *rest = np.random.get_state()
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *rest)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # by a run on the CPU it is not
         states["cuda"] = [torch.cuda.get_rng_state()]  # of this process's device
     return states
 

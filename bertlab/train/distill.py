@@ -140,7 +140,7 @@ class DistillationModule(PretrainingModule):
             return super().label_loss(batch)
         inputs = self.model_inputs(batch)
         # The reference is compared with scores, so they are kept.
-        out = self.model(**inputs, loss_rule=replace(self.loss_rule, only_loss=False))
+        out = self.model(**inputs, loss_rule=replace(self.current_rule(), only_loss=False))
         self.divergence = self.compare(out.logits, inputs)
         return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
 

@@ -127,6 +127,7 @@ class History(Clock):
         self.record.rows, self.record.validation = list(state["rows"]), list(state["validation"])
         self.record.evaluations = list(state.get("evaluations", []))
         self._tokens, self._seconds = state["tokens"], state["train_seconds"]
+        self._pending = []  # of a run in this process that broke off further on
 
 # %% ../../nbs/train/03_history.ipynb #50eb251a
 def duration(

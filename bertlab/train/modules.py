@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
+from ..model.attention import allow_graphs
 from ..model.causal import BertLabForCausalLM
 from ..model.config import BertLabConfig
 from ..model.deferred import build_deferred, fill_weights, read_deferred
@@ -260,6 +261,7 @@ def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of 
     Unpadding stays outside, and so do scores that somebody wants to see. On a CPU the loss does,
     too: its shapes follow the labels there.
     """
+    allow_graphs()  # models of several shapes, in training and validation
     model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, **options)
     if isinstance(model, BertLabTokenPredictor):
         model.__dict__["compiled_scores"] = torch.compile(score_vectors, **options)
@@ -457,9 +459,13 @@ class PretrainingModule(TrainingModule):
             inputs |= {"loss_weights": shares_BL, "token_shares": shares_BL}
         return inputs
 
+    def current_rule(self) -> LossRule:
+        "The rule of the loss in training; elsewhere it smooths nothing, so that losses compare."
+        return self.loss_rule if self.training else replace(self.loss_rule, label_smoothing=0.0)
+
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the labels of a batch, each (B, L) or as its collator says."
-        rule = replace(self.loss_rule, only_loss=self.training)
+        rule = replace(self.current_rule(), only_loss=self.training)
         out = self.model(**self.model_inputs(batch), loss_rule=rule)
         return LossParts(out.loss_sum, out.num_labels, out.z_loss, out.num_right)
 

@@ -409,7 +409,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 share_rows(model, self.context_group)
             if self.tensor > 1:
                 if not find_cuts(model):
-                    split_model(model, self.tensor_group)
+                    split_model(model, self.tensor_group, self.root_device)
                 if self.shard_mesh.size() > 1:
                     shard_model(model, self.shard_mesh, **self.sharding, broadcast=False)
             else:

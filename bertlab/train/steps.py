@@ -69,7 +69,8 @@ def scale_gradient(
 # %% ../../nbs/train/01_steps.ipynb #819dc323
 def can_flag(optimizer: torch.optim.Optimizer) -> bool:
     "Whether a step can be skipped by a flag on the device: by torch's fused kernels."
-    fused = all(group.get("fused") for group in optimizer.param_groups)
+    obeys = getattr(optimizer, "_step_supports_amp_scaling", False)  # of itself, not of a part
+    fused = obeys and all(group.get("fused") for group in optimizer.param_groups)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return fused and not any(hasattr(p, "device_mesh") for p in parameters)
 

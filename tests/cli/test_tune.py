@@ -22,6 +22,7 @@ from bertlab.model.huggingface import save_model  # noqa: E402
 from bertlab.train.checkpoints import RunInterrupted  # noqa: E402
 from bertlab.train.modules import load_encoder  # noqa: E402
 
+ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(30)]
 
 
@@ -42,6 +43,20 @@ def plan(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(content))
     return path, content
+
+
+def test_what_validation_asks_for_is_no_range(plan):
+    path, content = plan
+    content["search"]["ranges"] = {"data.collator_kwargs.mlm_probability": [0.15, 0.3]}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="mlm_probability.*validation.*does not compare"):
+        read_search(path)
+
+
+def test_the_search_in_configs_is_one_that_the_command_reads():
+    search, content = read_search(ROOT / "configs" / "search.yaml")
+    assert set(search.ranges) == {"model.learning_rate", "model.optimizer_class"}
+    assert content["data"]["collator_kwargs"] == {"mlm_probability": 0.3}
 
 
 def test_a_killed_search_asks_again_for_the_trial_that_was_under_way(plan, tmp_path, monkeypatch):

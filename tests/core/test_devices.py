@@ -1,6 +1,7 @@
 "What a device can do is said with its reason or source; what is not there is refused in one line."
 
 import itertools
+import sys
 from inspect import signature
 from mmap import mmap
 from types import SimpleNamespace
@@ -172,6 +173,29 @@ def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, 
     assert "\n" not in str(found) and precision in str(found) and found.reason in str(found)
     for fact in (found.name, f"{gpu[2]}.0 GiB", found.reason, found.attention_reason, found.peak[1]):
         assert fact in found.report()
+
+
+def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
+    "Lightning forks it, and what is forked after CUDA has begun cannot use CUDA."
+    pretend_gpus(bare, A100, A100)
+    bare.setattr(torch.cuda, "get_device_capability", lambda index=None: pytest.fail("CUDA would begin here"))
+    bare.setattr(torch.cuda, "get_device_properties", lambda index=None: pytest.fail("CUDA would begin here"))
+    bare.setattr(torch.cuda, "is_initialized", lambda: False)
+    bare.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "a shell"))
+    asked = []
+    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(stdout="8 0\n")
+    bare.setattr(devices.subprocess, "run", done)
+    devices._capability_elsewhere.cache_clear()
+    try:
+        assert check_request("auto", "bf16-mixed", 2) == "cuda" and devices.default_precision("cuda")[0] == "bf16-mixed"
+    finally:
+        devices._capability_elsewhere.cache_clear()
+    assert len(asked) == 1 and "get_device_capability(0)" in asked[0]
+
+
+def test_a_peak_is_measured_where_products_are_made_at_once():
+    with pytest.raises(ValueError, match="cannot be measured on meta"):
+        devices.measured_peak_flops(device="meta")
 
 
 def test_every_device_is_found_and_a_run_takes_the_first(bare):

@@ -28,6 +28,24 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
+    (path := tmp_path / "secret").write_text("old")
+    path.chmod(0o600)
+    with written_whole(path) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_a_kill_left_behind_a_link_is_put_back(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / ".model.replaced" / "mine.txt").write_text("mine")
+    with written_directory(tmp_path / "link", keep=True) as temporary:
+        (temporary / "new.txt").write_text("new")
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["mine.txt", "new.txt"]
+    assert (tmp_path / "link").is_symlink()
+
+
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")

@@ -97,6 +97,15 @@ designs = st.fixed_dictionaries(
 )
 
 
+def test_a_design_in_shares_and_tokens_is_drawn_and_written_as_it_is():
+    schedule = Schedule(warmup_pct=0.1, decay_pct=0.2, total_steps=1000)
+    options = phase_options(schedule)
+    assert (options["warmup_steps"], options["cooldown_steps"]) == (100, 200)
+    assert "warmup_steps: 100" in schedule_yaml(schedule, 1000, 1e-3)
+    explorer = rate_designer(1000, 1e-3, warmup_pct=0.1, decay_pct=0.2)
+    assert control(explorer, "warmup updates").value == 100 and control(explorer, "cooldown updates").value == 200
+
+
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(phases=designs, peak=st.sampled_from([1e-5, 3e-4, 1.5e-07, 0.1, 1]))
 def test_the_printed_python_makes_the_drawn_schedule(phases, peak):
@@ -266,6 +275,13 @@ def test_attention_maps_are_those_of_the_plain_kernel_and_leave_no_trace(room):
         out = model.eval().base_model(batch["input_ids"], batch["attention_mask"], output_attentions=True)
     np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
     assert np.abs(weights - 1 / len(tokens)).max() > 1e-3
+
+
+def test_a_part_at_rest_stays_at_rest(room):
+    model = room["small_model"](5).train()
+    model.base_model.blocks[0].eval()
+    attention_maps(model, room["tokenizer"], "the name of")
+    assert model.training and not model.base_model.blocks[0].training
 
 
 def test_a_transformers_bert_can_be_browsed_too(room):
@@ -609,6 +625,24 @@ def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
         assert trainer.global_step == 4 and monitor.stopped_at is None
         assert monitor.record.column("step").tolist() == [1, 2, 3, 4]
     assert "finished" in monitor.panel.button.description
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_not_its_own(notebook):
+    class Breaks(History):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                raise KeyError("boom")
+
+    monitor = TrainingMonitor(every_seconds=1e9)
+    with pytest.raises(KeyError, match="boom"):
+        train([monitor, Breaks()], 6)
+    train([monitor], 4)
+    steps, tokens = (monitor.record.column(name).tolist() for name in ("step", "tokens"))
+    assert steps == [1, 2, 3, 4] and tokens == [tokens[0] * n for n in (1, 2, 3, 4)]
+    panel = monitor.panel
+    monitor.on_exception(None, None, ValueError("of another call"))
+    assert "finished" in panel.button.description and "broke off" not in panel.drawing.value
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -445,6 +445,23 @@ def test_the_suite_runs_what_is_not_done_with_this_code(tmp_path, capsys):
     assert len(suite.plan(parts, done, words, False)) == 2  # other flags, other figures
 
 
+def test_the_suite_leaves_the_results_of_the_project_alone_and_tells_the_verdicts_of_what_it_has_run(tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def run(words, **_):
+        runs.append(words)
+        path = Path(words[words.index("--output") + 1])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"judged": [{"what": "rate", "at_least": 1.0, "measured": 2.0, "passed": True}]}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--only", "data", "--kept", str(tmp_path)])
+    suite.main()
+    assert [words[words.index("--output") + 1] for words in runs] == [str(tmp_path / "results" / "data.json")]
+    assert "data: rate" in capsys.readouterr().out
+
+
 def test_a_benchmark_is_not_done_when_what_it_reads_has_changed(tmp_path, monkeypatch):
     (records,) = (part for part in suite.PARTS if part.name == "records")
     monkeypatch.setattr(suite, "HERE", tmp_path)
@@ -478,4 +495,5 @@ def test_verdicts_of_all_results_are_collected(tmp_path):
     one = sides.judge("this", 1.0, at_least=2.0)
     sides.write_result(tmp_path / "a.json", {"judged": [one]})
     (tmp_path / "b.json").write_text(json.dumps({"older": 1}))
-    assert suite.judgements(tmp_path) == [one]
+    parts = [suite.Part(name, 1) for name in ("a", "b", "c")]
+    assert suite.judgements(parts, tmp_path) == [one | {"what": "a: this"}]

@@ -174,9 +174,9 @@ def key_of(notebook: dict, named: Path) -> str:
         except SyntaxError:  # a cell with other magics: its text is hashed all the same
             pass
     files = everything_imported(parsed) | {ROOT / "constraints.txt", Path(__file__)}
-    if any("benchmarks/" in cell for cell in cells):
-        files |= set((ROOT / "benchmarks").rglob("*.json"))
-    if any("configs/" in cell for cell in cells):
+    if any("benchmarks" in cell for cell in cells):
+        files |= {path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".yaml")}
+    if any("configs" in cell for cell in cells):
         files |= set((ROOT / "configs").rglob("*.yaml"))
     for text in (*cells, *(path.read_text(encoding="utf-8") for path in sorted(files))):
         digest.update(hashlib.sha256(text.encode()).digest())

@@ -15,6 +15,7 @@ import reference
 import sync
 import yaml
 from conftest import ROOT
+from versions import tomllib
 
 pytestmark = pytest.mark.slow
 NOTEBOOKS = [docs.RENAMED.get(name, name) for name in
@@ -69,7 +70,6 @@ def closure(names: list[str]) -> set[str]:  # of distributions
 
 def docs_alone(folder: Path) -> Path:  # its Python
     "An environment that has bertlab's dependencies and the docs extra, as they are here, and nothing else."
-    import tomllib
     import venv
     from importlib.metadata import distribution
 
@@ -114,7 +114,7 @@ def test_every_notebook_is_staged_with_its_badge_and_all_of_its_first_cell(site)
     for name in NOTEBOOKS:
         text = staged_text(site, name)
         assert "[Open in Colab](https://colab.research.google.com/" in text, name
-        if re.match(r"\d\d_", name):
+        if re.match(r"\d\d_", Path(name).name):
             assert "**You can now**" in text and "**Takes**" in text, name
 
 

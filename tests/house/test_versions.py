@@ -87,7 +87,7 @@ def asked(tmp_path):
 
     def run(*words, status=0, path=str(tmp_path / "bin")):
         own = Path(sys.executable).with_name("uv")
-        if own.exists():
+        if own.exists() and not Path(path).exists():
             pytest.skip("uv lies beside this Python, and would be taken")
         environment = {**os.environ, "CALLS": str(tmp_path / "calls"), "LOCK": str(tmp_path / "lock"),
                        "STATUS": str(status), "PATH": f"{path}:/usr/bin:/bin"}  # fmt: skip
@@ -104,6 +104,7 @@ def test_the_core_is_run_with_what_was_resolved(asked, which, resolution, python
     done, calls = asked(which, "--cpu", "--", "-k", "packing")
     assert done.returncode == 0, done.stderr
     assert f"--python {python}" in calls[0] and f".venv-{which}" in calls[0]
+    assert "--upgrade" in calls[1]  # else what an earlier call resolved would stay
     assert f"--resolution {resolution}" in calls[1] and "--torch-backend cpu" in calls[1] and "--extra optimizers" in calls[1]
     assert "pip install" in calls[2] and "--constraint" in calls[2] and "pytest>=8" in calls[2]
     assert calls[3].startswith("python -m pytest -m not slow -k packing tests/core")

@@ -15,7 +15,8 @@ from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossParts
-from bertlab.train.steps import TrainingModule
+from bertlab.optim.optimizers import get_optimizer
+from bertlab.train.steps import TrainingModule, skip_step
 from bertlab.train.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
@@ -99,6 +100,23 @@ def test_bad_batches_leave_the_run_bit_identical_to_one_without_them(name, guard
     assert not np.isfinite(record.column("loss")[[0, 5, 6, 11]]).any()
     unguarded, _, _ = fit(20, Numbered(range(20), bad), (), OPTIMIZERS[name])
     assert not any(p.isfinite().all() for p in unguarded.parameters()), "the control must fail"
+
+
+@pytest.mark.parametrize("build", [
+    lambda w: get_optimizer("sgd", w, {"lr": 0.1, "momentum": 0.9}),
+    lambda w: get_optimizer("muon", [{"params": w, "hidden": False}], {"lr": 0.1}),  # its inner AdamW is fused
+], ids=["sgd", "muon"])  # fmt: skip
+def test_a_first_step_that_is_refused_leaves_neither_weights_nor_momentum(build):
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = build([weight])
+    weight.grad = torch.full((4,), NAN)
+    skip_step(optimizer, torch.tensor(True))
+    optimizer.step()
+    assert torch.equal(weight.detach(), torch.ones(4))
+    weight.grad = torch.ones(4)
+    skip_step(optimizer, torch.tensor(False))
+    optimizer.step()
+    assert weight.isfinite().all() and (weight < 1).all() and len(set(weight.tolist())) == 1
 
 
 def test_a_gradient_that_overflows_is_refused_though_its_loss_is_finite():

@@ -94,6 +94,20 @@ def test_token_bytes_add_up_to_the_text_without_its_spaces_whatever_the_tokenize
     assert token_bytes(TOKENIZER, len(TOKENIZER))[TOKENIZER.convert_tokens_to_ids(WORDS[0])] == len(WORDS[0])
 
 
+def test_a_validation_smooths_nothing_so_that_losses_compare():
+    losses = []
+    for smoothing in (0.0, 0.3):
+        torch.manual_seed(0)
+        module = module_of(loss_kwargs={"label_smoothing": smoothing})
+        module.configure_model()
+        batch = {"input_ids": (ids := torch.arange(5, 21).view(2, 8)), "attention_mask": torch.ones_like(ids), "labels": ids}
+        for mode in (True, False):
+            module.model.train(mode), module.train(mode)
+            losses.append(float(module.label_loss(batch).loss_sum))
+    (trained, plain), (smooth, judged) = losses[:2], losses[2:]
+    assert plain == judged and trained != smooth
+
+
 def test_z_loss_is_followed_and_reported_apart_from_the_loss():
     plain, record = fit(module_of(scheduler_warmup_steps=0), data_of(), 1)
     weighted, with_z = fit(module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(), 1)
