@@ -11,6 +11,7 @@ encode   the embedded corpus' short texts (first 120 letters of each docstring's
 train    pairs per second of optimizer steps, the same weights, pairs, batch, precision and AdamW: `EmbeddingModule`
          with `chunk_rows` on packed rows against SentenceTransformerTrainer with
          CachedMultipleNegativesRankingLoss, whose mini-batch is tried at two sizes; the faster one counts.
+         Theirs tokenizes each batch within its step, ours all pairs before the first: a twentieth of their step.
 quality  from the demo's model, SECONDS of training on the docstring task's training modules, three seeds, beside
          BM25 and TF-IDF on modules that were held out. Rate and temperature were not searched.
 
