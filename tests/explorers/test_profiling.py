@@ -253,7 +253,8 @@ def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(material, tmp_path,
         ours, theirs = found["shapes"][shape]["bertlab"], found["shapes"][shape]["transformers"]
         # A text as small as this one leaves some rows half full.
         assert ours["real_share"] > max(0.75, 2 * theirs["real_share"])
-        assert ours["host_waits"].keys() <= {"index"}  # on a CPU the loss takes labels out by a mask
+        # On a CPU the loss takes labels out by a mask, and its gradient is put back by the same one.
+        assert ours["host_waits"].keys() <= {"index", "index_put"}
         assert ours["mfu"] > 0 and math.isfinite(ours["last_loss"]) and ours["times_transformers"] > 0
         # The cost of a token is 6 x the weights of the matrices it meets and a little for attention.
         assert ours["flops_per_token"] > 6 * 2 * (64 * 64 * 4 + 2 * 64 * 96)
