@@ -434,7 +434,7 @@ def choose_kernel(
     unfit = {
         "varlen": s.compiled,  # its shapes depend on the data
         # A row of one block has nothing to skip. Nobody timed it in more bits or tried it before
-        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch #133254). And a
+        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch issue 133254). A
         # compiled graph without gradients is where torch misplaced its tables (`write_blocks`).
         "flex": s.row_length <= 128 or s.dtype.itemsize != 2 or s.capability < (8, 0)
                 or s.head_size > 64 or (s.compiled and not s.trains)}  # fmt: skip

@@ -421,11 +421,18 @@ def test_generators_go_on_as_they_were_through_a_file(tmp_path):
     assert draw() == want
 
 
+def test_a_run_on_the_cpu_leaves_a_gpu_that_is_there_alone(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.cuda.get_rng_state", lambda: pytest.fail("CUDA would begin here"))
+    assert "cuda" not in random_states()
+
+
 def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_way_round(monkeypatch):
     generators = [torch.Generator().manual_seed(n) for n in range(2)]  # of two pretended GPUs
     here = [0]
     for name, what in {
-        "is_available": lambda: True, "current_device": lambda: here[0],
+        "is_available": lambda: True, "is_initialized": lambda: True, "current_device": lambda: here[0],
         "get_rng_state": lambda: generators[here[0]].get_state(),
         "set_rng_state": lambda state: generators[here[0]].set_state(state),
     }.items():  # fmt: skip
