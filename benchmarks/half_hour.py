@@ -5,9 +5,10 @@
 Both sides train one model, ModernBERT of four layers of 256, on the embedded corpus with the tokenizer of `bertlab
 speedrun`, and the judge of its tracks scores what they save: the same held-out rows, the same hidden tokens. Theirs has
 what Trainer offers at its best: bfloat16 where the processor multiplies it, grouped rows, so that nothing is padded,
-a head that scores labels alone (`sparse_prediction`), fused AdamW, a rate that falls to nothing after a warmup, 15 or 30 % hidden, and its own rate, tuned in factors of two until
-the best has a worse one on each side, over a sixth of the time. It reads whole rows as one text, so its model is
-scored so as well, and the better of the two scores counts. Ours is the recipe `wider` of final_project.py, as it is.
+a head that scores labels alone (`sparse_prediction`), fused AdamW, a rate that falls to nothing after a warmup, 15 or
+30 % hidden, and its own rate, tuned in factors of two until the best has a worse one on each side, over a sixth of the
+time. It reads whole rows as one text, so its model is scored so as well, and the better of the two scores counts. Ours
+is the recipe `wider` of final_project.py, as it is.
 
 Minutes are steps: a short run of each side, in turns, on all threads of this machine says how many it makes in a
 minute, with nothing counted but training. The long runs then make so many, with --at-once 2 two of them side by side

@@ -3,7 +3,8 @@
     python benchmarks/suite.py [--quick] [--only pretraining scaling] [--folder build/benchmarks/results]
 
 The results of this machine lie in build/benchmarks/results; those of the project, in benchmarks/results, stay as
-they are unless --folder names them. Prints what is ahead with its time, then each benchmark's own lines, and at the end targets and verdicts.
+they are unless --folder names them. Prints what is ahead with its time, then each benchmark's own lines, and
+at the end targets and verdicts.
 A benchmark that was finished with the code as it is now is not run again, unless `--fresh` is given; one
 that was interrupted keeps what its finished processes have measured. A benchmark that fails is named at
 the end, and the others run all the same; only then is the exit status not 0.
@@ -34,6 +35,7 @@ class Part:
     quick: tuple[str, ...] | None = ("--quick",)  # its flags in a quick suite; None: left out there
     flags: tuple[str, ...] = ()  # its flags otherwise
     resumes: bool = False  # does it take the flags of `sides`?
+    forgets: bool = False  # does it take --fresh alone of these?
     result: str | None = None  # the file's name, where it is another
     measured_by: str | None = None  # likewise the script's
     reads: tuple[str, ...] = ()  # what else of this folder it depends on, beside what it imports
@@ -80,7 +82,7 @@ PARTS = (
     Part("half_hour", 130, resumes=True),
     Part("records", 25, resumes=True, result="records/laptop", reads=("records/*.yaml",)),
     Part("minutes", 110, resumes=True),
-    Part("ablations", 900, reads=("tricks.py",)),
+    Part("ablations", 900, forgets=True, reads=("tricks.py",)),
 )
 
 
@@ -88,13 +90,10 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
     "What is run for a benchmark."
     words = [sys.executable, str(part.script), *(part.quick if options.quick else part.flags),
              "--output", str(part.output(options.folder))]  # fmt: skip
-    if part.name == "ablations" and options.fresh:
-        words += ["--fresh"]
     if part.resumes:
         words += ["--kept", str(options.kept), "--threads", str(options.threads)] if options.threads else [
             "--kept", str(options.kept)]  # fmt: skip
-        words += ["--fresh"] if options.fresh else []
-    return words
+    return words + ["--fresh"] * (options.fresh and (part.resumes or part.forgets))
 
 
 def stamp(part: Part, words: list[str]) -> str:

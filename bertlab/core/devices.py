@@ -61,7 +61,9 @@ def gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for A
 @cache
 def _capability_elsewhere(index: int) -> tuple[int, int]:
     asked = f"import torch; print(*torch.cuda.get_device_capability({index}))"
-    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    if said.returncode:  # what is wrong is said where it is asked here
+        return torch.cuda.get_device_capability(index)
     major, minor = map(int, said.stdout.split())
     return major, minor
 

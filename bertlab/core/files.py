@@ -11,7 +11,7 @@ import ctypes
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -29,7 +29,8 @@ def written_whole(
         with open(temporary, "rb+") as f:
             os.fsync(f.fileno())  # else the new name may reach the disk before its content
         if path.is_file() and not path.is_symlink():
-            shutil.copymode(path, temporary)
+            with suppress(OSError):  # a mounted drive may know no permissions
+                shutil.copymode(path, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -434,8 +434,9 @@ def choose_kernel(
     unfit = {
         "varlen": s.compiled,  # its shapes depend on the data
         # A row of one block has nothing to skip. Nobody timed it in more bits or tried it before
-        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch issue 133254). A
-        # compiled graph without gradients is where torch misplaced its tables (`write_blocks`).
+        # Ampere; torch's tiles for wider heads outgrow smaller cards (pytorch issue 133254). In a
+        # compiled graph without gradients torch misplaced its tables; `write_blocks` mends that, as
+        # tried with torch 2.11 alone, and a validation gains little.
         "flex": s.row_length <= 128 or s.dtype.itemsize != 2 or s.capability < (8, 0)
                 or s.head_size > 64 or (s.compiled and not s.trains)}  # fmt: skip
     for name, reason in _ON_CUDA.items() if s.device == "cuda" else ():

@@ -183,7 +183,7 @@ def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
     bare.setattr(torch.cuda, "is_initialized", lambda: False)
     bare.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "a shell"))
     asked = []
-    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(stdout="8 0\n")
+    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(returncode=0, stdout="8 0\n")
     bare.setattr(devices.subprocess, "run", done)
     devices._capability_elsewhere.cache_clear()
     try:
@@ -191,6 +191,13 @@ def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
     finally:
         devices._capability_elsewhere.cache_clear()
     assert len(asked) == 1 and "get_device_capability(0)" in asked[0]
+
+
+@pytest.mark.parametrize("kind, wanted", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])
+def test_up_to_v3_a_chip_is_two_devices(kind, wanted, monkeypatch):
+    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["chip"] * 4 if "accel" in pattern else [])
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+    assert devices.count_tpus() == wanted
 
 
 def test_a_peak_is_measured_where_products_are_made_at_once():
@@ -254,6 +261,7 @@ def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes(monkeypatch, 
     for kind, precision, row_length, capability in cases:
         setting = Setting(kind, types[precision], row_length, capability=capability)
         assert describe_attention(kind, precision, row_length, capability)[0] == choose_kernel(setting)[0], setting
+    assert describe_attention("cuda", "64-true")[0] == choose_kernel(Setting("cuda", torch.float64))[0] == "sdpa"
     in_graph = Setting("cuda", torch.bfloat16, compiled=True)
     name, reason = describe_attention("cuda", "bf16-mixed")
     assert (f"in a compiled graph, {choose_kernel(in_graph)[0]}" in reason) == bool(varlen)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
     with written_whole(path) as temporary:
         temporary.write_text("new")
     assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_drive_without_permissions_takes_a_file_again(tmp_path, monkeypatch):
+    (path := tmp_path / "a.txt").write_text("old")
+    monkeypatch.setattr("shutil.copymode", lambda *_: (_ for _ in ()).throw(PermissionError("no such thing here")))
+    with written_whole(path) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "new"
+
+
+def test_a_place_that_may_not_be_looked_into_is_refused_in_a_line(tmp_path, monkeypatch):
+    def closed(self):
+        raise PermissionError(f"13: {self}")
+
+    monkeypatch.setattr(Path, "exists", closed)
+    monkeypatch.setattr(Path, "is_dir", closed)
+    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith(f"{tmp_path}{os.sep}"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for check in (check_run_directory, check_new_file):
+        with pytest.raises(ValueError, match="cannot be written to; choose another directory"):
+            check(tmp_path / "closed" / "run")
 
 
 def test_what_a_kill_left_behind_a_link_is_put_back(tmp_path):

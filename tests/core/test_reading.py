@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from bertlab.core.reading import format_yaml, parse_yaml
+from bertlab.core.reading import format_yaml, parse_json, parse_yaml
 
 TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
          "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
@@ -21,3 +21,10 @@ def test_what_is_written_as_yaml_is_read_as_it_was_by_us_and_by_yaml_1_1():
 @pytest.mark.parametrize("text, value", [("010", 10), ("08", 8), ("-012", -12), ("1e3", 1000.0), ("0x1F", "0x1F")])
 def test_a_number_with_a_zero_in_front_is_decimal_as_in_yaml_1_2(text, value):
     assert parse_yaml(text, "it") == value
+
+
+def test_infinity_is_no_number_of_json_however_it_is_written():
+    for text in ('{"a": 1e999}', '{"a": Infinity}'):
+        with pytest.raises(ValueError, match="is no number of JSON"):
+            parse_json(text, "f")
+    assert parse_json('{"a": 1e3}', "f") == {"a": 1000.0}

@@ -189,6 +189,14 @@ def test_an_update_is_measured_by_its_size_and_its_singular_values():
     assert run.spectra == {1: [3, 0], 2: [2, 1]}
 
 
+def test_a_small_update_of_float16_is_measured():
+    run = OptimizerRun("rule", 0.1, 0)
+    matrix = torch.zeros(4, 4, dtype=torch.float16)
+    watch = UpdateWatch(run, matrix)
+    watch.look(matrix + 1e-4)
+    assert run.update_sizes == [pytest.approx(1e-4, rel=1e-2)]
+
+
 def test_runs_survive_a_file_and_one_that_diverged_is_shown_as_that(tmp_path):
     matrix = torch.zeros(2, 2)
     wild = OptimizerRun("wild", 9.0, 0, losses=[4.0, None])
@@ -587,6 +595,12 @@ def notebook(monkeypatch):
     return displayed
 
 
+class Breaks(History):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 3:
+            raise KeyError("boom")
+
+
 class Finger(History):
     "Clicks the button of a monitor after so many batches."
 
@@ -629,11 +643,6 @@ def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_not_its_own(notebook):
-    class Breaks(History):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 3:
-                raise KeyError("boom")
-
     monitor = TrainingMonitor(every_seconds=1e9)
     with pytest.raises(KeyError, match="boom"):
         train([monitor, Breaks()], 6)
@@ -691,11 +700,6 @@ def test_a_run_of_several_processes_is_recorded_and_not_drawn(notebook):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_that_breaks_off_leaves_its_curves_and_says_so(notebook):
-    class Breaks(History):
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.global_step == 3:
-                raise KeyError("boom")
-
     monitor = TrainingMonitor()
     with pytest.raises(KeyError, match="boom"):
         train([monitor, Breaks()], 6)

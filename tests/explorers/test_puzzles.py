@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -295,3 +296,10 @@ def test_the_puzzles_need_no_torch():
     assert done.stdout.strip() == "False"
     imports = [source for kind, source in CELLS if kind == "code" and re.match(r"(?:import|from) ", source)]
     assert "torch" not in "".join(imports)
+
+
+def test_a_stand_in_for_no_room_that_real_rows_exceed_is_a_mistake():
+    wrong = lambda free, n: int(np.where(free >= n, free, 100).argmin()) if (free >= n).any() else -1  # noqa: E731
+    assert check_puzzle(wrong, "best_fit") != "right"
+    with pytest.raises(ValueError, match="puzzle"):
+        check_puzzle(partial(wrong, n=1))

@@ -287,6 +287,7 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         (Setting("cuda", HALF, compiled=True, trains=False), "sdpa"),  # torch 2.11 reads flex's tables wrongly
         (Setting("cuda", HALF, head_size=20), "flex"),
         (Setting("cuda", torch.float32), "sdpa"),  # nobody timed flex there
+        (Setting("cuda", torch.float64), "sdpa"),
         (Setting("cuda", HALF, compiled=True, head_size=128), "sdpa"),  # too wide for a small card's tiles
         (Setting("cuda", HALF, compiled=True, row_length=128), "sdpa"),  # one block: nothing to skip
         (Setting("cuda", HALF, dropout=0.1), "sdpa"),
