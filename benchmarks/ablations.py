@@ -384,7 +384,7 @@ class Table:
                     one["machine"] = 0
                 for row in self.found["arms"].values():
                     row["control_rate"] = self.found["arms"]["control"]["rate"]
-        self.here = 0
+        self.here, self.teacher = 0, None  # a future, while it trains
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
 
     @staticmethod
@@ -447,6 +447,8 @@ class Table:
 
     def at_equal_tokens(self, arm: str, centre: float | None, control: list[dict]) -> None:
         "The arm's row: its best rate, and what all seeds gain with it."
+        if ARMS[arm].kl_weight and self.teacher is not None:  # other arms go on meanwhile
+            self.teacher.result()
         rate = self.tuned(arm, centre)
         runs = self.seeds(arm, rate)
         row = {"about": ARMS[arm].about, "machine": self.here, "rate": rate, "control_rate": control[0]["rate"],
@@ -525,7 +527,7 @@ def main() -> None:
     distilled = [name for name in options.arms if ARMS[name].kl_weight]
     known = any(run["arm"] in distilled and run["machine"] == table.here for run in table.found["runs"])  # by this teacher
     if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
-        table.pool.submit(train_teacher, best, options.steps, options.quick, options.on).result()
+        table.teacher = table.pool.submit(train_teacher, best, options.steps, options.quick, options.on)
     with ThreadPoolExecutor(options.workers + 1) as arms:  # several at a time: no worker waits for the last of a grid
         centres = [None if name == "control" else best * ARMS[name].centre_on(options.on) for name in options.arms]
         list(arms.map(table.at_equal_tokens, options.arms, centres, [control] * len(centres)))

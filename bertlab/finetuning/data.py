@@ -864,6 +864,8 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
         reading["doc_stride"] = data.collator.doc_stride
     if data.task == "question_answering":
         reading["always_answered"] = data.always_answered
+    if data.reader_kwargs.get("multiword") == "join":  # tags such as AUX+PART are of joined words
+        reading["multiword"] = "join"
     with written_whole(Path(directory) / READING) as temporary:
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
@@ -878,7 +880,8 @@ def load_reading(directory: str | os.PathLike) -> dict[str, Any]:  # empty where
     if not isinstance(reading, dict) or any(not isinstance(reading.get(name), kind)
                                             for name, kind in known.items()) \
             or not isinstance(reading.get("doc_stride", 0), int) \
-            or not isinstance(reading.get("always_answered", False), bool):
+            or not isinstance(reading.get("always_answered", False), bool) \
+            or reading.get("multiword", "join") != "join":
         raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
                          "columns and length yourself")
     return reading

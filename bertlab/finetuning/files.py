@@ -165,6 +165,7 @@ def read_conllu(
         words = _join_words(words, ranges) if multiword == "join" else words
         row = dict(zip(CONLLU, map(list, zip(*words))))
         row |= {name: [IGNORED if cell == "_" else cell for cell in row[name]] for name in _OPEN}
+        row["lines"] = [line.text for line in block]  # with comments, ranges and empty nodes
         yield f"line {block[0].number}", row | dict(m.groups() for m in marks if m)
 
 # %% ../../nbs/finetuning/01_files.ipynb #b1a8239a

@@ -72,6 +72,7 @@ class TaskPredictor:
     text_columns: tuple[str, ...] = ()  # that training read; empty: nobody wrote it down
     doc_stride: int | None = None  # tokens that windows of a text share; None: a quarter
     null_threshold: float = 0.0  # how far "no answer" led to win in training; inf: it never did
+    multiword: str = "split"  # "join": it has learned tokens of CoNLL-U that hold several words
 
     def collate(self, columns: Sequence[str]) -> SupervisedCollator:  # texts; two are a pair
         "What makes batches of rows without labels."
@@ -120,7 +121,7 @@ def load_predictor(
     stride = stride if length == reading.get("max_sequence_length") else None  # it is of a length
     limit = math.inf if reading.get("always_answered") else 0.0
     return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride,
-                         limit)
+                         limit, reading.get("multiword", "split"))
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #d738224a
 def run_batches(
@@ -424,6 +425,8 @@ def text_columns(
     usual = [parts.text_column, *filter(None, [parts.context_column])]
     if predictor.task == "token_classification" and file_format in COLUMNS:
         usual = [COLUMNS[file_format][0]]
+        if file_format == "conllu" and not set(learned) <= set(CONLLU):  # "# text" holds no words
+            learned = []
     if asked is None:
         names = learned if learned and set(learned) <= set(there) else usual
     else:
@@ -480,18 +483,22 @@ def read_input(
     source: str | os.PathLike,  # a file, or "-"
     file_format: str | None = None,  # a key of LABELLED, or "lines"; None: by name and contents
     header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
+    multiword: str = "split",  # of CoNLL-U, as in `read_conllu`
 ) -> tuple[LabelledRows, str]:  # rows and their format
     "Read a file whole; what has no format of its own has a text in each line."
     if file_format not in (None, "lines", *LABELLED):
         raise ValueError(f"format {file_format!r} is none of lines, {', '.join(LABELLED)}")
     if str(source) == "-":
-        return _read_standard_input(file_format, header=header)
+        return _read_standard_input(file_format, header=header, multiword=multiword)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
     chosen = file_format or guess_format(path) or "lines"
     if chosen != "lines":
-        return read_labelled([path], chosen, **({} if header else {"header": False})), chosen
+        asked = {} if header else {"header": False}
+        if chosen == "conllu":
+            asked["multiword"] = multiword
+        return read_labelled([path], chosen, **asked), chosen
     lines = [(f"{path.name} line {line.number}", {"text": line.text}) for line in read_lines(path)]
     return LabelledRows([row for _, row in lines], [place for place, _ in lines]), chosen
 
@@ -522,19 +529,34 @@ def as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
     return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
-def as_conllu(rows: Sequence[Mapping]) -> str:
-    """Words with all their columns, and the tag of each in MISC (Universal Dependencies, CoNLL-U).
+def _line_of(number: str) -> str:
+    "The ID of the line that a word stands in; words 3+4 that were joined are the token 3-4."
+    first, *others = number.split("+")
+    return f"{first}-{others[-1]}" if others else first
 
-    Of comments sent_id and text are kept; ranges (1-2) and empty nodes (3.1) were not read.
+
+def _tagged(line: str, tags: Mapping[str, str | None]) -> str:
+    "A line of CoNLL-U, with the tag that belongs to its ID, if there is one, in MISC."
+    number, *cells = line.split("\t")
+    if (tag := tags.get(number)) is None:
+        return line
+    misc = [cell for cell in (cells.pop(), f"Predicted={tag}") if cell != "_"]
+    return "\t".join([number, *cells, "|".join(misc)])
+
+
+def as_conllu(rows: Sequence[Mapping]) -> str:
+    """Sentences as they came, with each word's tag in its MISC (Universal Dependencies, CoNLL-U).
+
+    Rows without their `lines` get sent_id, text, and a line for each word.
     """
     blocks = []
     for row in rows:
-        lines = [f"# {name} = {row[name]}" for name in ("sent_id", "text") if name in row]
-        for *cells, tag in zip(*(row[name] for name in CONLLU), row["predicted_tags"]):
-            cells = ["_" if cell == IGNORED else cell for cell in cells]
-            misc = [cells.pop()] + [f"Predicted={tag}"] * (tag is not None)
-            lines.append("\t".join([*cells, "|".join(m for m in misc if m != "_") or "_"]))
-        blocks.append("\n".join(lines) + "\n\n")
+        if (lines := row.get("lines")) is None:
+            lines = [f"# {name} = {row[name]}" for name in ("sent_id", "text") if name in row]
+            lines += ["\t".join("_" if cell == IGNORED else cell for cell in cells)
+                      for cells in zip(*(row[name] for name in CONLLU))]
+        tags = dict(zip(map(_line_of, row["ID"]), row["predicted_tags"], strict=True))
+        blocks.append("\n".join(_tagged(line, tags) for line in lines) + "\n\n")
     return "".join(blocks)
 
 
@@ -618,14 +640,20 @@ def predict_file(
     "Read, predict, write. Raises `ValueError` before the model is asked, where that is possible."
     if output is not None:
         check_output(output, source, overwrite)
-    rows, chosen = read_input(source, file_format, header)
-    if output is not None:
-        choose_writer(output, rows)
+    rows, chosen = read_input(source, file_format, header, predictor.multiword)
+    if output is not None and choose_writer(output, rows) == "conllu":
+        read = text_columns(predictor, rows, columns, chosen)[0]
+        if predictor.task != "token_classification" or read not in CONLLU:
+            raise ValueError(f"output {output}: CoNLL-U takes a tag for each of its words; this is "
+                             f"{predictor.task} of the column {read!r}")
     if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
         raise ValueError(f"{source} has the columns {taken}, which a prediction would write over; "
                          "rename them")
     found = predict_rows(predictor, rows, columns, options, chosen)
     told = [{**row, **one} for row, one in zip(rows, found.rows, strict=True)]
+    if chosen == "conllu" and (output is None or choose_writer(output) != "conllu"):
+        for row in told:
+            del row["lines"]  # the columns say the same
     if output is not None:
         write_predictions(told, output)
     return told, found

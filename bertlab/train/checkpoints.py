@@ -33,7 +33,7 @@ from ..core.files import written_whole
 from ..data.cache import serialize_tokenizer
 from ..model.loading import read_torch_file
 from .history import say
-from .steps import count_readers
+from .steps import any_process, count_readers
 
 # %% ../../nbs/train/06_checkpoints.ipynb #be0d4f8c
 def random_states() -> dict[str, Any]:
@@ -256,7 +256,7 @@ class RunCheckpoint(Checkpoint):
         step, window = trainer.global_step, trainer.accumulate_grad_batches
         if (trainer.fit_loop.batch_idx + 1) % window and not trainer.is_last_batch:
             return  # gradients in flight are in no checkpoint
-        asked = trainer.strategy.reduce_boolean_decision(self.signals.asked, all=False)
+        asked = any_process(trainer, self.signals.asked)
         if asked or step - self._saved >= self.every_steps:
             self.save(trainer)
         if asked:

@@ -224,10 +224,9 @@ def _check_module(stage: Stage, number: int) -> None:
     if hasattr(strategy, "mesh_sizes") and kl_weight:
         check_whole_scores(strategy.mesh_sizes(count_processes(stage.trainer))[0])
     if stage.reference != "previous" and kl_weight:
-        if Path(stage.reference).is_dir():
-            read_shape(stage.reference)
-        elif not looks_like_hub_name(stage.reference):
+        if not Path(stage.reference).is_dir() and not looks_like_hub_name(stage.reference):
             raise ValueError(f"reference {stage.reference!r} is neither a directory nor a hub name")
+        read_shape(stage.reference)  # asks the hub for a small file now, not after days of stage 1
 
 
 # %% ../../nbs/train/15_stages.ipynb #9135b4a5

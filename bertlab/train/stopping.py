@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from ..core.durations import Duration, read_amount
 from ..optim.budgets import BatchWarmup, Stopwatch
 from .history import RunProgress, say
-from .steps import count_readers
+from .steps import any_process, count_readers
 
 # %% ../../nbs/train/08_stopping.ipynb #a78507aa
 class RunLimit(Callback):
@@ -83,7 +83,7 @@ class TimeLimit(RunLimit):
 
     def spent(self, trainer, pl_module) -> str | None:
         over = self.stopwatch.elapsed >= self.seconds  # clocks differ, decisions must not
-        if not trainer.strategy.reduce_boolean_decision(over, all=False):
+        if not any_process(trainer, over):
             return None
         whose = "this session" if self.per_session else "all sessions"
         return f"{self.seconds:g} seconds of {whose} are over (limit={self.limit!r})"

@@ -872,6 +872,11 @@ def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
     data = given_rows([{"a": f"text {i}", "b": "good", "label": i % 2} for i in range(6)], text_column=["a", "b"])
     write_reading(data, tmp_path)
     assert load_reading(tmp_path) == {"task": "classification", "text_columns": ["a", "b"], "max_sequence_length": 64}
-    (tmp_path / "bertlab_reading.json").write_text('{"task": 3}')
-    with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
-        load_reading(tmp_path)
+    text = conllu(*TAGGED).replace("1\ttext", "1-2\ttextis" + "\t_" * 8 + "\n1\ttext")
+    for how in ("split", "join"):
+        write_reading(tagger(save(tmp_path / "train.conllu", text), reader_kwargs={"multiword": how}), tmp_path)
+        assert load_reading(tmp_path).get("multiword", "split") == how
+    for damaged in ({"task": 3}, {**load_reading(tmp_path), "multiword": "cut"}):
+        (tmp_path / "bertlab_reading.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
+            load_reading(tmp_path)

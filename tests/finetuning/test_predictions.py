@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -22,7 +23,9 @@ from bertlab.finetuning.runs import finetune
 from bertlab.data.rows import IGNORED
 from bertlab.finetuning.data import READING, write_reading
 from bertlab.finetuning.metrics import score_decisions
-from bertlab.finetuning.predictions import PredictionOptions, check_output, load_predictor, predict_file, predict_rows, read_input, write_predictions
+from bertlab.finetuning.files import read_labelled
+from bertlab.finetuning.predictions import PredictionOptions, as_conllu, check_output, load_predictor, predict_file, predict_rows
+from bertlab.finetuning.predictions import read_input, write_predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TASKS = ("classification", "token_classification", "question_answering")
@@ -249,6 +252,51 @@ def test_conllu_keeps_its_columns_and_gets_tags_in_misc(trained, tmp_path):
     assert (tmp_path / "out.conllu").read_text() == expected and IGNORED not in told[0]["FORM"]
     with pytest.raises(ValueError, match="CoNLL-U"):
         write_predictions([{"text": ["a"], "predicted_tags": ["O"]}], tmp_path / "no.conllu")
+    assert "lines" in told[0] and "lines" not in predict_file(predictor, tmp_path / "in.conllu")[0][0]
+
+
+WITH_ALL = """# newdoc id = weblog
+# sent_id = a-1
+# text = Vámonos al mar.
+1-2\tVámonos\t_\t_\t_\t_\t_\t_\t_\tSpaceAfter=No
+1\tVamos\tir\tVERB\t_\t_\t0\troot\t_\t_
+2\tnos\tnosotros\tPRON\t_\t_\t1\tobj\t_\t_
+2.1\tgran\tgrande\tADJ\t_\t_\t_\t_\t1:amod\t_
+3\tmar\tmar\tNOUN\t_\t_\t1\tobl\t_\t_
+
+"""
+
+
+@pytest.mark.parametrize("multiword, tagged", [("split", ["1\t", "2\t", "3\t"]), ("join", ["1-2\t", "3\t"])])
+def test_conllu_keeps_comments_ranges_and_empty_nodes(multiword, tagged, tmp_path):
+    (tmp_path / "in.conllu").write_text(WITH_ALL * 2, encoding="utf-8")
+    rows = read_labelled([tmp_path / "in.conllu"], multiword=multiword)
+    told = [{**row, "predicted_tags": [f"T{n}" for n in range(len(tagged))]} for row in rows]
+    written = as_conllu(told).splitlines()
+    bare = [line.replace("|Predicted", "\tPredicted").split("\tPredicted=")[0] for line in written]
+    assert bare == [line.removesuffix("\t_") if line.startswith(tuple(tagged)) else line for line in (WITH_ALL * 2).splitlines()]
+    assert [line.split("\t")[-1].split("|")[-1] for line in written if "Predicted" in line] == [
+        f"Predicted=T{n}" for n in range(len(tagged))] * 2  # fmt: skip
+    plain = as_conllu([{key: cells for key, cells in told[0].items() if key != "lines"}])
+    assert plain.startswith("# sent_id = a-1\n# text = Vámonos al mar.\n1") and plain.count("\n") == 2 + len(tagged) + 1
+
+
+def test_a_model_that_has_learned_joined_words_reads_joined_words(trained, tmp_path, monkeypatch):
+    directory = shutil.copytree(trained["token_classification"][2], tmp_path / "model")
+    reading = json.loads((directory / READING).read_text())
+    (directory / READING).write_text(json.dumps({**reading, "multiword": "join"}))
+    (tmp_path / "in.conllu").write_text(WITH_ALL, encoding="utf-8")
+    predictor = load_predictor(directory)
+    (row,), _ = predict_file(predictor, tmp_path / "in.conllu", tmp_path / "out.conllu")
+    assert row["FORM"] == ["Vámonos", "mar"]
+    assert len(row["predicted_tags"]) == 2  # of the words, and not of the comment that is called text
+    for task, columns in (("token_classification", "text"), ("classification", None)):
+        with pytest.raises(ValueError, match="no.conllu: CoNLL-U takes a tag for each.*'text'"):
+            predict_file(load_predictor_once(trained[task][2]), tmp_path / "in.conllu", tmp_path / "no.conllu", columns)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(WITH_ALL.encode())))
+    assert predict_file(predictor, "-")[0][0]["FORM"] == ["Vámonos", "mar"]
+    written = [line.split("\t")[0] for line in (tmp_path / "out.conllu").read_text().splitlines() if "Predicted=" in line]
+    assert written == ["1-2", "3"]
 
 
 def test_lines_stay_lines_and_blank_ones_keep_their_place(trained, tmp_path):

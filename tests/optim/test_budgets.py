@@ -2,7 +2,10 @@
 
 import io
 import math
+import os
 from fractions import Fraction
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +20,11 @@ from bertlab.optim.budgets import (
     BudgetTriangle,
     Stopwatch,
     TimeBudgetLR,
+    group_of_hosts,
     steps_for_tokens,
     tokens_before,
 )
+from bertlab.train.steps import any_process
 
 
 class HandClock:
@@ -196,6 +201,42 @@ def test_two_processes_follow_the_clock_of_the_first(tmp_path):
     run_on_ranks(rates_of_a_process, str(tmp_path))
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert first == second == [BudgetTriangle(100)(s) for s in (0, 10, 20, 30)]
+
+
+def questions_beside_gpus(folder: str) -> None:
+    "Processes of gloo that take their backend for NCCL's: what is asked must not go the usual way."
+    found, rank, reduce = [], int(os.environ["RANK"]), torch.distributed.all_reduce
+
+    def noted(tensor, *arguments, group=None, **options):
+        assert tensor.device.type == "cpu" and group is group_of_hosts() is not None
+        return reduce(tensor, *arguments, group=group, **options)
+
+    strategy = SimpleNamespace(root_device=torch.device("cuda"))  # it cannot be asked itself
+    trainer = SimpleNamespace(world_size=2, strategy=strategy)
+    for meeting in range(2):
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/meeting-{meeting}", rank=rank, world_size=2
+        )
+        with mock.patch.object(torch.distributed, "get_backend", lambda: "nccl"):
+            assert group_of_hosts() not in [torch.distributed.group.WORLD, *(one["group"] for one in found)]
+            with mock.patch.object(torch.distributed, "all_reduce", noted):
+                said = [any_process(trainer, one) for one in (rank == 1, False, rank == 0, True)]
+            scheduler = TimeBudgetLR(an_optimizer(), 100, clock=HandClock(10.0 * rank))
+            found.append({"group": group_of_hosts(), "said": said, "rate": scheduler.get_last_lr()[0]})
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    torch.save([(one["said"], one["rate"]) for one in found], f"{folder}/{rank}.pt")
+
+
+def test_a_question_beside_gpus_goes_from_host_to_host(tmp_path):
+    run_on_ranks(questions_beside_gpus, str(tmp_path))
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert first == second == [([True, False, True, True], BudgetTriangle(100)(0))] * 2
+
+
+def test_a_process_that_is_alone_asks_nobody():
+    alone = SimpleNamespace(world_size=1, strategy=None)
+    assert any_process(alone, True) is True and any_process(alone, False) is False
 
 
 def test_lightning_steps_it_saves_it_and_resumes_it(tmp_path):

@@ -564,6 +564,7 @@ def test_a_stage_that_cannot_be_meant_is_refused(options, words):
     ({"module": {"scheduler_warmup_steps": 9}}, ["stage 2", "warmup_steps=9"]),
     ({"module": {"kl_weight": -1.0}}, ["stage 2", "kl_weight", "-1.0"]),
     ({"reference": "./no-such-teacher"}, ["stage 2", "no-such-teacher"]),
+    ({"reference": "nobody-here/no-such-teacher"}, ["stage 2", "'nobody-here/no-such-teacher' cannot be loaded"]),
     ({"module": {"pretrained_model_name_or_path": "elsewhere"}}, ["stage 2", "'elsewhere'", "leave it out"]),
 ])  # fmt: skip
 def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(text, tmp_path, later, words):
