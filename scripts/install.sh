@@ -59,8 +59,11 @@ quiet=--quiet
 [ -t 1 ] && quiet=
 echo "Installing bertlab into .venv (some minutes the first time)"
 # Python 3.10 brings a pip that builds old packages (seqeval) in the environment itself, where what they need is missing.
-.venv/bin/python -m pip install $quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt \
-    --editable "$what"
+.venv/bin/python -m pip install $quiet --disable-pip-version-check --use-pep517 --no-compile \
+    --constraint constraints.txt --editable "$what"
+# pip would compile twenty thousand files on one core. Some packages carry files that are no Python of this version.
+.venv/bin/python -m compileall -q -j 0 "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    >/dev/null 2>&1 || true
 
 # dev holds docs, and each holds what a run needs.
 touch .venv/.run

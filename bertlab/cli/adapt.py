@@ -68,6 +68,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     config["trainer"] = command.parse([]).config["trainer"]  # nothing is trained, on no device
     run = FinetuningRun(config, resume=True)
     run.build()
+    run.check_same()  # other rows would be held out now, among them what the seeds have learned
     adapted = FinetuningModule(**run.module_options)
     plain = FinetuningModule(**{**run.module_options, "adapter": None, "freeze_layers": None})
     for module in (adapted, plain):

@@ -17,12 +17,13 @@ import torch
 from tqdm import tqdm
 
 from .options import Asked
-from .pretrain import (
-    ask_for_run, check_one_process, naming_options, provenance, trainer_options)
+from bertlab.cli.pretrain import (
+    ask_for_run, check_beginning, check_one_process, naming_options, provenance,
+    trainer_options)
 from ..core.files import MARKER, check_new_file, check_run_directory
 from ..core.files import prepare_run_directory, written_whole
 from ..core.reading import format_yaml
-from ..data.sources import looks_like_hub_name
+from ..data.sources import check_outside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
@@ -72,6 +73,8 @@ def finetune_embeddings(
                       "train with EmbeddingModule and make_trainer in a script of your own")
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
     check_run_directory(output, again, overwrite, option="--run.output")
+    if overwrite:
+        check_beginning(output, [config["model"]["pretrained_model_name_or_path"]])
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]
     if model["pretrained_model_name_or_path"] is None and model["model_config_kwargs"] is None:
         raise ValueError("nothing to start from: give model.pretrained_model_name_or_path, such "
@@ -81,7 +84,10 @@ def finetune_embeddings(
         module = EmbeddingModule(**model)
         data = EmbeddingDataModule(**{**data_options, "seed": seed})
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
+    names = [one for one in (data.source, data.val_source) if one is not None]
+    check_outside(output, expand_sources(names) if names else (), "run.output")
     data.setup()
+    module.check_pairs(data.datasets)
     given = {k: v for k, v in trainer_options(config["trainer"]).items()
              if v is not None or k == "gradient_clip_val"}
     window = given.get("accumulate_grad_batches", 1)
@@ -146,6 +152,7 @@ def embed_encode(
 ) -> str:  # what is said at the end
     "Encode texts in constant memory; the same command goes on where it was stopped."
     check_form(output, overwrite)
+    check_outside(output, source, "output")
     documents = source_documents(source, text_column, lines, split, file_format)
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:

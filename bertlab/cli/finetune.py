@@ -17,12 +17,13 @@ from typing import Any
 
 
 from .options import Asked
-from .pretrain import (
-    ask_for_run, check_one_process, naming_options, provenance, trainer_options)
+from bertlab.cli.pretrain import (
+    ask_for_run, check_beginning, check_one_process, naming_options, provenance,
+    trainer_options)
 from ..core.devices import find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up
-from ..core.reading import format_yaml, one_line, read_json
+from ..core.reading import format_yaml, one_line, parse_yaml, read_json, read_yaml
 from ..data.sources import in_hub_form
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines
@@ -106,6 +107,9 @@ def _is_plain(source: str | Mapping) -> bool:
 
 # %% ../../nbs/cli/04_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
+# What a resume may change although seeds are finished: by section of the configuration.
+_FREE = {"model": set(), "trainer": {"accelerator", "devices", "precision"},
+         "run": {"output", "seeds", "progress", "baselines", "checkpoint_every_steps"}}
 
 
 def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by seed, if it is done
@@ -136,6 +140,8 @@ class FinetuningRun:
         self.choices = FinetuneChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         check_run_directory(self.output, resume, overwrite, option="--run.output")
+        if overwrite:
+            check_beginning(self.output, [self.config["model"].get(_MODEL)])
         self._settle_task()
         notes = {"command": "finetune", "record": provenance()}
         self.text = format_yaml({**self.config, **notes})
@@ -218,7 +224,20 @@ class FinetuningRun:
         self.description = module.describe()
         self.fingerprint = run_fingerprint(module, data) if self.resume else {}
 
-    def _check_resume(self) -> None:
+    def _check_finished(self) -> None:
+        "Refuse settings that finished seeds were not trained with: a mean is of one setting."
+        path = self.output / "metrics.json"
+        done = _read_runs(path, self.monitor) if path.exists() else {}
+        kept, now = read_yaml(self.output / MARKER), parse_yaml(self.text, "the configuration")
+        for part, free in _FREE.items() if done else ():
+            old, new = kept.get(part) or {}, now.get(part) or {}
+            for name in sorted(old.keys() & new.keys() - free):
+                if old[name] != new[name]:
+                    raise ValueError(f"seed {min(done)} of {self.output} was trained with {part}."
+                                     f"{name}={old[name]!r}, and now it is {new[name]!r}: put it "
+                                     "back, or choose another --run.output")
+
+    def check_same(self) -> None:
         "Refuse other rows, tokens or models than those of the checkpoints that are there."
         for seed in self.choices.seeds:
             if path := find_checkpoint(self.output / f"seed-{seed}" / "checkpoints"):
@@ -228,7 +247,8 @@ class FinetuningRun:
     def prepare(self) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
-            self._check_resume()
+            self._check_finished()
+            self.check_same()
         told = [describe_task(self.task)] if self.task else []
         told += [self.data.describe(num_rows=1), f"model    {self.description}",
                  f"watched  {self.monitor}"]

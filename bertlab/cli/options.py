@@ -338,17 +338,21 @@ class Command:
                 texts.append((key, key, several[0], False))
         if "help" in own["flags"]:
             return Asked(self.name, {}, {}, [], shown=self.help())
-        layers = [(None, dict(base))] if base else []
-        for path, content in [*layers, *((file, _read_file(file)) for file in own["files"])]:
-            given.update(self._from_file(path, content, known))
+        of_run = self._from_file(None, dict(base), known) if base else {}
+        given.update(of_run)
+        for file in own["files"]:
+            given.update(self._from_file(file, _read_file(file), known))
         given.update(unflagged)  # like a flag, a word that was typed wins over the files
+        of_run = {key: value for key, value in of_run.items() if given[key] is value}
         seen: set[str] = set()
         for name, key, text, grows in texts:  # a flag for a list may come several times
             again = name in seen and known[key].kind.startswith(("list", "Sequence"))
             may_be_list = name == key and "list" in dict(_kinds(known[key].kind))
             if name in seen and may_be_list and not (again or grows):  # one of them, or both?
                 raise ValueError(f"--{name} is said twice: several are --{name} '[a, b]'")
-            self._set(given, known[key], name, text, grows or again)
+            if not grows:
+                of_run.pop(key, None)
+            self._set(given, known[key], name, text, grows or again, of_run.get(key))
             seen.add(name)
         self._check_choices(given)
         config = self._complete(known, given)
@@ -444,8 +448,10 @@ class Command:
                 raise ValueError(f"{where}{error}") from None
         return found
 
-    def _set(self, given: dict, option: Option, name: str, text: str, grows: bool) -> None:
-        "Let a flag set an option, one entry of it, or make it longer."
+    def _set(
+        self, given: dict, option: Option, name: str, text: str, grows: bool, there: Any = None
+    ) -> None:
+        "Let a flag set an option, one entry of it, or make it longer by what is not `there` yet."
         if name != option.name:  # an entry of a dictionary
             *path, last = name[len(option.name) + 1 :].split(".")
             place = option.name
@@ -462,7 +468,9 @@ class Command:
             is_text = option.kind.startswith("list[str]") and f"*{name}" in self.positionals
             inside = next((one for kind, one in _kinds(option.kind) if kind == "list"), "Any")
             more = [text] if is_text else convert_text(text, f"list[{inside}]", f"--{name}")
-            given[name] = [*before, *more]
+            # The words of a run that goes on may be those that began it.
+            there = there if isinstance(there, list) else [there]
+            given[name] = [*before, *(one for one in more if one not in there)]
         else:
             given[name] = convert_text(text, option.kind, f"--{name}")
 

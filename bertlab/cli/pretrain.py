@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers',
            'run_trainer', 'naming_options', 'shape_settings', 'settle_shape', 'build_objects', 'trainer_options',
-           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process', 'ask_for_run', 'pretrain',
-           'find_model', 'fill_gaps', 'validate', 'distill']
+           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process', 'check_beginning',
+           'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate', 'distill']
 
 # %% ../../nbs/cli/02_pretrain.ipynb #c0ab7218
 import json
@@ -38,6 +38,7 @@ from ..core.files import MARKER, check_run_directory, prepare_run_directory, wri
 from ..core.names import did_you_mean, find_object, look_up
 from ..core.reading import format_yaml, one_line, read_json, read_yaml
 from ..data.module import PretrainingDataModule, training_texts
+from ..data.sources import check_outside
 from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, count_ids
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
@@ -407,7 +408,14 @@ class Run:
 
                 convert_to_float8(toy, model["float8"], torch.device("xla" if kind == "tpu"
                                                                      else kind))
-            PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
+            data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
+            check_outside(self.output, data.named_sources(), "run.output")
+            cache = self.data_options["cache_dir"]
+            home = Path(cache).expanduser().resolve() if cache is not None else None
+            if home and not self.resume and home.is_relative_to(self.output.resolve()):
+                raise ValueError(f"data.cache_dir {cache} is inside of run.output {self.output}: "
+                                 "a directory that holds files is no place for a new run; choose "
+                                 "another one for the tokens")
             strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
             if hasattr(strategy, "check"):  # whether so many processes can share this run
                 count = count_processes({name: trainer[name] for name in
@@ -431,6 +439,11 @@ class Run:
             later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
             with torch.device("meta" if later else "cpu"):  # weights are read in shares, or here
                 self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
+            longest = getattr(self.module.config, "max_position_embeddings", None)
+            if longest is not None and self.data.max_sequence_length > longest:
+                raise ValueError(f"data.max_sequence_length={self.data.max_sequence_length} is "
+                                 f"more than the model's max_position_embeddings {longest}: lower "
+                                 "it, or make the model longer first (bertlab lengthen)")
             self.data.prepare_data()
             self.data.setup("fit")
         if not self.data.streaming:
@@ -447,8 +460,10 @@ class Run:
         beside = [source.stored.path / "tokenizer" for source in stored]
         if beside and beside[0].is_dir():
             return load_tokenizer(beside[0])
-        return train_tokenizer(self._texts(), self.choices.vocab_size,
-                               kind=self.choices.tokenizer_kind)
+        size, shape = self.choices.vocab_size, self.config["model"]["model_config_kwargs"] or {}
+        if size == RunChoices.vocab_size:  # nobody has asked for a size, unless it is the model's
+            size = shape.get("vocab_size") or size
+        return train_tokenizer(self._texts(), size, kind=self.choices.tokenizer_kind)
 
     def _texts(self) -> list[str]:
         "What a tokenizer is trained on; the data module keeps what is read here."
@@ -600,6 +615,20 @@ def check_one_process(
                          f"one, or {instead}")
 
 
+def check_beginning(
+    output: str | os.PathLike,  # what is there is moved into previous-N
+    names: Sequence[Any],  # of models that the run begins with; None for none
+) -> None:
+    "Raise `ValueError` where a run that starts anew would move its own beginning aside."
+    home = Path(output).resolve()
+    for name in (name for name in names if isinstance(name, (str, os.PathLike))):
+        place = Path(name).expanduser().resolve()
+        inside = place.relative_to(home).parts if place.is_relative_to(home) else ("previous-",)
+        if place.exists() and not (inside and inside[0].startswith("previous-")):
+            raise ValueError(f"{name} is what the run begins with, and --overwrite would move it "
+                             f"aside: choose another --run.output, or copy the model first")
+
+
 def ask_for_run(
     command: str,  # a key of COMMANDS
     words: Sequence[str] | Asked,  # of the command line
@@ -609,6 +638,7 @@ def ask_for_run(
     asked = words if isinstance(words, Asked) else COMMANDS[command].parse(words)
     resume = resume or asked.resume
     output = resume if isinstance(resume, str) else asked.config["run"]["output"]
+    output = os.path.expanduser(output)
     marker = Path(output) / MARKER
     if resume and marker.exists():
         asked = COMMANDS[command].parse(asked.words, _without_split(read_yaml(marker)))
@@ -642,7 +672,7 @@ def pretrain(
 # %% ../../nbs/cli/02_pretrain.ipynb #a3202d38
 def find_model(directory: str | os.PathLike) -> Path:
     "Find the model in a directory: itself, the best of a run, or the run's newest."
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     if not directory.is_dir():
         raise ValueError(f"no such directory: {directory}")
     if (directory / "config.json").exists():
@@ -678,9 +708,12 @@ def validate(
     "Validate a model on each validation set: `bertlab validate`. Writes validation.json."
     command = COMMANDS["validate"]
     asked = words if isinstance(words, Asked) else command.parse(words)
-    output = Path(asked.config["run"]["output"])
-    if (output / MARKER).exists() and not asked.files:
-        config = command.parse(asked.words, read_yaml(output / MARKER)).config
+    output = Path(asked.config["run"]["output"]).expanduser()
+    # A model that a run wrote beside its checkpoints is judged by that run's text and masks.
+    shelf = output.absolute().parents[:2] if output.absolute().parent.name == "models" else ()
+    homes = [home for home in (output, *shelf) if (home / MARKER).exists()]
+    if homes and not asked.files:
+        config = command.parse(asked.words, read_yaml(homes[0] / MARKER)).config
         config["run"]["output"] = str(output)
     else:
         config = asked.config
@@ -691,7 +724,9 @@ def validate(
     model |= {"model_config_kwargs": None, "adapter": None, "freeze": None}  # it has its own
     # The run's mapping is from the names of the model that it began with: its own have ours.
     model["load_key_mapping"] = asked.given.get("model.load_key_mapping")
-    tokenizer = choose_tokenizer([config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL])
+    # What run.yaml named may have changed since; the model has its own beside it.
+    named = [asked.given.get(f"{part}.{TOKENIZER}") for part in ("data", "model")]
+    tokenizer = choose_tokenizer(named, model[MODEL])
     linked = {"objective": data_objective(model["objective"]),
               "seed": config["seed_everything"]}
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})
@@ -705,13 +740,15 @@ def validate(
     trainer = make_trainer(1, **{**_given(options), "val_check_steps": 1})
     if trainer.limit_val_batches == 0:
         raise ValueError("trainer.limit_val_batches=0 leaves nothing to validate on")
-    sets, rows = data.val_datasets, []
+    sets, rows, text = data.val_datasets, [], "the training text"
+    if not homes and not asked.files:  # nobody knows what the model was trained on
+        text = ", ".join(data.named_sources()) or "the embedded corpus"
     names = list(map(str, data.val_sources)) if len(data.val_sources) == len(sets) else []
     for number, rows_of_set in enumerate(sets):
         data.val_datasets = [rows_of_set]
         found = trainer.validate(module, data, verbose=False)[0]
         metrics = {key.removeprefix("val_"): value for key, value in found.items()}
-        rows.append({"set": names[number] if names else "held out of the training text",
+        rows.append({"set": names[number] if names else f"held out of {text}",
                      "model": str(model[MODEL]), **metrics})
     if trainer.is_global_zero:
         with written_whole(output / "validation.json") as temporary:

@@ -44,7 +44,10 @@ def _optuna() -> Any:
     return optuna
 
 
-_JUDGED_BY = r"data\.(collator_kwargs|objective)\b|model\.objective$"  # what validation asks for
+# What validation asks for, or counts; and what a token is: of these, bits per byte compare.
+_JUDGED_BY = r"data\.(collator_kwargs|objective|val_\w+)\b|model\.(objective|plain_mean)$"
+_TOKENS = (r"run\.(vocab_size|tokenizer_kind)$|"
+           r"(data|model)\.pretrained_(tokenizer|model)_name_or_path$")
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class Search:
                                  "validation, and a loss over other tokens does not compare: "
                                  "fix it here, and judge its values by a task that models are "
                                  "fine-tuned for, or by bertlab speedrun")
+            if self.command == "pretrain" and re.match(_TOKENS, name) \
+                    and self.metric != "val_bits_per_byte":
+                raise ValueError(f"search.ranges: {name} changes what a token is, and the shorter "
+                                 "ones are the easier to guess: search by metric: "
+                                 "val_bits_per_byte")
 
     def distributions(self) -> dict[str, Any]:  # by option, of optuna
         "The ranges in optuna's words."

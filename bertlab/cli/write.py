@@ -108,7 +108,9 @@ def was_taught_ends(
     here = Path(directory).resolve()
     for place in (here, here.parent, here.parent.parent):
         if (place / MARKER).is_file():
-            return bool((read_yaml(place / MARKER).get("data") or {}).get("max_ends"))
+            run = read_yaml(place / MARKER)
+            parts = [run, *(run.get("stages") or ())]  # of a run in stages
+            return any((part.get("data") or {}).get("max_ends") for part in parts)
     return False
 
 

@@ -164,6 +164,9 @@ def _find_way_out(directory: Path) -> Path | None:  # None: there is none
         for path in (Path(place, name) for name in (*folders, *files)):
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
                 return path
+        # Nobody writes into earlier runs; and W&B keeps links to its own logs where it logs.
+        passed = {directory: "previous-", directory / "logs": "wandb"}.get(Path(place))
+        folders[:] = [name for name in folders if not passed or not name.startswith(passed)]
     return None
 
 

@@ -37,9 +37,10 @@ from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, check_overflow, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
 from .shards import holds_shards, open_shards
-from .readers import PAIR, check_lines, error_policy, read_cell, resolve_column
+from .readers import PAIR, check_lines, error_policy, kind_of, read_cell
+from .readers import resolve_column
 from .rows import PADDING
-from .sources import TextStream
+from .sources import TextStream, check_outside
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
 from .tokenizers import choose_tokenizer
 
@@ -267,8 +268,17 @@ class Source:
         joined = (document.text for document in getattr(self.corpus, part))
         prompts, texts = split_pairs(joined, str(self))
         rows = writing_rows(tokenizer, texts, prompts, max_ends, seed)
+        # Before an empty text a prompt's [SEP] would be an end, and the prompt be learnt as a text.
+        end = tokenizer.sep_token_id
+        full = [row for row in rows if row[row.index(end) + 1:][:1] not in ([], [end])]
+        if blank := len(rows) - len(full):
+            said = f"{self}: {blank} of {len(rows)} prompts have an empty text"
+            if not full and part == "train":
+                raise ValueError(said)
+            warnings.warn(f"{said}; these pairs are left out")
+        rows = full
         # A prompt that fills its row would lose its [SEP], and be learnt as if it were a text.
-        kept = [row for row in rows if row.index(tokenizer.sep_token_id) + 1 < room]
+        kept = [row for row in rows if row.index(end) + 1 < room]
         if lost := len(rows) - len(kept):
             said = (f"{self}: {lost} of {len(rows)} prompts leave no room for their text in a row "
                     f"of {room + 2} tokens; raise max_sequence_length, or shorten them")
@@ -283,6 +293,7 @@ class Source:
             raise ValueError(f"{self} was tokenized by another tokenizer than this run's: name the "
                              f"one that made it, {Path(self.stored.path, 'tokenizer')}")
         self.stored.store.num_ids = num_ids_of(tokenizer)  # a larger id is of a damaged shard
+        _refuse_special_tokens(self.stored, tokenizer)
         among = min(len(self.stored), HELD_OUT_AMONG)
         held_out = [n for n in range(among) if _is_held_out(n, self.fraction)]
         held_out = sorted({*held_out} - {*self.stored.left_out})
@@ -296,18 +307,23 @@ class Source:
             return None
         root = Path(self.origin)
         paths = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-        names = [path.relative_to(root).as_posix() for path in paths]
+        # Of a single file only its kind counts, which says how it is read.
+        names = [path.relative_to(root).as_posix() for path in paths] if root.is_dir() \
+            else [kind_of(root)]
         return hash_files(paths, part=part, names=names, **self.options)
 
 
 def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> None:
     "Raise `ValueError` where the first documents all bring what rows lay around each document."
-    first = [ids for ids in (documents[n] for n in range(min(100, len(documents)))) if len(ids)]
+    first = [np.asarray(documents[n]) for n in range(min(100, len(documents)))]
+    # Of padded rows the last token that is none of padding counts.
+    places = [np.flatnonzero(ids != tokenizer.pad_token_id) for ids in first]
+    pairs = [(ids[real[0]], ids[real[-1]]) for ids, real in zip(first, places) if len(real)]
     ends = tokenizer.cls_token_id, tokenizer.sep_token_id
-    if first and all((ids[0], ids[-1]) == ends for ids in first):
+    if pairs and all(pair == ends for pair in pairs):
         raise ValueError(f"the given token ids begin with {tokenizer.cls_token} and end with "
                          f"{tokenizer.sep_token}, which rows add themselves: tokenize with "
-                         "add_special_tokens=False")
+                         "add_special_tokens=False, and without padding")
 
 
 def split_pairs(
@@ -571,13 +587,28 @@ def mix_lengths(
     return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
 
 # %% ../../nbs/data/16_module.ipynb #fb3de062
-def _check_cache_place(cache_dir: Any, sources: list[Source]) -> None:
-    "Raise `ValueError` for a cache whose files would be read as text of a source."
-    for source in sources if cache_dir is not None else ():
-        if source.is_named and (home := Path(source.origin).expanduser()).is_dir():
-            if Path(cache_dir).expanduser().resolve().is_relative_to(home.resolve()):
-                raise ValueError(f"cache_dir {cache_dir} is inside of {source.origin}, all files "
-                                 "of which are read: choose another directory")
+def _leave_out_known(
+    train: list[TokenizedDocuments],  # of each source
+    held_out: list[TokenizedDocuments],  # of each source
+    end: int,  # [SEP]: of how many ends a text was given is chance
+) -> list[TokenizedDocuments]:
+    "Held-out documents that no other source trains on."
+    def key(ids: np.ndarray) -> bytes:
+        real = np.flatnonzero(ids != end)
+        return np.asarray(ids[:real[-1] + 1 if len(real) else 0], np.uint32).tobytes()
+
+    known, wanted = set(), {key(ids) for part in held_out for ids in part}
+    for part in train:
+        if getattr(part, "num_blocks", 1) == 1:  # others do not fit into memory
+            known |= wanted.intersection(map(key, part))
+    if not known:
+        return held_out
+    kept = [TokenizedDocuments.from_sequences([ids for ids in part if key(ids) not in known])
+            for part in held_out]
+    warnings.warn(f"{sum(map(len, held_out)) - sum(map(len, kept))} of {sum(map(len, held_out))} "
+                  "held-out documents are training text of another source, and are left out of "
+                  "validation")
+    return kept
 
 
 def _check_prompts(
@@ -711,9 +742,14 @@ class PretrainingDataModule(L.LightningDataModule):
             rates = self.mixing.pop("mixing_rates")
             self.mixing["rates"], self.source_names = _name_rates(rates, self.sources)
             check_mixture(self.source_names, **self.mixing)
-        _check_cache_place(cache_dir, self.sources + self.val_sources)
+        if cache_dir is not None:
+            check_outside(cache_dir, self.named_sources(), "cache_dir")
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
         self.batches = None  # the latest loader of planned rows
+
+    def named_sources(self) -> list[str]:
+        "Files, directories and names on the hub that are read."
+        return [one.origin for one in (*self.sources, *self.val_sources) if one.is_named]
 
     def set_datasets(self, train: Any = None, val: Any = None) -> None:
         """Use what is in memory: `datasets.Dataset`, texts, token ids, or `TokenizedDocuments`.
@@ -804,7 +840,10 @@ class PretrainingDataModule(L.LightningDataModule):
             texts = [text for sources in streams
                      for text in _held_out_texts(sources, self.stream_lanes)]
             return train, [tokenize_documents(texts, self.tokenizer, **caching)]
-        return train, [join_documents([read(source, "validation") for source in self.sources])]
+        held_out = [read(source, "validation") for source in self.sources]
+        if len(held_out) > 1:  # each source looks for copies among its own texts alone
+            held_out = _leave_out_known(train, held_out, self.tokenizer.sep_token_id)
+        return train, [join_documents(held_out)]
 
     def process(self) -> dict[str, int]:
         "Which process this is, of how many; one of one without a trainer."

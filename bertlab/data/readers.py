@@ -62,6 +62,7 @@ class Line(NamedTuple):
     number: int  # from 1
     text: str  # without its end
     end: int  # bytes from the file's beginning to the next line, unpacked
+    stop: str = "\n"  # its end; empty where the file ends without one
 
 
 @dataclass
@@ -115,7 +116,7 @@ def read_lines(
             for data in re.findall(_ONE_LINE, block) if b"\r" in block else (block,):
                 number, start, end = number + 1, end, end + len(data)
                 try:
-                    text = data.rstrip(b"\r\n").decode()
+                    text = (bare := data.rstrip(b"\r\n")).decode()
                 except UnicodeDecodeError as error:
                     advice = _encoding_advice(path, data)
                     kind = NotText if "looks like" in advice else ValueError
@@ -127,7 +128,8 @@ def read_lines(
                     on_error(NotText(f"{path} line {number} is no text in UTF-8: "
                                      f"{_encoding_advice(path, data)}"))
                     continue
-                yield Line(number, text if start else text.removeprefix("\ufeff"), end)
+                yield Line(number, text if start else text.removeprefix("\ufeff"), end,
+                           data[len(bare):].decode())
 
 # %% ../../nbs/data/02_readers.ipynb #d2110531
 def choose_lines(
@@ -170,12 +172,12 @@ def read_plain(
         notes[f"text files with one document per {unit}"] += 1
     found = read_lines(path, place, on_error)
     if lines == "documents":
-        for place.line, text, place.offset in found:
+        for place.line, text, place.offset, _ in found:
             yield place.line, text
         return
     for blank, block in groupby(found, key=lambda line: not line.text.strip()):
         if not blank:
-            numbers, parts, ends = zip(*block)
+            numbers, parts, ends, _ = zip(*block)
             place.line, place.offset = numbers[-1], ends[-1]
             yield numbers[0], "\n".join(parts)
 
@@ -237,7 +239,7 @@ def _csv_rows(
     def feed() -> Iterator[str]:
         while line := again.popleft() if again else next(source, None):
             taken.append(line)
-            yield line.text + "\n"
+            yield line.text + (line.stop or "\n")  # a cell keeps the ends of its lines
 
     while True:
         reader = csv.reader(feed(), delimiter=delimiter, strict=True)
@@ -248,7 +250,7 @@ def _csv_rows(
                 csv.field_size_limit(limit)
                 if row is None:
                     return
-                first, (place.line, _, place.offset) = taken[0].number, taken[-1]
+                first, (place.line, _, place.offset, _) = taken[0].number, taken[-1]
                 taken.clear()
                 if row:
                     yield first, row
@@ -335,7 +337,7 @@ def _json_values(path: Path, on_error: OnError, place: Place) -> Iterator[tuple[
         for place.row, row in enumerate(rows[place.row:], place.row + 1):
             yield f"row {place.row}", row
         return
-    for place.line, text, place.offset in read_lines(path, place, on_error):
+    for place.line, text, place.offset, _ in read_lines(path, place, on_error):
         if text.strip():
             try:
                 row = parse_json(text, f"{path} line {place.line}")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['rows_of', 'directory_files', 'read_path', 'offline_if_unreachable', 'SourceNotFound', 'looks_like_hub_name',
-           'saved_to_disk', 'in_hub_form', 'open_dataset', 'read_hub', 'is_local', 'expand_sources', 'find_documents',
-           'refuse_hub_options', 'TextStream']
+           'check_outside', 'saved_to_disk', 'in_hub_form', 'open_dataset', 'read_hub', 'is_local', 'expand_sources',
+           'find_documents', 'refuse_hub_options', 'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
 import glob
@@ -13,7 +13,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -111,6 +111,20 @@ def looks_like_hub_name(
 ) -> bool:
     "Whether this may be `name` or `owner/name`; a path from the root, `.` or `~` may not."
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name))
+
+
+def check_outside(
+    place: str | os.PathLike,  # where something is going to be written
+    sources: Iterable[str | os.PathLike],  # what is read: files, directories, names on the hub
+    option: str,  # that names the place, for messages
+) -> None:
+    "Raise `ValueError` where a later call would read what is written now as if it were text."
+    whole = Path(place).expanduser().resolve()
+    for source in sources:
+        home = Path(source).expanduser()
+        if home.is_dir() and whole.is_relative_to(home.resolve()):
+            raise ValueError(f"{option} {place} is inside of {source}, all files of which are "
+                             "read: choose another place")
 
 # %% ../../nbs/data/03_sources.ipynb #b2662be2
 def saved_to_disk(

@@ -41,8 +41,8 @@ from .readers import TABLES, check_format, check_lines, error_policy, kind_of
 from .readers import read_cell, resolve_column
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
-from .sources import directory_files, expand_sources, is_local, rows_of
-from .sources import open_dataset
+from .sources import check_outside, directory_files, expand_sources, is_local
+from .sources import open_dataset, rows_of
 from .tokenizers import load_tokenizer
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
@@ -640,6 +640,9 @@ def tokenize_shards(
     reading = Reading(text_column, lines, file_format, split, config_name, on_error, header)
     parts = find_parts(source, reading, notes)
     output = Path(output).expanduser()
+    several = [source] if isinstance(source, (str, os.PathLike)) else source
+    named = [one for one in several if isinstance(one, (str, os.PathLike))]
+    check_outside(output, expand_sources(named) if named else (), "output")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
     bytes_there = sum(stamp[0] for part in parts for stamp in part.stamps)
     check_cache_directory(output, bytes_there // 2)  # two bytes for each four of text

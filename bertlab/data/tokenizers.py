@@ -423,6 +423,10 @@ def load_tokenizer(
         raise SourceNotFound(f"tokenizer {name!r} cannot be loaded ({reason}); check "
                              f"{'its files' if local else 'the name and the network'}") from error
     _check_tokenizer(tokenizer, name)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # what a call once asked for is in the file, and would hold for all
+        backend.no_truncation()
+        backend.no_padding()
     return tokenizer
 
 # %% ../../nbs/data/05_tokenizers.ipynb #e727ba5a

@@ -15,6 +15,7 @@ from heapq import heapify, heappop, heappush
 from math import log
 from typing import Any, NamedTuple
 
+from .cache import serialize_tokenizer
 from .tokenizers import byte_letters, count_ids, gather_texts
 
 # %% ../../nbs/data/20_vocabularies.ipynb #7f4ef17f
@@ -65,9 +66,12 @@ def _cut_words(
     tokenizer: Any, texts: list[str]
 ) -> Counter[tuple[int, ...]]:  # the pieces of each word
     "Count words by their pieces; words with an unknown or special piece are left out."
+    from tokenizers import Tokenizer
+
     words, left_out = Counter(), {tokenizer.unk_token_id, *tokenizer.all_special_ids}
+    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # which cuts nothing off
     for text in texts:
-        encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        encoded = backend.encode(text, add_special_tokens=False)
         word, last = [], None
         for id, number in [*zip(encoded.ids, encoded.word_ids), (None, -1)]:
             if number != last and word:
@@ -229,12 +233,14 @@ def trim_tokenizer(
     keep_characters: bool = True,  # single characters, so that other texts can be written
 ) -> Trimmed:
     "Drop the entries that texts never use. Raises `ValueError` for one to keep that is not there."
+    from tokenizers import Tokenizer
+
     state = read_state(tokenizer)
     model, entries = state["model"], entries_of(state)
     if unknown := [piece for piece in keep if piece not in entries]:
         raise ValueError(f"keep names {unknown[0]!r}, which the tokenizer does not have")
-    used = {id for text in gather_texts(texts)
-            for id in tokenizer.backend_tokenizer.encode(text).ids}
+    backend = Tokenizer.from_str(serialize_tokenizer(tokenizer))  # which cuts nothing off
+    used = {id for text in gather_texts(texts) for id in backend.encode(text).ids}
     used.update(tokenizer.all_special_ids)
     prefix = model.get("continuing_subword_prefix") or ""
     marks = (prefix, "▁") if prefix else ("▁",)

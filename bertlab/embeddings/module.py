@@ -165,10 +165,20 @@ class EmbeddingModule(TrainingModule):
         if theirs is not None and len(theirs) != len(self.tokenizer):
             raise ValueError(f"the data's tokenizer has {len(theirs)} entries and the model's "
                              f"{len(self.tokenizer)}; give both the same")
+        self.check_pairs(getattr(data, "datasets", {}))
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
         if self.model is not None and self.max_sequence_length:
             self.model.max_sequence_length = self.max_sequence_length
         self._fit_rows()
+
+    def check_pairs(self, datasets: Mapping[str, Any]) -> None:  # of `EmbeddingDataModule`
+        "Raise `ValueError` for a split without what distillation compares."
+        for split, rows in datasets.items() if self.hparams.distillation is not None else ():
+            if rows.scores is None or rows.num_negatives < 1:
+                lacks = "scores (scores_column)" if rows.scores is None else "negatives"
+                raise ValueError(f"distillation={self.hparams.distillation!r} compares a teacher's "
+                                 "scores of a positive and its negatives, and the pairs of "
+                                 f"{split} have no {lacks}")
 
     def _fit_rows(self) -> None:
         "Tell the data how many positions the encoder has, as soon as both are there."
@@ -202,7 +212,7 @@ class EmbeddingModule(TrainingModule):
         freeze_weights(encoder, h.freeze)
         length = self.max_sequence_length or said.get("max_sequence_length")
         self.model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
-                               said.get("normalize", True), length)
+                               said.get("normalize", True), length, said.get("conventions"))
         self._fit_rows()
         self.rule.check_width(self.model.width)
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
@@ -234,10 +244,12 @@ class EmbeddingModule(TrainingModule):
 
         What an adapter adds is added to the weights; alone it is written to adapter/.
         """
-        written, encoder = self.model.save(directory), self.model.encoder
-        if has_adapter(encoder):
-            save_adapter(encoder, written / "adapter",
-                         base=self.hparams.pretrained_model_name_or_path)
+        encoder = self.model.encoder
+        with self.evaluation_weights():  # those that validation has measured
+            written = self.model.save(directory)
+            if has_adapter(encoder):
+                save_adapter(encoder, written / "adapter",
+                             base=self.hparams.pretrained_model_name_or_path)
         return written
 
     # --- optimizer and checkpoint -----------------------------------------------------------------

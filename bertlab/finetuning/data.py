@@ -37,7 +37,8 @@ from ..data.supervised import SpanClassificationCollator, SupervisedCollator
 from ..data.supervised import TokenClassificationCollator, read_answers, read_spans
 from ..data.supervised import read_texts, stack_targets
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
-from .files import LABELLED, LabelledRows, choose_reader, find_files, find_split
+from .files import CONLLU, LABELLED, LabelledRows, choose_reader
+from .files import find_files, find_split
 from .files import load_hub, read_json_cell, read_labelled, read_number_cell
 from .files import take_split
 
@@ -212,7 +213,7 @@ class LabelNames:
         smallest to the largest. Raises `ValueError` where their number is another.
         """
         names = tuple(map(str, names))
-        if isinstance(values[0], str):
+        if any(isinstance(one, str) for one in values):  # beside them "_" may be no tag at all
             return cls(names, names, "label_names")
         found = sorted({one for one in values if not isinstance(one, str)} - {IGNORED})
         if set(found) <= set(range(len(names))):
@@ -267,6 +268,25 @@ class LabelNames:
 def feature_names(feature: Any) -> list[str] | None:
     "The names that `datasets` has for a column of labels, also inside a sequence."
     return getattr(getattr(feature, "feature", feature), "names", None)
+
+
+def _renumber(
+    rows: LabelledRows, column: str, theirs: Sequence[str], ours: Sequence[str]
+) -> LabelledRows:
+    "Give labels, or lists of them, the numbers of other names. Raises `ValueError` for a new one."
+    def number(label: Any) -> Any:
+        if isinstance(label, (list, tuple, np.ndarray)):
+            return [number(one) for one in label]
+        if label is None or label == -1:
+            return label
+        if theirs[label] not in ours:
+            raise ValueError(f"{column!r} has the label {theirs[label]!r}, which training does "
+                             f"not have; known are {', '.join(ours)}")
+        return ours.index(theirs[label])
+
+    renumbered = [{**row, column: number(row[column])} for row in rows.rows]
+    features = {name: kind for name, kind in rows.features.items() if name != column}
+    return LabelledRows(renumbered, rows.places, features, rows.file_format)
 
 
 def span_feature(feature: Any) -> Any:  # of a label; None where nothing is known
@@ -556,7 +576,10 @@ class FinetuningDataModule(L.LightningDataModule):
         usual = COLUMNS.get(first.file_format) if self.task == "token_classification" else None
         pairs = zip(self.columns_given, usual or (parts.text_column, parts.label_column))
         text, label = (usual if given is None else given for given, usual in pairs)
-        find = lambda column, name: resolve_column(column, first.columns, name)
+        # Of CoNLL-U a number is one of its ten; comments and lines have names alone.
+        numbered = [*CONLLU] if first.file_format == "conllu" else first.columns
+        find = lambda column, name: resolve_column(
+            column, first.columns if column in first.columns else numbered, name)
         self.text_columns, self.label_columns = [find(text, "text_column")], []
         if isinstance(label, (list, tuple)):
             self.label_columns = [find(one, "label_column") for one in label]
@@ -617,6 +640,7 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.datasets:
             return
         self.read()
+        self.trained_tokenizer = self.tokenizer is None
         train = lambda: train_tokenizer(self.texts(), self.vocab_size)
         self.tokenizer = choose_tokenizer([self.tokenizer], train=train)
         options = {"text_column": self.text_columns[0], "label_column": self.label_column,
@@ -655,11 +679,16 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.task == "question_answering":
             return {}
         rows = self.records.get("train", next(iter(self.records.values())))
+        for split, others in self.records.items():  # `class_encode_column` numbers each by itself
+            ours, theirs = (feature_names(one.features.get(self.label_column))
+                            for one in (rows, others))
+            if ours and theirs and [*ours] != [*theirs]:
+                self.records[split] = _renumber(others, self.label_column, theirs, ours)
         values, feature, problem = self._read_labels(rows)
         plain, flat = problem is None, flatten(values)  # words and spans have lists of names
         if not flat:
             raise ValueError(f"no row to train on has a label in {self.label_column!r}")
-        named = feature_names(feature) is not None or isinstance(flat[0], str)
+        named = feature_names(feature) is not None or any(isinstance(one, str) for one in flat)
         if self.label_names or self.label_columns:
             names = tuple(self.label_names or self.label_columns)
             if problem == PROBLEM_OF["amounts"]:
@@ -870,9 +899,17 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
 
-def load_reading(directory: str | os.PathLike) -> dict[str, Any]:  # empty where nothing is known
+def load_reading(
+    directory: str | os.PathLike,  # of a model, or its name on the hub
+) -> dict[str, Any]:  # empty where nothing is known
     "Read what `write_reading` wrote. Raises `ValueError` for a file that is damaged."
     path = Path(directory) / READING
+    if not path.parent.exists():
+        from transformers.utils import cached_file
+
+        path = Path(cached_file(os.fspath(directory), READING,
+                                _raise_exceptions_for_missing_entries=False,
+                                _raise_exceptions_for_connection_errors=False) or path)
     if not path.is_file():
         return {}
     reading = parse_json(path.read_text(encoding="utf-8", errors="replace"), path)

@@ -88,6 +88,13 @@ class LabelledRows(Sequence):
     @staticmethod
     def concatenate(parts: Sequence["LabelledRows"]) -> "LabelledRows":
         "One part after the other, as in `train[:10%]+test`."
+        for name in parts[0].features:  # the same number would be two labels
+            kinds = [getattr(part.features.get(name), "feature", part.features.get(name))
+                     for part in parts]
+            if len({tuple(getattr(kind, "names", None) or ()) for kind in kinds}) > 1:
+                raise ValueError(f"the column {name!r} numbers its labels in several ways in what "
+                                 f"begins with {' and '.join(part.places[0] for part in parts)}: "
+                                 "save them with one ClassLabel, or with the names themselves")
         rows = [row for part in parts for row in part.rows]
         places = [place for part in parts for place in part.places]
         return LabelledRows(rows, places, parts[0].features, parts[0].file_format)

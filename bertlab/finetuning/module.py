@@ -207,6 +207,11 @@ class FinetuningModule(TrainingModule):
         if data is None:
             return
         check_tokenizer(data.tokenizer, config.vocab_size, needs_mask=False)
+        source = self.hparams.pretrained_model_name_or_path
+        if source is not None and getattr(data, "trained_tokenizer", False):
+            raise ValueError("the data module has trained a tokenizer of its own, whose ids are "
+                             f"other words than those of {source}: give it "
+                             f"pretrained_tokenizer_name_or_path={source!r}")
         longest = max(int(rows.lengths.max()) for rows in data.datasets.values())
         longest = data.max_sequence_length if data.fixed_shapes else longest
         if longest > config.max_position_embeddings:

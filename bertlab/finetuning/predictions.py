@@ -438,7 +438,8 @@ def text_columns(
     if len(learned) > len(names):
         raise ValueError(f"this model has learned pairs of texts, from the columns {learned}; give "
                          f"rows with two texts, and name both columns (they have {there})")
-    return [resolve_column(name, there) for name in names]
+    numbered = [*CONLLU] if file_format == "conllu" else there
+    return [resolve_column(name, there if name in there else numbered) for name in names]
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #38f548d0
 def predict_rows(
@@ -506,7 +507,7 @@ def read_input(
 def _write_cell(value: Any) -> str:
     "A cell of a table: a text as it is, everything else as JSON."
     text = value is None or isinstance(value, str)
-    return value or "" if text else json.dumps(value, ensure_ascii=False)
+    return value or "" if text else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def as_json_lines(rows: Sequence[Mapping]) -> str:
@@ -600,10 +601,12 @@ def _of_one_kind(values: list) -> list:
     import pyarrow
 
     try:
-        pyarrow.array(values)
+        kind = pyarrow.array(values).type
+        if pyarrow.types.is_struct(kind) and not kind.num_fields:  # which Parquet cannot write
+            raise pyarrow.ArrowTypeError
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
         return [value if value is None or isinstance(value, str) else
-                json.dumps(value, ensure_ascii=False) for value in values]
+                json.dumps(value, ensure_ascii=False, default=str) for value in values]
     return values
 
 
@@ -646,6 +649,12 @@ def predict_file(
         if predictor.task != "token_classification" or read not in CONLLU:
             raise ValueError(f"output {output}: CoNLL-U takes a tag for each of its words; this is "
                              f"{predictor.task} of the column {read!r}")
+    for row, place in zip(rows, rows.places):  # no file can hold these, however it is written
+        try:
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{place} holds half of a surrogate pair: mend the row, or leave it "
+                             "out") from None
     if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
         raise ValueError(f"{source} has the columns {taken}, which a prediction would write over; "
                          "rename them")
@@ -654,6 +663,8 @@ def predict_file(
     if chosen == "conllu" and (output is None or choose_writer(output) != "conllu"):
         for row in told:
             del row["lines"]  # the columns say the same
+            row |= {name: ["_" if cell == IGNORED else cell for cell in row[name]]
+                    for name in CONLLU}
     if output is not None:
         write_predictions(told, output)
     return told, found

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 
 from .data import write_reading
 from .module import FinetuningModule
+from ..data.tokenizers import load_tokenizer
 from .task_models import save_for_pipeline
 from ..train.checkpoints import read_checkpoint
 from ..train.history import History, RunRecord
@@ -42,6 +43,17 @@ class BestCheckpoint(ModelCheckpoint):
     def on_validation_end(self, trainer, pl_module) -> None:
         with pl_module.evaluation_weights():  # averages, where the optimizer keeps some
             super().on_validation_end(trainer, pl_module)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        "Go on with the best weights; the run, and they with it, may have been moved meanwhile."
+        def here(path: str) -> str:  # where it is now, if it came along
+            moved = os.path.join(self.dirpath, os.path.basename(path))
+            return moved if path and os.path.exists(moved) else path
+
+        paths = {name: here(value) for name, value in state_dict.items() if name.endswith("_path")}
+        best = {here(path): score for path, score in state_dict["best_k_models"].items()}
+        super().load_state_dict({**state_dict, **paths, "best_k_models": best,
+                                 "dirpath": self.dirpath})
 
 
 def better_way(monitor: str) -> str:
@@ -84,6 +96,9 @@ def find_monitor(
     monitor: str | None = None,  # None: the task's
 ) -> str:
     "Set the data up, let module and data agree, and name what to watch. Raises `ValueError`."
+    source = module.hparams.pretrained_model_name_or_path
+    if data.tokenizer is None and source is not None:  # it reads by its own pieces alone
+        data.tokenizer = load_tokenizer(source)
     data.prepare_data()
     data.setup()
     if "train" not in data.datasets:

@@ -144,14 +144,15 @@ def add_adapter(
     if has_adapter(model):
         raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
     kind, options = read_adapter(setting)
-    whole = options.pop("modules_to_save", None) or also_train
+    asked = options.pop("modules_to_save", None) or ()
+    whole = dict.fromkeys([*([asked] if isinstance(asked, str) else asked), *also_train])
     targets = find_targets(model, options.pop("target_modules", None))
     if kind == "ia3":
         into = options.get("feedforward_modules")
         options["feedforward_modules"] = find_targets(model, into) if into is not None else [
             name for name in targets if name.endswith("mlp.contract")]
     config = getattr(_peft(), ADAPTERS[kind].config)(target_modules=targets, **options)
-    return _put_in(model, config, [whole] if isinstance(whole, str) else list(whole))
+    return _put_in(model, config, list(whole))
 
 # %% ../../nbs/model/18_adapters.ipynb #75379ca3
 def layer_depth(

@@ -561,7 +561,10 @@ def match_tokens(
     if config.model_type != BertLabConfig.model_type:
         config.bos_token_id, config.eos_token_id = tokenizer.cls_token_id, tokenizer.sep_token_id
     tokenizer = copy.deepcopy(tokenizer)  # it stays as it is for its owner
-    if not getattr(config, "type_vocab_size", 0):  # a model that takes no segments
+    if tokenizer.is_fast:  # how the last call cut and padded is no part of it
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    if (getattr(config, "type_vocab_size", 0) or 0) < 2:  # a model that tells no segments apart
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     return tokenizer
 

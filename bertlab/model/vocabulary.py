@@ -314,4 +314,6 @@ def transplant_vocabulary(
     moved = change_tables(model, fill, new_tokenizer)
     if texts is not None:
         match_frequencies(moved, new_tokenizer, texts)
+    new_tokenizer = copy.deepcopy(new_tokenizer)  # whether segments are told apart is the model's
+    new_tokenizer.model_input_names = list(tokenizer.model_input_names)
     return Adapted(moved, new_tokenizer)

@@ -332,6 +332,9 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     names = ("objective", "optimizer_class", "optimizer_quantized", "adapter", "freeze",
              "freeze_layers")
     known = {name: hparams[name] for name in names if name in hparams}
+    # Rates and schedules may change; of all else an optimizer brings back what it was saved with.
+    known |= {name: hparams[name] for name in ("weight_decay", "optimizer_kwargs")
+              if name in hparams}
     shape = config.to_diff_dict() if config is not None else {}
     return known | {name: value for name, value in shape.items() if name not in _UNRELATED}
 

@@ -31,7 +31,7 @@ from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, rea
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.attention import allow_graphs
 from ..model.causal import BertLabForCausalLM
-from ..model.config import BertLabConfig
+from ..model.config import TOKEN_IDS, BertLabConfig
 from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import read_amount
 from ..core.names import find_part
@@ -48,6 +48,8 @@ from ..model.layers import own_layers
 from ..model.loading import load_weights
 from ..model.losses import LossParts, LossRule
 from ..model.losses import token_bytes
+from ..model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
+from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClassification
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
@@ -119,6 +121,11 @@ def check_batch(
                          "not take; leave it out in the collator")
 
 # %% ../../nbs/train/02_modules.ipynb #8dfca618
+_TASKED = {one.__name__: one for one in (
+    BertLabForSequenceClassification, BertLabForTokenClassification, BertLabForQuestionAnswering,
+    BertLabForSpanClassification)}  # whose heads transformers does not look for
+
+
 def load_encoder(
     source: str | os.PathLike,  # a directory, or a name on the hub
 ) -> BertLabPreTrainedModel:  # in float32, on the CPU
@@ -130,7 +137,8 @@ def load_encoder(
         return from_huggingface(source).float()
     named = config.architectures or [f"BertLab{stored_head(source, config.model_type)}"]
     headless = named[0].startswith("BertLabModel")
-    return load_pretrained(AutoModel if headless else AutoModelForMaskedLM, source).float()
+    auto = AutoModel if headless else AutoModelForMaskedLM
+    return load_pretrained(_TASKED.get(named[0], auto), source).float()
 
 
 def adopt_weights(
@@ -428,6 +436,9 @@ class PretrainingModule(TrainingModule):
                 self.model = continued_model(source, objective, overrides, load_key_mapping, later)
             self.config, self.fresh = self.model.config, self.model.fresh
             settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
+            for name in TOKEN_IDS:  # BERT's own configuration names neither [CLS] nor [SEP]
+                if getattr(self.config, name, None) is None:
+                    setattr(self.config, name, getattr(tokenizer, name, None))
         if learning_rate is None:
             self.hparams["learning_rate"] = (
                 PEAK_RATES["adapter"] if adapter

@@ -238,7 +238,9 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
 
     def train() -> Any:
         size = (first.module.get("model_config_kwargs") or {}).get("vocab_size", 4096)
-        texts = chain.from_iterable(training_texts(stage.data) for stage in stages)
+        texts = chain.from_iterable(
+            training_texts({**stage.data, "objective": stage.module.get("objective", "mlm")})
+            for stage in stages)
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:
             with written_directory(kept) as temporary:

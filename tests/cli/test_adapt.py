@@ -18,7 +18,7 @@ from bertlab.model.config import modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.model.task_heads import BertLabForSequenceClassification
+from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from bertlab.train.modules import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -134,3 +134,18 @@ def test_an_average_of_nothing_or_of_unfinished_seeds_is_refused(tmp_path):
         (tmp_path / f"seed-{seed}" / "best.ckpt").write_bytes(b"")
     with pytest.raises(ValueError, match="1 finished seeds, and seed-1 unfinished"):
         average([str(tmp_path)], str(tmp_path / "mean"))
+
+
+@pytest.mark.parametrize("head, options", [(BertLabForSequenceClassification, {"norm": "rms"}), (BertLabForSpanClassification, {})])
+def test_a_finetuned_model_in_our_own_class_is_read_with_its_head(head, options, tmp_path):
+    tokenizer = train_tokenizer([TEXT], 45)
+    config = shape(tokenizer)
+    for name, value in options.items():
+        setattr(config, name, value)
+    place = save_model(head(config), tokenizer, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    loaded = load_encoder(place)
+    assert type(loaded) is head
+    for other in make_others(place, tmp_path):
+        assert type(load_encoder(other)) is head, other.name
+    assert BiEncoder.load(place).encode(["w1 w2"]).shape == (1, 32)

@@ -553,3 +553,54 @@ def test_who_is_stopped_without_a_reader_leaves_in_order():
     child.stdout.close()
     child.stdin.close()
     assert child.stderr.read() == "" and child.wait(60) == 130
+
+
+def test_a_model_beside_checkpoints_is_validated_on_the_text_of_its_run(place, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run")
+    [whole] = validate([str(tmp_path / "run")])
+    [model] = validate([str(tmp_path / "run" / "models" / "best")])
+    assert model["set"] == whole["set"] == "held out of the training text" and model["loss"] == whole["loss"]
+    shutil.copytree(find_model(place / "run"), tmp_path / "alone")
+    [alone] = validate([str(tmp_path / "alone"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
+                        "--data.max_sequence_length", "32", "--data.val_batch_size", "1"])  # fmt: skip
+    assert alone["set"] == f"held out of {place / 'text.txt'}"
+
+
+def test_a_run_is_validated_by_its_own_tokenizer_whatever_its_name_stands_for_now(place, tmp_path):
+    texts = (place / "text.txt").read_text().splitlines()
+    train_tokenizer(texts, 60).save_pretrained(tmp_path / "tok")
+    words = ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run"),
+             "--data.pretrained_tokenizer_name_or_path", str(tmp_path / "tok")]  # fmt: skip
+    pretrain(words)
+    [before] = validate([str(tmp_path / "run")])
+    shutil.rmtree(tmp_path / "tok")
+    [after] = validate([str(tmp_path / "run")])
+    assert after["loss"] == before["loss"]
+
+
+def test_what_cannot_be_is_said_before_any_text_is_tokenized(place, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("bertlab.data.module.tokenize_documents", lambda *_, **__: pytest.fail("it began"))
+    assert "max_position_embeddings 64" in said(capsys, "pretrain", *words, "--data.max_sequence_length", "96")
+    assert "is inside of run.output" in said(capsys, "pretrain", *words, "--data.cache_dir", str(tmp_path / "run" / "tokens"))
+    (tmp_path / "texts").mkdir()
+    shutil.copy(place / "text.txt", tmp_path / "texts")
+    assert "all files of which are read" in said(
+        capsys, "pretrain", "--config", str(place / "tiny.yaml"), "--data.train_dataset_name_or_path",
+        str(tmp_path / "texts"), "--run.output", str(tmp_path / "texts" / "run"))  # fmt: skip
+    assert "is inside of" in said(capsys, "tokenize", str(tmp_path / "texts"), "--tokenizer", str(place / "run" / "tokenizer"),
+                                  "--output", str(tmp_path / "texts" / "tokens"))  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tilde_is_ones_home_for_what_is_written_too(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = ask_for_run("pretrain", ["--config", str(place / "tiny.yaml"), "--run.output", "~/runs/first"])
+    assert asked.config["run"]["output"] == str(tmp_path / "runs" / "first")
+    shutil.copytree(place / "run", tmp_path / "kept")
+    assert find_model("~/kept") == find_model(tmp_path / "kept")
+
+
+def test_a_vocabulary_that_only_the_model_names_is_the_tokenizers_too(words, capsys):
+    run = Run(ask_for_run("pretrain", [*words, "--run.vocab_size", "4096", "--model.model_config_kwargs.vocab_size", "70"]).config)
+    run.build()
+    assert len(run.tokenizer) <= 70 and run.module.config.vocab_size == 70

@@ -218,3 +218,12 @@ def test_the_family_lists_its_commands(capsys):
     assert status == 0 and all(name in said for name in COMMANDS if name.startswith("embed "))
     assert main(["embed"]) == 2
     assert len(WORDS) > 20
+
+
+def test_what_would_be_read_as_text_or_moved_aside_is_refused_before_work(place, capsys, tmp_path):
+    status, _, error = run(capsys, "encode", place / "run", place / "texts", "--output", place / "texts/vectors.npy")
+    assert status == 2 and "is inside of" in error and not list((place / "texts").glob("*vectors*"))
+    config = str(place / "embed.yaml")
+    status, _, error = run(capsys, "finetune", "--config", config, "--overwrite", "--model.model_config_kwargs", "null",
+                           "--model.pretrained_model_name_or_path", place / "run")  # fmt: skip
+    assert status == 2 and "--overwrite would move it aside" in error and (place / "run/config.json").exists()

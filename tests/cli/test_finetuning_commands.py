@@ -437,3 +437,25 @@ def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
 def test_a_defect_is_not_taken_for_a_mistake():
     with pytest.raises(KeyError):
         answer("devices", lambda: {}["a"])
+
+
+def test_a_resume_with_other_settings_is_refused_where_a_seed_is_finished(tok, tmp_path, capsys):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output)) == 0
+    kept = (output / "run.yaml").read_text()
+    for more, said in ((["--run.num_epochs", "10"], "run.num_epochs"), (["--model.learning_rate", "0.5"], "model.learning_rate=0.003")):
+        capsys.readouterr()
+        assert main(["finetune", "--resume", str(output), *more]) == 2
+        assert f"seed 0 of {output} was trained with {said}" in (error := capsys.readouterr().err) and "another --run.output" in error
+        assert (output / "run.yaml").read_text() == kept
+    assert main(["finetune", "--resume", str(output), "--run.seeds", "[0, 1]"]) == 0
+    assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
+
+
+def test_a_run_does_not_move_its_own_beginning_aside(tok, tmp_path, capsys):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output)) == 0
+    capsys.readouterr()
+    assert main(["finetune", "--data.dataset_name_or_path", str(source), "--run.output", str(output), "--overwrite",
+                 "--model.pretrained_model_name_or_path", str(output)]) == 2  # fmt: skip
+    assert "--overwrite would move it aside" in capsys.readouterr().err and (output / "config.json").exists()

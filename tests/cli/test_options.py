@@ -197,3 +197,18 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, text, part):
 def test_the_users_own_class_is_no_misspelt_name():
     asked = COMMANDS["pretrain"].parse(["--model.optimizer_class", "my_file.MyOptimizer"])
     assert asked.config["model"]["optimizer_class"] == "my_file.MyOptimizer"
+
+
+def test_the_words_of_a_run_that_goes_on_add_nothing_twice(tmp_path):
+    command, key = COMMANDS["pretrain"], "data.train_dataset_name_or_path"
+    words = ["--data.train_dataset_name_or_path+", "b.txt", "--data.train_dataset_name_or_path+", "c.txt"]
+    (tmp_path / "a.yaml").write_text("data: {train_dataset_name_or_path: [a.txt]}")
+    begun = command.parse(["--config", str(tmp_path / "a.yaml"), *words])
+    assert begun.config["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt", "c.txt"]
+    run = {name: value for name, value in begun.config.items()}
+    for again in (words, ["--config", str(tmp_path / "a.yaml"), *words]):
+        assert command.parse(again, run).config == begun.config
+    more = command.parse([*words, f"--{key}+", "d.txt"], run).config["data"]["train_dataset_name_or_path"]
+    assert more == ["a.txt", "b.txt", "c.txt", "d.txt"]
+    anew = command.parse([f"--{key}", "c.txt", f"--{key}+", "b.txt"], run).config["data"]["train_dataset_name_or_path"]
+    assert anew == ["c.txt", "b.txt"]

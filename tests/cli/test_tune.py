@@ -363,3 +363,19 @@ def test_models_are_averaged_and_lengthened_by_command(tmp_path):
                  lambda: lengthen(str(tmp_path / "0"), 8, output=str(tmp_path / "x"))):  # fmt: skip
         with pytest.raises(ValueError):
             work()
+
+
+@pytest.mark.parametrize("name, values", [("run.vocab_size", [64, 128]), ("model.pretrained_model_name_or_path", ["a", "b"])])
+def test_vocabularies_are_searched_by_what_compares_over_them(name, values, plan):
+    path, content = plan
+    content["search"]["ranges"] = {name: values}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=f"{name} changes what a token is.*val_bits_per_byte"):
+        read_search(path)
+    content["search"]["metric"] = "val_bits_per_byte"
+    path.write_text(yaml.safe_dump(content))
+    assert set(read_search(path)[0].ranges) == {name}
+    content["search"]["ranges"] = {"model.plain_mean": [True, False]}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="plain_mean"):
+        read_search(path)

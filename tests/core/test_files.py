@@ -185,3 +185,19 @@ def test_two_who_write_to_one_new_place_leave_each_other_alone(tmp_path):
             (other / "two").write_text("2")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["two"]
     assert len(list(tmp_path.iterdir())) == 2 and len(list(tmp_path.glob("a-*/one"))) == 1
+
+
+def test_links_of_a_logger_and_of_earlier_runs_do_not_stop_a_resume(tmp_path):
+    (tmp_path / "outside").write_text("x")
+    run = tmp_path / "run"
+    for place in ("logs/wandb/run-1/logs", "previous-1/logs", "checkpoints"):
+        (run / place).mkdir(parents=True)
+    (run / MARKER).write_text("")
+    for place in ("logs/wandb/run-1/logs/debug-core.log", "previous-1/logs/x"):
+        (run / place).symlink_to(tmp_path / "outside")
+    check_run_directory(run, resume=True)
+    for place in ("logs/metrics.csv", "checkpoints/wandb", "logs/wandb2"):
+        (run / place).symlink_to(tmp_path / "outside")
+        with pytest.raises(ValueError, match="leads out of"):
+            check_run_directory(run, resume=True)
+        (run / place).unlink()

@@ -161,6 +161,33 @@ def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
     data.set_datasets([[cls, *ids, sep] for ids in bare])
     with pytest.raises(ValueError, match="add_special_tokens=False"):
         data.setup()
+    data = make_module(None)  # with padding="max_length", some rows of which are full
+    longest = max(map(len, bare)) + 2
+    data.set_datasets([[cls, *ids, sep, *[TOKENIZER.pad_token_id] * (longest - len(ids) - 2)] for ids in bare])
+    with pytest.raises(ValueError, match="without padding"):
+        data.setup()
+
+
+def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
+    from bertlab.data.tokenize import tokenize_shards
+
+    cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
+    rows = [[cls, *TOKENIZER(text, add_special_tokens=False)["input_ids"], sep] for text in make_texts(20)]
+    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
+    TOKENIZER.save_pretrained(tmp_path / "tok")
+    tokenize_shards(str(tmp_path / "ids.jsonl"), str(tmp_path / "tok"), tmp_path / "shards", text_column="input_ids", workers=1)
+    with pytest.raises(ValueError, match="add_special_tokens=False"):
+        set_up(str(tmp_path / "shards"))
+
+
+def test_a_file_of_another_kind_has_other_tokens_in_the_cache(tmp_path):
+    texts = make_texts(30)
+    lines = "\n".join(json.dumps({"text": text}) for text in texts)
+    (tmp_path / "a.txt").write_text(lines)
+    as_text = set_up(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), data_kwargs={"validation_fraction": 0.0})
+    (tmp_path / "a.txt").rename(tmp_path / "a.jsonl")
+    as_rows = set_up(str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"), data_kwargs={"validation_fraction": 0.0})
+    assert texts_of(as_rows.train_dataset) == sorted(texts) != texts_of(as_text.train_dataset)
 
 
 def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
@@ -170,6 +197,20 @@ def test_without_rates_all_documents_of_all_sources_are_read_once(tmp_path):
     assert texts_of(data.train_dataset) == sorted(texts[0] + texts[1])
     ids = [original_ids(b) for b in take(data.train_dataloader(), len(data.train_dataloader()))]
     assert torch.cat(ids).shape[1] == 32
+
+
+def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
+    shared, own = make_texts(60, seed=1), [make_texts(n, seed=n) for n in (40, 300)]
+    (tmp_path / "many").mkdir()
+    for n in range(len(shared) + 40):
+        write_lines(tmp_path / "many" / f"{n}.txt", [(own[0] + shared)[n]])
+    other = write_lines(tmp_path / "one.txt", own[1] + shared)
+    with pytest.warns(UserWarning, match="held-out documents are training text of another source"):
+        data = set_up([str(tmp_path / "many"), other])
+    trained, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
+    assert held and not set(held) & set(trained)
+    alone = set_up(other)
+    assert texts_of(alone.val_dataset), "a source alone is as it was"
 
 
 def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path):

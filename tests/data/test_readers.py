@@ -98,3 +98,14 @@ def test_a_comma_outside_of_quotes_is_an_error_and_does_not_cut_the_text(tmp_pat
 def test_rows_of_json_lines_may_hold_a_list_called_data(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"data": [1], "text": "a"}\n{"data": [2], "text": "b"}\n')
     assert [text for _, text in read_texts(tmp_path / "a.jsonl", "text")] == ["a", "b"]
+
+
+def test_a_cell_keeps_the_ends_of_its_lines(tmp_path):
+    "Spans count characters: one that is lost in each line moves all that follow."
+    import csv
+
+    rows = [["text", "n"], ["Dear Ms\r\nAnna,\r\nhello", "1"], ["two\nlines", "2"], ["old\rmac", "3"]]
+    for end in ("\r\n", "\n"):
+        with open(tmp_path / "a.csv", "w", newline="") as file:
+            csv.writer(file, lineterminator=end, quoting=csv.QUOTE_ALL).writerows(rows)
+        assert [[row["text"], row["n"]] for _, row in read_csv(tmp_path / "a.csv")] == rows[1:]

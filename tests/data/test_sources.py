@@ -288,8 +288,9 @@ def test_lines_end_at_three_kinds_of_line_end_and_know_their_bytes(tmp_path):
     data = "\ufeffä\r\nb\rc\n\nd".encode()
     path.write_bytes(data)
     lines = list(read_lines(path))
-    assert [(number, text) for number, text, _ in lines] == [(1, "ä"), (2, "b"), (3, "c"), (4, ""), (5, "d")]
-    for number, _, end in lines:
+    assert [line[:2] for line in lines] == [(1, "ä"), (2, "b"), (3, "c"), (4, ""), (5, "d")]
+    assert [line.stop for line in lines] == ["\r\n", "\r", "\n", "\n", ""]
+    for number, _, end, _ in lines:
         rest = list(read_lines(path, Place(offset=end, line=number)))
         assert rest == lines[number:]
 

@@ -265,6 +265,23 @@ def test_an_answer_that_is_too_long_is_cut_and_not_parted_from_its_prompt(tokeni
     assert len(rows) == 1 and tokenizer.decode(rows[0]["input_ids"], skip_special_tokens=True).startswith("what is the cat it is")
 
 
+@pytest.mark.parametrize("blank", ["", "   "])
+def test_a_prompt_without_an_answer_is_left_out_and_never_learnt_as_a_text(blank, tokenizer):
+    asked = [f"return the value {n}" for n in range(30)]
+    rows = {"ask": asked, "say": [blank if n % 3 == 0 else f"the list {n}" for n in range(30)]}
+    data = pair_data(tokenizer)
+    data.set_datasets(Dataset.from_dict(rows))
+    with pytest.warns(UserWarning, match="prompts have an empty text"):
+        data.setup()
+    for batch in data.train_dataloader():
+        assert (batch["token_shares"][batch["token_shares"] > 0].sum() > 0) and "value" not in tokenizer.decode(
+            batch["input_ids"][batch["token_shares"] > 0])  # fmt: skip
+    none = pair_data(tokenizer)
+    none.set_datasets(Dataset.from_dict({**rows, "say": [blank] * 30}))
+    with pytest.raises(ValueError, match="have an empty text"):
+        none.setup()
+
+
 def test_a_prompt_that_fills_its_row_is_left_out_and_never_learnt_as_a_text(tokenizer):
     long = {"ask": "what is the cat " * 30, "say": "it is a mat"}
     data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})

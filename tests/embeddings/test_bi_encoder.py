@@ -225,3 +225,14 @@ def test_autocast_of_the_caller_holds_on_every_core(two_threads):
         on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
     on_each_core(lambda x: kinds.add((x @ x).dtype), [torch.eye(4)] * 4)
     assert kinds == {torch.bfloat16, torch.float32}
+
+
+def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_before_all_is_refused(tmp_path):
+    place = make_model().save(tmp_path / "model")
+    path = place / "config_sentence_transformers.json"
+    path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": None, "similarity_fn_name": "dot"}))
+    again = BiEncoder.load(place).save(tmp_path / "again") / path.name
+    assert json.loads(again.read_text()) == json.loads(path.read_text())
+    path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": "query"}))
+    with pytest.raises(ValueError, match="prompt 'query' before every text"):
+        BiEncoder.load(place)

@@ -2,6 +2,8 @@
 
 import json
 import math
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from torch.nn import functional as F
 
+from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
@@ -316,3 +319,36 @@ def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
     with pytest.raises(ValueError, match="both the same"):
         fit(other, data, 1)
+
+
+def test_what_is_saved_are_the_weights_that_validation_has_measured(tmp_path, monkeypatch):
+    module, inside = small_module(), []
+
+    @contextmanager
+    def averages(self):
+        inside.append(True)
+        with torch.no_grad():
+            kept = [p.clone() for p in self.parameters()]
+            for p in self.parameters():
+                p.add_(1.0)
+            yield
+            for p, old in zip(self.parameters(), kept):
+                p.copy_(old)
+
+    before = weights_of(module).clone()
+    monkeypatch.setattr(EmbeddingModule, "evaluation_weights", averages)
+    module.save(tmp_path / "model")
+    assert inside and torch.equal(weights_of(module), before)
+    saved = BiEncoder.load(tmp_path / "model")
+    torch.testing.assert_close(torch.cat([p.flatten() for p in saved.parameters()]), before[:sum(p.numel() for p in saved.parameters())] + 1)
+
+
+@pytest.mark.parametrize("lacks, word", [("scores", r"scores .scores_column"), ("negatives", "negatives")])
+def test_distillation_without_what_it_compares_is_refused_before_the_first_step(lacks, word):
+    train, held = draw_pairs(40, negatives=1, scores=True), draw_pairs(16, negatives=1, scores=True, seed=1)
+    held = replace(held, scores=None) if lacks == "scores" else replace(
+        held, negatives=[[] for _ in held.negatives], scores=[[1.0] for _ in held.scores])  # fmt: skip
+    data, module = small_data(train), small_module(distillation="kl")
+    data.set_datasets(train, held)
+    with pytest.raises(ValueError, match=f"distillation='kl'.*validation have no {word}"):
+        fit(module, data, 2, val_check_steps=1)

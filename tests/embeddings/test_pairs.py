@@ -214,3 +214,21 @@ def test_texts_are_cut_and_counted():
 def test_options_that_cannot_be_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         EmbeddingDataModule(small_tokenizer(), **{"max_sequence_length": 16, **options})
+
+
+@pytest.mark.parametrize("name", ["label", "score", "is_duplicate"])
+def test_pairs_that_somebody_has_judged_are_not_all_right_answers(name, tmp_path):
+    rows = [{"sentence1": "a b", "sentence2": "b a", name: 1}, {"sentence1": "c d", "sentence2": "e f", name: 0}]
+    path = write(tmp_path / "pairs.jsonl", rows)
+    with pytest.raises(ValueError, match=f"column '{name}'.*right answer.*query_column"):
+        read_pairs(path)
+    assert len(read_pairs(path, query_column="sentence1", positive_column="sentence2")) == 2
+    assert len(read_pairs([{**row, name: 1} for row in rows])) == 2, "one value says nothing"
+
+
+def test_a_flag_that_may_be_a_list_is_not_said_twice():
+    from bertlab.cli.options import COMMANDS
+
+    for name in ("dataset_name_or_path", "negative_column"):
+        with pytest.raises(ValueError, match="said twice"):
+            COMMANDS["embed finetune"].parse([f"--data.{name}", "a", f"--data.{name}", "b"])

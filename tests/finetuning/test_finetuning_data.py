@@ -548,6 +548,12 @@ def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_pat
         tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
 
 
+def test_names_may_be_given_where_the_first_word_of_all_has_no_tag(tmp_path):
+    text = conllu(*TAGGED).replace("1\ttext\t_\tNOUN", "1\ttext\t_\t_", 1)
+    data = tagger(save(tmp_path / "train.conllu", text), label_names=["NUM", "NOUN", "ADJ", "AUX"])
+    assert data.id2label == {0: "NUM", 1: "NOUN", 2: "ADJ", 3: "AUX"}
+
+
 def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
     sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
     data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
@@ -880,3 +886,25 @@ def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
         (tmp_path / "bertlab_reading.json").write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
             load_reading(tmp_path)
+
+
+def test_splits_that_number_their_labels_each_by_itself_are_read_by_name(tmp_path):
+    import datasets
+
+    from bertlab.finetuning.files import read_labelled
+
+    names, test_names = ["billing", "legal", "other"], ["billing", "other"]
+    rows = lambda labels, kinds: datasets.Dataset.from_dict(  # noqa: E731
+        {"text": [f"text {i}" for i in range(len(labels))], "label": labels},
+        datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=kinds)}))  # fmt: skip
+    train, test = rows([0, 1, 2] * 4, names), rows([1, 0, 1], test_names)
+    data = given_rows(train, val=rows([2, 1], ["legal", "billing", "other"]), test=test)
+    numbers = {split: [int(row["labels"]) for row in data.datasets[split].rows] for split in ("validation", "test")}
+    assert [data.id2label[n] for n in numbers["test"]] == ["other", "billing", "other"]
+    assert [data.id2label[n] for n in numbers["validation"]] == ["other", "billing"]
+    with pytest.raises(ValueError, match="label 'new'.*billing, legal, other"):
+        given_rows(train, val=rows([0], ["new"]))
+    train.to_parquet(str(tmp_path / "a.parquet"))
+    test.to_parquet(str(tmp_path / "b.parquet"))
+    with pytest.raises(ValueError, match="column 'label' numbers its labels in several ways"):
+        read_labelled([tmp_path / "a.parquet", tmp_path / "b.parquet"])

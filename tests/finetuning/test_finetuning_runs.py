@@ -1,14 +1,16 @@
 "A whole run: it stops early, goes back to its best weights, and says what chance does to it."
 
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from test_finetuning import CONFIG, data_for, module_for, predict, weights
+from test_finetuning import CONFIG, data_for, module_for, predict, texts_of, weights
 
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.finetuning import runs
+from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
@@ -143,3 +145,38 @@ def test_wrong_labels_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="num_labels=5"):
         finetune(module, data_for(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):
+    def made(place):
+        return runs.BestCheckpoint(place, "val_loss")
+
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "best.ckpt").write_text("weights")
+    old = made(tmp_path / "old")
+    old.best_model_path, old.best_model_score = str(tmp_path / "old" / "best.ckpt"), torch.tensor(0.5)
+    old.best_k_models, old.kth_best_model_path, old.kth_value = {old.best_model_path: torch.tensor(0.5)}, old.best_model_path, torch.tensor(0.5)
+    state = old.state_dict()
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    new = made(tmp_path / "new")
+    new.load_state_dict(state)
+    moved = str(tmp_path / "new" / "best.ckpt")
+    assert new.best_model_path == new.kth_best_model_path == moved and new.best_k_models == {moved: torch.tensor(0.5)}
+    elsewhere = made(tmp_path / "elsewhere")  # to which nobody has brought the weights
+    elsewhere.load_state_dict(state)
+    assert elsewhere.best_model_path == state["best_model_path"]
+
+
+def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
+    finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_for_pipeline(tmp_path / "model")
+    theirs, rows = load_tokenizer(tmp_path / "model"), {"train": texts_of(48, 0), "val": texts_of(12, 1)}
+    bare = FinetuningDataModule("classification", max_sequence_length=16)
+    bare.set_datasets(**rows)
+    module = FinetuningModule("classification", str(tmp_path / "model"))
+    find_monitor(module, bare)
+    assert bare.tokenizer.get_vocab() == theirs.get_vocab()
+    own = FinetuningDataModule("classification", max_sequence_length=16, vocab_size=60)
+    own.set_datasets(**rows)
+    own.setup()
+    with pytest.raises(ValueError, match="trained a tokenizer of its own.*pretrained_tokenizer_name_or_path"):
+        finetune(FinetuningModule("classification", str(tmp_path / "model")), own, tmp_path / "other", num_epochs=1, **PLAIN)

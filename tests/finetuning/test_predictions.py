@@ -288,6 +288,7 @@ def test_a_model_that_has_learned_joined_words_reads_joined_words(trained, tmp_p
     (tmp_path / "in.conllu").write_text(WITH_ALL, encoding="utf-8")
     predictor = load_predictor(directory)
     (row,), _ = predict_file(predictor, tmp_path / "in.conllu", tmp_path / "out.conllu")
+    assert predict_file(predictor, tmp_path / "in.conllu")[0][0]["XPOS"] == ["_+_", "_"], "as it stands in the file"
     assert row["FORM"] == ["Vámonos", "mar"]
     assert len(row["predicted_tags"]) == 2  # of the words, and not of the comment that is called text
     for task, columns in (("token_classification", "text"), ("classification", None)):
@@ -554,3 +555,19 @@ def test_parquet_takes_a_column_of_several_kinds_as_texts(tmp_path):
     back = datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"), cache_dir=str(tmp_path)).to_list()
     assert [row["code"] for row in back] == ["7", "x7", None] and [row["text"] for row in back] == ["a", "b", "c"]
     assert [row["tags"] for row in back] == ['["x"]', None, '{"y": 1}']
+
+
+def test_what_a_file_cannot_hold_is_written_as_text_or_refused_before_the_model_is_asked(trained, tmp_path, monkeypatch):
+    import datetime
+
+    predictor = load_predictor_once(trained["classification"][2])
+    rows = [{"text": "the apple is here", "day": datetime.date(2026, 11, 26), "meta": {}}]
+    datasets.Dataset.from_list([{key: row[key] for key in ("text", "day")} for row in rows]).to_parquet(str(tmp_path / "in.parquet"))
+    predict_file(predictor, tmp_path / "in.parquet", tmp_path / "out.csv")
+    assert "2026-11-26" in (tmp_path / "out.csv").read_text()
+    write_predictions(rows, tmp_path / "out.parquet")
+    assert datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"))[0]["meta"] == "{}"
+    (tmp_path / "half.jsonl").write_text('{"text": "a", "title": "\\ud83d"}\n')
+    monkeypatch.setattr("bertlab.finetuning.predictions.predict_rows", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(ValueError, match="half.jsonl.*line 1 holds half of a surrogate"):
+        predict_file(predictor, tmp_path / "half.jsonl", tmp_path / "told.jsonl")

@@ -303,3 +303,13 @@ def test_a_directory_without_an_adapter_is_refused(tmp_path):
         load_adapter(build(), tmp_path)
     with pytest.raises(ValueError, match="no adapter"):
         save_adapter(build(), Path(tmp_path))
+
+
+def test_what_a_caller_must_train_is_trained_beside_what_is_asked_for():
+    model = build(head=BertLabForSequenceClassification)
+    add_adapter(model, {"type": "lora", "modules_to_save": ["embeddings"]}, ["task_head"])
+    moving = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("task_head" in name for name in moving) and any("embeddings" in name for name in moving)
+    alone = build(head=BertLabForSequenceClassification)
+    add_adapter(alone, "lora", ["task_head"])
+    assert not any("embeddings" in name for name, p in alone.named_parameters() if p.requires_grad)

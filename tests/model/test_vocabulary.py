@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.tokenizers import TOKENIZER_KINDS, count_ids, train_tokenizer
+from bertlab.data.tokenizers import TOKENIZER_KINDS, count_ids, load_tokenizer, train_tokenizer
 from bertlab.data.vocabularies import (
     Counterparts,
     extend_tokenizer,
@@ -416,3 +416,28 @@ def test_positions_of_bert_stay_where_they_were():
     small, fewer = trim_vocabulary(model, tokenizer, AWAY)
     name = "encoder.embeddings.positions.weight"
     assert torch.equal(small.state_dict()[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_texts_count_however_a_call_has_cut_before(kind, tmp_path):
+    tokenizer = copy.deepcopy(TOKENIZERS[kind])
+    expected = trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab()
+    more = extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab()
+    tokenizer(HOME[0], truncation=True, max_length=4, padding="max_length")  # which the backend keeps
+    assert trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab() == expected
+    assert extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab() == more
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    long = " ".join(HOME[:3])
+    assert len(loaded.backend_tokenizer.encode(long).ids) == len(loaded(long)["input_ids"]) > 4
+
+
+def test_a_transplanted_model_tells_segments_apart_as_it_did():
+    model = make_model(TOKENIZERS["wordpiece"], preset=bert_tiny, type_vocab_size=2)
+    theirs = copy.deepcopy(TOKENIZERS["wordpiece"])
+    theirs.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    moved = transplant_vocabulary(model, theirs, TOKENIZERS["bpe"])
+    pair = moved.tokenizer("return the value", "of a name")
+    assert set(pair["token_type_ids"]) == {0, 1} and "token_type_ids" not in TOKENIZERS["bpe"].model_input_names
+    plain = transplant_vocabulary(model, TOKENIZERS["wordpiece"], theirs)
+    assert "token_type_ids" not in plain.tokenizer("return the value")

@@ -548,6 +548,8 @@ def test_the_same_run_is_let_through_and_its_model_is_not_built(begun):
     ({}, {"shape": {"hidden_size": 32}}, "hidden_size is 16 there and 32 here"),
     ({}, {"shape": {"hidden_activation": "silu"}}, "hidden_activation is"),
     ({}, {"optimizer_class": "lion"}, "optimizer_class is 'adamw' there and 'lion' here"),
+    ({}, {"weight_decay": 0.1}, "weight_decay is .* there and 0.1 here"),
+    ({}, {"optimizer_kwargs": {"betas": [0.9, 0.5]}}, "optimizer_kwargs is None there and"),
 ])  # fmt: skip
 def test_another_run_is_refused_in_one_line_before_anything_is_built(begun, data, module, message):
     path, make_data, make_module = begun

@@ -195,3 +195,29 @@ def test_a_hub_that_refuses_is_one_sentence_and_a_dry_run_asks_nobody(run, hub):
     done = push(hub, run, "me/cats")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "me/cats" in done.stderr
     assert not hub.commits
+
+
+def test_what_says_how_a_model_is_used_is_pushed_with_it(run):
+    from bertlab.finetuning.data import READING
+    from bertlab.train.model_cards import USES
+
+    place = place_of(run)
+    assert READING in USES and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
+    for name in USES:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text("{}")
+    assert set(USES) <= set(push_model(place, "me/cats", dry_run=True)["files"]), "with their folders"
+
+
+def test_a_card_of_a_finetuned_model_names_its_rows_and_the_mean_of_its_seeds(run):
+    place = place_of(run)
+    (run / "run.yaml").write_text(yaml.safe_dump({
+        "command": "finetune", "data": {"dataset_name_or_path": "patients.csv"},
+        "model": {"pretrained_model_name_or_path": "my-run"}, "run": {"task": None}}))  # fmt: skip
+    (run / "metrics.json").write_text(json.dumps(
+        {"runs": [{"val_accuracy": 0.5}, {"val_accuracy": 0.7}], "mean": {"val_accuracy": 0.6}}))  # fmt: skip
+    card = make_card(place)
+    assert "text: patients.csv" in card and "began with: my-run" in card and "accuracy: 0.6" in card
+    assert "embedded corpus" not in card
+    (run / "run.yaml").write_text(yaml.safe_dump({"command": "finetune", "data": {"dataset_name_or_path": None}, "run": {"task": "docstring-area"}}))
+    assert "text: docstring-area" in make_card(place)
