@@ -17,9 +17,8 @@ import torch
 from tqdm import tqdm
 
 from .options import Asked
-from bertlab.cli.pretrain import (
-    ask_for_run, check_beginning, check_one_process, naming_options, provenance,
-    trainer_options)
+from .pretrain import ask_for_run, check_beginning, check_one_process
+from .pretrain import naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_new_file, check_run_directory
 from ..core.files import prepare_run_directory, written_whole
 from ..core.reading import format_yaml

@@ -17,9 +17,8 @@ from typing import Any
 
 
 from .options import Asked
-from bertlab.cli.pretrain import (
-    ask_for_run, check_beginning, check_one_process, naming_options, provenance,
-    trainer_options)
+from .pretrain import ask_for_run, check_beginning, check_one_process
+from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import find_accelerator
 from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
 from ..core.names import look_up

@@ -626,7 +626,7 @@ def check_beginning(
         inside = place.relative_to(home).parts if place.is_relative_to(home) else ("previous-",)
         if place.exists() and not (inside and inside[0].startswith("previous-")):
             raise ValueError(f"{name} is what the run begins with, and --overwrite would move it "
-                             f"aside: choose another --run.output, or copy the model first")
+                             "aside: choose another --run.output, or copy the model first")
 
 
 def ask_for_run(

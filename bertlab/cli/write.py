@@ -109,8 +109,10 @@ def was_taught_ends(
     for place in (here, here.parent, here.parent.parent):
         if (place / MARKER).is_file():
             run = read_yaml(place / MARKER)
-            parts = [run, *(run.get("stages") or ())]  # of a run in stages
-            return any((part.get("data") or {}).get("max_ends") for part in parts)
+            stages = run.get("stages")  # of a run in several
+            parts = [run, *(stages if isinstance(stages, list) else ())]
+            asked = (part.get("data") for part in parts if isinstance(part, dict))
+            return any(isinstance(data, dict) and data.get("max_ends") for data in asked)
     return False
 
 
