@@ -459,3 +459,14 @@ def test_a_run_does_not_move_its_own_beginning_aside(tok, tmp_path, capsys):
     assert main(["finetune", "--data.dataset_name_or_path", str(source), "--run.output", str(output), "--overwrite",
                  "--model.pretrained_model_name_or_path", str(output)]) == 2  # fmt: skip
     assert "--overwrite would move it aside" in capsys.readouterr().err and (output / "config.json").exists()
+
+
+def test_seeds_are_not_averaged_over_rows_that_they_have_not_seen(tok, tmp_path, capsys):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output, "--run.seeds", "[0, 1]")) == 0
+    assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
+    with open(next(source.glob("train*")), "a") as file:
+        file.write("another apple is here,fruit\n")
+    capsys.readouterr()
+    assert main(["average", str(output), "--output", str(tmp_path / "other")]) == 2
+    assert "there and" in capsys.readouterr().err and not (tmp_path / "other").exists()

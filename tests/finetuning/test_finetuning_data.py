@@ -908,3 +908,12 @@ def test_splits_that_number_their_labels_each_by_itself_are_read_by_name(tmp_pat
     test.to_parquet(str(tmp_path / "b.parquet"))
     with pytest.raises(ValueError, match="column 'label' numbers its labels in several ways"):
         read_labelled([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+
+
+def test_how_rows_were_read_is_read_from_the_hub_too(tmp_path, monkeypatch):
+    (tmp_path / "kept.json").write_text(json.dumps({"task": "classification", "text_columns": ["review"], "max_sequence_length": 128}))
+    asked = []
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *names, **_: asked.append(names) or str(tmp_path / "kept.json"))
+    assert load_reading("me/tagger")["text_columns"] == ["review"] and asked == [("me/tagger", "bertlab_reading.json")]
+    monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: None)
+    assert load_reading("me/tagger") == {}

@@ -609,3 +609,17 @@ def test_the_configuration_in_the_repository_is_two_stages_with_a_penalty():
     first, second = load_stages(ROOT / "configs" / "kl-two-stage.yaml")
     assert first.reference is None and second.reference == "previous" and second.module["kl_weight"] > 0
     assert yaml.safe_load((ROOT / "configs" / "kl-two-stage.yaml").read_text())
+
+
+def test_stages_of_diffusion_train_their_tokenizer_by_their_own_rules_and_are_known_to_end(tmp_path):
+    from bertlab.cli.write import was_taught_ends
+    from bertlab.train.stages import _shared_tokenizer
+
+    (tmp_path / "text.txt").write_text("\n".join(f"the cat {n} sat on a mat" for n in range(60)))
+    data = {"train_dataset_name_or_path": str(tmp_path / "text.txt"), "max_sequence_length": 32, "max_ends": 4}
+    stage = Stage(steps=2, data=data, module={"objective": "diffusion", "model_config_kwargs": {"vocab_size": 64}})
+    assert len(_shared_tokenizer([stage], tmp_path / "run")) <= 64
+    for stages, taught in (([{"data": {}}, {"data": data}], True), ([{"data": {}}], False), (["bent", 3], False), ("bent", False)):
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump({"stages": stages}))
+        (tmp_path / "stage-2" / "model").mkdir(parents=True, exist_ok=True)
+        assert was_taught_ends(tmp_path / "stage-2" / "model") is taught

@@ -746,3 +746,18 @@ def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpo
         keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         torch.testing.assert_close(theirs(**keys).logits, module.model.eval()(**keys).logits, atol=1e-5, rtol=1e-4)
         np.testing.assert_array_equal(losses, train(0, **dropout)[1])  # no generator was moved
+
+
+def test_a_bert_whose_configuration_names_no_ends_takes_them_from_its_tokenizer(tmp_path):
+    "Masked diffusion divides by what may be hidden: [CLS] and [SEP] are none of it."
+    from transformers import BertConfig, BertForMaskedLM
+
+    from bertlab.data.tokenizers import train_tokenizer
+
+    tokenizer = train_tokenizer(["the cat sat on the mat"] * 3, 60)
+    BertForMaskedLM(BertConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+                               num_attention_heads=1, max_position_embeddings=32)).save_pretrained(tmp_path)  # fmt: skip
+    tokenizer.save_pretrained(tmp_path)
+    module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
+    for config in (module.config, module.model.config):
+        assert (config.cls_token_id, config.sep_token_id) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
