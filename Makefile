@@ -19,7 +19,7 @@ help: ## List what can be made
 demo: .venv/.run ## Train a small BERT on this machine, in minutes
 	@$(BIN)/bertlab demo $(DEMO_ARGS)
 
-test: .venv/.dev ## Run the tests, the notebooks among them; about twenty minutes on two CPU cores
+test: .venv/.dev ## Run the tests, the notebooks among them; about half an hour on two CPU cores
 	@$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
 
 test-all: .venv/.dev ## Run every test, the slow ones too (random kills, browser, wheel, site): what a change must pass

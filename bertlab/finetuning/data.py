@@ -680,9 +680,14 @@ class FinetuningDataModule(L.LightningDataModule):
             return {}
         rows = self.records.get("train", next(iter(self.records.values())))
         for split, others in self.records.items():  # `class_encode_column` numbers each by itself
-            ours, theirs = (feature_names(one.features.get(self.label_column))
-                            for one in (rows, others))
+            known = [one.features.get(self.label_column) for one in (rows, others)]
+            nested = self.task == "span_classification"
+            ours, theirs = (feature_names(span_feature(one) if nested else one) for one in known)
             if ours and theirs and [*ours] != [*theirs]:
+                if nested:
+                    raise ValueError(f"the spans in {self.label_column!r} number their labels in "
+                                     f"another way in {split} than in training: save all splits "
+                                     "with one ClassLabel, or with the names themselves")
                 self.records[split] = _renumber(others, self.label_column, theirs, ours)
         values, feature, problem = self._read_labels(rows)
         plain, flat = problem is None, flatten(values)  # words and spans have lists of names

@@ -278,6 +278,11 @@ def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
     data.set_datasets(train=kept, val=kept)
     data.setup()
     assert data.label2id == {"LOC": 0, "ORG": 1} and data.spans("train")[0]
+    other = datasets.List({**spans.feature, "label": datasets.ClassLabel(names=["ORG", "LOC"])})
+    held = datasets.Dataset.from_list(rows, features=datasets.Features({"text": datasets.Value("string"), "spans": other}))
+    data.set_datasets(train=kept, val=held)
+    with pytest.raises(ValueError, match="number their labels in another way in validation"):
+        data.setup()
 
 
 # --- the model and its loss -----------------------------------------------------------------------
