@@ -45,7 +45,7 @@ def _optuna() -> Any:
 
 
 # What validation asks for, or counts; and what a token is: of these, bits per byte compare.
-_JUDGED_BY = r"data\.(collator_kwargs|objective|val_\w+)\b|model\.(objective|plain_mean)$"
+_JUDGED_BY = r"data\.(collator_kwargs|objective|val_dataset\w+)\b|model\.(objective|plain_mean)$"
 _TOKENS = (r"run\.(vocab_size|tokenizer_kind)$|"
            r"(data|model)\.pretrained_(tokenizer|model)_name_or_path$")
 
@@ -79,8 +79,8 @@ class Search:
         for name, given in self.ranges.items():
             _check_range(name, given)
             if self.command == "pretrain" and re.match(_JUDGED_BY, name):
-                raise ValueError(f"search.ranges: {name} also changes what is hidden in "
-                                 "validation, and a loss over other tokens does not compare: "
+                raise ValueError(f"search.ranges: {name} also changes what is asked or "
+                                 "counted in validation, and another loss does not compare: "
                                  "fix it here, and judge its values by a task that models are "
                                  "fine-tuned for, or by bertlab speedrun")
             if self.command == "pretrain" and re.match(_TOKENS, name) \

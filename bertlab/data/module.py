@@ -274,7 +274,7 @@ class Source:
         if blank := len(rows) - len(full):
             said = f"{self}: {blank} of {len(rows)} prompts have an empty text"
             if not full and part == "train":
-                raise ValueError(said)
+                raise ValueError(f"{said}: name the column of the answers as text_column")
             warnings.warn(f"{said}; these pairs are left out")
         rows = full
         # A prompt that fills its row would lose its [SEP], and be learnt as if it were a text.
