@@ -338,6 +338,7 @@ def train_teacher(rate: float, steps: int, quick: bool, on: str | None) -> None:
 
     torch.set_num_threads(1)
     place = teacher_of(quick, on)
+    place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as folder:
         run = build(ARMS["control"], rate, 2 * steps, 1000, quick, f"{folder}/run", on)
         run.prepare()

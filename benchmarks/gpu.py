@@ -278,11 +278,15 @@ def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dic
             "flops_per_token": cost, "real_share": tokens / positions,
             "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches),
             "last_loss": float(side.last_loss)}  # fmt: skip
-        if not options.small:
-            found[name] |= time_by_kind(side, step := 1000 * tokens / len(side.batches) / rate)
         print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
               f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
               f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
+    for name, side in able.items() if not options.small else ():  # behind all rates, for profiles take their time
+        if "tokens_per_second" not in found[name]:
+            continue
+        step = 1000 * sum(int((b["attention_mask"] > 0).sum()) for b in side.batches) / len(side.batches) / found[name]["tokens_per_second"]
+        found[name] |= time_by_kind(side, step)
+        print(f"{shape:16} {name}: where {step:.2f} ms of a step go", flush=True)
         for kind, spent in found[name].get("milliseconds", {}).items():
             print(f"{'':16} {spent:8.2f} ms  {spent / step:5.1%}  {kind}", flush=True)
     base = found.get("transformers", {}).get("tokens_per_second")

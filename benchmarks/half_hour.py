@@ -1,6 +1,8 @@
 """What half an hour of transformers' Trainer teaches, and how soon bertlab's recipe knows as much.
 
     python benchmarks/half_hour.py [--rounds 3] [--theirs 30] [--ours 4] [--threads 1] [--at-once 2] [--quick]
+    python benchmarks/half_hour.py --probe paces.json                   how many steps a minute holds here, and nothing else
+    python benchmarks/half_hour.py --paces paces.json --device cuda --at-once 9     so many steps, made on a GPU
 
 Both sides train one model, ModernBERT of four layers of 256, on the embedded corpus with the tokenizer of `bertlab
 speedrun`, and the judge of its tracks scores what they save: the same held-out rows, the same hidden tokens. Theirs has
@@ -12,20 +14,26 @@ is the recipe `wider` of final_project.py, as it is.
 
 Minutes are steps: a short run of each side, in turns, on all threads of this machine says how many it makes in a
 minute, with nothing counted but training. The long runs then make so many, with --at-once 2 two of them side by side
-on a thread each, so that nobody has to leave the machine alone for hours. Ours runs at a half of its minutes and at all of
-them, a schedule of its own each, to show where it passes.
+on a thread each, so that nobody has to leave the machine alone for hours. What a step teaches is the same on a GPU, in
+the precision of the machine whose minutes they are (in 32 bits with products of 32): there hours are minutes, and
+--paces and --device take the long runs to one. Ours runs at a half of its minutes and at all of them, or as --spans says,
+a schedule of its own each, to show where it passes.
 """
 
 import json
+import math
 import os
+import platform
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from final_project import full_recipe
 from pretraining import held_out_losses, their_rows
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, say, spread, write_result
+from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, processor, say, spread, write_result
 
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
 
@@ -67,7 +75,6 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
     from transformers import (DataCollatorForLanguageModeling, Trainer, TrainerCallback, TrainingArguments,
                               set_seed)  # fmt: skip
 
-    from bertlab.core.devices import describe_device
     from bertlab.model.huggingface import huggingface_config, their_class
 
     rows, times = their_rows("grouped", corpus.train_texts, tokenizer), []
@@ -84,13 +91,13 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
         folder, per_device_train_batch_size=ROWS, learning_rate=case["rate"], weight_decay=DECAY, max_grad_norm=CLIP,
         adam_beta1=BETAS[0], adam_beta2=BETAS[1], optim="adamw_torch_fused", lr_scheduler_type="linear",
         warmup_steps=round(WARMUP * case["steps"]), max_steps=case["steps"], seed=case["seed"], save_strategy="no",
-        bf16=describe_device().precision == "bf16-mixed", report_to="none", disable_tqdm=True, logging_strategy="no",
-        use_cpu=True,
+        bf16=case["precision"] == "bf16-mixed", report_to="none", disable_tqdm=True, logging_strategy="no",
+        use_cpu=case["device"] == "cpu",
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=case["share"])
     Trainer(model, arguments, collator, rows, callbacks=[Clock()]).train()
     model.config.sparse_prediction = False  # the judge asks for all scores
-    model.float().save_pretrained(folder)
+    model.float().cpu().save_pretrained(folder)
     return times
 
 
@@ -102,8 +109,10 @@ def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
 
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "recipe.yaml"
-        path.write_text(yaml.safe_dump(full_recipe(RECIPE, case["steps"])), encoding="utf-8")
-        attempt, _ = run_seed(track, load_speedrun(path), folder, case["seed"], corpus)
+        recipe = full_recipe(RECIPE, case["steps"])
+        recipe["trainer"]["precision"] = case["precision"]
+        path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+        attempt, _ = run_seed(replace(track, accelerator=case["device"]), load_speedrun(path), folder, case["seed"], corpus)
     return [seconds for _, seconds, _ in attempt.curve]
 
 
@@ -119,6 +128,23 @@ def measure(case: dict) -> dict:
         batches = Judge(track, corpus, tokenizer).data.val_dataloader()
         found = {} if case.get("probe") else held_out_losses(folder, batches)
     return {**found, "nats": min(found.values(), default=None), "steps_per_minute": steps_per_minute(times)}
+
+
+def device_name(device: str) -> str:
+    return processor() if device == "cpu" else torch.cuda.get_device_name()
+
+
+def measure_paces(sides: list[str], steps: int, documents: int | None, options, ledger: Ledger) -> dict:
+    "Steps that a minute of each side holds, with all threads of this machine, or with those that a call for this alone asks for."
+    threads = options.threads if options.probe else os.cpu_count()
+    where = machine(threads)
+    probes = {side: {"documents": documents, "device": "cpu", "precision": where["computes_in"], "side": side, "seed": 0,
+                     "steps": steps, "rate": RATES[0], "share": SHARES[0], "probe": True} for side in sides}  # fmt: skip
+    found = alternate(__file__, probes, 1 if options.quick else 3, threads, ledger,
+                      lambda f: f"{f['steps_per_minute']:.0f} steps a minute")  # fmt: skip
+    each = {side: [run["steps_per_minute"] for run in runs] for side, runs in found.items()}
+    return {"machine": where, "steps_per_minute": {side: statistics.median(rates) for side, rates in each.items()},
+            "steps_per_minute_of_runs": each}  # fmt: skip
 
 
 def tuned(base: dict, steps: int, options, ledger: Ledger) -> dict:
@@ -139,56 +165,81 @@ def tuned(base: dict, steps: int, options, ledger: Ledger) -> dict:
             "tried": [{"share": s, "rate": r, "nats": nats} for (s, r), nats in tried.items()]}  # fmt: skip
 
 
+def minutes_needed(ours: dict[str, list[float]], target: float) -> float | None:
+    "When our median reaches a loss, on a line over log minutes; the first span where it has already; None: in none of them."
+    points = [(math.log(float(span)), statistics.median(runs)) for span, runs in ours.items()]
+    if points[0][1] <= target:
+        return math.exp(points[0][0])
+    for (before, high), (after, low) in zip(points, points[1:]):
+        if high >= target > low:
+            return math.exp(before + (high - target) / (high - low) * (after - before))
+    return None
+
+
 def draw(result: dict):
-    "Losses of both sides by minutes; a dot for each seed."
-    figure, axes = new_axes("minutes of training", "validation loss (nats per hidden token)", size=(6, 3.5))
-    for side, colour in (("theirs", ORANGE), ("ours", BLUE)):
-        for minutes, runs in result["losses"][side].items():
-            axes.plot([float(minutes)] * len(runs), runs, ".", color=colour, label=side if minutes == max(
-                result["losses"][side], key=float) else None)  # fmt: skip
+    "Losses of both sides by minutes; a dot for each seed, a line through the medians."
+    figure, axes = new_axes("minutes of training, on a logarithmic scale", "held-out loss (nats per hidden token)", size=(6, 3.5))
+    for side, name, colour in (("theirs", "Trainer", ORANGE), ("ours", "bertlab", BLUE)):
+        losses = result["losses"][side]
+        spans = [float(minutes) for minutes in losses]
+        axes.plot(spans, [statistics.median(runs) for runs in losses.values()], color=colour, lw=1)
+        for number, (minutes, runs) in enumerate(zip(spans, losses.values())):
+            axes.plot([minutes] * len(runs), runs, "o", ms=4, color=colour, label=None if number else name)
     axes.axhline(statistics.median(result["losses"]["theirs"][f"{result['minutes']['theirs']:g}"]), color=GREY, lw=0.8)
+    ticks = sorted({float(minutes) for side in result["losses"].values() for minutes in side})
+    axes.set_xscale("log")
+    axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
+    axes.minorticks_off()
     axes.legend(frameon=False)
     return figure
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "half_hour", rounds=3)
+    parser = common_parser(__doc__.splitlines()[0], "half_hour", rounds=3, free=("probe", "paces", "device", "spans"))
     parser.add_argument("--theirs", type=float, default=30, help="minutes of Trainer")
     parser.add_argument("--ours", type=float, default=4, help="minutes that ours may take")
     parser.add_argument("--at-once", type=int, default=1, help="long runs side by side")
+    parser.add_argument("--spans", nargs="+", type=float, default=[0.5, 1], metavar="N", help="of our minutes (default: 0.5 1)")
+    parser.add_argument("--probe", type=Path, metavar="FILE", help="measure this machine's steps a minute, write them, and end")
+    parser.add_argument("--paces", type=Path, metavar="FILE", help="steps a minute of another machine, as --probe wrote them")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the long runs (default: cpu)")
     options = parser.parse_args()
     if options.case:
         return print(json.dumps(measure(json.loads(options.case))))
     minutes, probe, documents = {"theirs": options.theirs, "ours": options.ours}, PROBE, None
     if options.quick:
         options.rounds, documents, minutes, probe = 1, 600, {"theirs": 0.01, "ours": 0.01}, WARM + 3
-    where = machine(options.threads)
     ledger = Ledger(options.kept / "half_hour", fingerprint(__file__), options.fresh)
-    base = {"documents": documents}
-    probes = {side: {**base, "side": side, "seed": 0, "steps": probe, "rate": RATES[0], "share": SHARES[0], "probe": True}
-              for side in minutes}  # fmt: skip
-    found = alternate(__file__, probes, 1 if options.quick else 3, os.cpu_count(), ledger,
-                      lambda f: f"{f['steps_per_minute']:.0f} steps a minute")  # fmt: skip
-    pace = {side: statistics.median(run["steps_per_minute"] for run in runs) for side, runs in found.items()}
+    if options.paces:
+        paces = json.loads(options.paces.read_text(encoding="utf-8"))
+    else:
+        paces = measure_paces(list(minutes), probe, documents, options, ledger)
+    if options.probe:
+        return write_result(options.probe, paces)
+    where, pace = paces["machine"], paces["steps_per_minute"]
+    base = {"documents": documents, "device": options.device, "precision": where["computes_in"]}
     steps = {side: max(WARM + 2, round(pace[side] * minutes[side])) for side in minutes}
     best = tuned(base, max(WARM + 2, steps["theirs"] // SHORT), options, ledger)
+    spans = {f"{minutes['ours'] * span:g}": max(WARM + 2, round(steps["ours"] * span)) for span in sorted({*options.spans, 1.0})}
     cases = {"theirs": {**base, "side": "theirs", "steps": steps["theirs"], "rate": best["rate"], "share": best["share"]},
-             "ours, half": {**base, "side": "ours", "steps": max(WARM + 2, steps["ours"] // 2)},
-             "ours": {**base, "side": "ours", "steps": steps["ours"]}}  # fmt: skip
+             **{f"ours, {span}": {**base, "side": "ours", "steps": count} for span, count in spans.items()}}  # fmt: skip
     seeded = {f"{name}, seed {seed}": {**case, "seed": seed} for name, case in cases.items()
               for seed in range(options.rounds)}  # fmt: skip
     found = alternate(__file__, seeded, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
     runs = {name: [found[f"{name}, seed {seed}"][0] for seed in range(options.rounds)] for name in cases}
     nats = {name: [run["nats"] for run in found] for name, found in runs.items()}
-    gaps = [theirs - ours for theirs, ours in zip(nats["theirs"], nats["ours"])]
+    ours = {span: nats[f"ours, {span}"] for span in spans}
+    gaps = [theirs - mine for theirs, mine in zip(nats["theirs"], ours[f"{minutes['ours']:g}"])]
     judged = [judge(f"nats below {minutes['theirs']:g} minutes of Trainer after {minutes['ours']:g} of ours, the least of "
                     f"{options.rounds} seeds", min(gaps), at_least=0.0)]  # fmt: skip
     say(judged)
     write_result(options.output, {
-        "what": __doc__.splitlines()[0], "machine": where, "judged": judged, "minutes": minutes, "steps_per_minute": pace,
+        "what": __doc__.splitlines()[0], "machine": where, "trained_on": {"device": device_name(options.device), "torch": str(torch.__version__),
+                                           "python": platform.python_version()},
+        "judged": judged, "minutes": minutes, **{name: value for name, value in paces.items() if name != "machine"},
         "steps": {name: case["steps"] for name, case in cases.items()}, "tuned": best, "nats_below": spread(gaps),
-        "losses": {"theirs": {f"{minutes['theirs']:g}": nats["theirs"]},
-                   "ours": {f"{minutes['ours'] / 2:g}": nats["ours, half"], f"{minutes['ours']:g}": nats["ours"]}},
+        "minutes_needed": minutes_needed(ours, statistics.median(nats["theirs"])),
+        "losses": {"theirs": {f"{minutes['theirs']:g}": nats["theirs"]}, "ours": ours},
         "runs": runs}, draw)  # fmt: skip
 
 

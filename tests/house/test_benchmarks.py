@@ -245,6 +245,39 @@ def test_recipes_of_minutes_are_those_of_the_records(name, file):
     assert minutes.recipe_of(name, 0)["trainer"]["max_steps"] == 2
 
 
+def test_the_minutes_that_ours_needs_lie_on_a_line_between_the_spans_that_were_run():
+    from half_hour import minutes_needed
+
+    ours = {"2": [5.0, 5.2, 4.0], "4": [4.0], "8": [3.0]}  # medians 5, 4, 3
+    assert minutes_needed(ours, 3.5) == pytest.approx(4 * 2**0.5)  # the middle of a doubling
+    assert minutes_needed(ours, 3.0 + 1e-9) == pytest.approx(8) and minutes_needed(ours, 2.9) is None
+    assert minutes_needed(ours, 5.5) == pytest.approx(2)  # it is there already
+
+
+def test_half_an_hour_of_another_machine_has_its_precision_and_its_steps(tmp_path, monkeypatch, capsys):
+    import half_hour
+
+    paces = {"machine": {"computes_in": "bf16-mixed"}, "steps_per_minute": {"theirs": 60.0, "ours": 100.0}}
+    (tmp_path / "paces.json").write_text(json.dumps(paces))
+    asked = []
+
+    def run(script, case, threads):
+        asked.append(case)
+        return {"nats": 1.0 + abs(case.get("rate", 2e-3) - 2e-3) + (case["side"] == "theirs"), "steps_per_minute": 1.0}
+
+    monkeypatch.setattr(sides, "run_child", run)
+    monkeypatch.setattr(half_hour, "device_name", str)
+    monkeypatch.setattr(sys, "argv", ["half_hour.py", "--paces", str(tmp_path / "paces.json"), "--device", "cuda", "--spans", "0.5", "1",
+                                      "2", "--kept", str(tmp_path), "--output", str(tmp_path / "out.json")])  # fmt: skip
+    half_hour.main()
+    assert {(case["device"], case["precision"]) for case in asked} == {("cuda", "bf16-mixed")} and not any("probe" in c for c in asked)
+    assert {case["steps"] for case in asked if case["side"] == "theirs"} == {300, 1800}
+    assert {case["steps"] for case in asked if case["side"] == "ours"} == {200, 400, 800}
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["tuned"]["rate"] == 2e-3 and list(found["losses"]["ours"]) == ["2", "4", "8"] and (tmp_path / "out.png").exists()
+    assert found["judged"][0]["passed"] and found["minutes_needed"] == pytest.approx(2)
+
+
 def test_busy_loops_end_with_their_block():
     with sides.busy_loops(2) as others:
         assert [other.poll() for other in others] == [None, None]
