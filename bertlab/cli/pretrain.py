@@ -531,8 +531,15 @@ class Run:
         last = (self.history.record.validation or [{}])[-1]
         if self.data.val_datasets and last.get("step") != self.trainer.global_step:
             found = self.trainer.validate(self.module, self.data, verbose=False)
+            self._judge_last(found[0] if found else {})
             return found[0] if found else last  # none with trainer.limit_val_batches=0
         return last
+
+    def _judge_last(self, found: Mapping[str, float]) -> None:
+        "Let the model of the last step be ranked by what was found behind the training."
+        for callback in self.trainer.callbacks if self.trainer.is_global_zero else ():
+            if isinstance(callback, ModelDirectories) and callback.monitor in found:
+                callback.shelf.note(self.trainer.global_step, found[callback.monitor])
 
     def read_metrics(
         self,

@@ -32,6 +32,7 @@ from ..finetuning.runs import find_monitor
 from ..model.config import TOKEN_IDS, BertLabConfig
 from ..optim.optimizers import get_optimizer
 from ..train.history import say
+from ..train.parallel import count_processes, find_launch
 
 # %% ../../nbs/cli/10_tune.ipynb #cabdf135
 def _optuna() -> Any:
@@ -445,6 +446,13 @@ def tune(
     wanted = search.trials if trials is None else trials
     if type(wanted) is not int or wanted < 1:
         raise ValueError(f"trials must be 1 or more, got {wanted!r}")
+    launch, asked = find_launch(), dict(content.get("trainer") or {})
+    asked = {name: asked[name] for name in ("devices", "num_nodes", "accelerator")
+             if asked.get(name) is not None}
+    if (count := launch.world_size if launch else count_processes(asked)) > 1:
+        raise ValueError(f"bertlab tune runs its trials in one process, and {count} are asked for: "
+                         "leave out trainer.devices and num_nodes; several searches at once need "
+                         "an --output each")
     optuna, place = _optuna(), Path(output)
     check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}

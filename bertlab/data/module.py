@@ -42,6 +42,7 @@ from .readers import resolve_column
 from .rows import PADDING
 from .sources import TextStream, check_outside
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
+from .streaming import leave_group
 from .tokenizers import choose_tokenizer
 
 # %% ../../nbs/data/16_module.ipynb #df577d66
@@ -59,6 +60,7 @@ def _read_batches(
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator().manual_seed(0),
+        worker_init_fn=leave_group,
     )
 
 
@@ -78,10 +80,12 @@ class EpochBatches:
         rank: int = 0,  # of this process
         world_size: int = 1,  # processes
         fill: bool = False,  # complete an epoch's last batch with blank rows, or leave it out
+        steps: int | None = None,  # batches in an iteration; None: those of an epoch of the rows
+        repeat: bool = False,  # whether each iteration has the same batches again
     ):
         self.dataset, self.collator, self.num_workers = dataset, collator, num_workers
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
-        self.fill = fill
+        self.fill, self.steps, self.repeat = fill, steps, repeat
         self.delivered = 0  # batches of the run so far: the whole state of its data
         # The number of the batch that the workers give next, and their batches.
         self.running = -1, None
@@ -92,6 +96,10 @@ class EpochBatches:
     def __len__(self) -> int:  # batches in an epoch, for each process
         num_rows, per_round = len(self.dataset), self.batch_size * self.world_size
         return -(-num_rows // per_round) if self.fill else num_rows // per_round
+
+    @property
+    def per_iteration(self) -> int:
+        return self.steps or len(self)
 
     def keys(self, epoch: int, batch: int) -> list[tuple[int, int]]:
         "The rows of this process's batch as (epoch, index); -1 stands for a blank one."
@@ -104,10 +112,11 @@ class EpochBatches:
         if next_batch != self.delivered:  # the first time, and after a resume
             plan = copy(self)  # workers that hold what holds them would be freed late, and slowly
             plan.close()
-            keys = (plan.keys(*divmod(n, len(plan))) for n in count(self.delivered))
+            numbers = (n % plan.per_iteration if plan.repeat else n for n in count(self.delivered))
+            keys = (plan.keys(*divmod(n, len(plan))) for n in numbers)
             rows = FilledRows(self.dataset)
             batches = iter(_read_batches(rows, keys, self.collator, self.num_workers))
-        for _ in range(len(self) - self.delivered % len(self)):
+        for _ in range(self.per_iteration - self.delivered % self.per_iteration):
             batch = next(batches)
             self.delivered += 1  # before the batch leaves: a checkpoint is taken after its step
             self.running = self.delivered, batches
@@ -116,6 +125,16 @@ class EpochBatches:
     def close(self) -> None:
         "Let the workers go, which would else wait for another epoch; the position stays."
         self.running = -1, None
+
+    def fit_to(self, trainer: Any) -> "EpochBatches":  # itself; None: nobody counts epochs
+        "Take the epochs that a trainer counts: with its limits, and behind those that are over."
+        limit = getattr(trainer, "limit_train_batches", None)
+        if limit is not None:
+            steps = int(len(self) * limit) if isinstance(limit, float) else min(len(self), limit)
+            self.steps = steps or None
+        self.repeat = bool(getattr(trainer, "overfit_batches", 0))
+        self.delivered = getattr(trainer, "current_epoch", 0) * self.per_iteration
+        return self
 
     def state_dict(self) -> dict[str, int]:
         return {"delivered": self.delivered}
@@ -855,11 +874,12 @@ class PretrainingDataModule(L.LightningDataModule):
                 "world_size": share.get("num_replicas", world_size)}
 
     def train_dataloader(self) -> EpochBatches | StreamBatches:
+        "A loader whose every iteration is the next epoch; a new one begins where its trainer is."
         if self.streaming:
             return self._stream_batches()
         self.batches = EpochBatches(
             self.train_dataset, self.collator, self.train_batch_size, self.num_workers,
-            **self.process(), fill=self.packing_pad_to_budget)  # fmt: skip
+            **self.process(), fill=self.packing_pad_to_budget).fit_to(self.trainer)  # fmt: skip
         return self.batches
 
     def val_dataloader(self) -> DataLoader | list[DataLoader]:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['IGNORED', 'BOOKKEEPING', 'PADDING', 'Vocabulary', 'count_positions', 'encode_rows', 'read_sequences', 'settle_length',
            'check_ids', 'pad_rows', 'read_column', 'stack_rows', 'RowBlock', 'read_block', 'RowReader',
-           'read_addresses', 'Collator']
+           'read_addresses', 'refuse_segments', 'Collator']
 
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
@@ -274,6 +274,15 @@ def read_addresses(
     return epochs, indices
 
 # %% ../../nbs/data/06_rows.ipynb #c0a1e61d
+def refuse_segments(rows: Sequence) -> None:
+    "Raise `ValueError` for a row whose second segment would be read as its first."
+    for number, row in enumerate(rows):
+        if isinstance(row, Mapping) and np.any(np.asarray(row.get("token_type_ids", 0))):
+            raise ValueError(f"row {number} has token_type_ids other than 0, and a batch of this "
+                             "collator has no segments: leave the column out, and all of the row "
+                             "is read as segment 0")
+
+
 class Collator(ABC):
     """Base of all collators: rows of any kind in, a batch of tensors out.
 
@@ -320,6 +329,9 @@ class Collator(ABC):
         "Make a batch of rows: packed, tokenized or text."
         import torch  # not at the top: processes that only tokenize and pack would load it too
 
+        kept = getattr(self, "sequences", ())  # of those for labelled rows
+        if not isinstance(rows, RowBlock) and "token_type_ids" not in kept:
+            refuse_segments(rows)
         tokenized = self.read(rows)
         names = "input_ids", "attention_mask", "position_ids"
         batch = {name: torch.from_numpy(tokenized[name]) for name in names}

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['open_source', 'ShuffledReader', 'StreamWindow', 'cut_document', 'BestFitBuffer', 'RowPacker', 'PackedStream',
-           'StreamBatches', 'TokenStream', 'LanedStream']
+           'StreamBatches', 'leave_group', 'TokenStream', 'LanedStream']
 
 # %% ../../nbs/data/14_streaming.ipynb #061752d6
+import os
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -480,6 +481,7 @@ class StreamBatches(PackingReport):
             self.stream, self.stream.block_size, num_workers=self.num_workers,
             collate_fn=partial(_collate_with_state, self.collator),
             pin_memory=torch.cuda.is_available(), generator=torch.Generator().manual_seed(0),
+            worker_init_fn=leave_group,
         )  # fmt: skip
         for batch, state in loader:
             if self.latest:
@@ -504,6 +506,15 @@ class StreamBatches(PackingReport):
         if self.latest:
             self.stream.load_state_dict(self.latest)
         return self.stream.describe()
+
+
+def leave_group(worker: int) -> None:  # number of a loader's worker
+    """Take a worker out of the process group, to which launchers send their signals.
+
+    A run saves itself at a SIGTERM, which it cannot do when its workers die of the same signal.
+    """
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)
 
 
 def _collate_with_state(

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'MAX_PIECE_LENGTH', 'TOKENIZER_KINDS', 'TOKENIZER_FILES', 'train_vocabulary', 'smallest_vocabulary',
            'gather_texts', 'train_byte_level', 'byte_letters', 'CutLattice', 'train_unigram', 'train_tokenizer',
-           'load_tokenizer', 'count_ids', 'find_missing_ids', 'choose_tokenizer']
+           'load_tokenizer', 'count_ids', 'check_vocabularies', 'find_missing_ids', 'choose_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import json
@@ -435,6 +435,22 @@ def count_ids(
 ) -> int:  # rows that an embedding needs: one more than the highest id, which may leave gaps below
     "How many ids a tokenizer may give."
     return max([len(tokenizer), *(1 + one for one in tokenizer.get_vocab().values())])
+
+
+def check_vocabularies(
+    ours: Any,  # tokenizer of a module; None: nothing is known
+    theirs: Any,  # of what it is trained on
+    where: str = "the data module",
+) -> None:
+    "Raise `ValueError` where an id is another word for each of two tokenizers."
+    known = ours is not None and theirs is not None and ours is not theirs
+    vocabularies = [tokenizer.get_vocab() for tokenizer in (ours, theirs)] if known else [{}, {}]
+    if vocabularies[0] != vocabularies[1]:
+        here, there = vocabularies
+        word = min(word for word in {**here, **there} if here.get(word) != there.get(word))
+        raise ValueError(f"{where} has another tokenizer: {word!r} is id {there.get(word)} there "
+                         f"and {here.get(word)} here (None: it has no such word); one tokenizer "
+                         "must be given to both")
 
 
 def find_missing_ids(

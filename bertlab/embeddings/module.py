@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..core.names import find_object, look_up
 from ..data.rows import IGNORED
-from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers import check_vocabularies, load_tokenizer
 from .bi_encoder import BiEncoder, read_layout
 from .gradcache import gather_numbers, gather_vectors, world
 from .losses import DISTILLATIONS, ContrastiveRule, Embedded, distillation_loss
@@ -33,7 +33,7 @@ from ..model.huggingface import describe_saving, has_adapter
 from ..model.losses import LossParts
 from ..train.modules import check_recomputing, compile_layers, compile_options, load_encoder
 from ..train.modules import pretraining_optimizer, recompute, settings_from
-from ..train.steps import TrainingModule
+from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
 def ranks_of(
@@ -138,6 +138,7 @@ class EmbeddingModule(TrainingModule):
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
         self.rule = ContrastiveRule(both_directions, false_negative_margin, tuple(prefixes or ()))
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path", "prepare_encoder"])
+        self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
         self.prepare_encoder = prepare_encoder
         tokenizer = pretrained_tokenizer_name_or_path
         if tokenizer is None:
@@ -161,10 +162,7 @@ class EmbeddingModule(TrainingModule):
                              "random: name pretrained_model_name_or_path")
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
-        theirs = getattr(data, "tokenizer", None)
-        if theirs is not None and len(theirs) != len(self.tokenizer):
-            raise ValueError(f"the data's tokenizer has {len(theirs)} entries and the model's "
-                             f"{len(self.tokenizer)}; give both the same")
+        check_vocabularies(self.tokenizer, getattr(data, "tokenizer", None))
         self.check_pairs(getattr(data, "datasets", {}))
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
         if self.model is not None and self.max_sequence_length:
@@ -195,6 +193,7 @@ class EmbeddingModule(TrainingModule):
         if self.tokenizer is None:
             raise ValueError("no tokenizer is known: give pretrained_tokenizer_name_or_path, or a "
                              "data module to fit")
+        self.hparams.update(self._own)  # Lightning takes out what cannot be pickled
         h, source = self.hparams, self.hparams.pretrained_model_name_or_path
         said = {}
         if source is None:
@@ -264,6 +263,7 @@ class EmbeddingModule(TrainingModule):
         return {glob: {"lr": h.learning_rate * h.layer_decay**n} for glob, n in depth.items()}
 
     def configure_optimizers(self) -> dict[str, Any]:
+        self.hparams.update(self._own)  # a model that was built elsewhere
         overrides = self.rates_by_layer() | (self.hparams.parameter_overrides or {})
         overrides = adapter_overrides(self.model, overrides)
         settings = AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
@@ -276,6 +276,8 @@ class EmbeddingModule(TrainingModule):
         checkpoint["hyper_parameters"] = {
             **checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
             "model_config_kwargs": config, "pooling": self.model.pooling}
+        checkpoint["hyper_parameters"] = plain_options(
+            checkpoint["hyper_parameters"], {"optimizer_class": "adamw", "schedule": None})
         checkpoint["vectors"] = {"normalize": self.model.normalize,
                                  "max_sequence_length": self.model.max_sequence_length}
 

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import did_you_mean
 from ..data.module import EpochBatches, filled_batches
+from ..data.streaming import leave_group
 from ..data.readers import TABLES, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
 from ..data.rows import IGNORED
@@ -504,7 +505,8 @@ class EmbeddingDataModule(L.LightningDataModule):
     def train_dataloader(self) -> EpochBatches:
         "Full batches in an order that is a function of seed and epoch."
         rows, size = self.datasets["train"], self.batch_sizes[0]
-        self.batches = EpochBatches(rows, self.collator, size, self.num_workers, *self._rank())
+        self.batches = EpochBatches(
+            rows, self.collator, size, self.num_workers, *self._rank()).fit_to(self.trainer)
         return self.batches
 
     def val_dataloader(self) -> DataLoader | None:
@@ -514,7 +516,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         batches = filled_batches(len(rows), self.batch_sizes[1], *self._rank())
         return DataLoader(rows, batch_sampler=batches, collate_fn=self.collator,
                           num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
-                          generator=torch.Generator().manual_seed(0))
+                          generator=torch.Generator().manual_seed(0), worker_init_fn=leave_group)
 
     def teardown(self, stage: str | None = None) -> None:
         if self.batches:

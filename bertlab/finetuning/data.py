@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..core.files import written_whole
 from ..core.names import look_up
 from ..data.module import EpochBatches, filled_batches
+from ..data.streaming import leave_group
 from ..data.packing import plan_best_fit
 from ..data.readers import parse_json, resolve_column
 from ..data.rows import IGNORED, count_positions, read_column
@@ -798,7 +799,7 @@ class FinetuningDataModule(L.LightningDataModule):
         size, (rank, world_size) = self.batch_sizes["train"], self._rank()
         rows = GroupedRows(self.datasets["train"], size * world_size, self.shuffle_train, self.seed)
         how = self.collator, size, self.num_workers, rank, world_size
-        self.batches = EpochBatches(rows, *how)
+        self.batches = EpochBatches(rows, *how).fit_to(self.trainer)
         return self.batches
 
     def val_dataloader(self) -> DataLoader | None:
@@ -814,7 +815,7 @@ class FinetuningDataModule(L.LightningDataModule):
         batches = filled_batches(len(rows), self.batch_sizes[split], *self._rank())
         return DataLoader(rows, batch_sampler=batches, collate_fn=self.collator,
                           num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
-                          generator=torch.Generator().manual_seed(0))
+                          generator=torch.Generator().manual_seed(0), worker_init_fn=leave_group)
 
     def teardown(self, stage: str | None = None) -> None:
         "Let the workers go, which would else wait for another epoch."

@@ -23,7 +23,7 @@ from ..core.files import written_whole
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
 from .data import find_overlaps
 from .metrics import count_spans, normalize_answer, score_answer, score_counts
-from .module import make_scores
+from .module import check_known_labels, make_scores
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #630b4ce3
 def label_table(
@@ -309,6 +309,8 @@ def evaluate_split(
     split: str = "validation",  # or test
 ) -> Evaluation:
     "Predict for a split that has labels, and look at it from all sides. Raises `ValueError`."
+    check_known_labels({"id2label": tuple(module.labels.names or ()) or None},
+                       {"id2label": tuple(data.label2id) or None})
     loaders = {"validation": data.val_dataloader, "test": data.test_dataloader}
     loader = loaders[split]() if split in loaders else None
     if loader is None:
@@ -320,7 +322,7 @@ def evaluate_split(
         raise ValueError(f"the split {split!r} has no labels to compare with")
     found, was_training = [], module.training
     module.eval()
-    with torch.inference_mode():
+    with module.evaluation_weights(), torch.inference_mode():
         for batch in loader:
             batch = {name: value.to(module.device) for name, value in batch.items()}
             if scores is not None:

@@ -27,6 +27,7 @@ from ..model.huggingface import find_kind, from_huggingface, has_adapter, load_p
 from ..model.huggingface import read_shape, save_model, their_class
 from ..model.loading import key_table, their_names
 from ..optim.groups import parameter_groups
+from ..optim.optimizers import optimizer_facts
 from ..model.task_heads import TEXT_LOSSES, BertLabForQuestionAnswering
 from ..model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from ..model.task_heads import BertLabForTokenClassification
@@ -245,7 +246,7 @@ def finetuning_groups(
 ) -> list[dict[str, Any]]:  # the one with the head comes first: its rate is the one that is logged
     "Groups of weights: by what decays, and by layer where layers have rates of their own."
     # Muon and GaLore are for hidden matrices; the rest goes to AdamW, in the same optimizer.
-    apart = hparams.optimizer_class in ("muon", "galore")
+    apart = optimizer_facts(hparams.optimizer_class).hidden_apart
     overrides = rate_overrides(model, hparams.learning_rate, hparams.layer_decay)
     overrides = adapter_overrides(model, overrides)
     groups = parameter_groups(model, hparams.weight_decay, hidden_apart=apart, overrides=overrides)

@@ -124,8 +124,10 @@ class BertLabForCausalLM(BertLabTokenPredictor):
                 near_QL = (back_QL >= 0) & (back_QL <= (window or start + Q))
                 masks[kind] = near_QL[None, None].expand(B, 1, -1, -1)
             theta = c.global_rope_theta if kind == "global" else c.local_rope_theta
+            stretch = c.rope_stretch if kind == "global" else None  # as in the encoder
             rope = c.attention_positions == "rope"
-            tables[kind] = rotary_table(rows.positions, c.rotary_size, theta) if rope else None
+            tables[kind] = (rotary_table(rows.positions, c.rotary_size, theta, stretch)
+                            if rope else None)
         x_BQD = self.encoder.embeddings(rows.tokens, rows.positions, rows.segments)
         for layer, (block, kind) in enumerate(zip(self.encoder.blocks, c.layer_kinds)):
             x_BQD = read_block(block, x_BQD, tables[kind], masks[kind], memory, layer)

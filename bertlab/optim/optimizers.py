@@ -9,12 +9,13 @@ __all__ = ['Adapted', 'PROJECTION', 'OPTIMIZERS', 'FUSED_DEVICES', 'PROBE_SHAPE'
 # %% ../../nbs/optim/05_optimizers.ipynb #2c459c34
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -368,6 +369,11 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         ) from error
 
 
+def _plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, np.generic) else value
+            for name, value in options.items()}
+
+
 def get_optimizer(
     optimizer_name: Any,  # a key of OPTIMIZERS; or a class, a function, or the name of one
     params: Iterable[torch.Tensor] | list[dict[str, Any]],  # parameters, or groups of them
@@ -376,7 +382,9 @@ def get_optimizer(
 ) -> Optimizer:
     "Build an optimizer, on its fused kernel where the device has one. Raises `ValueError`."
     found = find_part(optimizer_name, OPTIMIZERS, "optimizer_name")
-    groups, options = _as_groups(params), dict(optimizer_kwargs or {})
+    # A checkpoint holds what a group says, and nobody reads NumPy's numbers from one.
+    groups = [_plain_numbers(group) for group in _as_groups(params)]
+    options = _plain_numbers(optimizer_kwargs or {})
     if not isinstance(found, OptimizerFacts):  # the user's own
         name = getattr(found, "__name__", str(found))
         if quantized:

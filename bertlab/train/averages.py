@@ -60,6 +60,11 @@ class AveragedWeights(Callback):
         self.averages: dict[str, Tensor] = {}  # by the name of a weight; empty before the start
         self.num_averaged, self._seen = 0, 0
 
+    def setup(self, trainer, pl_module, stage: str) -> None:
+        "A run that begins anew begins without averages, also where this object was in another."
+        if stage == "fit" and trainer.global_step == 0 and trainer.ckpt_path is None:
+            self.averages, self.num_averaged = {}, 0
+
     def on_train_start(self, trainer, pl_module) -> None:
         moving = self._moving(pl_module)
         spread = any(hasattr(p, "device_mesh") for p in moving.values())

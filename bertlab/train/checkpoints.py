@@ -181,6 +181,8 @@ def validation_follows(trainer: L.Trainer) -> bool:
     "Whether Lightning validates between this batch and the next."
     if trainer.val_check_batch == float("inf") or not trainer.enable_validation:
         return False
+    if not sum(trainer.num_val_batches):  # there are loaders, and nothing in them
+        return False
     if trainer.check_val_every_n_epoch is None:
         return (trainer.fit_loop.total_batch_idx + 1) % trainer.val_check_batch == 0
     return (trainer.fit_loop.batch_idx + 1) % trainer.val_check_batch == 0
@@ -322,7 +324,7 @@ def documents_identity(
 
 # %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
-                  "streaming", "seed", "collator_kwargs")  # fmt: skip
+                  "streaming", "seed", "collator_kwargs", "packing_pad_to_budget")  # fmt: skip
 # What a configuration says besides the model's shape.
 _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
@@ -335,6 +337,10 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     # Rates and schedules may change; of all else an optimizer brings back what it was saved with.
     known |= {name: hparams[name] for name in ("weight_decay", "optimizer_kwargs")
               if name in hparams}
+    if "parameter_overrides" in hparams:
+        known["parameter_overrides"] = {
+            glob: more for glob, options in (hparams["parameter_overrides"] or {}).items()
+            if (more := {name: value for name, value in options.items() if name != "lr"})}
     shape = config.to_diff_dict() if config is not None else {}
     return known | {name: value for name, value in shape.items() if name not in _UNRELATED}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import same_random_states
-from ..data.tokenizers import load_tokenizer
+from ..data.tokenizers import check_vocabularies, load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
 from ..data.rows import IGNORED
@@ -80,14 +80,10 @@ def check_same_words(
 ) -> None:
     "Raise `ValueError` where the same id is another word for the reference."
     try:
-        theirs = tokenizer and load_tokenizer(source).get_vocab()
+        theirs = None if tokenizer is None else load_tokenizer(source)
     except ValueError:  # weights alone
         return
-    ours = tokenizer.get_vocab() if tokenizer else None
-    if theirs != ours:
-        word = min(word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word))
-        raise ValueError(f"reference {source} has another tokenizer: {word!r} is id "
-                         f"{theirs.get(word)} there and {ours.get(word)} here; train with its")
+    check_vocabularies(tokenizer, theirs, f"reference {source}")
 
 
 def check_whole_scores(tensor_parallel_size: int) -> None:

@@ -88,9 +88,15 @@ class History(Clock):
         super().__init__()
         self.fetch_every, self.record, self._pending = fetch_every, RunRecord(), []
         self.first_step_at: float | None = None  # time.perf_counter() after this session's first
+        self._readers: int | None = None  # processes whose tokens those of this one stand for
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._seen, self._since = trainer.global_step, None  # an error may have left it running
+        before, self._readers = self._readers, count_readers(trainer)
+        if before not in (None, self._readers):  # earlier sessions had other shares of the rows
+            share = before / self._readers
+            self._tokens = self._tokens * share
+            self.record.rows = [(*row[:4], row[4] * share, *row[5:]) for row in self.record.rows]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -121,12 +127,14 @@ class History(Clock):
     def state_dict(self) -> dict[str, Any]:
         self.fetch()
         tokens, seconds = self.totals()
-        return {**vars(self.record), "tokens": tokens, "train_seconds": seconds}
+        return {**vars(self.record), "tokens": tokens, "train_seconds": seconds,
+                "readers": self._readers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.record.rows, self.record.validation = list(state["rows"]), list(state["validation"])
         self.record.evaluations = list(state.get("evaluations", []))
         self._tokens, self._seconds = state["tokens"], state["train_seconds"]
+        self._readers = state.get("readers")  # earlier versions did not write it
         self._pending = []  # of a run in this process that broke off further on
 
 # %% ../../nbs/train/03_history.ipynb #50eb251a

@@ -94,6 +94,15 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
         facts["run"] = read_yaml(homes[0] / MARKER)
         metrics = homes[0] / "metrics.json"
         facts["metrics"] = read_json(metrics, finite=False) if metrics.is_file() else {}
+        there = place / "bertlab-model.json"  # of `ModelDirectories`
+        marker = read_json(there) if there.is_file() else {}
+        last = facts["metrics"].get("steps")
+        if marker and last is not None and marker["step"] != last:  # measured were other weights
+            kept = {name: value for name, value in facts["metrics"].items()
+                    if not name.startswith("val_")}
+            value = {} if marker["value"] is None else {"val_loss": marker["value"]}
+            facts["metrics"] = kept | value
+            facts["step"] = f"{marker['step']:,} of {last:,}"
     from safetensors import safe_open
 
     weights = list(place.glob("*.safetensors"))
@@ -164,7 +173,8 @@ def _card_text(
     shape = {"class": written, "parameters": f"{facts['parameters']:,}",
              "layers": config.get("num_hidden_layers"), "width": config.get("hidden_size"),
              "vocabulary": config.get("vocab_size"),
-             "positions": config.get("max_position_embeddings")}
+             "positions": config.get("max_position_embeddings"),
+             "weights of step": facts.get("step")}
     recipe = {key: run[key] for key in run if key not in ("record", "command")}
     recipe = format_yaml(recipe) if run else ""
     sections = {

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.files import recover_directory, written_directory
+from ..core.files import recover_directory, written_directory, written_whole
 from ..core.reading import check_beside, read_json
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
@@ -152,6 +152,15 @@ class ModelShelf:
             (temporary / MODEL_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         self.tidy(step)
         return place
+
+    def note(self, step: int, value: float) -> None:
+        "Say of a model that is there what a validation found later, and rank it with the others."
+        place = self.directory / f"step-{step:08}"
+        marker = read_marker(place)
+        if marker is not None and np.isfinite(value):
+            with written_whole(place / MODEL_MARKER) as temporary:
+                temporary.write_text(json.dumps({**marker, "value": value}, indent=1) + "\n")
+            self.tidy(step)
 
     def tidy(self, step: int) -> None:
         "Keep the last up to `step` and the best; let the link `best` show the best one."

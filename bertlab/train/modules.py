@@ -39,7 +39,7 @@ from ..data.collators import COLLATORS
 from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
 from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
-from ..data.tokenizers import count_ids, load_tokenizer
+from ..data.tokenizers import check_vocabularies, count_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
@@ -53,7 +53,7 @@ from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClas
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
-from .steps import TrainingModule, count_readers
+from .steps import TrainingModule, count_readers, plain_options
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
 OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
@@ -331,8 +331,9 @@ class DirectoriesBeside(_WrappingCheckpointIO):
         # Building a model draws its first weights, which must not move the run's generator. The
         # weights in the checkpoint are the model's own, so that averages are written where kept.
         with torch.random.fork_rng(devices=[]), module.evaluation_weights():
-            model = plain_copy(module.model, {name.removeprefix("model."): weight.clone()
-                                              for name, weight in weights.items()})  # fmt: skip
+            own = {name.removeprefix("model."): weight.clone() for name, weight in weights.items()
+                   if name.startswith("model.")}  # a subclass may have parts beside its model
+            model = plain_copy(module.model, own)
         with torch.random.fork_rng(devices=[]):
             save_model(model, module.tokenizer, Path(path).with_suffix(""))
 
@@ -501,6 +502,7 @@ class PretrainingModule(TrainingModule):
                 and self.hparams.pretrained_model_name_or_path is None):
             raise ValueError(f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
                              "that is random: name pretrained_model_name_or_path")
+        check_vocabularies(self.tokenizer, getattr(self.trainer.datamodule, "tokenizer", None))
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
@@ -515,6 +517,8 @@ class PretrainingModule(TrainingModule):
         "Build the model, once; Lightning calls this where device and processes are known."
         if self._configured:
             return
+        # Lightning takes out what cannot be pickled, such as a class made in a notebook.
+        self.hparams.update(self._own)
         h = self.hparams
         # A strategy that divides weights has the numbers made in shares.
         strategy = None if self._trainer is None else self.trainer.strategy
@@ -539,8 +543,7 @@ class PretrainingModule(TrainingModule):
         self.model, self._configured = model, True
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # Lightning takes out what cannot be pickled, such as a function made in a notebook.
-        self.hparams.update(self._own)
+        self.hparams.update(self._own)  # a model that was built elsewhere
         return pretraining_optimizer(self.model, self.hparams, self.total_steps())
 
     def total_steps(self) -> int | float:
@@ -585,13 +588,8 @@ class PretrainingModule(TrainingModule):
         plain = {**checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
                  "load_key_mapping": None, "model_kwargs": None,
                  "model_config_kwargs": checkpoint["model_config"]}  # fmt: skip
-        for name, usual in (("optimizer_class", "adamw"), ("schedule", None)):
-            own = plain.get(name)  # a class or function is kept by its name
-            if own is not None and not isinstance(own, str):
-                found = getattr(own, "__qualname__", "").isidentifier()
-                found = found and own.__module__ != "__main__"
-                plain[name] = f"{own.__module__}.{own.__qualname__}" if found else usual
-        checkpoint["hyper_parameters"] = plain
+        usual = {"optimizer_class": "adamw", "schedule": None}
+        checkpoint["hyper_parameters"] = plain_options(plain, usual)
 
 # %% ../../nbs/train/02_modules.ipynb #28bffdab
 class CausalModule(PretrainingModule):

@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['LOSS_SCALE', 'whole', 'total_norm', 'without_waiting', 'count_readers', 'any_process', 'count_devices',
            'scale_gradient', 'can_flag', 'skip_step', 'averaged_weights', 'unscale', 'labels_of', 'bytes_scored',
-           'summed_up', 'validation_metrics', 'TrainingModule']
+           'summed_up', 'validation_metrics', 'plain_options', 'TrainingModule']
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -177,6 +179,31 @@ def validation_metrics(
     return {f"{stage}_{name}": value for name, value in metrics.items()}
 
 # %% ../../nbs/train/01_steps.ipynb #604836f4
+def plain_options(
+    options: Any,  # hyper-parameters: a mapping, or a value of one
+    usual: Mapping[str, Any] | None = None,  # names of parts -> what stands for one without a name
+) -> Any:
+    """Options as a checkpoint can hold them: NumPy's numbers and paths as Python's own.
+
+    Of the parts a class or function is kept by its dotted name; one that was made in a notebook or
+    inside of a function has none, and the usual one stands for it.
+    """
+    if isinstance(options, Mapping):
+        made = {name: plain_options(value) for name, value in options.items()}
+        for name, otherwise in (usual or {}).items():
+            own = made.get(name)
+            if own is not None and not isinstance(own, str):
+                found = getattr(own, "__qualname__", "").isidentifier()
+                found = found and own.__module__ != "__main__"
+                made[name] = f"{own.__module__}.{own.__qualname__}" if found else otherwise
+        return made
+    if type(options) in (list, tuple):
+        return type(options)(map(plain_options, options))
+    if isinstance(options, np.generic):
+        return options.item()
+    return os.fspath(options) if isinstance(options, os.PathLike) else options
+
+
 class TrainingModule(L.LightningModule):
     """What every module does with a batch: loss, gradient, count, guards, log, clip; and scoring.
 
@@ -194,6 +221,7 @@ class TrainingModule(L.LightningModule):
         self._window: Tensor | None = None  # sums of the micro-batches since the last step
         self._norm: Tensor | None = None  # of the whole gradient, for the clip
         self._sums: dict[int, Tensor] = {}  # by validation set, on the device
+        self._averaged: Any = None  # while a split is scored: the context of its weights
         # For bits per byte; None: the tokens' text is unknown. It is no weight of the model.
         self.register_buffer("bytes_per_token_V", None, persistent=False)
 
@@ -215,8 +243,9 @@ class TrainingModule(L.LightningModule):
     # --- a step ---------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
-        "Begin with no sums: an error may have broken off an earlier run inside a window."
+        "Begin with no sums and no averages: an error may have broken off an earlier run anywhere."
         self._window = self.skipped = None
+        self._leave_averages()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         "Remember sums and count; return a loss whose gradient is a scaled sum."
@@ -318,13 +347,21 @@ class TrainingModule(L.LightningModule):
         return {name: value.float() for name, value in metrics.items()}
 
     def _begin(self, stage: str) -> None:
-        self._averaged = self.evaluation_weights()
-        self._averaged.__enter__()
+        self._take_averages()
         self.begin_scoring(stage)
 
     def _end(self, stage: str) -> None:
         self.log_dict(self.final_scores(stage))
-        self._averaged.__exit__(None, None, None)  # before a callback writes a checkpoint
+        self._leave_averages()  # before a callback writes a checkpoint
+
+    def _take_averages(self) -> None:
+        self._averaged = self.evaluation_weights()
+        self._averaged.__enter__()
+
+    def _leave_averages(self) -> None:
+        averaged, self._averaged = self._averaged, None  # what is over can be neither copied
+        if averaged is not None:  # nor pickled, and a module can
+            averaged.__exit__(None, None, None)
 
     def on_validation_epoch_start(self) -> None:
         self._begin("val")
@@ -345,3 +382,9 @@ class TrainingModule(L.LightningModule):
 
     def on_test_epoch_end(self) -> None:
         self._end("test")
+
+    def on_predict_epoch_start(self) -> None:
+        self._take_averages()
+
+    def on_predict_epoch_end(self) -> None:
+        self._leave_averages()

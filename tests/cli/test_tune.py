@@ -16,6 +16,7 @@ import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
 from bertlab.cli.main import main  # noqa: E402
 from bertlab.cli.tune import read_search, read_trials, tune  # noqa: E402
+from bertlab.core.reading import read_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
@@ -379,3 +380,32 @@ def test_vocabularies_are_searched_by_what_compares_over_them(name, values, plan
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ValueError, match="plain_mean"):
         read_search(path)
+
+
+def test_a_search_over_several_processes_is_refused_before_anything_is_written(plan, tmp_path, monkeypatch):
+    path, content = plan
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="runs its trials in one process, and 2 are asked for"):
+        tune(str(path), str(tmp_path / "search"))
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name)
+    content["trainer"]["devices"] = 2
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError, match="leave out trainer.devices"):
+        tune(str(path), str(tmp_path / "search"))
+    assert not (tmp_path / "search").exists()
+
+
+def test_the_model_of_the_last_step_is_ranked_by_the_validation_behind_it(plan, tmp_path):
+    path, content = plan
+    del content["search"]
+    content["run"] |= {"models": True, "val_every_steps": 3, "output": str(tmp_path / "run")}
+    content["trainer"]["max_steps"] = 5
+    content["model"]["learning_rate"] = 3e-2
+    path.write_text(yaml.safe_dump(content))
+    assert main(["pretrain", "--config", str(path)]) == 0
+    markers = {one.name: read_json(one / "bertlab-model.json")["value"] for one in (tmp_path / "run" / "models").glob("step-*")}
+    assert markers["step-00000005"] is not None
+    best = min(markers, key=markers.get)
+    assert (tmp_path / "run" / "models" / "best").resolve().name == best

@@ -317,7 +317,7 @@ def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
     from bertlab.data.tokenizers import train_tokenizer
 
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
-    with pytest.raises(ValueError, match="both the same"):
+    with pytest.raises(ValueError, match="given to both"):
         fit(other, data, 1)
 
 

@@ -504,3 +504,63 @@ def test_rows_without_labels_are_for_predict():
     with pytest.raises(ValueError, match="trainer.predict"):
         trainer.test(module, data, verbose=False)
     assert sum(len(b["logits"]) for b in predict(module, data.test_dataloader())) == 5
+
+
+class Own(torch.optim.SGD):
+    "Somebody's optimizer."
+
+
+@pytest.mark.parametrize("options", [{"optimizer_class": Own}, {"scheduler_type": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)}])
+def test_parts_of_ones_own_train_and_leave_a_checkpoint_that_safe_loading_reads(options, tmp_path):
+    module = module_for(**options)
+    trainer = fit(module, data_for(), 3)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    kept = torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"]
+    assert kept["optimizer_class"] == (f"{__name__}.Own" if "optimizer_class" in options else "adamw")
+    assert kept.get("scheduler_type") is None
+    loaded = FinetuningModule.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(module.model.parameters(), loaded.model.parameters()))
+
+
+def test_a_trained_module_refuses_data_whose_labels_have_other_numbers():
+    from bertlab.finetuning.evaluations import evaluate_split
+
+    module = module_for()
+    trainer = fit(module, data_for(), 3)
+    other = data_for(label_names=["tool", "fruit"])
+    with pytest.raises(ValueError, match="the model answers with id2label=.*'fruit', 'tool'.*give the data module label_names"):
+        trainer.validate(module, other, verbose=False)
+    other.setup("validate")
+    with pytest.raises(ValueError, match="the model answers with"):
+        evaluate_split(module, other)
+    trainer.validate(module, data_for(label_names=["fruit", "tool"]), verbose=False)
+    assert module.labels.names == ("fruit", "tool")
+
+
+def test_predictions_and_tables_are_of_the_averages_that_were_validated():
+    from bertlab.finetuning.evaluations import evaluate_split
+
+    module, data = module_for(optimizer_class="splus", learning_rate=0.1), data_for()
+    trainer = fit(module, data, 5)
+    with module.evaluation_weights():
+        averaged = predict(module, data.val_dataloader())
+    raw = predict(module, data.val_dataloader())
+    found = trainer.predict(module, data.val_dataloader())
+    assert all(torch.allclose(a["logits"], b["logits"], atol=1e-6) for a, b in zip(averaged, found))
+    assert not all(torch.allclose(a["logits"], b["logits"], atol=1e-3) for a, b in zip(raw, found))
+    before = weights(module)
+    evaluate_split(module, data)
+    assert all(torch.equal(value, module.model.state_dict()[name]) for name, value in before.items())
+
+
+def test_data_read_by_another_tokenizer_than_the_model_came_with_is_refused(tmp_path):
+    from bertlab.model.heads import BertLabForMaskedLM
+    from bertlab.model.huggingface import save_model
+    from bertlab.model.config import BertLabConfig
+
+    other = train_tokenizer(["other words that nobody else has read so far"] * 30, 120)
+    shape = {**CONFIG, "vocab_size": max(len(other), len(tokenizer()))}
+    save_model(BertLabForMaskedLM(BertLabConfig(**shape)), other, tmp_path / "model")
+    module = FinetuningModule("classification", str(tmp_path / "model"))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        fit(module, data_for(), 3)

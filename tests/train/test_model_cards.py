@@ -221,3 +221,12 @@ def test_a_card_of_a_finetuned_model_names_its_rows_and_the_mean_of_its_seeds(ru
     assert "embedded corpus" not in card
     (run / "run.yaml").write_text(yaml.safe_dump({"command": "finetune", "data": {"dataset_name_or_path": None}, "run": {"task": "docstring-area"}}))
     assert "text: docstring-area" in make_card(place)
+
+
+def test_a_card_of_an_older_step_states_what_was_measured_of_it(run):
+    metrics = run / "metrics.json"
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 20, "val_loss": 9.0}))
+    text = make_card(run / "models" / "step-00000010")
+    assert "weights of step: 10 of 20" in text and "nats per label: 2.5" in text and "bits per byte" not in text and "9.0" not in text
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 10}))
+    assert "weights of step" not in make_card(run / "models" / "step-00000010")

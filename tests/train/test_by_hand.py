@@ -1,0 +1,246 @@
+"What one part leaves for another when somebody uses them from Python: trainers with limits, second runs, own classes, copies."
+
+import copy
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
+from test_training import word_tokenizer
+
+from bertlab.core.reading import read_json
+from bertlab.data.collators import MaskedLanguageModelingCollator
+from bertlab.data.module import EpochBatches, PretrainingDataModule
+from bertlab.data.packing import PackedDataset
+from bertlab.data.streaming import leave_group
+from bertlab.model.causal import BertLabForCausalLM
+from bertlab.model.config import BertLabConfig
+from bertlab.train.averages import AveragedWeights
+from bertlab.train.checkpoints import run_fingerprint, validation_follows
+from bertlab.train.history import History
+from bertlab.train.model_directories import ModelDirectories, ModelShelf
+from bertlab.train.modules import PretrainingModule
+from bertlab.train.steps import plain_options
+from bertlab.train.trainer import make_trainer
+
+QUIET = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+
+
+class Halved(torch.optim.SGD):
+    "Somebody's own optimizer."
+
+
+def test_a_module_and_data_with_other_words_are_refused_before_a_step():
+    other = word_tokenizer([f"x{word}" for word in WORDS])  # as many words, others
+    assert len(other) == len(TOKENIZER)
+    data = PretrainingDataModule(None, other, max_sequence_length=32, train_batch_size=8)
+    data.set_datasets(TEXTS[40:], TEXTS[:40])
+    with pytest.raises(ValueError, match="the data module has another tokenizer: '.*' is id .* there and .* here"):
+        fit(module_of(), data, 3)
+    same = copy.deepcopy(TOKENIZER)  # another object with the same words is no other tokenizer
+    data = PretrainingDataModule(None, same, max_sequence_length=32, train_batch_size=8, val_batch_size=8)
+    data.set_datasets(TEXTS[40:], TEXTS[:40])
+    fit(module_of(), data, 3)
+
+
+def rows_of():
+    documents = [np.arange(5, 5 + n) for n in np.random.default_rng(0).integers(3, 30, 260)]
+    return PackedDataset(documents, 32, pad_token_id=0, cls_token_id=2, sep_token_id=3)
+
+
+def told(trainer: SimpleNamespace | None):
+    return EpochBatches(rows_of(), lambda rows: [(row["epoch"], row["index"]) for row in rows], 4).fit_to(trainer)
+
+
+def trainer_of(limit, overfit=0, epoch=0):
+    return SimpleNamespace(limit_train_batches=limit, overfit_batches=overfit, current_epoch=epoch)
+
+
+@pytest.mark.parametrize("limit", [0.5, 7])
+def test_limited_epochs_are_equally_long_and_leave_nothing_out(limit):
+    whole = told(None)
+    expected = int(len(whole) * limit) if isinstance(limit, float) else limit
+    loader = told(trainer_of(limit))
+    epochs = [list(loader) for _ in range(5)]
+    assert [len(epoch) for epoch in epochs] == [expected] * 5
+    plain = [batch for _ in range(5) for batch in whole]
+    assert [batch for epoch in epochs for batch in epoch] == plain[: 5 * expected]
+
+
+def test_overfitting_repeats_the_same_batches_with_the_same_masks():
+    loader = told(trainer_of(3, overfit=3))
+    first, second = list(loader), list(loader)
+    assert first == second and len(first) == 3 and first != list(told(trainer_of(3)))[1:]
+
+
+def test_a_new_loader_begins_where_its_trainer_is():
+    begun = told(None)
+    list(begun), list(begun)
+    assert next(iter(told(trainer_of(1.0, epoch=2)))) == next(iter(begun))
+    short = told(trainer_of(5))
+    list(short), list(short)
+    assert next(iter(told(trainer_of(5, epoch=2)))) == next(iter(short))
+
+
+def test_a_trainer_with_a_limit_counts_the_epochs_that_it_promises():
+    module, data = module_of(), data_of()
+    trainer = L.Trainer(max_epochs=3, limit_train_batches=0.5, enable_checkpointing=False, **QUIET)
+    trainer.fit(module, data)
+    assert trainer.global_step == 3 * trainer.num_training_batches == trainer.estimated_stepping_batches
+    assert trainer.num_training_batches == len(data.batches) // 2
+
+
+def test_a_module_that_has_validated_can_be_copied_and_pickled():
+    module = module_of(optimizer_class="splus", learning_rate=0.1)
+    trainer, _ = fit(module, data_of(), 2)
+    module.trainer = None
+    twin = copy.deepcopy(module)
+    assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), module.state_dict().values()))
+    pickle.dumps(module._averaged)
+
+
+def test_a_run_behind_one_that_broke_off_in_a_validation_begins_with_its_own_weights():
+    module, data = module_of(optimizer_class="splus", learning_rate=0.1), data_of()
+    score, module.score_batch = module.score_batch, lambda *_: (_ for _ in ()).throw(MemoryError())
+    with pytest.raises(MemoryError):
+        fit(module, data, 2)
+    averaged = copy.deepcopy(module.model.state_dict())
+    module.score_batch = score
+    module.on_fit_start()
+    after = module.model.state_dict()
+    assert any(not torch.equal(averaged[name], after[name]) for name in averaged)  # the raw ones are back
+    fit(module, data, 2)
+
+
+def test_averages_are_of_the_run_that_they_are_used_in():
+    average = AveragedWeights(0.5)
+    first, second = module_of(seed=0), module_of(seed=1)
+    for module in (first, second):
+        trainer = make_trainer(3, "32-true", accelerator="cpu", callbacks=[average], val_check_steps=3)
+        torch.manual_seed(3)
+        trainer.fit(module, data_of())
+    again, alone = module_of(seed=1), AveragedWeights(0.5)
+    torch.manual_seed(3)
+    make_trainer(3, "32-true", accelerator="cpu", callbacks=[alone], val_check_steps=3).fit(again, data_of())
+    assert average.num_averaged == alone.num_averaged == 3
+    assert all(torch.equal(average.averages[name], alone.averages[name]) for name in alone.averages)
+
+
+def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
+    module = module_of(learning_rate=np.float64(3e-3), weight_decay=np.float32(0.5))
+    trainer, _ = fit(module, data_of(), 2)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    kept = torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]
+    assert type(kept["learning_rate"]) is float and kept["weight_decay"] == 0.5
+    found = plain_options({"a": [Path("x"), np.int64(3)], "b": {"c": (np.float64(1.5),)}, "optimizer_class": Halved,
+                           "schedule": lambda step: 1.0}, {"optimizer_class": "adamw", "schedule": None})  # fmt: skip
+    assert found == {"a": ["x", 3], "b": {"c": (1.5,)}, "optimizer_class": f"{__name__}.Halved", "schedule": None}
+    assert type(found["a"][1]) is int
+
+
+def test_a_subclass_with_a_part_beside_its_model_writes_its_directories(tmp_path):
+    class Projected(PretrainingModule):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.projection = torch.nn.Linear(2, 2)
+
+    torch.manual_seed(0)
+    module = Projected(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3)
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    L.Trainer(max_steps=1, callbacks=[keeper], limit_val_batches=0, **QUIET).fit(module, data_of())
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_rows_with_segments_are_refused_where_a_batch_has_none():
+    collate = MaskedLanguageModelingCollator.from_tokenizer(TOKENIZER)
+    ids = TOKENIZER(TEXTS[0])["input_ids"]
+    collate([{"input_ids": ids, "token_type_ids": [0] * len(ids)}])
+    with pytest.raises(ValueError, match="row 0 has token_type_ids other than 0"):
+        collate([{"input_ids": ids, "token_type_ids": [0] * (len(ids) - 1) + [1]}])
+
+
+def test_the_causal_twin_is_stretched_as_its_encoder_is():
+    torch.manual_seed(0)
+    stretch = {"rope_type": "linear", "factor": 4.0}
+    models = [BertLabForCausalLM(BertLabConfig(**{**SHAPE, "vocab_size": 60, "initializer_range": 0.5, "rope_stretch": one})).eval()
+              for one in (None, stretch)]  # fmt: skip
+    models[1].load_state_dict(models[0].state_dict())
+    ids = torch.randint(5, 60, (1, 16))
+    plain, stretched = (model(ids).logits for model in models)
+    assert torch.allclose(plain[:, 0], stretched[:, 0], atol=1e-6) and not torch.allclose(plain, stretched, atol=1e-6)
+
+
+def test_what_a_later_validation_finds_is_ranked_with_the_rest(tmp_path):
+    shelf = ModelShelf(tmp_path / "models", keep_last=1)
+    for step, value in ((10, 2.0), (20, None)):
+        shelf.put(step, value, lambda place: (place / "config.json").write_text("{}"))
+    assert (shelf.directory / "best").resolve().name == "step-00000010"
+    shelf.note(20, 1.5)
+    assert (shelf.directory / "best").resolve().name == "step-00000020"
+    assert [path.name for path in shelf.models()] == ["step-00000020"]
+    assert read_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
+    shelf.note(30, 1.0)  # no such model
+    shelf.note(20, float("nan"))
+    assert read_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
+
+
+def test_tokens_of_a_run_count_once_where_the_number_of_processes_has_changed(monkeypatch):
+    history = History()
+    history.load_state_dict({"rows": [(1, 2.0, 0.1, 1.0, 100.0, 1.0)], "validation": [], "tokens": 100,
+                             "train_seconds": 1.0, "readers": 1})  # fmt: skip
+    monkeypatch.setattr("bertlab.train.history.count_readers", lambda trainer: 2)
+    history.on_train_start(SimpleNamespace(global_step=1), None)
+    assert history.totals()[0] == 50 and history.record.rows == [(1, 2.0, 0.1, 1.0, 50.0, 1.0)]
+    assert history.state_dict()["readers"] == 2
+    history.on_train_start(SimpleNamespace(global_step=1), None)  # once
+    assert history.totals()[0] == 50
+
+
+def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
+    module, data = module_of(), data_of(val=[])
+    models = ModelDirectories(tmp_path / "models", TOKENIZER, every_steps=2, keep_last=9)
+    trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])
+    trainer.fit(module, data)
+    assert [path.name for path in models.shelf.models()] == [f"step-{step:08}" for step in (2, 4, 6)]
+    assert not validation_follows(trainer)
+
+
+def test_what_an_override_says_besides_a_rate_is_part_of_a_runs_identity():
+    def known(**options):
+        return run_fingerprint(module_of(parameter_overrides={"*norm*": options}), None)["parameter_overrides"]
+
+    assert known(lr=1e-3) == known(lr=1e-4) == {} and known(weight_decay=0.1, lr=1.0) == {"*norm*": {"weight_decay": 0.1}}
+    assert "packing_pad_to_budget" in run_fingerprint(module_of(), data_of())
+
+
+class Groups(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return os.getpgid(0)
+
+
+def test_a_loaders_worker_is_in_no_process_group_of_its_run():
+    loader = torch.utils.data.DataLoader(Groups(), num_workers=2, worker_init_fn=leave_group)
+    assert all(group != os.getpgid(0) for batch in loader for group in batch.tolist())
+    made = data_of(num_workers=1)
+    made.setup()
+    assert made.val_dataloader().worker_init_fn is leave_group
+
+
+
+
+def test_an_own_optimizer_that_cannot_be_named_is_left_to_the_reader_of_the_checkpoint(tmp_path):
+    class Local(torch.optim.SGD):
+        pass
+
+    trainer, _ = fit(module_of(optimizer_class=Local, optimizer_kwargs={"momentum": 0.9}), data_of(), 3)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]["optimizer_class"] == "adamw"
