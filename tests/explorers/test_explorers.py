@@ -685,7 +685,7 @@ def test_a_click_during_validation_is_heard_there(notebook):
     heard = []
     monitor = TrainingMonitor()
     monitor.on_validation_batch_end(None, None, None, None, 0)  # of a validation without training
-    monitor.on_train_start(SimpleNamespace(global_step=0, world_size=1), None)
+    monitor.on_train_start(SimpleNamespace(global_step=0, strategy=None, world_size=1), None)
     monitor._mail = SimpleNamespace(answer=lambda: heard.append("click"))
     monitor.on_validation_batch_end(None, None, None, None, 0)
     assert heard == ["click"]
@@ -694,7 +694,7 @@ def test_a_click_during_validation_is_heard_there(notebook):
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_of_several_processes_is_recorded_and_not_drawn(notebook):
     monitor = TrainingMonitor()
-    monitor.on_train_start(SimpleNamespace(global_step=0, world_size=2), None)
+    monitor.on_train_start(SimpleNamespace(global_step=0, strategy=None, world_size=2), None)
     assert monitor.panel is None and notebook == []
 
 
@@ -710,7 +710,7 @@ def test_watching_costs_less_than_one_percent_of_a_step(notebook):
     def share() -> float:
         monitor, inside = TrainingMonitor(), 0.0
         logged = {"train_loss": torch.tensor(3.0), "learning_rate": torch.tensor(1e-3), "gradient_norm": torch.ones(())}
-        trainer = SimpleNamespace(global_step=0, world_size=1, callback_metrics=logged, max_steps=100)
+        trainer = SimpleNamespace(global_step=0, strategy=None, world_size=1, callback_metrics=logged, max_steps=100)
         batch = {"attention_mask": torch.ones(16, 512, dtype=torch.long)}
         monitor.on_train_start(trainer, None)
         for trainer.global_step in range(1, 16):
@@ -735,7 +735,7 @@ def test_drawings_keep_to_their_share_however_slow_they_are(notebook, monkeypatc
 
     monkeypatch.setattr(training_monitor, "answer", slow)
     monitor = TrainingMonitor()
-    trainer = SimpleNamespace(global_step=0, world_size=1, max_steps=-1)
+    trainer = SimpleNamespace(global_step=0, strategy=None, world_size=1, max_steps=-1)
     monitor.on_train_start(trainer, None)
     monitor.draw(trainer)
     assert monitor._next == 102 + 2.0 / training_monitor.DRAWING_SHARE
