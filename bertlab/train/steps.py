@@ -359,8 +359,9 @@ class TrainingModule(L.LightningModule):
         self._averaged.__enter__()
 
     def _leave_averages(self) -> None:
-        averaged, self._averaged = self._averaged, None  # what is over can be neither copied
-        if averaged is not None:  # nor pickled, and a module can
+        # Forgotten behind its end: a module can be copied and pickled, and this cannot.
+        averaged, self._averaged = self._averaged, None
+        if averaged is not None:
             averaged.__exit__(None, None, None)
 
     def on_validation_epoch_start(self) -> None:
