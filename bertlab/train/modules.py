@@ -40,7 +40,8 @@ from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
 from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
 from ..data.tokenizers import check_vocabularies, count_ids, load_tokenizer
-from ..model.encoder import BertLabModel, BertLabPreTrainedModel, run_layers
+from ..model.encoder import BertLabModel, BertLabPreTrainedModel, Rows, position_table
+from ..model.encoder import run_layers
 from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor, score_vectors
@@ -270,7 +271,14 @@ def compile_layers(model: BertLabTokenPredictor, **options: Any) -> None:  # of 
     too: its shapes follow the labels there.
     """
     allow_graphs()  # models of several shapes, in training and validation
-    model.encoder.__dict__["compiled_layers"] = torch.compile(run_layers, **options)
+    compiled, kinds = torch.compile(run_layers, **options), {*model.config.layer_kinds}
+
+    def run(encoder: BertLabModel, rows: Rows, *args: Any, **named: Any) -> dict[str, Any]:
+        # Angles are made here: inside, every layer would make its own for every head.
+        tables = {kind: position_table(encoder.config, kind, rows.positions) for kind in kinds}
+        return compiled(encoder, rows, *args, **named, tables=tables)
+
+    model.encoder.__dict__["compiled_layers"] = run
     if isinstance(model, BertLabTokenPredictor):
         model.__dict__["compiled_scores"] = torch.compile(score_vectors, **options)
 

@@ -190,6 +190,40 @@ def test_transformers_trainer_takes_a_stream(tmp_path):
     assert seen[:20] == [(0, index) for index in range(20)] and np.isfinite(losses).all()
 
 
+@pytest.mark.parametrize("kept, named, told", [
+    (None, False, True),  # all that our collator makes
+    (("input_ids", "attention_mask", "labels"), True, True),  # as transformers' collators
+    (("input_ids", "attention_mask", "labels"), False, False),
+])  # fmt: skip
+def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(kept, named, told, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from bertlab.model.config import modernbert_tiny
+    from bertlab.model.heads import BertLabForMaskedLM
+
+    hidden, collator = {}, build_collator()
+
+    class Epochs(TrainerCallback):
+        def on_epoch_begin(self, arguments, state, control, **_):
+            collator.epoch = int(state.epoch)
+
+    def collate(rows):
+        batch = collator(rows)
+        hidden.setdefault(collator.epoch, []).append(sorted((batch["labels"] != -100).tolist()))
+        return {name: batch[name] for name in kept or batch}
+
+    rows = [{"input_ids": [CLS, *range(7, 7 + n), SEP]} for n in (8, 9, 10, 11)]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False, label_names=["labels"] if named else None)  # fmt: skip
+    model = BertLabForMaskedLM(modernbert_tiny(vocab_size=64))
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate, callbacks=[Epochs()])
+    trainer.train()
+    assert hidden[0][0] != hidden[1][0]
+    assert ("eval_loss" in trainer.evaluate()) == told
+
+
 def test_packing_streaming_and_this_need_neither_lightning_nor_our_encoder():
     code = (
         "import sys, bertlab.data.packing, bertlab.data.streaming, bertlab.data.plain_models;"

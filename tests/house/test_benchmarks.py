@@ -1,6 +1,7 @@
 "The comparisons are fair and their arithmetic is right; how fast anything is, benchmarks/ says itself."
 
 import json
+import math
 import sys
 from collections import Counter
 from importlib import import_module
@@ -79,7 +80,7 @@ def chosen_output(monkeypatch):
     "overhead --rounds 1", "demo --runs 1", "demo --steps 9", "heads --runs 1", "checkpointing --runs 1", "kills --kills 4",
     "shards --tokens 1000", "shards --skip-tokenizing", "ceiling --models short", "embeddings build/demo --only train",
     "records --only first_demo_in_half", "records --text LICENSE --rounds 1", "scaling --parts ways", "half_hour --theirs 1",
-    "pretraining --models short --rounds 1", "pretraining --seconds 5", "adapters --size 64"])  # fmt: skip
+    "pretraining --models short --rounds 1", "pretraining --seconds 5", "adapters --size 64", "larger_recipe --sides muon"])  # fmt: skip
 def test_a_part_or_a_rehearsal_is_written_only_where_a_file_is_named(words, chosen_output, capsys):
     assert chosen_output(*words.split()) is None
     assert capsys.readouterr().out == "a part or a rehearsal: nothing is written without --output\n"
@@ -276,6 +277,46 @@ def test_half_an_hour_of_another_machine_has_its_precision_and_its_steps(tmp_pat
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["tuned"]["rate"] == 2e-3 and list(found["losses"]["ours"]) == ["2", "4", "8"] and (tmp_path / "out.png").exists()
     assert found["judged"][0]["passed"] and found["minutes_needed"] == pytest.approx(2)
+
+
+def test_each_side_of_a_larger_recipe_has_its_own_rate_between_worse_ones(tmp_path, monkeypatch, capsys):
+    import larger_recipe
+
+    best, asked = {"published": 5e-4, "shares": 2e-3, "muon": 32e-3}, []
+
+    def run(script, case, threads):
+        asked.append(case)
+        off = abs(math.log2(case["rate"] / best[case["side"]]))
+        return {"nats": 3 + off, "bits_per_byte": 2 + off - 0.1 * (case["side"] == "muon") + 0.01 * case["seed"], "steps_per_minute": 1.0}
+
+    monkeypatch.setattr(sides, "run_child", run)
+    words = ["--device", "cpu", "--kept", str(tmp_path), "--output", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["larger_recipe.py", *words])
+    larger_recipe.main()
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert {side: one["rate"] for side, one in found["tuned"].items()} == pytest.approx(best)
+    assert all(min(tried) < best[side] < max(tried) for side, one in found["tuned"].items()
+               for tried in [[float(rate) for rate in one["tried"]]])
+    assert [case["seed"] for case in asked if case["rate"] == best["muon"]] == [0, 1, 2]
+    assert found["gains"]["muon"] == pytest.approx({"median": 0.1, "min": 0.1, "max": 0.1})
+    assert [one["passed"] for one in found["judged"]] == [True, True]
+    muon, ours = found["recipes"]["muon"], yaml.safe_load((ROOT / "configs" / "laptop.yaml").read_text())
+    for name in ("optimizer_class", "optimizer_kwargs", "weight_decay"):
+        assert muon["model"][name] == ours["model"][name], name
+    assert muon["data"]["collator_kwargs"] == ours["data"]["collator_kwargs"]
+    assert muon["model"]["scheduler_cooldown_steps"] / 400 == ours["model"]["scheduler_cooldown_steps"] / ours["trainer"]["max_steps"]
+
+
+def test_the_larger_recipe_has_the_shape_and_the_plan_of_its_configuration():
+    import larger_recipe
+
+    theirs = yaml.safe_load((ROOT / "configs" / "colab-gpu.yaml").read_text())
+    made = larger_recipe.recipe({"side": "published", "rate": 2e-3, "steps": 7500, "device": "cuda", "quick": False})
+    for name in ("weight_decay", "optimizer_kwargs", "scheduler_warmup_steps", "scheduler_cooldown_steps", "learning_rate"):
+        assert made["model"][name] == theirs["model"][name], name
+    assert theirs["model"]["model_config_kwargs"].items() <= made["model"]["model_config_kwargs"].items()
+    assert made["data"]["collator_kwargs"] == theirs["data"]["collator_kwargs"]
+    assert larger_recipe.ROWS * larger_recipe.LENGTH == theirs["run"]["batch_tokens"] and theirs["data"]["max_sequence_length"] == 256
 
 
 def test_busy_loops_end_with_their_block():

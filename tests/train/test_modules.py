@@ -474,6 +474,30 @@ def test_compiling_twice_is_refused():
         compile_options(True, torch.device("xla"))
 
 
+def test_a_compiled_program_takes_the_angles_of_rotary_positions_and_makes_none():
+    "The compiler would make them anew wherever they are used, for each layer and head."
+    graphs = []
+
+    def noted(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    config = BertLabConfig(**{**SHAPE, "num_hidden_layers": 3}, vocab_size=50, local_attention=8, global_attention_every_n_layers=2,
+                           global_rope_theta=1e5, local_rope_theta=1e3, attn_implementation="sdpa",
+                           rope_stretch={"rope_type": "linear", "factor": 2.0})  # fmt: skip
+    model = BertLabForMaskedLM(config).eval()
+    ids = torch.randint(5, 50, (2, 32), generator=torch.Generator().manual_seed(0))
+    rows = torch.ones_like(ids).cumsum(1) // 20 + 1
+    plain = model.encoder(ids, attention_mask=rows).last_hidden_state
+    torch._dynamo.reset()
+    compile_layers(model, backend=noted)
+    found = model.encoder(ids, attention_mask=rows).last_hidden_state
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    (graph,) = graphs
+    assert not [node for node in graph.graph.nodes if str(node.target) in ("cos", "sin")]
+
+
 def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
     seen = []
     monkeypatch.setattr(encoder, "choose_kernel", lambda setting: seen.append(setting) or ("sdpa", ""))
