@@ -25,7 +25,7 @@ from typing import Any
 
 from .. import __version__
 from .options import COMMANDS, Asked
-from ..core.files import MARKER, check_run_directory
+from ..core.files import MARKER, check_run_directory, directories_kept
 from ..core.names import did_you_mean
 from ..core.reading import read_yaml
 from ..data.sources import find_documents, is_local, looks_like_hub_name
@@ -542,7 +542,8 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         print(f"bertlab: {words[0]!r} is no command{did_you_mean(words[0], COMMANDS)}; choose one "
               f"of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return answer(words[0], lambda: _run(words))
+    with directories_kept():  # one command in one directory
+        return answer(words[0], lambda: _run(words))
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a program, not a notebook's cell

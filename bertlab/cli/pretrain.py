@@ -85,7 +85,8 @@ class RunChoices:
     keep_best: int = 1  # model directories with the lowest validation loss to keep
     skip_nonfinite: bool = True  # leave out steps that are not finite; ten in a row end the run
     skip_spikes: bool = True  # leave out steps whose loss or gradient is far beyond the usual
-    time_limit: int | str | None = None  # such as 2h30m, over all sessions of the run
+    # such as 2h30m, over all sessions of the run; null: the budget of a time_budget schedule.
+    time_limit: int | str | None = None
     token_limit: int | str | None = None  # real tokens, such as 10B
     loss_below: float | None = None  # training loss at which the run is done
     loss_above: float | None = None  # training loss at which the run is lost
@@ -130,11 +131,14 @@ class RunChoices:
             raise ValueError(f"run.peak_flops must be a number or measured: {self.peak_flops!r}")
 
 # %% ../../nbs/cli/02_pretrain.ipynb #519c9db3
-def run_limits(run: RunChoices) -> list[Callback]:
+def run_limits(
+    run: RunChoices,
+    budget: Any = None,  # of a schedule that follows the clock
+) -> list[Callback]:
     "What ends a run."
     callbacks: list[Callback] = []
-    if run.time_limit is not None:
-        callbacks.append(TimeLimit(run.time_limit))
+    if (limit := budget if run.time_limit is None else run.time_limit) is not None:
+        callbacks.append(TimeLimit(limit))  # behind a budget the rate is 0
     if run.token_limit is not None:
         callbacks.append(TokenLimit(run.token_limit))
     if (run.loss_below, run.loss_above) != (None, None):
@@ -179,8 +183,10 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
 def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[Callback]:
     "All callbacks of a run; the history comes first, for others read it."
     output, every, history = Path(run.output), run.checkpoint_every_steps, History()
+    follows_clock = module.hparams.schedule == "time_budget"
+    budget = (module.hparams.scheduler_kwargs or {}).get("budget") if follows_clock else None
     callbacks = [history, *get_progress(run.progress, history), *run_guards(run),
-                 *run_limits(run), *run_monitors(run, module)]
+                 *run_limits(run, budget), *run_monitors(run, module)]
     if run.average is not None:
         callbacks.append(AveragedWeights(run.average))
     if run.models:

@@ -490,6 +490,14 @@ def test_a_limit_stops_a_run_early_and_the_report_says_which(words, tmp_path, li
     assert reason in metrics["stopped"] and reason in (tmp_path / "run" / "report.md").read_text()
 
 
+def test_a_run_ends_with_the_budget_of_its_schedule_unless_a_limit_says_otherwise(words, tmp_path):
+    clock = ["--model.schedule", "time_budget", "--model.scheduler_kwargs", "{budget: 0.001s}", "--model.scheduler_cooldown_steps", "0"]
+    metrics = pretrain([*words, *clock, "--trainer.max_steps", "50"])
+    assert "seconds of all sessions are over (limit='0.001s')" in metrics["stopped"]
+    again = pretrain([*words, *clock, "--trainer.max_steps", "2", "--run.time_limit", "1h", "--overwrite"])
+    assert again["steps"] == 2 and again["stopped"] == "its last step was reached"
+
+
 def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "bertlab.cli.main", "pretrain"]

@@ -5,19 +5,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bertlab.cli.main import join_family, main
 from bertlab.cli.options import COMMANDS
+from bertlab.core import files
 from bertlab.core.files import (
     MARKER,
     check_new_file,
     check_run_directory,
+    directories_kept,
     prepare_run_directory,
     written_directory,
     written_whole,
 )
+
+needs_locks = pytest.mark.skipif(files.fcntl is None, reason="needs fcntl, which Windows lacks")
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path):
@@ -133,6 +138,103 @@ def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(w
     said, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
     assert "run already holds a run" in said and "another --output" in said
     assert ("--overwrite" in said, "--resume" in said) == (bool(command.overwrite), bool(command.resume))
+
+
+PROGRAM = """import os, sys, time
+from bertlab.core.files import check_run_directory, directories_kept, prepare_run_directory
+try:
+    with directories_kept():
+        prepare_run_directory(sys.argv[1], resume="resume" in sys.argv)
+        open(os.path.join(sys.argv[1], "run.yaml"), "a").close()
+        if "fork" in sys.argv and os.fork() == 0:
+            sys.stdout.close(), time.sleep(20), os._exit(0)
+        print("at work", flush=True)
+        if "wait" in sys.argv:
+            time.sleep(60)
+except ValueError as error:
+    print(error)
+"""
+
+
+def begin(*words, **env) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, words)], stdout=subprocess.PIPE, text=True,
+                            env={**os.environ, **env})  # fmt: skip
+
+
+def said(*words, **env) -> str:
+    return begin(*words, **env).communicate(timeout=60)[0].strip()
+
+
+@needs_locks
+def test_a_directory_that_a_command_works_in_is_refused_until_that_command_ends(tmp_path):
+    place = tmp_path / "run"
+    first = begin(place, "wait")
+    try:
+        assert first.stdout.readline() == "at work\n"
+        for directory in (place, os.path.relpath(place)):
+            assert "another command is at work in" in said(directory, "resume")
+            with pytest.raises(ValueError, match="another command is at work in"):
+                check_run_directory(directory, resume=True)
+        assert said(place / "inside") == "at work"  # another place is another's
+        for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"):  # another process of the same command
+            assert said(place, "resume", **{name: "1"}) == "at work"
+    finally:
+        first.kill()
+        first.wait()
+    assert said(place, "resume") == "at work"
+
+
+@needs_locks
+def test_a_worker_that_outlives_its_command_keeps_nobody_out(tmp_path):
+    place = tmp_path / "run"
+    first = begin(place, "wait", "fork")
+    assert first.stdout.readline() == "at work\n"
+    first.kill()
+    first.wait()
+    assert said(place, "resume") == "at work"
+
+
+@needs_locks
+def test_places_inside_a_kept_directory_take_no_lock_of_their_own(tmp_path):
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with directories_kept():
+        for place in (tmp_path / "run", tmp_path / "run" / "seed-0", tmp_path / "run" / "seed-1"):
+            prepare_run_directory(place)
+        (tmp_path / "run" / MARKER).touch()
+        assert len(files._kept) == 1
+        with directories_kept():  # a command within a command
+            prepare_run_directory(tmp_path / "run", resume=True)
+        assert len(files._kept) == 1
+    assert not files._kept and (before is None or len(os.listdir("/proc/self/fd")) == before)
+    prepare_run_directory(tmp_path / "other")  # in Python nobody is kept out
+    assert not files._kept
+
+
+def test_a_drive_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(files, "fcntl", SimpleNamespace(flock=refuse, LOCK_EX=2, LOCK_NB=4))
+    with directories_kept():
+        prepare_run_directory(tmp_path / "run")
+    monkeypatch.setattr(files, "fcntl", None)
+    with directories_kept():
+        prepare_run_directory(tmp_path / "another")
+
+
+@needs_locks
+def test_one_process_of_several_keeps_the_directory_of_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with directories_kept():
+        prepare_run_directory(tmp_path / "run")
+        assert not files._kept
+
+
+def test_every_command_keeps_its_directory(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("bertlab.cli.main._run", lambda words: seen.append(files._keeping))
+    main(["pretrain"])
+    assert seen == [True] and not files._keeping
 
 
 def test_a_file_in_the_directorys_place_is_refused(tmp_path):
