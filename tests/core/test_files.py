@@ -22,7 +22,7 @@ from bertlab.core.files import (
     written_whole,
 )
 
-needs_locks = pytest.mark.skipif(files.fcntl is None, reason="needs fcntl, which Windows lacks")
+needs_locks = pytest.mark.skipif(files._fcntl is None, reason="needs fcntl, which Windows lacks")
 
 
 def test_an_error_while_writing_leaves_the_old_file(tmp_path):
@@ -214,10 +214,10 @@ def test_a_drive_without_locks_keeps_nobody_out(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(files, "fcntl", SimpleNamespace(flock=refuse, LOCK_EX=2, LOCK_NB=4))
+    monkeypatch.setattr(files, "_fcntl", SimpleNamespace(flock=refuse, LOCK_EX=2, LOCK_NB=4))
     with directories_kept():
         prepare_run_directory(tmp_path / "run")
-    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(files, "_fcntl", None)
     with directories_kept():
         prepare_run_directory(tmp_path / "another")
 
