@@ -37,7 +37,7 @@ MUON = {"optimizer_class": "muon", "optimizer_kwargs": {"momentum": 0.85, "betas
 SIDES = {  # name -> (optimizer, schedule and share, rates of the first grid)
     "published": (ADAMW, PUBLISHED, (1e-3, 2e-3, 4e-3)),
     "shares": (ADAMW, LAPTOP, (1e-3, 2e-3, 4e-3)),
-    "muon": (MUON, LAPTOP, (4e-3, 8e-3, 16e-3)),
+    "muon": (MUON, LAPTOP, (2e-3, 4e-3, 8e-3, 16e-3)),
 }
 
 
