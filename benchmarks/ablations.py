@@ -6,8 +6,9 @@ The first demo's recipe in half of its steps is the control, or, with --on, a re
 benchmarks/records/muon_two_layers.yaml, the best combination. Every arm changes one thing. Its peak rate is tuned on seed 0
 over a grid of factors of two around the control's best, and further while the best lies at an end; then all seeds run
 at that rate. Runs have one thread each, several side by side: how long they take is not read from them. What a step
-of an arm costs is measured apart, in turns with the control, on all threads; an arm whose step costs c runs once more
-with 1 / c of the steps, which is the same number of seconds. The judge of `bertlab speedrun` scores every run.
+of an arm costs is measured apart, step by step in turns with the control, on all threads (an arm that changes numbers
+alone costs what the control does); an arm whose step costs c runs once more with 1 / c of the steps, which is the same
+number of seconds. The judge of `bertlab speedrun` scores every run.
 
 Every run is written to the result as soon as it is there, and a later call goes on. Where no control so far comes out
 again, on other code or another kind of processor, a control of its own is tuned first, and the arms that are still missing
@@ -55,6 +56,7 @@ class Arm:
     shares: Mapping[str, float] = field(default_factory=dict)  # of the arm's rate, for parameters by glob
     centre: float = 1.0  # where its grid of rates begins, over the control's best rate
     on: str = "any"  # "first": not on a recipe that has it already; "combination": on one alone, takes a part away
+    free: bool = False  # a step does the same work with other numbers
     kl_weight: float = 0.0  # of a penalty for leaving the answers of the teacher, a run of twice the control's steps
 
     def centre_on(self, on: str | None) -> float:
@@ -119,12 +121,12 @@ ARMS = {
     "rows 32": Arm("twice the batch, half the steps", {"data": {"train_batch_size": 32}}, tokens_per_step=2.0),
     "growing batch": Arm("half the batch for half of the tokens, then all of it", {
         "data": {"train_batch_size": 8}, **callback("DoublingBatch")}, tokens_per_step=2 / 3),
-    "tables at twice": Arm("AdamW, twice its rate for the embedding", shares={"*embeddings*": 2.0}, on="first"),
-    "tables at four": Arm("AdamW, four times its rate for the embedding", shares={"*embeddings*": 4.0}, on="first"),
-    "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]})),
-    "no weight decay": Arm("weight decay 0", model(weight_decay=0.0)),
+    "tables at twice": Arm("AdamW, twice its rate for the embedding", shares={"*embeddings*": 2.0}, on="first", free=True),
+    "tables at four": Arm("AdamW, four times its rate for the embedding", shares={"*embeddings*": 4.0}, on="first", free=True),
+    "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]}), free=True),
+    "no weight decay": Arm("weight decay 0", model(weight_decay=0.0), free=True),
     "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
-    "momentum 0.95": Arm("Muon forgets slower", model(optimizer_kwargs={"momentum": 0.95}), on="combination"),
+    "momentum 0.95": Arm("Muon forgets slower", model(optimizer_kwargs={"momentum": 0.95}), on="combination", free=True),
     # the shape
     "4 layers": Arm("twice the depth", shape(num_hidden_layers=4), on="combination"),
     "2 layers": Arm("half the depth", shape(num_hidden_layers=2), on="first"),
@@ -136,9 +138,9 @@ ARMS = {
     "grown": Arm("two layers for half of the run, then four, copied", callback("GrowingDepth", first=2, until=0.5), on="first"),
     "untied head": Arm("the head has a table of its own", shape(tie_word_embeddings=False)),
     # how it begins
-    "zero outputs": Arm("projections into the stream begin at zero", model(objective="tricks.ZeroOutputs")),
-    "init 0.08": Arm("all weights begin twice as wide", shape(initializer_range=0.08)),
-    "init 0.02": Arm("all weights begin half as wide", shape(initializer_range=0.02)),
+    "zero outputs": Arm("projections into the stream begin at zero", model(objective="tricks.ZeroOutputs"), free=True),
+    "init 0.08": Arm("all weights begin twice as wide", shape(initializer_range=0.08), free=True),
+    "init 0.02": Arm("all weights begin half as wide", shape(initializer_range=0.02), free=True),
     # parts of the model
     "squared relu": Arm("plain MLP with squared ReLU, as many weights", shape(
         mlp="plain", hidden_activation="relu_squared", intermediate_size=576)),
@@ -157,7 +159,7 @@ ARMS = {
     "growing windows": Arm("local layers begin with 16 tokens", callback("GrowingWindows")),
     "short rows": Arm("rows of 64, twice as many", {"data": {"max_sequence_length": 64, "train_batch_size": 32}}),
     "short rows first": Arm("rows of 64 for 70 % of the run, then of 128", callback("ShortRowsFirst", length=64, until=0.7)),
-    "easy first": Arm("the first epoch from frequent to rare tokens", callback("EasyFirst")),
+    "easy first": Arm("the first epoch from frequent to rare tokens", callback("EasyFirst"), free=True),
     "long rows": Arm("rows of 256, half as many", {"data": {"max_sequence_length": 256, "train_batch_size": 8}}),
     # what is asked
     "mask 0.15": Arm("15 % hidden", masks(mlm_probability=0.15)),
@@ -168,19 +170,19 @@ ARMS = {
         **masks(mlm_probability=0.5), **callback("FallingMasks", first=0.5, last=0.2)}),
     "whole words": Arm("whole words hidden", masks(unit="word")),
     "spans": Arm("spans hidden", masks(unit="span")),
-    "always [MASK]": Arm("no random and no kept tokens", masks(mask_replace_prob=1.0, random_replace_prob=0.0)),
+    "always [MASK]": Arm("no random and no kept tokens", masks(mask_replace_prob=1.0, random_replace_prob=0.0), free=True),
     "distilled": Arm("also asked to answer as an earlier run does", kl_weight=1.0),
     "label smoothing": Arm("5 % of the target spread", model(loss_kwargs={"label_smoothing": 0.05})),
     "z-loss": Arm("z-loss of 1e-4", model(loss_kwargs={"z_weight": 1e-4})),
     # the rate over time
-    "short warmup": Arm("1 % warmup", warmup=0.01, on="first"),
-    "warmup 0.05": Arm("5 % warmup", warmup=0.05, on="combination"),
-    "cooldown 0.3": Arm("30 % cooldown", cooldown=0.3, on="combination"),
-    "long warmup": Arm("15 % warmup", warmup=0.15),
-    "cooldown 0.6": Arm("60 % cooldown", cooldown=0.6),
-    "cooldown all": Arm("the rate falls all the way", cooldown=0.95),
-    "1-sqrt": Arm("cooldown by 1 - sqrt, 60 %", model(scheduler_cooldown_kind="inverse-sqrt"), cooldown=0.6),
-    "cosine": Arm("cosine to zero", model(scheduler_cooldown_kind="cosine"), cooldown=0.95),
+    "short warmup": Arm("1 % warmup", warmup=0.01, on="first", free=True),
+    "warmup 0.05": Arm("5 % warmup", warmup=0.05, on="combination", free=True),
+    "cooldown 0.3": Arm("30 % cooldown", cooldown=0.3, on="combination", free=True),
+    "long warmup": Arm("15 % warmup", warmup=0.15, free=True),
+    "cooldown 0.6": Arm("60 % cooldown", cooldown=0.6, free=True),
+    "cooldown all": Arm("the rate falls all the way", cooldown=0.95, free=True),
+    "1-sqrt": Arm("cooldown by 1 - sqrt, 60 %", model(scheduler_cooldown_kind="inverse-sqrt"), cooldown=0.6, free=True),
+    "cosine": Arm("cosine to zero", model(scheduler_cooldown_kind="cosine"), cooldown=0.95, free=True),
     "average": Arm("validated with an average of the last steps", {"run": {"average": 0.98}}),
     # the vocabulary
     "vocabulary 2048": Arm("half the vocabulary", {"run": {"vocab_size": 2048}}),
@@ -349,25 +351,72 @@ def train_teacher(rate: float, steps: int, quick: bool, on: str | None) -> None:
         made.replace(place)
 
 
-def step_cost(name: str, rounds: int, quick: bool, on: str | None = None) -> dict:
-    "Seconds that an arm takes for the control's tokens of one step, over the control's; in turns, on all threads."
+def make_steps(pipe: Any, quick: bool, on: str | None) -> None:
+    "A process that makes the steps of one run after the other, each when it is told to, and says how long it took."
     import torch
+    from lightning.pytorch import Callback
 
+    class Turns(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            pipe.recv()
+            self.begin = time.perf_counter()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            pipe.send(time.perf_counter() - self.begin)
+            pipe.recv()
+            self.begin = time.perf_counter()
+
+    end_with_parent()
     torch.set_num_threads(os.cpu_count())
-
-    def seconds(one: str) -> float:
+    while (asked := pipe.recv()) is not None:
+        name, steps = asked
         with tempfile.TemporaryDirectory() as folder:
-            run = build(ARMS[one], 1e-3, 24, 0, quick, f"{folder}/run", on)
+            run = build(ARMS[name], 1e-3, steps, 0, quick, f"{folder}/run", on)
             run.prepare()
+            run.trainer.callbacks.append(Turns())
+            pipe.send(None)  # ready
             run.fit()
-            times = [row[5] for row in run.history.record.rows]
-            each = [b - a for a, b in zip(times[3:], times[4:])]
-            return statistics.median(each) / ARMS[one].tokens_per_step
+        pipe.send(None)  # told to make one more, it has come to its end
 
-    pairs = [(seconds("control"), seconds(name)) for _ in range(rounds)]
-    ratios = sorted(b / a for a, b in pairs)
-    return {"arm": name, "cost": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
-            "milliseconds": 1e3 * statistics.median(b for _, b in pairs)}  # fmt: skip
+
+class Pair:
+    "The control and an arm, whose steps are made in turns: when the machine is slow, it is so for both."
+
+    STAGES, SKIPPED, ENDLESS = 6, 6, 10**6  # of an arm that changes on its way; first steps; of the control
+
+    def __init__(self, steps: int, quick: bool, on: str | None):
+        self.steps, spawn = steps, get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(2)]
+        (self.control, one), (self.arm, other) = pipes
+        self.processes = [spawn.Process(target=make_steps, args=(end, quick, on)) for end in (one, other)]
+        for process in self.processes:
+            process.start()
+        self.control.send(("control", self.ENDLESS))
+        self.control.recv()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()  # a milder signal would wait for a step that nobody asks for
+            process.join()
+
+    def step(self, pipe: Any) -> float | None:  # seconds; None behind the last step
+        pipe.send("go")
+        return pipe.recv()
+
+    def cost(self, name: str) -> dict:
+        "Seconds that an arm takes for the control's tokens of one step, over the control's."
+        tokens, times = ARMS[name].tokens_per_step, []
+        self.arm.send((name, max(1, round(self.steps * tokens))))
+        self.arm.recv()
+        while (theirs := self.step(self.arm)) is not None:
+            times.append((theirs, self.step(self.control)))
+        counted = times[self.SKIPPED :] or times
+        size = -(-len(counted) // self.STAGES)
+        stages = [counted[first : first + size] for first in range(0, len(counted), size)]
+        each = [[statistics.median(side) for side in zip(*stage)] for stage in stages]
+        ratios = [theirs / ours / tokens for theirs, ours in each]
+        return {"arm": name, "cost": statistics.mean(ratios), "least": min(ratios), "most": max(ratios), "steps": len(counted),
+                "milliseconds": 1e3 * statistics.mean(theirs for theirs, _ in each)}  # fmt: skip
 
 
 class Table:
@@ -386,6 +435,7 @@ class Table:
                 for row in self.found["arms"].values():
                     row["control_rate"] = self.found["arms"]["control"]["rate"]
         self.here, self.teacher = 0, None  # a future, while it trains
+        self.pair: Pair | None = None  # which tells costs
         self.pool = ProcessPoolExecutor(options.workers, get_context("spawn"), end_with_parent)
 
     @staticmethod
@@ -415,7 +465,9 @@ class Table:
     def find_place(self) -> None:
         "Go on with the runs of this code and processor, or begin some beside those of others."
         keys = ("arm", "rate", "seed", "steps", "quick", "machine", "on")
-        for number in range(len(self.found["machines"])):
+        of_this_kind_first = sorted(range(len(self.found["machines"])), key=lambda number: (
+            self.found["machines"][number]["processor"] != self.where["processor"]))  # fmt: skip
+        for number in of_this_kind_first:
             runs = (run for run in self.found["runs"] if run["arm"] == "control" and run["machine"] == number)
             if (first := next(runs, None)) is not None:
                 again = train_once({key: first[key] for key in keys if key in first})
@@ -458,13 +510,25 @@ class Table:
             self.found["arms"][arm] = row
             self.write()
 
+    def at_equal_seconds(self, arm: str, cost: float, control: list[dict]) -> None:
+        "What all seeds gain in as many seconds as the control takes, beside what the row says of equal tokens."
+        steps = self.options.steps if math.isclose(cost, 1, rel_tol=SAME) else round(self.options.steps / cost)
+        runs = self.seeds(arm, self.found["arms"][arm]["rate"], steps)
+        with self.lock:
+            self.found["arms"][arm] |= {"cost": cost, "steps": steps, "equal_seconds": gain(control, runs)}
+            self.write()
+
     def seeds(self, arm: str, rate: float, steps: int | None = None) -> list[dict]:
         return self.ask([self.case(arm, rate, seed, steps) for seed in range(self.options.seeds)])
 
     def cost(self, arm: str) -> dict:
         known = next((one for one in self.found["costs"] if (one["arm"], one["machine"]) == (arm, self.here)), None)
         if known is None:
-            known = {"arm": arm, "cost": 1.0} if arm == "control" else step_cost(arm, self.options.rounds, self.options.quick, self.options.on)
+            if arm == "control" or ARMS[arm].free:
+                known = {"arm": arm, "cost": 1.0}
+            else:
+                self.pair = self.pair or Pair(self.options.timed, self.options.quick, self.options.on)
+                known = self.pair.cost(arm)
             self.found["costs"].append(known | {"machine": self.here})
             print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
             self.write()
@@ -487,14 +551,14 @@ def gain(control: list[dict], runs: list[dict]) -> dict:
 
 
 def main() -> None:
-    every = ("arms", "on", "steps", "seeds", "rounds", "workers", "no_costs", "list")  # a call adds to what is there
+    every = ("arms", "on", "steps", "seeds", "timed", "workers", "no_costs", "list")  # a call adds to what is there
     parser = BenchmarkParser("ablations", free=every, otherwise="with --on ablations_NAME.json",
                              description=__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="of --list (default: all)")
     parser.add_argument("--on", metavar="FILE", help="a recipe that the arms are laid over (default: the first demo's, halved)")
     parser.add_argument("--steps", type=int, help="of the control (default: the recipe's)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=3, help="turns with the control, for a step's cost")
+    parser.add_argument("--timed", type=int, default=96, help="steps of an arm that its cost is told from")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once, a thread each")
     parser.add_argument("--no-costs", action="store_true", help="leave equal seconds to a later call, on a quiet machine")
     parser.add_argument("--list", action="store_true", help="show the arms, and run nothing")
@@ -517,7 +581,7 @@ def main() -> None:
     if unknown := [name for name in options.arms or () if name not in known]:
         parser.error(f"no arm is called {', '.join(unknown)} here; --list shows them")
     if options.quick:
-        options.steps, options.seeds, options.rounds = 4, 1, 1
+        options.steps, options.seeds, options.timed = 4, 1, 3
         options.arms = options.arms or ["control", "muon", "2 layers"]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
@@ -532,12 +596,15 @@ def main() -> None:
     with ThreadPoolExecutor(options.workers + 1) as arms:  # several at a time: no worker waits for the last of a grid
         centres = [None if name == "control" else best * ARMS[name].centre_on(options.on) for name in options.arms]
         list(arms.map(table.at_equal_tokens, options.arms, centres, [control] * len(centres)))
+    if not options.no_costs:
+        try:
+            costs = [table.cost(name)["cost"] for name in options.arms]  # all of them first, while nothing runs beside
+        finally:
+            if table.pair:
+                table.pair.close()
+        with ThreadPoolExecutor(options.workers + 1) as arms:
+            list(arms.map(table.at_equal_seconds, options.arms, costs, [control] * len(costs)))
     rows = {name: table.found["arms"][name] for name in options.arms}
-    for name in [] if options.no_costs else options.arms:
-        cost = table.cost(name)["cost"]
-        steps = options.steps if math.isclose(cost, 1, rel_tol=SAME) else round(options.steps / cost)
-        rows[name] |= {"cost": cost, "steps": steps,
-                       "equal_seconds": gain(control, table.seeds(name, rows[name]["rate"], steps))}  # fmt: skip
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["equal_tokens"]["mean"]):
         timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "

@@ -9,6 +9,7 @@ __all__ = ['EmbedChoices', 'finetune_embeddings', 'load_bi_encoder', 'embed_enco
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,6 @@ from ..embeddings.tasks import retrieval_table, tfidf_scores
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
 from ..train.monitors import get_progress
-from ..train.steps import count_readers
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
@@ -101,7 +101,7 @@ def finetune_embeddings(
     trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
     checkpoint = find_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
-        check_resume(checkpoint, module, data, steps, processes=count_readers(trainer),
+        check_resume(checkpoint, module, data, steps, trainer=trainer,
                      may_be_finished=not (output / "metrics.json").exists())
     prepare_run_directory(output, again, overwrite)
     notes = {"command": "embed finetune", "record": provenance()}
@@ -158,9 +158,11 @@ def embed_encode(
         def show(count: int) -> None:
             bar.update(count - bar.n)
 
+        notes: Counter = Counter()
         count = encode_texts(loaded, documents, output, ", ".join(source), part_size, width,
-                             overwrite, show)
-    return f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"
+                             overwrite, show, notes)
+    said = f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"
+    return "\n".join([said, *(f"  {number:,} {what}" for what, number in notes.items())])
 
 
 def embed_search(

@@ -117,7 +117,8 @@ def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by s
     seeds, runs = found.get("seeds"), found.get("runs")
     if not isinstance(runs, list) or not isinstance(seeds, list) or len(seeds) != len(runs) \
             or not all(isinstance(seed, int) for seed in seeds) or not all(
-            isinstance(run, dict) and isinstance(run.get(monitor, ""), (int, float, type(None)))
+            isinstance(run, dict) and all(isinstance(value, (int, float, type(None))) for value in
+                                          (run.get(monitor, ""), run.get("val_loss")))
             for run in runs):
         raise ValueError(f"{path} is damaged: it needs `seeds`, and `runs` with {monitor} in each; "
                          "move it away to score the seeds anew")
@@ -267,7 +268,7 @@ class FinetuningRun:
                 found[seed] = self._fit_seed(seed)
             done = tuple(one for one in run.seeds if one in found)
             results = SeedResults(done, tuple(found[one] for one in done))
-            best = max(done, key=lambda one: rank_metric(self.monitor, found[one][self.monitor]))
+            best = max(done, key=lambda one: rank_metric(self.monitor, found[one]))
             metrics = {"monitor": self.monitor, "seeds": results.seeds, "runs": results.runs,
                        "mean": results.mean(), "deviation": results.deviation(),
                        "best_seed": best, "baselines": baselines}

@@ -319,7 +319,8 @@ def _distill(asked: Asked) -> None:
     if not Path(config).is_file():
         raise ValueError(f"there is no file {config}")
     read_yaml(config)  # says where it is none; what it holds is checked later
-    check_run_directory(output, bool(asked.resume), asked.overwrite)
+    if not process_number():  # the first of several processes looks
+        check_run_directory(output, bool(asked.resume), asked.overwrite)
     from bertlab.cli.pretrain import distill  # torch: seconds
 
     quieten()

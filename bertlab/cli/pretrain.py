@@ -58,7 +58,6 @@ from ..train.modules import pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import Launch, batch_options, count_processes, find_launch
 from ..train.parallel import get_strategy
-from ..train.steps import count_readers
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
@@ -349,6 +348,7 @@ class Run:
                        for name, part in config.items()}
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
         self.chosen_shape: str | None = None  # where nobody named one
+        asked = dict(self.config["trainer"])
         if launch := launch or find_launch():  # who started the processes knows how many
             self.config["trainer"] |= {"devices": launch.devices, "num_nodes": launch.num_nodes}
         self.choices = RunChoices(**self.config["run"])
@@ -363,8 +363,11 @@ class Run:
                   "seed": self.config["seed_everything"]}
         self.data_options = {**self.config["data"], **linked}
         self._check()
-        # The shape's name says the rest, so that another run.shape may be laid over the file.
-        written = {**self.config, "model": {**self.config["model"], "model_config_kwargs": given}}
+        # The shape's name says the rest, so that another run.shape may be laid over the file. A
+        # launcher's processes are not written: a resume without it would wait for the others.
+        written = {**self.config, "model": {**self.config["model"], "model_config_kwargs": given},
+                   "trainer": {**self.config["trainer"], **{
+                       name: asked[name] for name in ("devices", "num_nodes")}}}
         self.text = format_yaml({**written, **self.notes})
         self.trainer_options = trainer_options(self.config["trainer"])
         self.checkpoint: Path | None = None  # to go on from
@@ -452,9 +455,10 @@ class Run:
                                  "it, or make the model longer first (bertlab lengthen)")
             self.data.prepare_data()
             self.data.setup("fit")
-        if not self.data.streaming:
-            self.data.train_dataloader()  # refuses a batch that is larger than the text
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
+        if not self.data.streaming:
+            self.data.trainer = self.trainer  # which knows how many processes there will be
+            self.data.train_dataloader()  # refuses a batch that is larger than the text
         self.history = self.trainer.callbacks[0]
         for watcher in self.trainer.callbacks:
             if hasattr(watcher, "check_run"):  # else it would refuse when all is written
@@ -492,7 +496,7 @@ class Run:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
             check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
-                         processes=count_readers(self.trainer),
+                         trainer=self.trainer,
                          may_be_finished=not self.is_written() if may_be_finished is None
                          else may_be_finished)
         if rank_zero_only.rank == 0:
@@ -783,7 +787,8 @@ def distill(
     from bertlab.train.stages import StageStopped, load_stages, spent_in_stages, train_stages
 
     choices = RunChoices(**{**(run or {}), "output": output})
-    check_run_directory(output, resume, overwrite)
+    if rank_zero_only.rank == 0:
+        check_run_directory(output, resume, overwrite)
     stages, limits = load_stages(config), run_limits(choices)
     stages = [_split_stage(stage, choices) for stage in stages]
     for limit in limits if resume else ():

@@ -70,6 +70,9 @@ def train(
     return Path(output)
 
 # %% ../../nbs/cli/08_vocabularies.ipynb #88f0dde0
+_ROW_LENGTH = 128  # tokens in a row when models are scored, where they read as many
+
+
 def compare(
     tokenizers: list[str],  # directories or hub names; of models, bits per byte are measured too
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
@@ -83,10 +86,18 @@ def compare(
         check_new_file(output)
     texts = read_text(text, text_column, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
-    more = {name: {"bits_per_byte": masked_bits_per_byte(model, loaded[name], texts)}
-            for name in tokenizers if (model := _predictor(name)) is not None}
+    more, notes = {}, []
+    for name in loaded:
+        if (model := _predictor(name)) is None:
+            continue
+        length = min(_ROW_LENGTH, model.config.max_position_embeddings)
+        bits = masked_bits_per_byte(model, loaded[name], texts, length)
+        more[name] = {"bits_per_byte": bits}
+        if length < _ROW_LENGTH:
+            notes.append(f"{name} reads {length} positions: its bits per byte are of rows of "
+                         f"{length} tokens, and not of {_ROW_LENGTH}")
     measures = compare_tokenizers(loaded, texts, more)
-    print(measures_table(measures), flush=True)
+    print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:
         with written_whole(output) as temporary:
             temporary.write_text(json.dumps(measures, indent=2) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING
            'known_options', 'pair_splits', 'add_ends', 'mix_lengths', 'PretrainingDataModule', 'training_texts']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
+import heapq
 import os
 import warnings
 from collections import Counter, deque
@@ -94,8 +95,8 @@ class EpochBatches:
                              f"the {len(dataset)} rows of an epoch; lower it, or bring more text")
 
     def __len__(self) -> int:  # batches in an epoch, for each process
-        num_rows, per_round = len(self.dataset), self.batch_size * self.world_size
-        return -(-num_rows // per_round) if self.fill else num_rows // per_round
+        num_rows = len(self.dataset)
+        return -(-num_rows // self.per_round) if self.fill else num_rows // self.per_round
 
     @property
     def per_iteration(self) -> int:
@@ -136,11 +137,28 @@ class EpochBatches:
         self.delivered = getattr(trainer, "current_epoch", 0) * self.per_iteration
         return self
 
+    @property
+    def per_round(self) -> int:  # rows that all processes take together
+        return self.batch_size * self.world_size
+
     def state_dict(self) -> dict[str, int]:
-        return {"delivered": self.delivered}
+        return {"delivered": self.delivered, "per_round": self.per_round, "per_epoch": len(self)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        "Continue behind the rows that were read, in batches of this size. Raises `ValueError`."
+        before = state.get("per_round", self.per_round)  # earlier versions did not write it
         self.delivered = state["delivered"]
+        if before == self.per_round:
+            return
+        epoch, batches = divmod(self.delivered, state["per_epoch"])
+        rounds, rest = divmod(batches * before, self.per_round)
+        limited = self.per_iteration != len(self)
+        if rest or limited:
+            reason = "limit_train_batches counts batches" if limited else (
+                f"{batches * before:,} rows of its epoch are read")
+            raise ValueError(f"the state is of batches of {before} rows, and these have "
+                             f"{self.per_round}: {reason}; resume with batches of {before}")
+        self.delivered = epoch * len(self) + rounds
 
 # %% ../../nbs/data/16_module.ipynb #c2abe7e8
 class FilledRows(Dataset):
@@ -619,7 +637,9 @@ def _leave_out_known(
     known, wanted = set(), {key(ids) for part in held_out for ids in part}
     for part in train:
         if getattr(part, "num_blocks", 1) == 1:  # others do not fit into memory
-            known |= wanted.intersection(map(key, part))
+            # A block lacks what is held out of it; the documents themselves have it.
+            texts = part.block(0) if isinstance(part, StoredDocuments) else part
+            known |= wanted.intersection(map(key, texts))
     if not known:
         return held_out
     kept = [TokenizedDocuments.from_sequences([ids for ids in part if key(ids) not in known])
@@ -648,8 +668,31 @@ def _check_prompts(
                          "cache_dir out")
 
 
+def _even_lanes(files: list[Path | str]) -> list[list[Path | str]]:
+    """Deal files to as many lanes as may be so that none is twice as long as another.
+
+    Lanes take equal turns: a file of a thousandth in a lane of its own would be read a thousand
+    times while the others are read once. What is not a local file counts as much as another.
+    """
+    known = all(isinstance(file, Path) for file in files)
+    sizes = [file.stat().st_size if known else 1 for file in files]
+    numbers = [n for n, size in enumerate(sizes) if size]  # an empty one has nothing for a lane
+    numbers.sort(key=lambda n: -sizes[n])
+    for num_lanes in range(min(len(numbers), MAX_LANES), 1, -1):
+        lanes, loads = [[] for _ in range(num_lanes)], [(0, lane) for lane in range(num_lanes)]
+        for n in numbers:  # the largest that is left goes to the shortest lane
+            load, lane = loads[0]
+            lanes[lane].append(n)
+            heapq.heapreplace(loads, (load + sizes[n], lane))
+        if 2 * loads[0][0] >= max(loads)[0]:
+            return [[files[n] for n in lane] for lane in sorted(map(sorted, lanes))]
+    return [files]
+
+
 class PretrainingDataModule(L.LightningDataModule):
     "Rows for pretraining; order and masks depend on (seed, epoch, row) alone."
+
+    takes_other_micro_batches = True  # a run may go on in those, with as many rows a step
 
     def __init__(
         self,
@@ -903,12 +946,16 @@ class PretrainingDataModule(L.LightningDataModule):
                 raise ValueError(f"data_kwargs: lanes={self.lanes} and mixing_rates exclude each "
                                  "other: leave lanes out, or mix before you tokenize")
             return []
-        files = list(map(str, _stream_texts(self.sources, held_out=False).parts))
-        num_lanes = min(len(files), MAX_LANES) if self.lanes is None else self.lanes
-        if num_lanes > len(files):
-            raise ValueError(f"data_kwargs: lanes={num_lanes} is more than the {len(files)} files "
-                             "of the stream: a lane needs a file; give fewer, or cut the files")
-        return [files[n::num_lanes] for n in range(num_lanes)] if num_lanes > 1 else []
+        files = _stream_texts(self.sources, held_out=False).parts
+        if self.lanes is not None:
+            if self.lanes > len(files):
+                raise ValueError(f"data_kwargs: lanes={self.lanes} is more than the {len(files)} "
+                                 "files of the stream: a lane needs a file; give fewer, or cut the "
+                                 "files")
+            lanes = [files[n::self.lanes] for n in range(self.lanes)]
+        else:
+            lanes = _even_lanes(files)
+        return [list(map(str, lane)) for lane in lanes] if len(lanes) > 1 else []
 
     def stream_tokens(self) -> TokenStream | MixedStream:
         "Token ids of a stream, or of its first lane, from the beginning."
@@ -981,7 +1028,15 @@ class PretrainingDataModule(L.LightningDataModule):
             parts = [("train", getattr(self.train_dataset, "first", self.train_dataset))]
         kind = "validation" if self.val_sources else "validation, held out of the training text"
         parts += [(kind, dataset) for dataset in self.val_datasets]
-        return "\n".join(_describe_rows(*part, self.tokenizer, num_rows) for part in parts)
+        lines = [_describe_rows(*part, self.tokenizer, num_rows) for part in parts]
+        return "\n".join([*self._describe_reading(), *lines])
+
+    def _describe_reading(self) -> list[str]:
+        "What was left out of texts that were read here, and what else reading met."
+        read = [vars(source).get("corpus") for source in (*self.sources, *self.val_sources)]
+        return [line for corpus in read if corpus for line in (
+            *(f"{corpus.name}: left out {n:,}: {why}" for why, n in corpus.num_dropped.items()),
+            *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()))]
 
 # %% ../../nbs/data/16_module.ipynb #5a3e71c9
 def training_texts(

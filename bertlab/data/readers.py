@@ -353,16 +353,23 @@ def read_json(
     place: Place | None = None,  # where to go on; kept up to date
     columns: Sequence[str | int] | None = None,  # to read, by name or number; None: all
 ) -> TableRows:
-    "Rows of JSON: an object a line, a list of objects, or an object with such a list as `data`."
+    """Rows of JSON: an object a line, a list of objects, or an object with such a list as `data`.
+
+    A column's number counts in the first of them: objects may have their keys in any order.
+    """
+    asked, names = columns, columns
     for where, row in _json_values(path, on_error, place or Place()):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"{path} {where} holds {str(row)[:40]!r}, which is no object")
-            wanted = find_columns(columns, list(row), f"{path} {where}")
+            wanted = find_columns(names, list(row), f"{path} {where}")
         except ValueError as error:
             on_error(error)
         else:
-            yield where, {asked: row[name] for asked, name in wanted.items()}
+            if columns is not None:
+                asked, names = list(columns), list(wanted.values())
+            found = [row[name] for name in wanted.values()]
+            yield where, dict(zip(wanted if columns is None else asked, found))
 
 # %% ../../nbs/data/02_readers.ipynb #54b0b5f2
 def _column_rows(

@@ -352,13 +352,26 @@ class TextStream:
         "The position after the last text that was given."
         hub = self.hub if self.data is None else self.data.state_dict()
         return {"part": self.part, "number": self.number, "place": asdict(self.place), "hub": hub,
-                "num_parts": len(self.parts)}  # fmt: skip
+                "num_parts": len(self.parts), **self._describe_part(self.part)}  # fmt: skip
+
+    def _describe_part(self, number: int) -> dict:
+        "By what a file is known again: a place in another one, or in a changed one, means nothing."
+        part = self.parts[number] if number < len(self.parts) else None
+        if not isinstance(part, Path):
+            return {}
+        return {"name": part.name, "bytes": part.stat().st_size if part.exists() else None}
 
     def load_state_dict(self, state: dict) -> None:
-        "Go on from there. Raises `ValueError` where there were more or fewer files."
+        "Go on from there. Raises `ValueError` where there are other files, or this one changed."
         if state["num_parts"] != len(self.parts):
             raise ValueError(f"the state is of a stream over {state['num_parts']} files or "
                              f"datasets, and this one has {len(self.parts)}")
+        for key, now in self._describe_part(state["part"]).items():
+            if state.get(key, now) != now:  # earlier versions did not write it
+                there = self.parts[state["part"]]
+                raise ValueError(f"the stream stood in {state['name']} ({state['bytes']} bytes), "
+                                 f"and file {state['part'] + 1} of it is now {there} ({key}: "
+                                 f"{now!r}): put the files back as they were, or start a new run")
         self.part, self.number, self.hub = state["part"], state["number"], state["hub"]
         self.place, self.data = Place(**state["place"]), None
 

@@ -395,17 +395,23 @@ class PackedStream(PackingReport, IterableDataset):
         if self.packer is None and self.loaded is not None:
             return self.loaded
         return {"epoch": self.epoch, "world_size": self.world_size, "delivered": self.delivered,
+                "block_size": self.block_size,
                 "packer": self.packer.state_dict() if self.packer else None}
 
     def load_state_dict(self, state: dict) -> None:
         "Continue there. States between two blocks are good for every process, and other numbers."
-        total = state["delivered"] * state["world_size"]
-        if state["world_size"] != self.world_size and total % (self.world_size * self.block_size):
+        total, block_size = state["delivered"] * state["world_size"], state.get("block_size")
+        changed = (state["world_size"] != self.world_size
+                   or block_size not in (None, self.block_size))  # None: of an earlier version
+        if changed and total % (self.world_size * self.block_size):
+            before = f"world_size={state['world_size']}"
+            before += f" and block_size={block_size}" if block_size else ""
             raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "
                              f"processes with blocks of {self.block_size} cannot share evenly: "
-                             f"resume with world_size={state['world_size']}")
+                             f"resume with {before}")
         self.epoch, self.packer, self.delivered = state["epoch"], None, total // self.world_size
-        self.loaded = {**state, "world_size": self.world_size, "delivered": self.delivered}
+        self.loaded = {**state, "world_size": self.world_size, "delivered": self.delivered,
+                       "block_size": self.block_size}
 
     def merge(self, latest: dict, snapshot: dict | None) -> dict:
         "The latest state of a loader with workers, and what one of them has sent."
@@ -713,11 +719,12 @@ class LanedStream(PackingReport, IterableDataset):
 
     def load_state_dict(self, state: dict) -> None:
         "Continue there. Raises `ValueError` for a state of other lanes or blocks."
-        for name in ("num_lanes", "block_size"):
+        for name, option in (("num_lanes", "lanes"), ("block_size", "train_batch_size")):
             if state[name] != getattr(self, name):
                 raise ValueError(f"the state is of a stream with {name}={state[name]}, and this "
                                  f"one has {getattr(self, name)}: lanes take turns by blocks, so "
-                                 "rows would come in another order; resume with the same")
+                                 f"rows would come in another order; resume with {option}="
+                                 f"{state[name]}")
         total = state["delivered"] * state["world_size"]
         if total % (self.world_size * self.block_size):
             raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "

@@ -116,15 +116,21 @@ class ContrastiveRule:
         return info_nce(cosines_QN / temperature, targets_Q, forbidden_QN)
 
 # %% ../../nbs/embeddings/02_losses.ipynb #072d0621
-def _kl(student_QC: Tensor, teacher_QC: Tensor, temperature: Tensor | float) -> Tensor:
-    goal_QC = F.log_softmax(teacher_QC / temperature, dim=1)
-    said_QC = F.log_softmax(student_QC / temperature, dim=1)
-    return F.kl_div(said_QC, goal_QC, log_target=True, reduction="none").sum(1)
+def _kl(student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor,
+        temperature: Tensor | float) -> Tensor:
+    def shares(scores_QC: Tensor) -> Tensor:  # their logarithms; 0 for what is missing
+        scores_QC = (scores_QC / temperature).masked_fill(~there_QC, -torch.inf)
+        return F.log_softmax(scores_QC, dim=1).masked_fill(~there_QC, 0)
+
+    return F.kl_div(shares(student_QC), shares(teacher_QC), log_target=True,
+                    reduction="none").sum(1)
 
 
-def _margin_mse(student_QC: Tensor, teacher_QC: Tensor, temperature: Tensor | float) -> Tensor:
+def _margin_mse(student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor,
+                temperature: Tensor | float) -> Tensor:
     apart = lambda scores_QC: scores_QC[:, :1] - scores_QC[:, 1:]
-    return (apart(student_QC) - apart(teacher_QC)).square().mean(1)
+    squares_QC = (apart(student_QC) - apart(teacher_QC)).square() * there_QC[:, 1:]
+    return squares_QC.sum(1) / there_QC[:, 1:].sum(1)
 
 
 DISTILLATIONS = {"kl": _kl, "margin_mse": _margin_mse}
@@ -132,13 +138,23 @@ DISTILLATIONS = {"kl": _kl, "margin_mse": _margin_mse}
 
 def distillation_loss(
     student_QC: Tensor,  # cosines of each query with its candidates, the right one first
-    teacher_QC: Tensor,  # the teacher's scores of the same, on the scale of cosines
+    teacher_QC: Tensor,  # the teacher's of the same, on that scale; -inf: there is no candidate
     temperature: Tensor | float = 1.0,  # of both softmaxes; margin_mse has none
     kind: str = "kl",  # a key of DISTILLATIONS
 ) -> Tensor:  # summed over queries
-    "How far a student's scores are from a teacher's. Raises `ValueError` for unequal shapes."
+    """How far a student's scores are from a teacher's, each pair by its own candidates.
+
+    A pair without its first score, or without any other, counts nothing. Raises `ValueError` for
+    unequal shapes.
+    """
     loss = look_up(kind, DISTILLATIONS, "kind")
     if student_QC.shape != teacher_QC.shape or student_QC.shape[1] < 2:
         raise ValueError(f"scores of student and teacher must be (Q, C) with 2 candidates or more, "
                          f"got {tuple(student_QC.shape)} and {tuple(teacher_QC.shape)}")
-    return loss(student_QC, teacher_QC.to(student_QC), temperature).sum()
+    teacher_QC = teacher_QC.to(student_QC)
+    there_QC = teacher_QC != -torch.inf
+    counts_Q1 = there_QC[:, :1] & there_QC[:, 1:].any(1, keepdim=True)
+    # What does not count becomes 0 on both sides: the gradient of an infinity is not a number.
+    student_QC, teacher_QC = (scores_QC.masked_fill(~(there_QC & counts_Q1), 0)
+                              for scores_QC in (student_QC, teacher_QC))
+    return loss(student_QC, teacher_QC, there_QC | ~counts_Q1, temperature).sum()

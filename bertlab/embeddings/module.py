@@ -9,6 +9,7 @@ __all__ = ['ranks_of', 'EmbeddingModule']
 import math
 import os
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,17 @@ def ranks_of(
     queries: Embedded,
     documents: Embedded,  # the right document of query i is document i, of all those here
     block: int = 1024,  # queries that are compared at once
+    numbers_N: Tensor | None = None,  # which text each document is; None: all are different
 ) -> Tensor:  # (Q,) int64: 1 is best; queries of group -1 are left out
-    "Rank each query's own document among all that are not of its group; ties count against it."
+    "Rank each query's own document among all texts not of its group; ties count against it."
     wide = torch.promote_types(queries.vectors_ND.dtype, torch.float32)
     q_QD, d_ND = (F.normalize(e.vectors_ND.to(wide), dim=1) for e in (queries, documents))
     real_N, found = documents.groups_N >= 0, []
+    if numbers_N is not None:  # of rows that hold the same text, the first one counts
+        sorted_N, order_N = numbers_N.sort(stable=True)
+        is_again_N = torch.zeros_like(real_N)
+        is_again_N[order_N[1:]] = sorted_N[1:] == sorted_N[:-1]
+        real_N = real_N & ~is_again_N
     rounding = 16 * torch.finfo(wide).eps  # by which equal cosines of one product may differ
     for start in range(0, len(q_QD), block):
         part = slice(start, start + block)
@@ -260,7 +267,11 @@ class EmbeddingModule(TrainingModule):
             return {}
         depth = {"*embeddings.*": layers + 1}
         depth |= {f"*blocks.{i}.*": layers - i for i in range(layers)}
-        return {glob: {"lr": h.learning_rate * h.layer_decay**n} for glob, n in depth.items()}
+        # Beside an adapter, or where layers are frozen, some have no weight that trains, and a
+        # pattern without one is refused as a typing error.
+        names = [name for name, weight in self.named_parameters() if weight.requires_grad]
+        return {glob: {"lr": h.learning_rate * h.layer_decay**n} for glob, n in depth.items()
+                if any(fnmatchcase(name, glob) for name in names)}
 
     def configure_optimizers(self) -> dict[str, Any]:
         self.hparams.update(self._own)  # a model that was built elsewhere
@@ -333,7 +344,7 @@ class EmbeddingModule(TrainingModule):
     def _distill(
         self, queries: Embedded, documents: Embedded, batch: Mapping[str, Tensor]
     ) -> Tensor | None:
-        "How far scores of own candidates are from the teacher's; blanks are left out."
+        "How far scores of own candidates are from the teacher's; see `distillation_loss`."
         kind, num_pairs = self.hparams.distillation, len(batch["labels"])
         if kind is None:
             return None
@@ -343,13 +354,10 @@ class EmbeddingModule(TrainingModule):
         q_QD, d_ND = (F.normalize(e.vectors_ND, dim=1) for e in (queries, documents))
         own_QCD = torch.cat([d_ND[:num_pairs, None],
                              d_ND[num_pairs:].unflatten(0, (num_pairs, -1))], 1)
-        teacher_QC = batch["teacher_scores"]
-        full_Q = (batch["labels"] != IGNORED) & torch.isfinite(teacher_QC).all(1)
+        blank_Q1 = (batch["labels"] == IGNORED)[:, None]
+        teacher_QC = batch["teacher_scores"].masked_fill(blank_Q1, -torch.inf)
         with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveRule`
             student_QC = torch.einsum("qd,qcd->qc", q_QD, own_QCD)
-        # A pair without all its candidates counts nothing: both sides get the same scores.
-        teacher_QC = torch.where(full_Q[:, None], teacher_QC.to(student_QC), student_QC.detach())
-        student_QC = torch.where(full_Q[:, None], student_QC, student_QC.detach())
         return distillation_loss(student_QC, teacher_QC, self.temperature(), kind)
 
     def penalties(self) -> dict[str, tuple[float, Tensor]]:
@@ -375,9 +383,12 @@ class EmbeddingModule(TrainingModule):
         self._sums[set_number] = self._sums.get(set_number, 0) + torch.stack(
             [one.detach().double() if self.device.type == "cpu" else one.detach().float()
              for one in sums])
-        self._stored.append((queries.vectors_ND.detach().float().cpu(), queries.groups_N.cpu(),
-                             documents.vectors_ND[:num_pairs].detach().float().cpu(),
-                             documents.groups_N[:num_pairs].cpu()))
+        stored = [queries.vectors_ND.detach().float(), queries.groups_N,
+                  documents.vectors_ND[:num_pairs].detach().float(),
+                  documents.groups_N[:num_pairs]]
+        if "text_numbers" in batch:  # else, in a batch of one's own, each text is another one
+            stored.append(batch["text_numbers"][num_pairs:2 * num_pairs])
+        self._stored.append(tuple(one.cpu() for one in stored))
 
     def final_scores(self, stage: str) -> dict[str, Tensor]:
         "Loss over the split's batches; ranks over all of its documents; how alike vectors are."
@@ -391,7 +402,8 @@ class EmbeddingModule(TrainingModule):
         if world()[1] > 1:
             parts = [gather_numbers(part.to(self.device)).cpu() for part in parts]
         queries, documents = Embedded(parts[0], parts[1]), Embedded(parts[2], parts[3])
-        ranks_Q = ranks_of(queries, documents).double()
+        numbers_N = parts[4] if len(parts) > 4 else None
+        ranks_Q = ranks_of(queries, documents, numbers_N=numbers_N).double()
         mean_D = F.normalize(documents.vectors_ND[documents.groups_N >= 0], dim=1).mean(0)
         found |= {"mrr": (1 / ranks_Q).mean(), "recall_10": (ranks_Q <= 10).double().mean(),
                   "mean_cosine": mean_D.square().sum()}  # of two texts at random; 1: a collapse

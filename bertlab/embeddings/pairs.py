@@ -336,11 +336,11 @@ class PairRows(Dataset):
         empty = self.num_negatives - len(negatives)
         texts = [query, positive, *negatives, *[query] * empty]
         groups = [*self.groups[texts[:2 + len(negatives)]], *[-1] * empty]
-        row = {"ids": [self.ids[n][:1] if g < 0 or blank else self.ids[n]
-                       for n, g in zip(texts, groups)],
-               "groups": [-1] * len(groups) if blank else groups}
+        groups = [-1] * len(groups) if blank else groups
+        row = {"ids": [self.ids[n][:1] if g < 0 else self.ids[n] for n, g in zip(texts, groups)],
+               "groups": groups, "numbers": [-1 if g < 0 else n for n, g in zip(texts, groups)]}
         if self.scores is not None:
-            own = [0.0] if blank else self.scores[key][:1 + self.num_negatives]
+            own = [] if blank else self.scores[key][:1 + self.num_negatives]
             row["scores"] = [*own, *[-torch.inf] * (1 + self.num_negatives - len(own))]
         return row
 
@@ -360,7 +360,8 @@ class PairCollator:
         ids = [rows[p]["ids"][c] for p, c in order]
         batch = {name: torch.from_numpy(value) for name, value in
                  pack_texts(ids, self.row_length, self.pad_token_id, self.packing).items()}
-        batch["groups"] = torch.tensor([int(rows[p]["groups"][c]) for p, c in order])
+        for name, values in (("groups", "groups"), ("text_numbers", "numbers")):
+            batch[name] = torch.tensor([int(rows[p][values][c]) for p, c in order])
         targets = torch.arange(num_pairs)
         batch["labels"] = torch.where(batch["groups"][:num_pairs] < 0, IGNORED, targets)
         if "scores" in rows[0]:

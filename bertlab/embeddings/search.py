@@ -100,8 +100,12 @@ def encode_texts(
     width: int | None = None,  # only the first numbers of each vector
     overwrite: bool = False,
     progress: Callable[[int], None] = lambda count: None,  # gets how many texts are done
+    notes: Counter | None = None,  # gets how many texts are blank
 ) -> int:  # texts that were encoded, in all runs together
     """Encode texts in constant memory; started again, it goes on after the last whole part.
+
+    A blank text has a row of zeros in a .npy, whose rows are those of the source, and is left out
+    of the other forms, which say what each row is of.
 
     Raises `ValueError` where a stopped run has another model, source or choice, or other texts.
     """
@@ -121,25 +125,48 @@ def encode_texts(
                                  "delete the directory")
     state |= {name: getattr(model, name) for name in _READING}  # for whoever searches
     parts.mkdir(parents=True, exist_ok=True)
-    stream = (d for d in documents() if d.text.strip())
+    num_blank = 0
+
+    def read() -> Iterator[Document]:  # from the beginning in each run, so that all are counted
+        nonlocal num_blank
+        for document in documents():
+            is_blank = not document.text.strip()
+            num_blank += is_blank
+            if form == ".npy" or not is_blank:
+                yield document
+
+    stream = read()
     _skip_done(stream, parts, state["num_parts"])
     progress(state["num_texts"])
     while chunk := list(islice(stream, part_size)):
         number = state["num_parts"]
         with written_whole(parts / f"{number:06d}.npy") as temporary, open(temporary, "wb") as file:
-            np.save(file, model.encode([d.text for d in chunk], width))
+            np.save(file, _encode_part(model, [d.text for d in chunk], width))
         with written_whole(parts / f"{number:06d}.jsonl") as temporary:
             temporary.write_text("".join(map(_as_line, chunk)), encoding="utf-8")
         state |= {"num_parts": number + 1, "num_texts": state["num_texts"] + len(chunk)}
         with written_whole(parts / "state.json") as temporary:  # last: then the part counts
             temporary.write_text(json.dumps(state), encoding="utf-8")
         progress(state["num_texts"])
-    if not state["num_texts"]:
+    num_encoded = state["num_texts"] - (num_blank if form == ".npy" else 0)
+    if not num_encoded:
         shutil.rmtree(parts)
         raise ValueError(f"source {name} has no text to encode")
     _WRITERS[form](parts, state, output)
     shutil.rmtree(parts)
-    return state["num_texts"]
+    if notes is not None and num_blank:
+        became = "which have rows of zeros" if form == ".npy" else "left out"
+        notes[f"blank texts, {became}"] += num_blank
+    return num_encoded
+
+
+def _encode_part(model: BiEncoder, texts: list[str], width: int | None) -> np.ndarray:  # (N, D)
+    "Vectors of texts; zeros for a blank one."
+    real = [number for number, text in enumerate(texts) if text.strip()]
+    vectors_ND = model.encode([texts[number] for number in real], width)
+    found_ND = np.zeros((len(texts), vectors_ND.shape[1]), np.float32)
+    found_ND[real] = vectors_ND
+    return found_ND
 
 
 def _as_line(document: Document) -> str:
@@ -156,11 +183,13 @@ def _skip_done(stream: Iterator[Document], parts: Path, num_parts: int) -> None:
                 if found is not None and _as_line(found) == line:
                     continue
                 old, new = json.loads(line), found or Document("", "the end")
+                is_blank = found is not None and not found.text.strip()  # only for a .npy
+                hint = " (earlier versions left blank texts out)" if is_blank else ""
                 raise ValueError(
                     f"{parts} holds a run that was stopped, and text {number} is not the same: it "
                     f"was {old['text'][:40]!r} ({old['source']}) and is {new.text[:40]!r} "
                     f"({new.source}); go on with the source and options of then, or delete the "
-                    "directory")
+                    f"directory{hint}")
 
 
 def _write_npy(parts: Path, state: dict[str, Any], output: Path) -> None:

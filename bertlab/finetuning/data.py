@@ -522,7 +522,7 @@ class FinetuningDataModule(L.LightningDataModule):
         self.datasets: dict[str, EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
         self.batches: EpochBatches | None = None  # the training loader that was made last
-        self.rows_hash = ""  # of the training rows, once `resume_identity` has been asked
+        self._hashes: dict[str, str] = {}  # of each split, once `resume_identity` has been asked
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -659,7 +659,7 @@ class FinetuningDataModule(L.LightningDataModule):
             how = self.max_sequence_length, self.collator.vocabulary.pad_token_id
             made["train"] = pack_rows(made["train"], *how)
         self.datasets = {split: EncodedRows(rows, self.collator) for split, rows in made.items()}
-        self.rows_hash = ""
+        self._hashes = {}
 
     def _read_labels(self, rows: LabelledRows) -> tuple[list, Any, str | None]:
         "Labels, one or a list a row; what `datasets` knows of them; and of texts, the problem."
@@ -823,17 +823,28 @@ class FinetuningDataModule(L.LightningDataModule):
             self.batches.close()
 
     def resume_identity(self) -> dict[str, Any]:  # plain values
-        "What must stay the same for a run to go on: batches; and the rows, once they are set up."
+        "What must stay the same for a run to go on: batches; and all rows, once they are set up."
         known = {"train_batch_size": self.batch_sizes["train"], "shuffle": self.shuffle_train}
         if "train" not in self.datasets:
             return known
-        rows = self.datasets["train"].rows
-        if not self.rows_hash:  # every checkpoint asks
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(b"".join(np.ascontiguousarray(row[k]).tobytes() for k in sorted(row)))
-            self.rows_hash = digest.hexdigest()[:16]
-        return known | {"training rows": self.rows_hash, "number of rows": len(rows)}
+        if not self._hashes:  # every checkpoint asks
+            self._hashes = {split: self._hash_rows(split) for split in self.datasets}
+        # Seeds are compared by their scores, so each must have been scored on the same rows.
+        named = {"training rows" if split == "train" else f"{split} rows": found
+                 for split, found in self._hashes.items()}
+        return known | named | {"number of rows": len(self.datasets["train"])}
+
+    def _hash_rows(self, split: str) -> str:  # 16 hexadecimal digits
+        "Hash what a split is learned from, or scored by."
+        digest, records = hashlib.sha256(), self.records[split]
+        for row in self.datasets[split].rows:
+            digest.update(b"".join(np.ascontiguousarray(row[k]).tobytes() for k in sorted(row)))
+        if split != "train" and self.task in ("question_answering", "span_classification"):
+            # These are scored as text: which answers are right does not follow from the ids.
+            labels = [self.label_column] * (not records.is_unlabelled(self.label_column))
+            columns = records.read_columns([*self.text_columns, *labels])
+            digest.update(json.dumps(columns, default=str).encode())
+        return digest.hexdigest()[:16]
 
     # --- what a person wants to know --------------------------------------------------------------
 
@@ -855,6 +866,14 @@ class FinetuningDataModule(L.LightningDataModule):
         given = rows.read_columns([self.label_column])[self.label_column]
         return all(len(one["text"] if isinstance(one, Mapping) else one) for one in given)
 
+    @property
+    def max_answer_tokens(self) -> int:
+        "How long an answer may be: as long as the longest that was learned, and 30 at least."
+        rows = self.datasets.get("train", next(iter(self.datasets.values()))).rows
+        # A window without an answer points at [CLS] twice, which is no more than a token either.
+        spans = [row["answer_spans"] for row in rows if "answer_spans" in row]
+        return max([30, *(int((one[:, 1] - one[:, 0]).max()) + 1 for one in spans)])
+
     def _describe_spans(self, split: str) -> list[str]:
         "How many spans there are, how they lie, and what windows and tokens do to them."
         rows, spans = self.datasets[split].rows, self.spans(split)
@@ -868,6 +887,18 @@ class FinetuningDataModule(L.LightningDataModule):
         return lines + [f"  {moved:,} spans begin or end within a token: they are widened to whole "
                         "tokens, and cannot be found to the letter"] * bool(moved)
 
+    def _describe_lost(self, split: str) -> list[str]:
+        "A line where labels are lost: nothing is learned from them, so a person should know."
+        lost = sum(int(row.get("num_dropped_labels", 0)) for row in self.datasets[split].rows)
+        longer = f"max_sequence_length (now {self.max_sequence_length})"
+        if self.context_column:
+            what = ("answers are whole in no window, and are read as no answer; raise doc_stride "
+                    f"in collator_kwargs (now {self.collator.doc_stride}), or {longer}")
+        else:
+            what = ("labels are lost, because their words are cut off or have no token; for the "
+                    f"former raise {longer}")
+        return [f"  {lost:,} {what}"] * bool(lost)
+
     def describe(self, num_rows: int = 2) -> str:
         "Rows, labels and lengths of each split, and a few decoded rows. Call `setup` first."
         lines = [*filter(None, [self.note]), *self.bad_rows.describe()]
@@ -879,6 +910,7 @@ class FinetuningDataModule(L.LightningDataModule):
                              f"{self.max_sequence_length} tokens; their ends are cut off")
             if self.task == "span_classification" and "labels" in data.rows[0]:
                 lines += self._describe_spans(split)
+            lines += self._describe_lost(split)
             counts = self.count_labels(split)
             total = max(1, sum(counts.values()))
             lines += [f"  {name}: {n:,} ({n / total:.0%})" for name, n in counts.items()]
@@ -894,11 +926,12 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
     "Write down which columns a module reads, how many tokens of them, and by which rules."
     reading = {"task": data.task, "text_columns": [*map(str, data.text_columns)],
                "max_sequence_length": data.max_sequence_length}
-    # The windows of new texts are those of training, and so is whether no answer may win.
+    # The windows of new texts are those of training, and so are the rules for answers.
     if data.task in ("span_classification", "question_answering"):
         reading["doc_stride"] = data.collator.doc_stride
     if data.task == "question_answering":
         reading["always_answered"] = data.always_answered
+        reading["max_answer_tokens"] = data.max_answer_tokens
     if data.reader_kwargs.get("multiword") == "join":  # tags such as AUX+PART are of joined words
         reading["multiword"] = "join"
     with written_whole(Path(directory) / READING) as temporary:
@@ -920,10 +953,12 @@ def load_reading(
         return {}
     reading = parse_json(path.read_text(encoding="utf-8", errors="replace"), path)
     known = {"task": str, "text_columns": list, "max_sequence_length": int}
+    is_count = lambda value: type(value) is int and value > 0
     if not isinstance(reading, dict) or any(not isinstance(reading.get(name), kind)
                                             for name, kind in known.items()) \
             or not isinstance(reading.get("doc_stride", 0), int) \
             or not isinstance(reading.get("always_answered", False), bool) \
+            or not is_count(reading.get("max_answer_tokens", 1)) \
             or reading.get("multiword", "join") != "join":
         raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
                          "columns and length yourself")

@@ -10,6 +10,7 @@ __all__ = ['SCHEDULES', 'INPUTS', 'TARGETS', 'SPAN_INPUTS', 'finetuning_schedule
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ def _answer_scores(data: Any, split: str) -> AnswerScores | None:
     read = records.read_columns([data.context_column, column])
     limit = math.inf if data.always_answered else 0.0
     return AnswerScores(get_metrics_for_task("question_answering"), read[data.context_column],
-                        [gold_texts(one) for one in read[column]], limit)
+                        [gold_texts(one) for one in read[column]], limit,
+                        max_answer_tokens=data.max_answer_tokens)
 
 # %% ../../nbs/finetuning/07_module.ipynb #6d1af555
 def _readable_device(device: torch.device) -> torch.device:
@@ -227,7 +229,7 @@ class FinetuningModule(TrainingModule):
                 "problem_type": self.labels.problem_type}
 
     def _check_rows(self, config: BertLabConfig) -> None:
-        "Raise `ValueError` for a data module whose rows the model cannot read."
+        "Raise `ValueError` for rows that the model cannot read; let no padding make them longer."
         data = self.data
         if data is None:
             return
@@ -243,12 +245,17 @@ class FinetuningModule(TrainingModule):
             except ValueError:  # weights alone
                 theirs = None
             check_vocabularies(theirs, data.tokenizer)
-        longest = max(int(rows.lengths.max()) for rows in data.datasets.values())
+        longest = max(len(row["input_ids"]) for rows in data.datasets.values()
+                      for row in rows.rows)  # packed rows with all of their padding
         longest = data.max_sequence_length if data.fixed_shapes else longest
         if longest > config.max_position_embeddings:
             raise ValueError(f"the data has rows of {longest} tokens and the model's "
                              f"max_position_embeddings is {config.max_position_embeddings}; lower "
                              "the data module's max_sequence_length to that")
+        # Batches are padded to a multiple of 8, which the model may have no positions for.
+        read, most = data.collator.read, config.max_position_embeddings
+        if read.max_sequence_length > most:
+            data.collator.read = replace(read, max_sequence_length=most)
 
     def configure_model(self) -> None:
         "Load or build; forget; freeze; in this order, once."
@@ -360,10 +367,13 @@ class FinetuningModule(TrainingModule):
             self._scores.update(readable(output), readable(batch))
 
     def final_scores(self, stage: str) -> dict[str, Tensor]:  # what is logged
-        "Add up over all processes, and divide once."
+        "Add up over all processes, and divide once. All are NaN where the loss is not finite."
         loss_sum, count = self.trainer.strategy.reduce(self._loss_sums, reduce_op="sum")
         values = {"loss": loss_sum / count} | (self._scores.compute() if self._scores else {})
-        return {f"{stage}_{name}": value for name, value in values.items()}
+        # Ruined weights say the first label of everything, which may be right often: no score.
+        ruined = ~values["loss"].isfinite()
+        return {f"{stage}_{name}": value.masked_fill(ruined.to(value.device), math.nan)
+                for name, value in values.items()}
 
     @property
     def monitor(self) -> str:

@@ -73,6 +73,7 @@ class TaskPredictor:
     doc_stride: int | None = None  # tokens that windows of a text share; None: a quarter
     null_threshold: float = 0.0  # how far "no answer" led to win in training; inf: it never did
     multiword: str = "split"  # "join": it has learned tokens of CoNLL-U that hold several words
+    max_answer_tokens: int = 30  # of an answer: as many as the longest of training had, or more
 
     def collate(self, columns: Sequence[str]) -> SupervisedCollator:  # texts; two are a pair
         "What makes batches of rows without labels."
@@ -121,7 +122,8 @@ def load_predictor(
     stride = stride if length == reading.get("max_sequence_length") else None  # it is of a length
     limit = math.inf if reading.get("always_answered") else 0.0
     return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride,
-                         limit, reading.get("multiword", "split"))
+                         limit, reading.get("multiword", "split"),
+                         reading.get("max_answer_tokens", 30))  # older directories do not say
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #d738224a
 def run_batches(
@@ -321,7 +323,8 @@ def predict_answers(
     found = run_sorted(predictor, windows, collator, options.batch_size)
     starts, ends = ([one[f"{side}_logits"] for one in found] for side in ("start", "end"))
     places = ([window[name] for window in windows] for name in ("offsets", "example_index"))
-    answers = best_answers(starts, ends, *places, [row[context] for row in rows], options.num_best)
+    answers = best_answers(starts, ends, *places, [row[context] for row in rows],
+                           options.num_best, predictor.max_answer_tokens)
     told = [_tell_answer(answers[number], predictor, options) for number in range(len(rows))]
     return told, sum(one[asked] != row[asked] for one, row in zip(short, rows))
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from .data import write_reading
 from .module import FinetuningModule
@@ -24,25 +24,49 @@ from ..data.tokenizers import load_tokenizer
 from .task_models import save_for_pipeline
 from ..train.checkpoints import read_checkpoint
 from ..train.history import History, RunRecord
+from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/08_runs.ipynb #4ed97293
 class BestCheckpoint(ModelCheckpoint):
-    "Keep the weights of the best validation, as they would be used."
+    "Keep the weights of the best validation, as they would be used; stop where none gets better."
 
     def __init__(
         self,
         directory: str | os.PathLike,
         monitor: str,  # a logged metric
         file_name: str = "best",
+        patience: int | None = None,  # validations without a gain until it stops; None: never
     ):
         super().__init__(directory, file_name, monitor, mode=better_way(monitor), save_top_k=1,
                          save_weights_only=True, save_on_train_epoch_end=False,
                          enable_version_counter=False)
+        self.patience, self._waited = patience, 0  # validations since the last gain
+        self._best_rank: tuple[int, float] | None = None  # None: there was no validation
+        self._lowest_loss = math.inf
 
     def on_validation_end(self, trainer, pl_module) -> None:
         with pl_module.evaluation_weights():  # averages, where the optimizer keeps some
             super().on_validation_end(trainer, pl_module)
+
+    def check_monitor_top_k(self, trainer, current=None) -> bool:
+        "Whether the last validation is the best so far; Lightning would compare NaN with numbers."
+        metrics, unanimous = trainer.callback_metrics, trainer.strategy.reduce_boolean_decision
+        rank, loss = rank_metric(self.monitor, metrics), float(metrics.get("val_loss", math.nan))
+        best = unanimous(self._best_rank is None or rank > self._best_rank)
+        # A metric that is undefined for now is no reason to stop a model whose loss still falls.
+        undefined = math.isnan(float(metrics[self.monitor]))
+        gain = unanimous(best or undefined and loss < self._lowest_loss)
+        self._best_rank = rank if best else self._best_rank
+        self._lowest_loss = min(self._lowest_loss, loss)
+        self._waited = 0 if gain else self._waited + 1
+        if self.patience is not None and self._waited >= max(1, self.patience):
+            trainer.should_stop = True
+        return best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "best_rank": self._best_rank, "waited": self._waited,
+                "lowest_loss": self._lowest_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         "Go on with the best weights; the run, and they with it, may have been moved meanwhile."
@@ -54,6 +78,11 @@ class BestCheckpoint(ModelCheckpoint):
         best = {here(path): score for path, score in state_dict["best_k_models"].items()}
         super().load_state_dict({**state_dict, **paths, "best_k_models": best,
                                  "dirpath": self.dirpath})
+        score = state_dict["best_model_score"]  # of an older checkpoint, which knows no rank
+        known = None if score is None else rank_metric(self.monitor, {self.monitor: score})
+        self._best_rank = state_dict.get("best_rank", known)
+        self._waited = state_dict.get("waited", 0)
+        self._lowest_loss = state_dict.get("lowest_loss", math.inf)
 
 
 def better_way(monitor: str) -> str:
@@ -61,11 +90,20 @@ def better_way(monitor: str) -> str:
     return "min" if monitor.endswith("loss") else "max"
 
 
-def rank_metric(monitor: str, value: float) -> float:
-    "A metric as a number of which more is better; one that is undefined (NaN) is behind all."
+def rank_metric(
+    monitor: str,
+    metrics: Mapping[str, Any],  # of a validation: the monitor, and val_loss if there is one
+) -> tuple[int, float]:  # of which more is better
+    """Rank a validation. One whose metric is undefined (NaN) is behind all others, by its loss.
+
+    Where the loss is not finite, the weights are ruined: that is behind everything.
+    """
+    value, loss = float(metrics[monitor]), float(metrics.get("val_loss", 0.0))
+    if not math.isfinite(loss):
+        return 0, 0.0
     if math.isnan(value):
-        return -math.inf
-    return -value if better_way(monitor) == "min" else value
+        return 1, -loss
+    return 2, -value if better_way(monitor) == "min" else value
 
 # %% ../../nbs/finetuning/08_runs.ipynb #6bd8a441
 @dataclass(frozen=True)
@@ -178,11 +216,9 @@ def finetune(
 ) -> FinetunedRun:
     "Train, stop early, go back to the best weights, and say what those are worth."
     watched, data.seed = find_monitor(module, data, monitor), seed
-    history, best = History(), BestCheckpoint(directory, watched)
-    rules = [history, best, *callbacks]
-    if patience is not None:  # an undefined correlation is no reason to stop at once
-        rules.append(EarlyStopping(watched, patience=patience, mode=better_way(watched),
-                                   check_finite=False, check_on_train_epoch_end=False))
+    history, best = History(), BestCheckpoint(directory, watched, patience=patience)
+    guarded = any(isinstance(one, NonFiniteGuard) for one in callbacks)
+    rules = [history, best, *[NonFiniteGuard()] * (not guarded), *callbacks]
     seed_everything(seed)
     trainer = make_trainer(num_epochs * len(data.train_dataloader()), callbacks=rules, **{
         "max_epochs": num_epochs, "check_val_every_n_epoch": 1, "limit_val_batches": 1.0,
@@ -253,7 +289,7 @@ def finetune_seeds(
     # Before the first seed: rows are held out by the data's own, and mistakes are found.
     monitor = find_monitor(FinetuningModule(**module_options), data, options.pop("monitor", None))
     own, runs, best, best_seed = data.seed, [], None, None
-    rank = lambda metrics: rank_metric(monitor, float(metrics[monitor]))
+    rank = lambda metrics: rank_metric(monitor, metrics)
     for seed in seeds:
         try:
             found = finetune(FinetuningModule(**module_options), data,

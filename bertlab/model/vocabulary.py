@@ -32,13 +32,14 @@ def masked_bits_per_byte(
     model: BertLabPreTrainedModel,  # that guesses hidden tokens
     tokenizer: Any,
     texts: Iterable[str],  # or what `gather_texts` takes
-    max_length: int = 128,  # positions in a row
+    max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
     mlm_probability: float = 0.15,  # share of words that are hidden
     seed: int = 0,  # of the masks
     batch_size: int = 32,
 ) -> float:  # bits per byte of the hidden words
     "Score whole hidden words, so that models with different tokenizers compare."
     ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
+    max_length = min(max_length, model.config.max_position_embeddings)
     rows = PackedDataset(ids, max_length, shuffle=False, **special_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer, mlm_probability=mlm_probability, unit="word", seed=seed,

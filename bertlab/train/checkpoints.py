@@ -6,11 +6,12 @@
 __all__ = ['random_states', 'set_random_states', 'same_random_states', 'RandomStates', 'read_checkpoint', 'WholeFileCheckpointIO',
            'check_writable', 'RunInterrupted', 'validation_follows', 'StopSignals', 'RunCheckpoint',
            'tokenizer_identity', 'documents_identity', 'run_fingerprint', 'refuse_differences', 'find_checkpoint',
-           'CheckpointSeries', 'check_resume']
+           'step_identity', 'recount_batches', 'CheckpointSeries', 'check_resume']
 
 # %% ../../nbs/train/06_checkpoints.ipynb #65976dde
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -369,6 +370,8 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
             for source in data.sources]
     if hasattr(data, "resume_identity"):  # of what is no text of rows
         known |= data.resume_identity()
+    if getattr(data, "takes_other_micro_batches", False):
+        known["other micro-batches"] = True
     return known
 
 
@@ -392,12 +395,15 @@ def refuse_differences(
 ) -> None:
     """Raise `ValueError` that names what differs, where a checkpoint is of another run.
 
-    Another number of processes is the same run where all of them together take as many rows.
+    Other processes, and micro-batches of another size, are the same run where a step takes as many
+    rows; the latter where `now` says that its data can go on so.
     """
     kept = _plain(kept)  # older ones hold addresses
-    together = {facts.get("train_batch_size", 0) * facts.get("processes", 0)
-                for facts in (kept, now)}
-    shared = ("train_batch_size", "processes") if len(together) == 1 and together != {0} else ()
+    sizes, window = ["train_batch_size", "processes"], "accumulate_grad_batches"
+    both = all(facts.get("other micro-batches") and window in facts for facts in (kept, now))
+    sizes += [window] * both  # an older checkpoint does not know its place in rows
+    rows = [math.prod(facts.get(name, 0) for name in sizes) for facts in (kept, now)]
+    shared = sizes if rows[0] == rows[1] != 0 else []
     found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
              for name in kept
              if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
@@ -424,6 +430,32 @@ def find_checkpoint(
     return None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
+def step_identity(trainer: L.Trainer) -> dict[str, int]:
+    "Processes with rows of their own, and micro-batches of a step unless a callback decides."
+    steered = any(getattr(c, "steers_accumulation", False)
+                  or isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    window = {} if steered else {"accumulate_grad_batches": trainer.accumulate_grad_batches}
+    return {"processes": count_readers(trainer), **window}
+
+
+def recount_batches(
+    trainer: L.Trainer,  # which goes on with a run, in its `on_train_start`
+    before: int,  # micro-batches that a step had
+) -> None:
+    """Let Lightning's counters have as many micro-batches a step as there are now.
+
+    Else a step would end in the middle of a window, and an epoch too early or too late.
+    """
+    progress, now = trainer.fit_loop.epoch_loop.batch_progress, trainer.accumulate_grad_batches
+    epoch = trainer.num_training_batches
+    for counts, most in ((progress.total, math.inf), (progress.current, epoch)):
+        old, ended = counts.processed, counts is progress.current and progress.is_last_batch
+        # An epoch's last window may be short, and of another size than it would be now.
+        new = most if ended else min(-(-old // before) * now, most)
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(counts, name, new + getattr(counts, name) - old)
+
+
 class CheckpointSeries(RunCheckpoint):
     """Save `directory/step-N.ckpt` when `RunCheckpoint` would, and keep the last ones.
 
@@ -441,20 +473,15 @@ class CheckpointSeries(RunCheckpoint):
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
         super().__init__(Path(directory) / "step-00000000.ckpt", every_steps)
         self.directory, self.keep_last = Path(directory), keep_last
-        self._accumulates: int | None = None  # micro-batches of a step; None: a callback decides
+        self._steps: dict[str, int] = {}  # of `step_identity`
+        self._accumulated: int | None = None  # in the checkpoint, where that is not as many
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        steered = any(getattr(c, "steers_accumulation", False)
-                      or isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
-        self._accumulates = None if steered else trainer.accumulate_grad_batches
+        self._steps = step_identity(trainer)
 
     def _fingerprint(self, trainer, pl_module) -> dict[str, Any]:
-        known = run_fingerprint(pl_module, trainer.datamodule)
-        known["processes"] = count_readers(trainer)
-        if self._accumulates is not None:
-            known["accumulate_grad_batches"] = self._accumulates
-        return known
+        return run_fingerprint(pl_module, trainer.datamodule) | self._steps
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         checkpoint["fingerprint"] = self._fingerprint(trainer, pl_module)
@@ -463,14 +490,19 @@ class CheckpointSeries(RunCheckpoint):
     def on_load_checkpoint(self, trainer, pl_module, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if trainer.state.fn == "fit":
-            now = self._fingerprint(trainer, pl_module)
-            refuse_differences(trainer.ckpt_path, checkpoint.get("fingerprint", {}), now)
+            now, kept = self._fingerprint(trainer, pl_module), checkpoint.get("fingerprint", {})
+            refuse_differences(trainer.ckpt_path, kept, now)
+            before, after = (facts.get("accumulate_grad_batches") for facts in (kept, now))
+            self._accumulated = before if after and before != after else None
 
     def on_train_start(self, trainer, pl_module) -> None:
         if trainer.is_global_zero:
             check_writable(self.directory)
             for path in self.directory.glob(".step-*.ckpt.*.tmp"):
                 path.unlink()  # a run was killed while it wrote
+        if self._accumulated is not None:
+            recount_batches(trainer, self._accumulated)
+            self._accumulated = None
         super().on_train_start(trainer, pl_module)
 
     def save(self, trainer) -> None:
@@ -490,12 +522,13 @@ def check_resume(
     data: L.LightningDataModule | None,
     max_steps: int,  # optimizer steps of the whole run; -1: no limit
     weights_only: bool = True,  # False runs whatever code the file holds: for your own files
-    processes: int | None = None,  # with rows of their own; None: not known yet
+    trainer: L.Trainer | None = None,  # of its processes and micro-batches; None: not known yet
     may_be_finished: bool = False,  # past its last step, a run may have left things unwritten
 ) -> int:  # the step that the run goes on from
     """Look before a resume, with nothing built: is the file whole, and is this the same run?
 
-    Raises `ValueError` in one line, and announces a changed length. Sets the data up like `fit`.
+    Raises `ValueError` in one line, also for a place that rows of today's batches do not begin at,
+    and announces a changed length. Sets the data up like `fit`.
     """
     check_writable(Path(checkpoint).parent)
     state = read_checkpoint(checkpoint, weights_only)
@@ -503,12 +536,16 @@ def check_resume(
     if 0 <= max_steps < step + (not may_be_finished):
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
-    known = {} if processes is None else {"processes": processes}
+    known = {} if trainer is None else step_identity(trainer)
     refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
         data.prepare_data()
         data.setup("fit")
         refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
+        loop = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if trainer is not None and len(positions := loop.get("combined_loader", [])) == 1:
+            data.trainer = trainer  # which says how many processes share the rows
+            data.train_dataloader().load_state_dict(positions[0])
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
         say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "

@@ -296,7 +296,7 @@ def _run_stage(
     trainer = make_trainer(steps, callbacks=callbacks, **options)
     checkpoint = find_checkpoint(place / "checkpoints")
     if checkpoint is not None:
-        check_resume(checkpoint, module, data, steps, may_be_finished=True)
+        check_resume(checkpoint, module, data, steps, trainer=trainer, may_be_finished=True)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if not (place / "model").exists():
         raise StageStopped(f"stage {number} stopped at step {trainer.global_step} of {steps}, as "

@@ -109,6 +109,8 @@ def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processe
     for processes, window in ((1, 4), (2, 2), (4, 1)):
         again = Run(ask_for_run("pretrain", [], output).config, True, launch=Launch("torchrun", 0, processes, 1))
         assert (again.config["trainer"]["accumulate_grad_batches"], again.config["data"]["train_batch_size"]) == (window, 4)
+    alone = Run(ask_for_run("pretrain", [], output).config, True)  # what the launcher said is not in the file
+    assert (alone.config["trainer"]["devices"], alone.config["trainer"]["accumulate_grad_batches"]) == (1, 4)
     with pytest.raises(ValueError, match="train_batch_size=5"):
         Run(ask_for_run("pretrain", ["--data.train_batch_size", "5"], output).config, True)
 

@@ -85,6 +85,15 @@ def test_texts_become_vectors_in_a_file(place, capsys, tmp_path, output):
     assert status == 2 and "exists" in error
 
 
+@pytest.mark.parametrize("output, became", [("v.npy", "which have rows of zeros"), ("v.parquet", "left out")])
+def test_blank_texts_are_counted_at_the_end(place, capsys, tmp_path, output, became):
+    (tmp_path / "some.txt").write_text("alpha beta\n\ngamma\n" + "delta\n" * 40)
+    status, said, error = run(capsys, "encode", place / "run", tmp_path / "some.txt", "--output", tmp_path / output)
+    assert status == 0 and "42 texts" in said and f"1 blank texts, {became}" in said, error
+    if output == "v.npy":
+        assert np.flatnonzero(~np.load(tmp_path / output).any(1)).tolist() == [1], "as the file's second line"
+
+
 @pytest.mark.parametrize("indexed", [True, False])
 def test_a_query_finds_its_text_in_an_index_and_in_a_folder(place, capsys, tmp_path, indexed):
     where = place / "texts"

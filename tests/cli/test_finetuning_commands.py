@@ -395,6 +395,28 @@ def test_a_resume_that_is_another_run_is_refused_and_leaves_the_run_as_it_was(to
         assert before == {path: path.read_bytes() for path in before}, named
 
 
+def test_seeds_that_are_scored_on_other_rows_are_not_mixed(tok, tmp_path, capsys):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output)) == 0
+    more = ["--resume", output, "--run.seeds", "[0, 1]"]
+    for split in ("validation", "test"):
+        path = source / f"{split}.csv"
+        rows = path.read_text()
+        path.write_text(rows + "an apple,fruit\n")
+        capsys.readouterr()
+        assert by_words(more) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f": {split} rows is " in said and "Put it back, or start a new run" in said and "seed-0" in said
+        path.write_text(rows)
+    (kept,) = (output / "seed-0" / "checkpoints").glob("*.ckpt")
+    state = torch.load(kept, weights_only=True)
+    del state["fingerprint"]["validation rows"], state["fingerprint"]["test rows"]
+    torch.save(state, kept)  # as an older version wrote it
+    (source / "test.csv").write_text(rows + "an apple,fruit\n")
+    assert by_words(more) == 0
+    assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
+
+
 def test_a_resume_with_other_seeds_keeps_the_numbers_of_each(tok, tmp_path):
     output = tmp_path / "run"
     read = lambda: json.loads((output / "metrics.json").read_text())

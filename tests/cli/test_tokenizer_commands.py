@@ -5,7 +5,7 @@ import pytest
 from bertlab.cli import vocabularies
 from bertlab.cli.main import main
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.model.config import modernbert_tiny
+from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train.modules import settings_from
@@ -34,6 +34,20 @@ def test_a_comparison_makes_the_folders_of_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(vocabularies, "read_text", lambda *_, **__: ["a text"])
     found = vocabularies.compare([str(tmp_path / "tokenizer")], output=str(tmp_path / "new" / "measures.json"))
     assert (tmp_path / "new" / "measures.json").is_file() and len(found) == 1
+
+
+@pytest.mark.parametrize("positions", [64, 128])
+def test_a_comparison_says_which_model_was_scored_in_shorter_rows(positions, tmp_path, capsys):
+    tokenizer = load_tokenizer(vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300))
+    config = bert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
+                       max_position_embeddings=positions, **settings_from(tokenizer, {}))  # fmt: skip
+    save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a text of a few words and letters\n" * 40)
+    capsys.readouterr()
+    found = vocabularies.compare([str(tmp_path / "model"), str(tmp_path / "tokenizer")], str(tmp_path / "text.txt"))
+    assert found[str(tmp_path / "model")]["bits_per_byte"] > 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
+    assert len(notes) == (positions < 128) and all("model reads 64 positions" in line for line in notes)
 
 
 def test_a_tokenizer_without_room_for_a_word_is_refused_before_its_text_is_read(tmp_path, monkeypatch, capsys):

@@ -720,3 +720,10 @@ def test_lengths_that_say_nothing_are_refused_before_a_text_is_read(shares):
     with pytest.raises(ValueError, match="mix_lengths"):
         PretrainingDataModule("no/such/file.txt", TOKENIZER, streaming=True, data_kwargs={"mix_lengths": {4: 1.0}})
 
+
+
+def test_what_reading_left_out_is_told(tmp_path):
+    texts = make_texts(60)
+    data = set_up(write_lines(tmp_path / "a.txt", [*texts, *texts[:7]]), data_kwargs={"lines": "documents"})
+    said = data.describe(num_rows=1)
+    assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(r"a\.txt: 1 text files with one document", said)

@@ -154,6 +154,24 @@ def test_a_stream_of_files_is_shared_out_holds_out_and_says_what_does_not_divide
         make(data_kwargs={"lanes": 9}).training_texts()
 
 
+@pytest.mark.parametrize("sizes, lanes", [
+    ([50, 50, 50], [[0], [1], [2]]),
+    ([50, 1, 50, 50], [[0, 1], [2], [3]]),  # a README beside a text: not read fifty times as often
+    ([50, 0, 40], [[0], [2]]),  # an empty file is no lane
+    ([10, 20, 10, 10, 50], [[0, 1, 2, 3], [4]]),
+    ([1000, 1, 1], []), ([9], []),  # one stream of all
+    ([3] * 130, [list(range(n, 130, 64)) for n in range(64)]),
+])  # fmt: skip
+def test_lanes_are_about_equally_long_unless_their_number_was_given(tmp_path, sizes, lanes):
+    for n, size in enumerate(sizes):
+        (tmp_path / f"{n:03}.txt").write_text("w" * size)
+    data = PretrainingDataModule(str(tmp_path), "none", streaming=True)
+    assert [[int(name[-7:-4]) for name in lane] for lane in data.stream_lanes] == lanes
+    if len(sizes) > 1:
+        asked = PretrainingDataModule(str(tmp_path), "none", streaming=True, data_kwargs={"lanes": 2})
+        assert [len(lane) for lane in asked.stream_lanes] == [-(-len(sizes) // 2), len(sizes) // 2]
+
+
 def test_a_stream_whose_lanes_are_too_short_to_hold_anything_out_says_so(tmp_path):
     for n in range(6):
         (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(5)))

@@ -100,6 +100,13 @@ def test_rows_of_json_lines_may_hold_a_list_called_data(tmp_path):
     assert [text for _, text in read_texts(tmp_path / "a.jsonl", "text")] == ["a", "b"]
 
 
+def test_a_columns_number_counts_in_the_first_object_of_a_file_of_json_lines(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "a"}\n{"text": "b", "url": "http://x"}\n{"url": "y", "id": 2}\n{"text": "c"}\n')
+    left_out = []
+    assert [text for _, text in read_texts(tmp_path / "a.jsonl", 2, left_out.append)] == ["a", "b", "c"]
+    assert len(left_out) == 1 and "line 3" in str(left_out[0]) and "text" in str(left_out[0])
+
+
 def test_a_cell_keeps_the_ends_of_its_lines(tmp_path):
     "Spans count characters: one that is lost in each line moves all that follow."
     import csv

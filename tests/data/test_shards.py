@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -249,6 +250,20 @@ def test_a_run_trains_on_shards_and_holds_some_out(tmp_path):
         PretrainingDataModule(str(tmp_path), tokenizer).setup("fit")
     with pytest.raises(ValueError, match="no text"):
         PretrainingDataModule(str(tmp_path), "later").training_texts()
+
+
+def test_small_shards_beside_another_source_keep_what_is_held_out_of_them(tmp_path):
+    texts = [f"document {n} says hello number {n * 7}." for n in range(300)]
+    tokenizer = train_tokenizer(texts, 300)
+    for name, own in (("a", texts[:200]), ("b", texts[200:])):
+        ids = [np.array(i, np.int32) for i in tokenizer(own, add_special_tokens=False).input_ids]
+        write_part(tmp_path / name, 0, encoder(ids, 50), name)
+        finish_shards(tmp_path / name, 1, name)
+    data = PretrainingDataModule([str(tmp_path / "a"), str(tmp_path / "b")], tokenizer, max_sequence_length=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of them is training text
+        data.setup("fit")
+    assert data.val_dataset.describe()["documents"] == 30
 
 
 # --- kills -----------------------------------------------------------------------------------------

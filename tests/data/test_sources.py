@@ -324,6 +324,27 @@ def test_a_state_of_other_files_is_refused(shelf):
         TextStream(str(shelf / "a.txt"), split="test")
 
 
+def test_a_place_in_a_file_that_has_changed_or_is_another_is_refused(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("\n".join(f"line {n} of {name}" for n in range(9)))
+    stream = TextStream(str(tmp_path), lines="documents")
+    read = iter(stream)
+    for _ in range(11):  # two of the second file
+        next(read)
+    state = stream.state_dict()
+    older = {name: value for name, value in state.items() if name not in ("name", "bytes")}
+    for one in (state, older):
+        again = TextStream(str(tmp_path), lines="documents")
+        again.load_state_dict(one)
+        assert next(iter(again)) == "line 2 of b.txt"
+    (tmp_path / "b.txt").write_text("line 1 of b.txt, the others were no good")
+    with pytest.raises(ValueError, match="stood in b.txt .*bytes.*put the files back"):
+        TextStream(str(tmp_path), lines="documents").load_state_dict(state)
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    with pytest.raises(ValueError, match="stood in b.txt .*c.txt"):
+        TextStream(str(tmp_path), lines="documents").load_state_dict(state)
+
+
 def test_the_key_of_files_is_their_content_order_and_reading(tmp_path):
     for name, text in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "")):
         (tmp_path / name).write_text(text)

@@ -136,6 +136,26 @@ def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it():
     assert distillation_loss(torch.zeros(2, 3), teacher, 0.5).item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
+    made = torch.Generator().manual_seed(0)
+    student, teacher = (torch.rand(6, 4, generator=made, dtype=torch.float64) for _ in range(2))
+    student.requires_grad_()
+    temperature = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)  # as where it is learnt
+    counts = [4, 3, 2, 1, 0]  # candidates of the first five pairs: the last two have nothing to compare
+    for pair, count in enumerate(counts):
+        teacher[pair, count:] = -torch.inf
+    teacher[5, 0] = -torch.inf  # a pair without its positive's score
+    whole = distillation_loss(student, teacher, temperature, kind)
+    alone = sum(distillation_loss(student[n:n + 1, :count], teacher[n:n + 1, :count], temperature, kind)
+                for n, count in enumerate(counts) if count > 1)  # fmt: skip
+    torch.testing.assert_close(whole, alone)
+    used = (student, temperature) if kind == "kl" else (student,)
+    for grad, expected in zip(torch.autograd.grad(whole, used), torch.autograd.grad(alone, used)):
+        assert torch.isfinite(grad).all()
+        torch.testing.assert_close(grad, expected)
+
+
 @pytest.mark.parametrize("options, word", [({"prefixes": (0,)}, "prefixes"), ({"prefixes": (4, 4)}, "prefixes"),
                                            ({"false_negative_margin": 3.0}, "margin")])
 def test_a_rule_that_cannot_be_is_refused(options, word):

@@ -63,6 +63,27 @@ def test_vectors_that_are_no_numbers_find_nothing():
     assert ranks_of(broken, broken).tolist() == [5] * 5
 
 
+def test_an_answer_of_several_queries_is_one_rival():
+    q, d = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[0.8, 0.6], [1.0, 0.1], [1.0, 0.1], [1.0, 0.1]])
+    queries, documents = Embedded(q, torch.tensor([0, 1, 1, 1])), Embedded(d, torch.tensor([0, 1, 1, 1]))
+    assert ranks_of(queries, documents).tolist() == [4, 1, 1, 1]
+    assert ranks_of(queries, documents, numbers_N=torch.tensor([7, 3, 3, 3])).tolist() == [2, 1, 1, 1]
+
+
+def test_ranks_of_a_split_are_those_among_its_different_answers():
+    train, held = draw_pairs(16, seed=1), draw_pairs(20)
+    held = replace(held, positives=[held.positives[n // 5 * 5] for n in range(20)])  # each answers five queries
+    data, module = small_data(), small_module()
+    data.set_datasets(train, held)
+    values = fit(module, data, 1, val_check_steps=1).callback_metrics
+    answers = held.positives[::5]
+    cosines = module.model.encode(held.queries) @ module.model.encode(answers).T
+    ranks = [1 + sum(row[n] >= row[number // 5] for n in range(4) if n != number // 5) for number, row in enumerate(cosines)]
+    assert max(ranks) > 1, "else nothing is compared"
+    assert float(values["val_mrr"]) == pytest.approx(np.mean([1 / rank for rank in ranks]), rel=1e-5)
+    assert float(values["val_recall_10"]) == 1, "there are but four answers"
+
+
 def test_a_step_is_the_gradient_of_the_mean_over_queries():
     data, module = small_data(), small_module(optimizer_class="sgd", learning_rate=0.1, weight_decay=0.0,
                                               scheduler_warmup_steps=0, scheduler_training_decay=1.0)  # fmt: skip
@@ -135,6 +156,28 @@ def test_the_teacher_s_scores_reach_the_gradient_and_are_logged():
     assert (weights[0.0] - weights[5.0]).abs().max() > 1e-4
     with pytest.raises(ValueError, match="scores_column"):
         fit(small_module(distillation="kl"), small_data(), 1)
+
+
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_a_pair_with_fewer_negatives_learns_from_its_teacher_as_if_it_were_alone(kind):
+    pairs, counts = draw_pairs(6, negatives=3, scores=True), [3, 1, 2, 0, 1, 3]
+    pairs = replace(pairs, negatives=[own[:count] for own, count in zip(pairs.negatives, counts)],
+                    scores=[own[:1 + count] for own, count in zip(pairs.scores, counts)])  # fmt: skip
+    module = small_module(distillation=kind, learn_temperature=True)
+
+    def distilled(chosen, keys):
+        data = small_data(chosen)
+        data.fraction = 0
+        data.setup()
+        module.label_loss(data.collator([data.datasets["train"][key] for key in keys]))
+        return module.penalties()["distillation"][1]
+
+    whole = distilled(pairs, [*range(6), -1])  # the last one is a blank
+    alone = [distilled(pairs.select([n]), [0]) for n, count in enumerate(counts) if count]
+    assert whole.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-4) and min(alone) > 0
+    whole.backward()
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    assert all(torch.isfinite(grad).all() for grad in grads) and any(grad.abs().max() > 0 for grad in grads)
 
 
 def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
@@ -247,6 +290,20 @@ def test_frozen_blocks_stay_and_an_adapter_on_random_weights_is_refused():
     pytest.importorskip("peft", reason="needs peft")
     with pytest.raises(ValueError, match="adapter='lora' leaves the encoder as it is, and that is random"):
         fit(small_module(adapter="lora"), small_data(), 1)
+
+
+def test_rates_fall_from_layer_to_layer_where_only_some_layers_train(base):
+    def rates(module):
+        trainer = fit(module, small_data(), 1)
+        names = {id(p): name for name, p in module.named_parameters()}
+        return {names[id(p)]: g["initial_lr"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
+
+    frozen = rates(small_module(freeze=1, layer_decay=0.5, learning_rate=0.08))
+    assert not any("blocks.0." in name or "embeddings" in name for name in frozen)
+    beside = rates(adapted(base, layer_decay=0.5, learning_rate=0.08))
+    for found, part, rate in ((frozen, "blocks.1.", 0.04), (beside, "blocks.1.", 0.04), (beside, "blocks.0.", 0.02)):
+        chosen = [r for name, r in found.items() if part in name]
+        assert chosen and chosen == pytest.approx([rate] * len(chosen))
 
 
 def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):

@@ -140,6 +140,7 @@ def test_a_batch_holds_each_text_where_it_says():
     pairs = data.pairs["train"]
     wanted = [pairs.queries[n] for n in order[:4]] + [None] + [pairs.positives[n] for n in order[:4]] + [None]
     wanted += [text for n in order[:4] for text in pairs.negatives[n]] + [None, None]
+    assert batch["text_numbers"].tolist() == [-1 if text is None else pairs.texts().index(text) for text in wanted]
     for slot, text, group in zip(batch["text_order"].tolist(), wanted, batch["groups"].tolist(), strict=True):
         row, number = slots[slot]
         ids = batch["input_ids"][row][batch["attention_mask"][row] == number].tolist()

@@ -1,6 +1,7 @@
 "Search is exact, encoding goes on where it stopped, and an index answers to its own model alone."
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -189,12 +190,70 @@ def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "new"]
 
 
-def test_blank_texts_are_left_out_and_none_at_all_is_an_error(tmp_path):
-    model = make_model()
-    some = [Document("", "a:1"), Document("one two", "a:2"), Document("  ", "a:3")]
-    assert encode_texts(model, lambda: some, tmp_path / "v.npy") == 1
+SOME = [Document("", "a:1"), *(Document(f"one two {n}", f"a:{n}") for n in range(2, 8)), Document("  ", "a:8"),
+        Document("three", "a:9"), Document("\n", "a:10")]  # fmt: skip
+
+
+@pytest.mark.parametrize("output", ["v.npy", "v.parquet", "index"])
+def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_counted(tmp_path, output):
+    model, notes = make_model(), Counter()
+    assert encode_texts(model, lambda: SOME, tmp_path / output, notes=notes) == 7
+    assert sum(notes.values()) == 3 and all("blank texts" in what for what in notes)
+    if output == "v.npy":
+        found = np.load(tmp_path / output)
+        assert len(found) == len(SOME) and "zeros" in [*notes][0]
+        for row, document in zip(found, SOME):
+            expected = model.encode([document.text])[0] if document.text.strip() else np.zeros(model.width)
+            assert np.abs(row - expected).max() < 2e-6
+    elif output == "v.parquet":
+        from pyarrow import parquet
+
+        assert parquet.read_table(tmp_path / output)["source"].to_pylist() == [f"a:{n}" for n in (2, 3, 4, 5, 6, 7, 9)]
+    else:
+        assert [TextIndex.open(tmp_path / output).read(n)[1] for n in (0, 6)] == ["a:2", "a:9"]
+
+
+@pytest.mark.parametrize("texts", [[], [Document(" ", "a:1")]])
+@pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
+def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
     with pytest.raises(ValueError, match="no text"):
-        encode_texts(model, lambda: [], tmp_path / "w.npy")
+        encode_texts(make_model(), lambda: texts, tmp_path / output, width=4)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", ["v.npy", "index"])
+def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tmp_path, output):
+    model, notes = make_model(), Counter()
+    encode_texts(model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2)
+    for stop in (2, 4, 6):
+
+        def watch(count, stop=stop):
+            if count >= stop:
+                raise Stop
+
+        with pytest.raises(Stop):
+            encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
+    assert encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
+    assert sum(notes.values()) == 3
+    names = ("v.npy", "whole.npy") if output == "v.npy" else ("index/vectors.npy", "whole/vectors.npy")
+    one, two = (np.load(tmp_path / name) for name in names)
+    assert one.shape == two.shape and np.abs(one - two).max() < 2e-6
+
+
+def test_what_an_earlier_version_has_encoded_goes_on_where_no_blank_text_was_left_out(tmp_path):
+    model, texts = make_model(), [Document(f"one two {n}", f"a:{n}") for n in range(4)]
+
+    def stop(count):
+        if count:
+            raise Stop
+
+    with pytest.raises(Stop):  # earlier versions wrote the same of these, wherever blank ones stood between them
+        encode_texts(model, lambda: texts, tmp_path / "v.npy", part_size=2, progress=stop)
+    blank = Document(" ", "a:x")
+    with pytest.raises(ValueError, match="text 2 is not the same.*a:1.*a:x.*delete the directory.*earlier versions"):
+        encode_texts(model, lambda: [texts[0], blank, *texts[1:]], tmp_path / "v.npy", part_size=2)
+    assert encode_texts(model, lambda: [*texts[:2], blank, *texts[2:]], tmp_path / "v.npy", part_size=2) == 4
+    assert np.flatnonzero(~np.load(tmp_path / "v.npy").any(1)).tolist() == [2]
 
 
 def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import os
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ranks import run_on_ranks
 
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.module import FinetuningModule, finetuning_schedule
+from bertlab.finetuning.module import FinetuningModule, finetuning_schedule, make_scores
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.model.task_heads import balance_classes, weighted_loss
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -190,6 +191,29 @@ def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
     for score in ("f1", "exact_match"):
         expected = np.mean([score_answer(found[i], [row["answers"][0]["text"]], score) for i, row in enumerate(rows)])
         assert logged(trainer)[f"val_{score}"] == pytest.approx(expected, abs=1e-6)
+
+
+def long_answers(n):
+    "Questions whose answer has 40 words, and as many tokens."
+    answer = " ".join(FRUIT * 10)
+    context = f"the file is {answer} in oslo"
+    return [{"question": "what is here", "context": context, "answers": [{"text": answer, "answer_start": 12}]}] * n
+
+
+def test_an_answer_may_be_as_long_as_the_longest_of_training():
+    options = {"max_sequence_length": 64, "collator_kwargs": {"doc_stride": 4}}
+    data = data_for("question_answering", long_answers(9), long_answers(3), asked(3), **options)
+    data.setup()
+    assert data.max_answer_tokens == len(tokenizer()(" ".join(FRUIT * 10), add_special_tokens=False)["input_ids"]) == 40
+    scores = make_scores("question_answering", None, data)
+    for batch in data.val_dataloader():
+        size = batch["input_ids"].shape[1]
+        sides = (torch.nn.functional.one_hot(batch[f"{side}_positions"].clamp(min=0), size) * 9.0 for side in ("start", "end"))
+        scores.update(SimpleNamespace(**dict(zip(("start_logits", "end_logits"), sides))), batch)
+    assert scores.compute() == {"exact_match": 1, "f1": 1}
+    short = data_for("question_answering", asked(9), long_answers(3), asked(3), **options)
+    short.setup()
+    assert short.max_answer_tokens == 30, "what validation would need is nothing that training tells"
 
 
 def test_no_answer_may_win_only_where_training_has_questions_without_one():
@@ -467,6 +491,18 @@ def test_what_does_not_fit_the_data_is_refused_before_a_step(options, said):
     with pytest.raises(ValueError) as error:
         fit(module, data_for(), 1)
     assert said in str(error.value)
+
+
+def test_padding_goes_no_further_than_the_positions_of_the_model():
+    "Texts of 17 to 20 tokens; the next multiple of 8 is 24."
+    rows = [{"text": " ".join(["apple"] * n), "label": "ab"[n % 2]} for n in (15, 16, 17, 18) * 4]
+    data, short = data_for(train=rows, val=rows, test=rows), {**CONFIG, "max_position_embeddings": 20}
+    trainer = fit(FinetuningModule("classification", model_config_kwargs=short), data, 2)
+    assert trainer.global_step == 2 and "val_loss" in trainer.callback_metrics
+    assert {batch["input_ids"].shape[1] for batch in data.train_dataloader()} == {20}
+    packed = data_for("token_classification", packing=True)
+    with pytest.raises(ValueError, match="rows of 32 tokens.*max_position_embeddings is 20"):
+        fit(FinetuningModule("token_classification", model_config_kwargs=short), packed, 2)
 
 
 def test_a_model_that_cannot_read_the_rows_is_refused():

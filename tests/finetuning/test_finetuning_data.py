@@ -842,6 +842,22 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
 
 
+def test_labels_that_are_lost_are_counted_with_what_helps():
+    said = lambda data: [line for line in data.describe().splitlines() if " lost" in line or "no window" in line]
+    tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
+    for packing in (False, True):
+        data = given_rows(tags, tags[:1], task="token_classification", packing=packing, max_sequence_length=16)
+        (line,) = said(data)
+        assert line.startswith("  42 labels are lost") and "raise max_sequence_length (now 16)" in line, "16 of 30 and 26 of 40"
+    answers = [[{"text": ("text " * n).strip(), "answer_start": 40}] for n in (2, 20)]
+    asked = [{"question": "good", "context": "bad " * 10 + "text " * 20, "answers": one} for one in answers]
+    windows = {"max_sequence_length": 16, "collator_kwargs": {"doc_stride": 4}}
+    data = given_rows(asked, asked[:1], task="question_answering", **windows)
+    (line,) = said(data)
+    assert line.startswith("  1 answers are whole in no window") and "raise doc_stride in collator_kwargs (now 4)" in line
+    assert said(given_rows(tags[:1], tags[:1], task="token_classification")) == []
+
+
 def test_texts_that_are_cut_are_counted_a_few_at_a_time(monkeypatch):
     "A call of a fast tokenizer holds some 180 bytes a token."
     rows, calls = [{"text": "good " * 80, "label": "ab"[n % 2]} for n in range(250)], []
@@ -886,6 +902,19 @@ def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
         (tmp_path / "bertlab_reading.json").write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
             load_reading(tmp_path)
+
+
+def test_rows_that_a_run_is_scored_on_must_stay_the_same_as_well():
+    rows, differing = rows_of(12), lambda one, other: {name for name in one if one[name] != other[name]}
+    parts = ((0, 4), (0, 4), (1, 4), (0, 5))
+    known, again, val, test = (given_rows(rows, rows[v : v + 4], rows[t:8]).resume_identity() for v, t in parts)
+    assert differing(known, again) == set() and {"validation rows", "test rows"} <= set(known)
+    assert differing(known, val) == {"validation rows"} and differing(known, test) == {"test rows"}
+    answers = [{"text": "good", "answer_start": 0}, {"text": "good", "answer_start": 5}]
+    asked = [{"question": "good", "context": "good good bad", "answers": answers[:n]} for n in (1, 2)]
+    options = {"task": "question_answering", "collator_kwargs": {"doc_stride": 4}}
+    one, two = (given_rows(asked, [row], **options).resume_identity() for row in asked)
+    assert differing(one, two) == {"validation rows"}, "a second right answer is in the texts alone"
 
 
 def test_splits_that_number_their_labels_each_by_itself_are_read_by_name(tmp_path):

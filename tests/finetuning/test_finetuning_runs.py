@@ -2,10 +2,12 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from test_finetuning import CONFIG, data_for, module_for, predict, texts_of, weights
 
 from bertlab.data.tokenizers import load_tokenizer
@@ -13,8 +15,9 @@ from bertlab.finetuning import runs
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
-from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds
+from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds, rank_metric
 from bertlab.finetuning.task_models import load_task_model
+from bertlab.train.stopping import NonFiniteGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAIN = {"precision": "32-true", "accelerator": "cpu"}
@@ -132,6 +135,99 @@ def test_a_seed_with_an_undefined_metric_is_not_the_best(tmp_path, monkeypatch, 
         module, {monitor: next(scores)}, None, 0, False, data))  # fmt: skip
     results = finetune_seeds({"task": "classification", "model_config_kwargs": CONFIG}, data_for(), tmp_path, range(len(values)), monitor=monitor)
     assert results.best_seed == 2 and results.best.metrics[monitor] == values[2]
+
+
+def test_an_undefined_metric_leaves_the_choice_and_the_patience_to_the_loss(tmp_path):
+    "The right values are all the same, so that no correlation with them is defined."
+    rows, val = texts_of(96, 0, "number"), [{**row, "label": 1.5} for row in texts_of(19, 1, "number")]
+    data = data_for(train=rows, val=val, test=val)
+    run = finetune(module_for(learning_rate=3e-4), data, tmp_path, num_epochs=3, patience=1, **PLAIN)
+    assert all(math.isnan(point["val_spearman"]) for point in run.record.validation)
+    losses = {point["step"]: point["val_loss"] for point in run.record.validation}
+    assert list(losses.values()) == sorted(losses.values(), reverse=True) and len(losses) == 3
+    assert run.best_step == 36 and run.metrics["val_loss"] == pytest.approx(losses[36], rel=1e-5)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_loss_that_falls_is_a_gain_where_the_metric_is_undefined_but_a_defined_metric_is_better(tmp_path, resumed):
+    points = [(0.3, 2.0), (math.nan, 1.0), (math.nan, 0.5), (math.nan, 0.6)]
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool), should_stop=False)
+    checkpoint, found = runs.BestCheckpoint(tmp_path, "val_spearman", patience=1), []
+    for spearman, loss in points:
+        trainer.callback_metrics = {"val_spearman": torch.tensor(spearman), "val_loss": torch.tensor(loss)}
+        found.append((checkpoint.check_monitor_top_k(trainer), trainer.should_stop))
+        if resumed:
+            state, checkpoint = checkpoint.state_dict(), runs.BestCheckpoint(tmp_path, "val_spearman", patience=1)
+            checkpoint.load_state_dict(state)
+    assert found == [(True, False), (False, False), (False, False), (False, True)]
+
+
+def test_a_checkpoint_without_a_rank_goes_on_from_its_best_score(tmp_path):
+    old = runs.BestCheckpoint(tmp_path, "val_accuracy")
+    state = {**old.state_dict(), "best_model_score": torch.tensor(0.7)}
+    for name in ("best_rank", "waited", "lowest_loss"):
+        del state[name]
+    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool))
+    for accuracy, best in ((0.6, False), (0.8, True)):
+        new = runs.BestCheckpoint(tmp_path, "val_accuracy")
+        new.load_state_dict(state)
+        trainer.callback_metrics = {"val_accuracy": torch.tensor(accuracy), "val_loss": torch.tensor(0.5)}
+        assert new.check_monitor_top_k(trainer) == best
+
+
+def test_a_ruined_model_is_behind_an_undefined_metric_and_that_behind_a_defined_one():
+    points = [(1.0, math.nan), (math.nan, 0.9), (math.nan, 0.2), (-0.1, 0.9), (0.5, 0.9)]
+    ranks = [rank_metric("val_spearman", {"val_spearman": value, "val_loss": loss}) for value, loss in points]
+    assert ranks == sorted(ranks) and len(set(ranks)) == 5
+    losses = [rank_metric("val_loss", {"val_loss": loss}) for loss in (math.nan, 0.9, 0.2)]
+    assert losses == sorted(losses) and len(set(losses)) == 3
+
+
+class Burst(FinetuningModule):
+    "Its third step has an infinite loss, and a gradient of NaN."
+
+    def label_loss(self, batch):
+        parts = super().label_loss(batch)
+        return parts._replace(loss_sum=parts.loss_sum * math.inf) if self.trainer.global_step == 2 else parts
+
+
+def test_a_step_that_is_not_finite_is_left_out_of_a_run(tmp_path):
+    module = Burst("classification", model_config_kwargs=CONFIG, learning_rate=3e-3)
+    run = finetune(module, data_for(), tmp_path, num_epochs=2, **PLAIN)
+    assert all(weight.isfinite().all() for weight in weights(module).values())
+    assert math.isfinite(run.metrics["val_loss"]) and not run.stopped_early and run.record.column("step")[-1] == 12
+
+
+def test_a_guard_of_ones_own_is_the_only_one(tmp_path):
+    own, seen = NonFiniteGuard(max_in_a_row=1), []
+
+    class Look(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            seen.extend(one for one in trainer.callbacks if isinstance(one, NonFiniteGuard))
+
+    module = Burst("classification", model_config_kwargs=CONFIG)
+    run = finetune(module, data_for(), tmp_path, num_epochs=2, callbacks=[own, Look()], **PLAIN)
+    assert seen == [own] and own.num_skipped == 1 and run.stopped_early
+
+
+def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
+    "It says the first label of everything, and the first label is the right one of all validation rows."
+
+    class Ruin(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            if trainer.global_step == 20:
+                for parameter in pl_module.parameters():
+                    parameter.data.fill_(math.nan)
+
+    rows = texts_of(200)
+    fruits, tools = ([row for row in rows if row["label"] == label] for label in ("fruit", "tool"))
+    val = [{**row, "label": "fruit"} for row in fruits[8:20] + tools[40:47]]
+    data = data_for(train=tools[:40] + fruits[:40], val=val, test=val)
+    run = finetune(module_for(), data, tmp_path, num_epochs=2, callbacks=[Ruin()], **PLAIN)
+    first, ruined = run.record.validation
+    assert first["val_accuracy"] < 1 and run.best_step == first["step"] == 10
+    assert run.metrics["val_accuracy"] == first["val_accuracy"]
+    assert ruined.pop("step") == 20 and all(map(math.isnan, ruined.values())) and set(ruined) == set(first) - {"step"}
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1)])

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from test_finetuning import FRUIT, asked, data_for, module_for, predict, tagged, texts_of, tokenizer
+from test_finetuning import FRUIT, asked, data_for, long_answers, module_for, predict, tagged, texts_of, tokenizer
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, pipeline
 
 from bertlab.finetuning import evaluations as ev
@@ -197,6 +197,29 @@ def test_questions_follow_the_rule_and_the_windows_of_training(trained, tmp_path
     (tmp_path / "model" / READING).write_text(json.dumps({**reading, "always_answered": "yes"}))
     with pytest.raises(ValueError, match="is damaged"):
         load_predictor(tmp_path / "model")
+
+
+def test_answers_are_as_long_as_training_has_shown_them(trained, tmp_path):
+    options = {"max_sequence_length": 64, "collator_kwargs": {"doc_stride": 4}}
+    data = data_for("question_answering", *(long_answers(3) for _ in range(3)), **options)
+    data.setup()
+    shutil.copytree(trained["question_answering"][2], tmp_path / "model")
+    write_reading(data, tmp_path / "model")
+    reading = json.loads((tmp_path / "model" / READING).read_text())
+    del reading["max_answer_tokens"]
+
+    def longest():
+        every = PredictionOptions(all_probabilities=True, num_best=3000)
+        found = predict_rows(load_predictor(tmp_path / "model"), long_answers(1), options=every)
+        return max(len(best["answer"].split()) for best in found.rows[0]["n_best"])
+
+    assert longest() == 40
+    (tmp_path / "model" / READING).write_text(json.dumps(reading))
+    assert longest() == 30, "an old directory says nothing of it"
+    for damaged in (0, -3, "40", True, 2.5, None):
+        (tmp_path / "model" / READING).write_text(json.dumps({**reading, "max_answer_tokens": damaged}))
+        with pytest.raises(ValueError, match="is damaged"):
+            load_predictor(tmp_path / "model")
 
 
 def test_a_single_answer_that_is_told_is_the_one_that_won(trained):

@@ -193,6 +193,34 @@ def test_arms_are_judged_side_by_side_and_each_row_is_written_as_soon_as_it_is_t
     assert rows["muon"]["equal_tokens"]["mean"] == pytest.approx(0.5) and rows["muon"]["rate"] == 2e-3
 
 
+@pytest.mark.parametrize("cost, steps", [(1.02, 4), (0.5, 8), (2.0, 2)])
+def test_equal_seconds_are_the_steps_that_the_control_would_take_them_for(tmp_path, monkeypatch, cost, steps):
+    path = tmp_path / "ablations.json"
+    table = opened(path, seeds=2)
+    table.found["arms"]["muon"] = {"rate": 2e-3, "machine": 0, "equal_tokens": {"mean": 0.1}}
+    asked = []
+    monkeypatch.setattr(table, "ask", lambda cases: asked.extend(cases) or [
+        {**case, "loss": 1.0, "bits_per_byte": 1.5} for case in cases])  # fmt: skip
+    control = [{"loss": 2.0, "bits_per_byte": 2.0}] * 2
+    table.at_equal_seconds("muon", cost, control)
+    assert [(case["steps"], case["rate"], case["seed"]) for case in asked] == [(steps, 2e-3, 0), (steps, 2e-3, 1)]
+    row = json.loads(path.read_text())["arms"]["muon"]
+    assert (row["cost"], row["steps"], row["equal_seconds"]["mean"]) == (cost, steps, 0.5)
+    assert row["equal_tokens"] == {"mean": 0.1}  # stays
+
+
+def test_the_place_of_this_kind_of_processor_is_tried_first(tmp_path, monkeypatch):
+    path = tmp_path / "ablations.json"
+    runs = [{"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "machine": n, "loss": 2.0} for n in (0, 1)]
+    mine = ablations.machine(1)["processor"]
+    path.write_text(json.dumps({"machines": [{"processor": "b"}, {"processor": mine}], "arms": {}, "runs": runs, "costs": []}))
+    asked = []
+    monkeypatch.setattr(ablations, "train_once", lambda case: asked.append(case["machine"]) or {**case, "loss": 2.0})
+    table = opened(path)
+    table.find_place()
+    assert (asked, table.here) == ([1], 1)
+
+
 def test_the_best_polynomials_bring_singular_values_closer_to_one_than_muons_do():
     from bertlab.optim.muon import orthogonalized
 

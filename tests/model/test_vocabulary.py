@@ -410,6 +410,13 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_equal_chances(
     assert got == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize("preset", [bert_tiny, modernbert_tiny])
+def test_a_model_of_few_positions_is_scored_in_rows_that_it_reads(preset):
+    model = make_model(TOKENIZERS["wordpiece"], preset=preset)  # of 64 positions
+    short, long = (masked_bits_per_byte(model, TOKENIZERS["wordpiece"], AWAY, length) for length in (64, 128))
+    assert short == long
+
+
 def test_positions_of_bert_stay_where_they_were():
     tokenizer = TOKENIZERS["wordpiece"]
     model = make_model(tokenizer, preset=bert_tiny)

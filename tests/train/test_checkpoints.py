@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -616,7 +617,7 @@ def test_lightning_refuses_another_run_even_where_nobody_asked(begun):
         trainer.fit(make_module(), make_data(seed=1), ckpt_path=path)
 
 
-def test_another_accumulation_is_another_run_unless_a_callback_steers_it(begun):
+def test_another_number_of_rows_in_a_step_is_another_run_unless_a_callback_steers_it(begun):
     path, make_data, make_module = begun
 
     def go_on(accumulate, *more):
@@ -633,6 +634,121 @@ def test_another_accumulation_is_another_run_unless_a_callback_steers_it(begun):
     series = CheckpointSeries(path.parent)
     make_trainer(1, "32-true", accelerator="cpu", callbacks=[steered, series]).fit(make_module(), make_data())
     assert "accumulate_grad_batches" not in read_checkpoint(path.parent / "step-00000001.ckpt")["fingerprint"]
+
+
+class StepRows(Callback):
+    "Hashes of the rows of each step, of their losses, and when there was a validation."
+
+    def __init__(self):
+        self.rows, self.losses, self.validated = {}, {}, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        seen = self.rows.setdefault(trainer.global_step, set())
+        real = [n for n, row in enumerate(batch["attention_mask"]) if row.any()]
+        seen |= {hash((batch["input_ids"][n].numpy().tobytes(), batch["labels"][n].numpy().tobytes())) for n in real}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if "train_loss" in trainer.callback_metrics:  # of the last whole step
+            self.losses[trainer.global_step - 1] = trainer.callback_metrics["train_loss"].item()
+
+    def on_validation_end(self, trainer, pl_module):
+        self.validated.append(trainer.global_step)
+
+
+@pytest.mark.parametrize("stop", [3, 13])  # in the first epoch of 11 steps, and in the second
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("rows, window", [(2, 4), (8, 1), (1, 8)])
+def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_steps(begun, tmp_path, rows, window, streaming, stop):
+    _, make_data, make_module = begun
+    more = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
+
+    def fit(folder, rows, window, path=None):
+        watch, series = StepRows(), CheckpointSeries(folder, every_steps=stop, keep_last=99)
+        trainer = make_trainer(16, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window,
+                               val_check_steps=5)  # fmt: skip
+        data, module = make_data(train_batch_size=rows, **more), make_module()
+        torch.manual_seed(0)
+        if path:
+            assert check_resume(path, make_module(), make_data(train_batch_size=rows, **more), 16, trainer=trainer) == stop
+        trainer.fit(module, data, ckpt_path=path)
+        return watch, trainer
+
+    whole, trainer = fit(tmp_path / "whole", 4, 2)
+    if not streaming:
+        assert len(trainer.datamodule.batches) == 22
+    later, trainer = fit(tmp_path / "later", rows, window, tmp_path / "whole" / f"step-{stop:08}.ckpt")
+    assert trainer.global_step == 16 and sorted(later.rows) == list(range(stop, 16))
+    assert later.validated == [step for step in whole.validated if step > stop] != []
+    # The end of a pass over a stream has as many blank rows as its last round needs, and the next one begins there.
+    same = range(stop, 10 if streaming and stop < 10 else 16)
+    assert [later.rows[step] for step in same] == [whole.rows[step] for step in same]
+    assert [later.losses[step] for step in same] == pytest.approx([whole.losses[step] for step in same], abs=2e-5)
+
+
+def test_an_epoch_that_was_over_begins_anew_in_smaller_micro_batches(begun, tmp_path):
+    _, make_data, make_module = begun
+
+    def fit(folder, steps, rows, window, path=None):
+        watch, series = StepRows(), CheckpointSeries(folder, every_steps=10)
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window)
+        trainer.fit(make_module(), make_data(train_batch_size=rows), ckpt_path=path)
+        return watch, trainer
+
+    _, trainer = fit(tmp_path / "whole", 10, 8, 1)
+    assert len(trainer.datamodule.batches) == 10 and trainer.datamodule.batches.delivered == 10  # the epoch's last
+    rest = len(trainer.datamodule.train_dataset) - 80
+    assert rest // 2, "smaller batches have one more in an epoch"
+    later, trainer = fit(tmp_path / "later", 13, 2, 4, tmp_path / "whole" / "step-00000010.ckpt")
+    straight, _ = fit(tmp_path / "straight", 20, 2, 4)
+    second = 10 + bool(rest // 2)  # the step with which the second epoch begins there
+    assert [later.rows[10 + n] for n in range(3)] == [straight.rows[second + n] for n in range(3)]
+    assert all(len(later.rows[10 + n]) == 8 for n in range(3))
+
+
+def test_a_checkpoint_that_does_not_know_its_place_in_rows_goes_on_in_its_own_micro_batches_alone(begun):
+    path, make_data, make_module = begun
+    now = run_fingerprint(make_module(), make_data(train_batch_size=2)) | {"processes": 1, "accumulate_grad_batches": 2}
+    kept = run_fingerprint(make_module(), make_data()) | {"processes": 1, "accumulate_grad_batches": 1}
+    refuse_differences("run.ckpt", kept, now)
+    del kept["other micro-batches"]
+    with pytest.raises(ValueError, match="train_batch_size is 4 there and 2 here; accumulate_grad_batches"):
+        refuse_differences("run.ckpt", kept, now)
+
+
+def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(begun, tmp_path):
+    _, make_data, make_module = begun
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text("\n".join(f"w{n} w{n % 7} w{n % 11}" for n in range(80)))
+
+    def parts(rows, window):
+        data = make_data(train_batch_size=rows, streaming=True)
+        data = PretrainingDataModule(str(tmp_path), data.tokenizer, max_sequence_length=32, train_batch_size=rows, streaming=True)
+        trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path / "run", 2)],
+                               accumulate_grad_batches=window)  # fmt: skip
+        return make_module(), data, trainer
+
+    module, data, trainer = parts(4, 1)
+    trainer.fit(module, data)
+    assert len(data.stream_lanes) == 2
+    module, data, trainer = parts(2, 2)
+    with pytest.raises(ValueError, match="lanes take turns by blocks.*resume with train_batch_size=4"):
+        check_resume(tmp_path / "run" / "step-00000002.ckpt", module, data, 4, trainer=trainer)
+
+
+def test_rows_that_make_no_whole_rounds_of_another_size_are_refused(begun):
+    _, make_data, _ = begun
+    before, after = make_data(train_batch_size=2), make_data(train_batch_size=4)
+    for data in (before, after):
+        data.prepare_data()
+        data.setup("fit")
+    state = {**before.train_dataloader().state_dict(), "delivered": 3}
+    with pytest.raises(ValueError, match="6 rows of its epoch are read; resume with batches of 2"):
+        after.train_dataloader().load_state_dict(state)
+    loader = after.train_dataloader()
+    loader.load_state_dict({**state, "delivered": len(before.batches) + 4})  # the second epoch's fifth batch
+    assert loader.delivered == len(loader) + 2
+    loader.load_state_dict({"delivered": 3})  # of an earlier version
+    assert loader.delivered == 3
 
 
 def test_a_checkpoint_without_a_fingerprint_is_only_asked_for_its_step(begun, tmp_path):

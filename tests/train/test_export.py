@@ -16,6 +16,7 @@ from bertlab.model.encoder import BertLabModel
 from bertlab.model.generate import fill_each_mask
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
+from bertlab.model.vocabulary import trim_vocabulary
 from bertlab.train import export as exporting
 from bertlab.train.export import (
     OnnxModel,
@@ -233,6 +234,30 @@ def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path
     with pytest.raises(ValueError, match="differs from torch"):
         export_model(place / "model", tmp_path / "new", texts=TEXTS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(place, tokenizer, tmp_path, monkeypatch):
+    trimmed, fewer = trim_vocabulary(load_encoder(place / "model"), tokenizer, TEXTS[:20])
+    assert trimmed.config.vocab_size > len(fewer), "there is no spare row to test with"
+    save_model(trimmed, fewer, tmp_path / "model", kind="bert")
+    report = export_model(tmp_path / "model", tmp_path / "good", texts=TEXTS[:20])
+    assert all(0 < row["largest_logit_difference"] < 100 for row in report["files"].values())
+    write = exporting.write_onnx
+
+    def write_with(row, change):
+        def write_another(model, path, parts):
+            with torch.no_grad():
+                model.head.bias[row] += change
+            write(model, path, parts)
+            with torch.no_grad():
+                model.head.bias[row] -= change
+
+        return write_another
+
+    for row, change in ((7, 0.5), (-1, 1e4)):  # an entry that is said; a spare row that could be said now
+        monkeypatch.setattr(exporting, "write_onnx", write_with(row, change))
+        with pytest.raises(ValueError, match="differs from torch"):
+            export_model(tmp_path / "model", tmp_path / "new", texts=TEXTS[:20], int8=False)
 
 
 def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
 
 from bertlab.train.parallel import find_launch
@@ -146,6 +147,16 @@ def test_two_nodes_of_slurm_have_the_losses_of_one(place):
     same(place, "slurm")
 
 
+@pytest.mark.slow
+def test_a_run_of_one_process_goes_on_in_two_and_in_smaller_micro_batches(place):
+    shutil.copytree(place / "one", place / "smaller")
+    for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
+        (place / "smaller" / "checkpoints" / newer).unlink()
+    done = run(place, "smaller", 2, "--resume", "--trainer.accumulate_grad_batches", "2", rows=ROWS // 4)
+    assert done.returncode == 0, done.stdout[-3000:]
+    same(place, "smaller")
+
+
 @pytest.fixture(scope="module")
 def halfway(place):
     "A run of two processes that stopped after 4 of 8 steps, with a distributed checkpoint."
@@ -163,6 +174,26 @@ def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(place, ha
     done = run(place, f"on-{processes}", processes, "--trainer.strategy", "fsdp-shards", "--resume")
     assert done.returncode == 0, done.stdout[-3000:]
     same(place, f"on-{processes}")
+
+
+@pytest.mark.slow
+def test_stages_over_two_devices_that_lightning_starts_have_the_losses_of_one(place):
+    stage = {"steps": 3, "trainer": {"accelerator": "cpu", "precision": "32-true"},
+             "data": {"train_dataset_name_or_path": "text.txt", "max_sequence_length": 64}}  # fmt: skip
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    found = {}
+    for devices in (1, 2):
+        one = {**stage, "trainer": {**stage["trainer"], "devices": devices}, "data": {**stage["data"], "train_batch_size": ROWS // devices}}
+        stages = [{**one, "module": {"model_config_kwargs": shape}}, {**one, "reference": "previous", "module": {"kl_weight": 0.1}}]
+        (place / "stages.yaml").write_text(yaml.safe_dump({"stages": stages}))
+        done = subprocess.run([sys.executable, "-m", "bertlab.cli", "distill", "stages.yaml", "--output", f"stages-{devices}"], cwd=place,
+                              env=ENVIRONMENT, capture_output=True, text=True, timeout=300)  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[devices] = []
+        for number in (1, 2):
+            with open(place / f"stages-{devices}" / f"stage-{number}" / "history.csv") as file:
+                found[devices] += [float(row["loss"]) for row in csv.DictReader(file)]
+    assert len(found[1]) == 6 and found[2] == pytest.approx(found[1], abs=2e-5)
 
 
 def child_of(process: subprocess.Popen) -> list[int]:
