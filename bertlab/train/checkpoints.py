@@ -6,7 +6,7 @@
 __all__ = ['random_states', 'set_random_states', 'same_random_states', 'RandomStates', 'read_checkpoint', 'WholeFileCheckpointIO',
            'check_writable', 'RunInterrupted', 'validation_follows', 'StopSignals', 'RunCheckpoint',
            'tokenizer_identity', 'documents_identity', 'run_fingerprint', 'refuse_differences', 'find_checkpoint',
-           'step_identity', 'recount_batches', 'CheckpointSeries', 'check_resume']
+           'CheckpointSeries', 'check_resume']
 
 # %% ../../nbs/train/06_checkpoints.ipynb #65976dde
 import hashlib
@@ -430,7 +430,7 @@ def find_checkpoint(
     return None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
-def step_identity(trainer: L.Trainer) -> dict[str, int]:
+def _step_identity(trainer: L.Trainer) -> dict[str, int]:
     "Processes with rows of their own, and micro-batches of a step unless a callback decides."
     steered = any(getattr(c, "steers_accumulation", False)
                   or isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
@@ -438,7 +438,7 @@ def step_identity(trainer: L.Trainer) -> dict[str, int]:
     return {"processes": count_readers(trainer), **window}
 
 
-def recount_batches(
+def _recount_batches(
     trainer: L.Trainer,  # which goes on with a run, in its `on_train_start`
     before: int,  # micro-batches that a step had
 ) -> None:
@@ -473,12 +473,12 @@ class CheckpointSeries(RunCheckpoint):
             raise ValueError(f"keep_last must be 1 or more, got {keep_last}")
         super().__init__(Path(directory) / "step-00000000.ckpt", every_steps)
         self.directory, self.keep_last = Path(directory), keep_last
-        self._steps: dict[str, int] = {}  # of `step_identity`
+        self._steps: dict[str, int] = {}  # of `_step_identity`
         self._accumulated: int | None = None  # in the checkpoint, where that is not as many
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._steps = step_identity(trainer)
+        self._steps = _step_identity(trainer)
 
     def _fingerprint(self, trainer, pl_module) -> dict[str, Any]:
         return run_fingerprint(pl_module, trainer.datamodule) | self._steps
@@ -501,7 +501,7 @@ class CheckpointSeries(RunCheckpoint):
             for path in self.directory.glob(".step-*.ckpt.*.tmp"):
                 path.unlink()  # a run was killed while it wrote
         if self._accumulated is not None:
-            recount_batches(trainer, self._accumulated)
+            _recount_batches(trainer, self._accumulated)
             self._accumulated = None
         super().on_train_start(trainer, pl_module)
 
@@ -536,7 +536,7 @@ def check_resume(
     if 0 <= max_steps < step + (not may_be_finished):
         raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
                          f"{step}; raise max_steps to go on")
-    known = {} if trainer is None else step_identity(trainer)
+    known = {} if trainer is None else _step_identity(trainer)
     refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
         data.prepare_data()
