@@ -669,7 +669,7 @@ def _check_prompts(
 
 
 def _even_lanes(files: list[Path | str]) -> list[list[Path | str]]:
-    """Deal files to as many lanes as may be so that none is twice as long as another.
+    """Deal files to as many lanes as may be so that none is over twice as long as another.
 
     Lanes take equal turns: a file of a thousandth in a lane of its own would be read a thousand
     times while the others are read once. What is not a local file counts as much as another.
