@@ -396,7 +396,7 @@ def refuse_differences(
     """Raise `ValueError` that names what differs, where a checkpoint is of another run.
 
     Other processes, and micro-batches of another size, are the same run where a step takes as many
-    rows; the latter where `now` says that its data can go on so.
+    rows; the latter where both say that their data can go on so.
     """
     kept = _plain(kept)  # older ones hold addresses
     sizes, window = ["train_batch_size", "processes"], "accumulate_grad_batches"
