@@ -9,6 +9,7 @@ __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
 import heapq
+import operator
 import os
 import warnings
 from collections import Counter, deque
@@ -147,7 +148,7 @@ class EpochBatches:
     def load_state_dict(self, state: dict[str, int]) -> None:
         "Continue behind the rows that were read, in batches of this size. Raises `ValueError`."
         before = state.get("per_round", self.per_round)  # earlier versions did not write it
-        self.delivered = state["delivered"]
+        self.delivered = operator.index(state["delivered"])
         if before == self.per_round:
             return
         epoch, batches = divmod(self.delivered, state["per_epoch"])

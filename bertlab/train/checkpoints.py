@@ -277,13 +277,20 @@ class RunCheckpoint(Checkpoint):
 
     def on_exception(self, trainer, pl_module, exception: BaseException) -> None:
         self.signals.release()
-        bent = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
         known = trainer.ckpt_path is not None and not isinstance(exception, torch.OutOfMemoryError)
-        if self._restoring and known and isinstance(exception, bent):
+        if self._restoring and known and isinstance(exception, _BENT):
             self._restoring = False
-            said = " ".join(str(exception).split())[:300]
-            raise ValueError(f"the run cannot go on from {trainer.ckpt_path}: restoring it ends in "
-                             f"{type(exception).__name__}: {said}") from exception
+            raise _cannot_go_on(trainer.ckpt_path, exception) from exception
+
+
+# What parts of another shape end in, wherever they are restored.
+_BENT = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
+
+
+def _cannot_go_on(checkpoint: str | os.PathLike, error: Exception) -> ValueError:
+    said = " ".join(str(error).split())[:300]
+    return ValueError(f"the run cannot go on from {checkpoint}: restoring it ends in "
+                      f"{type(error).__name__}: {said}")
 
 
 def _rate_of(checkpoint: dict[str, Any]) -> float | None:
@@ -542,10 +549,15 @@ def check_resume(
         data.prepare_data()
         data.setup("fit")
         refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
-        loop = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        if trainer is not None and len(positions := loop.get("combined_loader", [])) == 1:
+        if trainer is not None:
             data.trainer = trainer  # which says how many processes share the rows
-            data.train_dataloader().load_state_dict(positions[0])
+            loader = data.train_dataloader()
+            try:
+                loop = state.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+                if len(positions := loop.get("combined_loader", [])) == 1:
+                    loader.load_state_dict(positions[0])
+            except _BENT as error:
+                raise _cannot_go_on(checkpoint, error) from error
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
         say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "

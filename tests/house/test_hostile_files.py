@@ -414,6 +414,8 @@ LATER = {  # what is read only when a run goes on: part, and what it becomes
     "optimizer states that are text": dict(optimizer_states=["adam"]),
     "optimizer states of other shapes": dict(optimizer_states=[{"state": {0: {"step": "x"}}, "param_groups": []}]),
     "loops of nobody": dict(loops={"fit_loop": 3}),
+    "rows of nobody": dict(loops={"fit_loop": {"state_dict": {"combined_loader": [{"delivered": "all"}]}}}),
+    "rows without a number": dict(loops={"fit_loop": {"state_dict": {"combined_loader": [{"read": 3}]}}}),
     "a schedule of nobody": dict(lr_schedulers=["later"]),
 }
 
