@@ -16,6 +16,7 @@ import io
 import json
 import lzma
 import re
+import warnings
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -522,6 +523,7 @@ def read_texts(
 def error_policy(
     on_error: str,  # "raise", or "skip": leave malformed rows out and count them
     notes: Counter,  # gets the count and the first message
+    warn: bool = False,  # True: of the first one, at once, where nobody will read the notes
 ) -> OnError:
     "What readers do with a malformed row. Raises `ValueError` for an unknown word."
     if on_error not in ("raise", "skip"):
@@ -534,6 +536,9 @@ def error_policy(
         raise ValueError(f'{error} (on_error="skip" leaves such rows out, and counts them)')
 
     def skip(error: ValueError) -> None:
+        if warn and not first:
+            warnings.warn(f"a malformed row is left out, and so are all others: {error}",
+                          stacklevel=2)
         first.append(str(error))
         del first[1:]
         notes[f"malformed rows, left out; the first: {first[0]}"] += 1

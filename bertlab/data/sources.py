@@ -292,7 +292,7 @@ class TextStream:
         file_format: str | None = None,  # of files, a name in FORMATS; None: the suffix decides
         split: str = "train",  # of datasets
         config_name: str | None = None,  # of a hub dataset that has several
-        on_error: str = "raise",  # or "skip": leave malformed rows out and count them in `notes`
+        on_error: str = "raise",  # or "skip": leave malformed rows out; a warning names the first
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         shard: int = 0,  # which share of the texts, of num_shards disjoint ones
         num_shards: int = 1,
@@ -304,7 +304,7 @@ class TextStream:
         check_lines(lines)
         self.text_column, self.lines, self.file_format = text_column, lines, file_format
         self.split, self.config_name, self.notes = split, config_name, Counter()
-        self.on_error = error_policy(on_error, self.notes)
+        self.on_error = error_policy(on_error, self.notes, warn=True)
         self.shard, self.num_shards, self.header = shard, num_shards, header
         self.leave_out = leave_out
         self.parts = _stream_parts(source, split, config_name, file_format, self.notes)

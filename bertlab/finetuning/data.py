@@ -228,13 +228,20 @@ class LabelNames:
 
     @classmethod
     def of(cls, values: Sequence, feature: Any = None) -> "LabelNames":
-        "By the data's own list of names if it has one, else sorted. Raises `ValueError` for a mix."
+        """By the data's own list of names if it has one, else sorted.
+
+        Raises `ValueError` for a mix, and for names that only spaces around them tell apart.
+        """
         if names := feature_names(feature):
             return cls(tuple(range(len(names))), tuple(names))
         found = set(values) - {IGNORED}
         kinds = sorted({type(value).__name__ for value in found})
         if len(kinds) > 1:
             raise ValueError(f"labels are {' and '.join(kinds)}: make all names, or all numbers")
+        bare = Counter(value.strip() for value in found if isinstance(value, str))
+        if alike := sorted(one for one in found if bare and bare[one.strip()] > 1):
+            raise ValueError(f"the labels {' and '.join(map(repr, alike[:4]))} differ in spaces "
+                             "alone: take away those around labels, in all files")
         return cls(tuple(sorted(found)), tuple(map(str, sorted(found))))
 
     def number(self, value: Any, where: str) -> int:

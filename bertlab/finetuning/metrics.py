@@ -188,10 +188,11 @@ def score_decisions(
 def _rank_values(
     values_N: Tensor,
 ) -> Tensor:  # (N,) from 1; equal values share the mean of their ranks
-    "Rank from the smallest to the largest."
+    "Rank from the smallest to the largest; NaN has no rank and stays NaN."
     _, group_N, sizes = values_N.unique(return_inverse=True, return_counts=True)
     last = sizes.cumsum(0)
-    return ((2 * last - sizes + 1) / 2)[group_N].to(values_N)
+    rank_N = ((2 * last - sizes + 1) / 2)[group_N].to(values_N)
+    return rank_N.masked_fill(values_N.isnan(), float("nan"))
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #3e11820a
 class ValueCorrelation(Metric):

@@ -247,6 +247,16 @@ def test_labels_of_two_kinds_are_refused():
         given_rows(rows_of(8, (1, "good")), rows_of(2))
 
 
+@pytest.mark.parametrize("task", ["one class", "several classes"])
+def test_labels_that_only_spaces_tell_apart_are_refused(task):
+    labels = ["good", "bad", " good", "bad\t"] if task == "one class" else [["good"], ["bad"], [" good", "bad"], ["bad\t"]]
+    rows = [{"text": f"row {number}", "label": label} for number, label in enumerate(4 * labels)]
+    with pytest.raises(ValueError, match=r"the labels ' good' and 'bad' and 'bad\\t' and 'good' differ in spaces alone"):
+        given_rows(rows)
+    LabelNames.of([" good", " bad"])  # no two classes become one
+    LabelNames.of([0, 1])
+
+
 @pytest.mark.parametrize("test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]])
 @pytest.mark.parametrize("labels", [("bad", "good"), (["b", "a"], ["c"]), ([0, 1], [1, 1]), (0.5, 2.5)], ids=["one", "several", "marks", "amounts"])
 def test_a_test_split_may_have_no_labels(labels, test):

@@ -151,6 +151,18 @@ def test_correlations_far_from_zero_and_without_a_target():
     assert metrics["spearman"].compute().item() == pytest.approx(0.8)  # ranks 1 2 3 4 and 1 3 2 4, 1 - 6 * 2 / 60
 
 
+@pytest.mark.parametrize("wrong", [1, 4])
+def test_correlations_of_predictions_that_are_no_numbers_are_undefined(wrong):
+    predicted = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    predicted[:wrong] = torch.nan
+    metrics = score_values()
+    feed(metrics, predicted, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert all(np.isnan(value) for value in values_of(metrics).values()), "in their order they would have a rank each"
+    metrics = score_values()
+    feed(metrics, torch.tensor([1.0, torch.inf, 3.0]), torch.tensor([1.0, 3.0, 2.0]))
+    assert metrics["spearman"].compute() == 1, "what is too large still has a place"
+
+
 def test_accumulation_gives_the_score_of_everything_and_a_reset_forgets():
     draw = torch.Generator().manual_seed(1)
     scores, target = torch.randn(50, 4, generator=draw), torch.randint(4, (50,), generator=draw)
