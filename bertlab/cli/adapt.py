@@ -27,6 +27,7 @@ from ..model.huggingface import plain_copy, save_model
 from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, write_average
 from ..train.checkpoints import read_checkpoint
+from ..train.model_cards import read_uses
 from ..train.model_directories import written_directory
 from ..train.modules import load_encoder
 from ..train.trainer import make_trainer
@@ -155,6 +156,7 @@ def lengthen(
     place, target = find_model(directory), Path(output)
     if target.exists():
         raise ValueError(f"output {target} is there already; choose another one")
+    read_uses(place)  # or refuse, before any work, what `copy_uses` would leave behind
     model: Any = load_encoder(place)
     learned = model.config.embedding_positions == "learned"
     how = how or ("repeat" if learned else "yarn")

@@ -34,6 +34,7 @@ from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mt
 from ..embeddings.tasks import retrieval_table, tfidf_scores
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
+from ..train.modules import optimizer_options
 from ..train.monitors import get_progress
 from ..train.stopping import NonFiniteGuard
 from ..train.trainer import make_trainer, seed_everything
@@ -81,6 +82,7 @@ def finetune_embeddings(
     seed_everything(seed)
     with naming_options():
         module = EmbeddingModule(**model)
+        optimizer_options(module.hparams)  # or refuse
         data = EmbeddingDataModule(**{**data_options, "seed": seed})
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [one for one in (data.source, data.val_source) if one is not None]
@@ -220,7 +222,10 @@ def embed_evaluate(
     mteb: list[str] | None = None,  # names of mteb's tasks, run by mteb itself
     output: str | None = None,  # file for the numbers, .json
 ) -> str:  # the table
-    "Measure how well a model finds texts, beside what counting words reaches."
+    """Measure how well a model finds texts, beside what counting words reaches.
+
+    A query that is a document, too, is left out of its own ranking; see `evaluate_retrieval`.
+    """
     if output is not None:
         check_new_file(output)
     if data is None and task != "all" and task not in TASKS:

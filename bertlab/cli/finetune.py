@@ -25,7 +25,7 @@ from ..core.names import look_up
 from ..core.reading import format_yaml, one_line, parse_yaml, read_json, read_yaml
 from ..data.sources import in_hub_form
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
-from ..finetuning.baselines import compute_baselines
+from ..finetuning.baselines import compute_baselines, describe_draw
 from ..finetuning.data import FinetuningDataModule, write_reading
 from ..finetuning.evaluations import evaluate_split
 from ..finetuning.module import FinetuningModule, make_scores
@@ -239,8 +239,16 @@ class FinetuningRun:
 
     def check_same(self) -> None:
         "Refuse other rows, tokens or models than those of the checkpoints that are there."
+        numbers = self.output / "metrics.json"
+        done = _read_runs(numbers, self.monitor) if numbers.exists() else {}
         for seed in self.choices.seeds:
-            if path := find_checkpoint(self.output / f"seed-{seed}" / "checkpoints"):
+            try:
+                path = find_checkpoint(self.output / f"seed-{seed}" / "checkpoints")
+            except ValueError:
+                if seed not in done:  # what is finished does not go on from there
+                    raise
+                path = None
+            if path:
                 kept = read_checkpoint(path).get("fingerprint", {})
                 refuse_differences(path, kept, self.fingerprint | {"seed": seed})
 
@@ -258,14 +266,17 @@ class FinetuningRun:
         self.tokenizer.save_pretrained(self.output / "tokenizer")
         print("\n".join(told), flush=True)
 
-    def fit(self) -> dict[str, Any]:  # what is in metrics.json
+    def fit(
+        self,
+        watch: Any = None,  # a callback of the first seed; once it is `pruned`, no other one is run
+    ) -> dict[str, Any]:  # what is in metrics.json
         "Fine-tune once a seed; numbers are on disk as soon as there are any."
         run, path = self.choices, self.output / "metrics.json"
         baselines = compute_baselines(self.data) if run.baselines else {}
         found = _read_runs(path, self.monitor) if self.resume and path.exists() else {}
         for seed in run.seeds:
             if seed not in found:
-                found[seed] = self._fit_seed(seed)
+                found[seed] = self._fit_seed(seed, watch if seed == run.seeds[0] else None)
             done = tuple(one for one in run.seeds if one in found)
             results = SeedResults(done, tuple(found[one] for one in done))
             best = max(done, key=lambda one: rank_metric(self.monitor, found[one]))
@@ -273,11 +284,14 @@ class FinetuningRun:
                        "mean": results.mean(), "deviation": results.deviation(),
                        "best_seed": best, "baselines": baselines}
             write_json(path, metrics)
-        print(results.table(baselines), flush=True)
+            if watch is not None and watch.pruned:
+                break
+        drawn = [describe_draw(self.data)] if baselines else []
+        print("\n".join([results.table(baselines), *filter(None, drawn)]), flush=True)
         self._finish(best, found[best])
         return read_json(path)
 
-    def _fit_seed(self, seed: int) -> dict[str, float]:  # its metrics
+    def _fit_seed(self, seed: int, watch: Any = None) -> dict[str, float]:  # its metrics
         "One seed to its end, from its newest checkpoint where it was stopped."
         run, place, own = self.choices, self.output / f"seed-{seed}", self.data.seed
         history = ShownHistory()
@@ -285,7 +299,7 @@ class FinetuningRun:
         watchers = [history, *get_progress(run.progress, history),
                     *([AveragedWeights(run.average)] if run.average is not None else []),
                     *[ScoreLines()] * (run.progress != "none"), *copy.deepcopy(self.callbacks),
-                    series]
+                    *([] if watch is None else [watch]), series]
         checkpoint = find_checkpoint(place / "checkpoints")
         try:
             found = finetune(FinetuningModule(**self.module_options), self.data, place,

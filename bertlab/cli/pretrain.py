@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers',
-           'run_trainer', 'naming_options', 'shape_settings', 'settle_shape', 'build_objects', 'trainer_options',
-           'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process', 'check_beginning',
-           'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate', 'distill']
+           'run_trainer', 'naming_options', 'check_parts', 'shape_settings', 'settle_shape', 'build_objects',
+           'trainer_options', 'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process',
+           'check_beginning', 'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate', 'distill']
 
 # %% ../../nbs/cli/02_pretrain.ipynb #c0ab7218
 import json
@@ -41,6 +41,7 @@ from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import check_outside
 from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, count_ids
 from ..data.tokenizers import load_tokenizer, train_tokenizer
+from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
@@ -48,16 +49,18 @@ from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
 from ..model.huggingface import check_tokenizer
 from ..model.layers import own_layers
 from ..model.losses import unigram_counts, unigram_entropy
+from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_facts
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, check_resume
 from ..train.checkpoints import find_checkpoint, same_random_states
 from ..train.averages import AveragedWeights
 from ..train.history import History, say
 from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, data_objective, load_encoder
-from ..train.modules import pretraining_optimizer
+from ..train.modules import pretraining_groups, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import Launch, batch_options, count_processes, find_launch
 from ..train.parallel import get_strategy
+from ..train.steps import check_scaler
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
 
@@ -240,6 +243,53 @@ def naming_options() -> Iterator[None]:
         raise ValueError(f"{error}: is it misspelt in one of the *_kwargs?") from None
 
 
+def _try_optimizer(
+    toy: BertLabForMaskedLM,  # which may be moved by a step
+    module: PretrainingModule,
+    total_steps: int,
+) -> None:
+    "Build a run's optimizer and schedule on a toy, and try its options. Raises `ValueError`."
+    h = type(module.hparams)({**module.hparams, "parameter_overrides": None})  # see `check_parts`
+    optimizer = pretraining_optimizer(toy, h, total_steps)["optimizer"]
+    name, said = h.optimizer_class, h.optimizer_kwargs or {}
+    # An optimizer of one's own, and some options, may want the run's device; 8 bits a compiler.
+    if name not in OPTIMIZERS or h.optimizer_quantized or not said or "capturable" in said:
+        return
+    try:
+        sum(p.square().sum() for p in toy.parameters()).backward(**backward_options(optimizer))
+        optimizer.step()
+    except Exception as error:  # libraries look at some options in the first step alone
+        raise ValueError(f"optimizer_kwargs: {name} with {said} fails in its first step: "
+                         f"{type(error).__name__}: {one_line(error)}") from error
+
+
+def check_parts(module: PretrainingModule) -> None:
+    """Raise `ValueError` for an adapter, frozen parts or overrides that a model has no place for.
+
+    The model is built without its numbers, and the generators stay as they were.
+    """
+    h = module.hparams
+    if h.adapter is None and h.freeze is None and not h.parameter_overrides:
+        return
+
+    def build() -> BertLabTokenPredictor:
+        model = module.build_fresh()
+        if h.adapter is not None:
+            add_adapter(model, h.adapter)
+        return model
+
+    with same_random_states():
+        try:
+            with torch.device("meta"):
+                model = build()
+        except ValueError:
+            raise
+        except Exception:  # a part of one's own wants numbers
+            model = build()
+    freeze_weights(model, h.freeze)
+    pretraining_groups(model, h)
+
+
 # What a configuration may build. A class is called with arguments of whoever wrote the file, so
 # not every callable will do: `subprocess.run` is one.
 PARTS = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO,
@@ -411,7 +461,9 @@ class Run:
         with same_random_states(), naming_options():
             module = PretrainingModule(**options)
             toy = BertLabForMaskedLM(modernbert_tiny(**_TOY))
-            pretraining_optimizer(toy, module.hparams, trainer["max_steps"])
+            _try_optimizer(toy, module, trainer["max_steps"])
+            if model[MODEL] is None:  # else `build` knows the parts
+                check_parts(module)
             if model["float8"]:
                 from bertlab.model.float8 import convert_to_float8
 
@@ -448,6 +500,8 @@ class Run:
             later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
             with torch.device("meta" if later else "cpu"):  # weights are read in shares, or here
                 self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
+            if model[MODEL] is not None:
+                check_parts(self.module)
             longest = getattr(self.module.config, "max_position_embeddings", None)
             if longest is not None and self.data.max_sequence_length > longest:
                 raise ValueError(f"data.max_sequence_length={self.data.max_sequence_length} is "
@@ -456,6 +510,8 @@ class Run:
             self.data.prepare_data()
             self.data.setup("fit")
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
+        facts = optimizer_facts(model["optimizer_class"])
+        check_scaler(self.trainer.precision_plugin, facts.second_backward)
         if not self.data.streaming:
             self.data.trainer = self.trainer  # which knows how many processes there will be
             self.data.train_dataloader()  # refuses a batch that is larger than the text
@@ -507,7 +563,7 @@ class Run:
 
     def describe(self) -> str:
         "Say what will be done."
-        size = f"{self.module.config.num_params():,} parameters, vocabulary {len(self.tokenizer):,}"
+        size = f"{self.module.num_params():,} parameters, vocabulary {len(self.tokenizer):,}"
         if self.chosen_shape:
             size += f" ({self.chosen_shape}, as nobody named one: --run.shape)"
         line = ""

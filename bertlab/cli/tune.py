@@ -31,7 +31,8 @@ from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.runs import find_monitor
 from ..model.config import TOKEN_IDS, BertLabConfig
 from ..optim.optimizers import get_optimizer
-from ..train.history import say
+from ..train.history import History, say
+from ..train.modules import optimizer_options
 from ..train.parallel import count_processes, find_launch
 
 # %% ../../nbs/cli/10_tune.ipynb #cabdf135
@@ -180,17 +181,35 @@ def _typed(value: Any) -> str:
 class EndTrial(Callback):
     "Tell the metric after each validation, and end the training where the pruner says so."
 
-    def __init__(self, trial: Any, metric: str, prune: bool):
-        self.trial, self.metric, self.prune = trial, metric, prune
-        self.pruned = False
+    def __init__(
+        self,
+        trial: Any,  # of optuna
+        metric: str,  # as validation logs it
+        prune: bool,  # False: only tell
+        # Trials compare at the same number of validations, not of steps, because batches differ.
+        by_number: bool = False,
+    ):
+        self.trial, self.metric, self.prune, self.by_number = trial, metric, prune, by_number
+        self.pruned = bool(trial.user_attrs.get("pruned"))  # before a kill
+        self._told = 0  # validations
 
     def on_validation_end(self, trainer, pl_module) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
         _check_metric(self.metric, [name for name in trainer.callback_metrics if "val_" in name])
-        self.trial.report(float(trainer.callback_metrics[self.metric]), trainer.global_step)
-        if self.prune and self.trial.should_prune():
+        history = next(one for one in trainer.callbacks if isinstance(one, History))
+        # The first weights of a run that goes on with a model are none of the trial's.
+        found = [one for one in history.record.validation if one["step"] > 0]
+        for number in range(self._told, len(found)):  # a trial that goes on tells the earlier ones
+            value, loss = found[number][self.metric], found[number].get("val_loss", math.nan)
+            # A metric that is undefined for now is no reason to end a model whose loss still falls.
+            if not (math.isnan(value) and math.isfinite(loss)):
+                step = number + 1 if self.by_number else found[number]["step"]
+                self.trial.report(value, step)
+        self._told = len(found)
+        if self.prune and (self.pruned or self.trial.should_prune()):
             self.pruned = trainer.should_stop = True
+            self.trial.set_user_attr("pruned", True)
 
 
 def _check_metric(name: str, known: Collection[str]) -> None:
@@ -254,9 +273,11 @@ def run_trial(
             raise ValueError(f"these rows are judged by {metric}, and the search would "
                              f"{_way_of(search, content)} it: say search.metric: {metric}")
         run.prepare()
-        found = run.fit()["mean"]
+        # No training sees the test split: there the same number of the validation is watched.
+        watch = EndTrial(trial, re.sub("^test_", "val_", metric), search.prune, by_number=True)
+        found = run.fit(watch)["mean"]
         _check_metric(metric, found)
-        return math.nan if found[metric] is None else float(found[metric]), False
+        return math.nan if found[metric] is None else float(found[metric]), watch.pruned
     if not run.data.val_datasets or run.trainer.limit_val_batches == 0:
         raise ValueError("a search goes by what validation says, and this run has none: leave a "
                          "share of the text for it, or name data.val_dataset_name_or_path")
@@ -311,7 +332,7 @@ def _check_module(options: Mapping[str, Any]) -> None:
             asked = {k: v for k, v in h.model_config_kwargs.items() if v is not None}
             BertLabConfig(**{**dict.fromkeys(TOKEN_IDS, 0), **asked})
         get_optimizer(h.optimizer_class, [torch.nn.Parameter(torch.zeros(2, 2))],
-                      {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}, h.optimizer_quantized)
+                      optimizer_options(h), h.optimizer_quantized)
 
 
 def check_values(
@@ -386,7 +407,8 @@ def _requeue(study: Any, optuna: Any) -> None:
         place, failed = trial.user_attrs.get("directory"), "reason" in trial.user_attrs
         study.tell(trial.number, state=states.FAIL)
         if place is not None and not failed:
-            study.enqueue_trial(trial.params, user_attrs={"directory": place})
+            kept = {"directory", "pruned"} & trial.user_attrs.keys()
+            study.enqueue_trial(trial.params, user_attrs={k: trial.user_attrs[k] for k in kept})
 
 
 def trial_table(study: Any) -> str:  # a line for each trial, best first

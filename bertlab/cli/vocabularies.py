@@ -25,7 +25,7 @@ from ..model.heads import BertLabTokenPredictor
 from ..model.huggingface import save_model
 from ..model.vocabulary import TRANSPLANTS, Adapted, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
-from ..train.model_cards import USES
+from ..train.model_cards import USES, read_uses
 from ..train.modules import load_encoder
 from .pretrain import find_model
 
@@ -133,7 +133,11 @@ def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, o
     alone = (held / "tokenizer_config.json").exists() and not (held / "config.json").exists()
     if not alone and held.is_dir():
         place = find_model(held)
-    return load_tokenizer(place), None if alone else load_encoder(place), place
+    tokenizer = load_tokenizer(place)
+    if alone:
+        return tokenizer, None, place
+    read_uses(place)  # or refuse, before any work, what `copy_uses` would leave behind
+    return tokenizer, load_encoder(place), place
 
 
 def _write(

@@ -72,13 +72,12 @@ class MaskedLanguageModelingCollator(Collator):
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+                         max_sequence_length, seed=seed, **options)
         self.rule = MaskingRule(mlm_probability, mask_replace_prob, random_replace_prob, selection,
                                 min_labels_per_document, max_predictions, seed, unit,
                                 span_stop_prob, max_span_length)
         self.continues_V = _read_continuations(unit, continues_word, self.read.tokenizer,
                                                vocab_size)
-        self.epoch = 0  # of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Mask the rows; see `mask_tokens` for what comes back."
@@ -103,7 +102,7 @@ class MaskedDiffusionCollator(Collator):
         min_masked: int | None = None,  # tokens hidden in a document, at least
         max_masked: int | None = None,  # and at most
         *,
-        max_predictions: int | None = None,  # labels a row at most, M; None: the row's length
+        max_predictions: int | None = None,  # labels a row at most, M; None: of all that is hidden
         seed: int = 0,  # of the draws, with epoch and row
         schedule: str = "linear",  # or "cosine": how the hidden share grows with the time
         writing: bool = False,  # keep prompts clean and learn ends: rows of `writing_rows`
@@ -111,7 +110,7 @@ class MaskedDiffusionCollator(Collator):
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+                         max_sequence_length, seed=seed, **options)
         if writing and end_token_id is None:
             end_token_id = getattr(self.read.tokenizer, "sep_token_id", None)
             if end_token_id is None:
@@ -122,7 +121,6 @@ class MaskedDiffusionCollator(Collator):
                              "it, or leave the id out")
         self.rule = DiffusionRule(num_steps, sampling_eps, noise_eps, min_masked, max_masked,
                                   max_predictions, seed, schedule, end_token_id)
-        self.epoch = 0  # of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Hide tokens, and weigh them; see `noise_tokens` for what comes back."
@@ -133,22 +131,6 @@ class MaskedDiffusionCollator(Collator):
 class EnhancedMaskedLanguageModelingCollator(Collator):
     "Hides nothing: every ordinary token is a label, and the model hides them from each other."
     objective = "enhanced_mlm"
-
-    def __init__(
-        self,
-        pad_token_id: int,  # of the tokenizer
-        mask_token_id: int,  # of the tokenizer
-        vocab_size: int,  # entries of the tokenizer
-        text_column: str = "text",  # of rows that are text
-        label_column: str | None = None,  # must be in the rows if it is named
-        max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
-        *,
-        seed: int = 0,  # of row_keys
-        **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
-    ):
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, label_column,
-                         max_sequence_length, **options)
-        self.seed, self.epoch = seed, 0  # epoch: of rows that do not bring their own
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Label every ordinary token; row_keys (B,) is what a model may draw its hiding from."
@@ -179,6 +161,10 @@ def get_collator_cls(
 ) -> type[Collator]:
     "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
     found = find_part(objective, COLLATORS, argument)
+    if not isinstance(found, type):
+        said = repr(objective) if isinstance(objective, str) else f"<{type(found).__name__}>"
+        raise ValueError(f"{argument}={said} is no class: pass the class of a collator, derived "
+                         "from bertlab.Collator; its options go to collator_kwargs")
     if not hasattr(found, "from_tokenizer"):
         raise ValueError(f"{argument}={objective!r} is no collator, because it has no "
                          "from_tokenizer: derive it from bertlab.Collator")

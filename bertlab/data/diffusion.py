@@ -60,7 +60,7 @@ class DiffusionRule:
     noise_eps: float = 0.001  # at time 1 a token is still seen with this probability
     min_masked: int | None = None  # tokens hidden per document at least (all, if it has fewer)
     max_masked: int | None = None  # and at most
-    max_predictions: int | None = None  # labels per row at most, M; None: the length of the row
+    max_predictions: int | None = None  # labels per row at most, M; None: one for each hidden
     seed: int = 0  # of the draws, with epoch and row
     schedule: str = "linear"  # a key of NOISE: how the hidden share grows with the time
     end_token_id: int | None = None  # of `find_parts`; None: prompts and ends are not looked for
@@ -105,16 +105,16 @@ def choose_hidden(
     ordinary_BL: np.ndarray,  # bool: neither padding nor special
     keys_B: np.ndarray,  # of `key_rows`
     rule: DiffusionRule,
-) -> tuple[np.ndarray, np.ndarray]:  # (B, L) bool: hidden; those of them that min_masked asks for
+) -> np.ndarray:  # (B, L) bool
     "Hide each token by its own coin, within the least and the most that a document may lose."
     draws_BL = draw_uniforms(keys_B[:, None], np.arange(ordinary_BL.shape[1]), CHOOSE)
     hidden_BL = ordinary_BL & (draws_BL < hidden_share(times_BL, rule.noise_eps, rule.schedule))
     if rule.min_masked is None and rule.max_masked is None:
-        return hidden_BL, np.zeros_like(hidden_BL)
+        return hidden_BL
     ranks_BL = rank_in_documents(draws_BL, np.where(ordinary_BL, documents_BL, 0))
     asked_BL = ordinary_BL & (ranks_BL < (rule.min_masked or 0))
     within_BL = ranks_BL < (rule.max_masked or ranks_BL.size)
-    return (hidden_BL | asked_BL) & within_BL, asked_BL
+    return (hidden_BL | asked_BL) & within_BL
 
 # %% ../../nbs/data/08_diffusion.ipynb #9e4ac7b1
 def find_parts(
@@ -214,21 +214,28 @@ def noise_tokens(
     loss_weights (B, L) float32 is 1 / t (or the schedule's) where a label is and 0 elsewhere: the
     sum of weight times cross-entropy, over the number of ordinary tokens, estimates the bound;
     without weights it is BERT's loss at a random share. A rule with an end token adds
-    token_shares (B, L), of `share_tokens`: their sum is what the loss is divided by.
+    token_shares (B, L), of `share_tokens`: their sum is what the loss is divided by. Where
+    max_predictions is set, what loses its label stays hidden, the labels that are left weigh more,
+    so that the sum is right on average, and original_ids (B, L) has the text.
     """
     ids_BL, documents_BL = (np.asarray(tokenized[name]) for name in ("input_ids", "attention_mask"))
     shares_BL = share_tokens(tokenized, vocabulary, rule.end_token_id)
     keys_B = key_rows(rule.seed, *addresses)
     times_BL = draw_times(addresses, documents_BL, rule)
-    hidden_BL, asked_BL = choose_hidden(times_BL, documents_BL, shares_BL > 0, keys_B, rule)
+    hidden_BL = choose_hidden(times_BL, documents_BL, shares_BL > 0, keys_B, rule)
     limit = min(rule.max_predictions or ids_BL.shape[1], ids_BL.shape[1])
     columns_BL = np.broadcast_to(np.arange(ids_BL.shape[1]), ids_BL.shape)
-    hidden_BL, dropped_B = drop_excess(hidden_BL, asked_BL, keys_B, limit, columns_BL)
+    nothing_BL = np.zeros_like(hidden_BL)  # every hidden token is as likely to keep its label
+    asked_BL, dropped_B = drop_excess(hidden_BL, nothing_BL, keys_B, limit, columns_BL)
     weights_BL = shares_BL * weigh_times(times_BL, rule.schedule)
+    # Those that are asked stand for all that are hidden (Horvitz and Thompson 1952).
+    weights_BL *= (hidden_BL.sum(1) / np.maximum(1, asked_BL.sum(1)))[:, None]
     return {
         "input_ids": np.where(hidden_BL, vocabulary.mask_token_id, ids_BL),
-        "labels": np.where(hidden_BL, ids_BL, IGNORED),
-        "label_positions": place_labels(hidden_BL, limit),
+        "labels": np.where(asked_BL, ids_BL, IGNORED),
+        "label_positions": place_labels(asked_BL, limit),
         "num_dropped_labels": dropped_B,
-        "loss_weights": np.where(hidden_BL, weights_BL, 0).astype(np.float32),
-    } | ({} if rule.end_token_id is None else {"token_shares": shares_BL})
+        "loss_weights": np.where(asked_BL, weights_BL, 0).astype(np.float32),
+        **({} if rule.max_predictions is None else {"original_ids": ids_BL}),
+        **({} if rule.end_token_id is None else {"token_shares": shares_BL}),
+    }

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 from .cache import check_cache_directory, made_by, num_ids_of
 from .cache import tokenize_documents
 from .rows import Collator
-from .collators import check_collator_options, get_collator_cls
+from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, check_sizes, load_corpus, make_corpus
 from .diffusion import count_ends, writing_rows
 from .documents import Document, hash_files
@@ -762,9 +762,14 @@ class PretrainingDataModule(L.LightningDataModule):
         check_collator_options(self.collator_cls, self.collator_kwargs)
         self.objective = self.collator_cls.objective  # None: a collator of the user's own
         if collator is not None and self.objective not in (None, objective):
-            raise ValueError(f"collator={self.collator_cls.__name__} makes batches for objective="
-                             f"{self.objective!r}, and objective is {objective!r}: give both the "
-                             "same, or set the collator's own objective to None")
+            # A collator made from one of ours may say an objective of its own, of which no model
+            # of ours knows: its batches are for the models that score those of its base.
+            base = COLLATORS.get(str(objective), ())  # of () nothing is made
+            if self.objective in COLLATORS or not issubclass(self.collator_cls, base):
+                raise ValueError(f"collator={self.collator_cls.__name__} makes batches for "
+                                 f"objective={self.objective!r}, and objective is {objective!r}: "
+                                 "give both the same, or set the collator's own objective to None")
+            self.objective = objective
         self.max_sequence_length, self.prompt_column = max_sequence_length, prompt_column
         self.text_column = text_column if prompt_column is None else (prompt_column, text_column)
         self.streaming, self.shuffle, self.num_shards = streaming, shuffle, num_shards

@@ -313,24 +313,32 @@ NUM_TRADES = 12  # rounds of `trade_parts` an epoch: hardly a pair of neighbours
 class EpochOrder:
     "Who sits where in an epoch: documents change seats, rows trade parts and change places."
 
-    def __init__(self, plan: Plan, lengths: np.ndarray, seed: int = 0):
+    def __init__(
+        self,
+        plan: Plan,
+        lengths: np.ndarray,  # of the documents
+        seed: int = 0,
+        mixes: bool = True,  # False: rows stay as they were planned, and change places alone
+    ):
         self.plan, self.lengths, self.seed = plan, np.asarray(lengths), seed
         # Seats from the shortest to the longest: a document may sit wherever its length sits.
-        self.seats = np.argsort(self.lengths[plan.members], kind="stable")
+        self.seats = np.argsort(self.lengths[plan.members], kind="stable") if mixes else None
         self.latest = None
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "latest": None}  # a worker computes it faster than it reads it
 
-    def __call__(self, epoch: int) -> Plan:  # as many rows, as full, with other members
+    def __call__(self, epoch: int) -> Plan:  # as many rows, as full
         "A function of (seed, epoch) alone. The latest epoch is remembered."
         if self.latest is None or self.latest[0] != epoch:
             rng, plan = np.random.default_rng([self.seed, epoch]), self.plan
-            by_length = np.lexsort((rng.random(len(self.lengths)), self.lengths))
-            members, lengths = by_length[plan.num_empty:], np.sort(self.lengths)[plan.num_empty:]
-            rows_of = np.repeat(np.arange(len(plan)), np.diff(plan.offsets))[self.seats]
-            for _ in range(NUM_TRADES):
-                rows_of = trade_parts(rows_of, lengths, rng)
+            members, rows_of = plan.members, np.repeat(np.arange(len(plan)), np.diff(plan.offsets))
+            if self.seats is not None:
+                by_length = np.lexsort((rng.random(len(self.lengths)), self.lengths))
+                members = by_length[plan.num_empty:]
+                rows_of, lengths = rows_of[self.seats], np.sort(self.lengths)[plan.num_empty:]
+                for _ in range(NUM_TRADES):
+                    rows_of = trade_parts(rows_of, lengths, rng)
             places_of = rng.permutation(len(plan))[rows_of]
             offsets = np.append(0, np.cumsum(np.bincount(places_of, minlength=len(plan))))
             members = members[np.argsort(places_of, kind="stable")]
@@ -369,11 +377,40 @@ class PackingReport(ABC):
                 ).format(**self.describe())
 
 # %% ../../nbs/data/11_packing.ipynb #6b4814ee
+def _read_plan(
+    plan: Plan,
+    lengths: np.ndarray,  # of the windows, special tokens included
+    capacity: int,  # positions in a row
+    planner: str,  # who made it, for the message
+) -> Plan:
+    "Check what was planned. Raises `ValueError` where rows do not hold each window once."
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{planner} must return a Plan, got {type(plan).__name__}")
+    members, offsets = (np.asarray(a, dtype=np.int64) for a in (plan.members, plan.offsets))
+    for window in members[(members < 0) | (members >= len(lengths))]:
+        raise ValueError(f"{planner} names window {window}, and windows go from 0 to "
+                         f"{len(lengths) - 1}")
+    times = np.bincount(members, minlength=len(lengths))
+    for window in np.flatnonzero(times != 1):
+        raise ValueError(f"{planner} places window {window} {times[window]} times, and each must "
+                         "be placed once: leave out documents that are not to be read")
+    ends = offsets[:1].tolist(), offsets[-1:].tolist()
+    if ends != ([0], [len(members)]) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{planner}: offsets must rise from 0 to {len(members)}, the number of "
+                         "windows")
+    filled = np.diff(np.append(0, np.cumsum(lengths[members]))[offsets])
+    for row in np.flatnonzero(filled > capacity):
+        raise ValueError(f"{planner}: row {row} has {capacity} positions, its windows need "
+                         f"{filled[row]}: give it fewer")
+    return Plan(members, offsets, plan.num_empty)
+
+
 class PackedDataset(PackingReport):
     """Full rows from documents: map-style, equally long in every epoch, each token once an epoch.
 
     `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_rows`'
     arrays and the ints `epoch` and `index`, by which a collator draws its masks."""
+    mixes_rows = True  # whether each epoch may deal the windows of `plan_rows` anew
 
     def __init__(
         self,
@@ -397,12 +434,24 @@ class PackedDataset(PackingReport):
         room, offsets = capacity - self.num_special, self.documents.offsets
         self.windows = split_long(offsets, room, overflow, overlap)
         lengths = self.windows.lengths + self.num_special
-        self.plan = self.plan_rows(lengths)
-        self.order = EpochOrder(self.plan, lengths, seed) if shuffle else None
+        name = f"{type(self).__name__}.plan_rows"
+        self.plan = _read_plan(self.plan_rows(lengths), lengths, capacity, name)
+        self.order = EpochOrder(self.plan, lengths, seed, self._mixes()) if shuffle else None
         self.epoch = 0  # of rows that are asked for by a lone index
 
+    def _mixes(self) -> bool:
+        # Whoever writes `plan_rows` means the rows that it gives, unless the same class says else.
+        says = (vars(kind) for kind in type(self).__mro__)
+        return next(said.get("mixes_rows", False) for said in says
+                    if "mixes_rows" in said or "plan_rows" in said)
+
     def plan_rows(self, lengths: np.ndarray) -> Plan:
-        "Decide which windows share a row; a subclass may do it in another way."
+        """Decide which windows share a row; a subclass may do it in another way.
+
+        Each window must be placed once, or `ValueError` is raised. The rows of a subclass stay as
+        they are, and `shuffle` changes their order alone; with `mixes_rows = True` beside its
+        `plan_rows`, windows change seats with others of their length, as they do here.
+        """
         return plan_best_fit(lengths, self.capacity)
 
     def set_epoch(self, epoch: int) -> None:
@@ -468,6 +517,7 @@ def bare_row(row: dict) -> dict:
 
 class PaddedDataset(PackedDataset):
     "One document, or window of a long one, in a row of its own; the collator pads it."
+    mixes_rows = True  # which is the same rows in another order
 
     def plan_rows(self, lengths: np.ndarray) -> Plan:
         rows = np.arange(len(lengths) + 1)

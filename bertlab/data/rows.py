@@ -55,7 +55,8 @@ class Vocabulary:
 # %% ../../nbs/data/06_rows.ipynb #6498ac39
 IGNORED = -100  # the label of what is not to be learned: torch's cross entropy passes it by
 # What collators put into a batch for reports and scores. No model takes these keys.
-BOOKKEEPING = ("num_dropped_labels", "example_index", "offsets", "answer_spans")
+BOOKKEEPING = ("num_dropped_labels", "example_index", "offsets", "answer_spans", "original_ids",
+               "begins_word")
 
 # %% ../../nbs/data/06_rows.ipynb #5877c1c8
 def count_positions(
@@ -286,8 +287,10 @@ def refuse_segments(rows: Sequence) -> None:
 class Collator(ABC):
     """Base of all collators: rows of any kind in, a batch of tensors out.
 
-    A subclass writes `compute_labels`, which adds what is to be predicted. It may set `objective`,
-    the name of the objective that its batches train, so that a model of another one is refused.
+    A subclass writes `compute_labels`, which adds what is to be predicted. Draws of its own go by
+    `self.seed` and, for rows that do not bring theirs, `self.epoch`. It may set `objective`, the
+    name of the objective that its batches train, so that a model of another one is refused; a name
+    that no model of ours has leaves it to the models of the collator it is derived from.
     """
     objective: str | None = None
 
@@ -303,6 +306,7 @@ class Collator(ABC):
         special_token_ids: Sequence[int] | None = None,  # None: those of the tokenizer
         tokenizer: Any = None,  # reads rows of text
         pad_to_multiple_of: int | None = None,  # pad to the longest row instead, rounded up
+        seed: int = 0,  # of what a subclass draws, with epoch and row
     ):
         if special_token_ids is None and tokenizer is None:
             warnings.warn("special_token_ids is not given: [CLS] and [SEP] count as words")
@@ -314,6 +318,7 @@ class Collator(ABC):
         self.vocabulary = Vocabulary(vocab_size, pad_token_id, mask_token_id, tuple(special))
         self.read = RowReader(self.vocabulary, text_column, label_column, max_sequence_length,
                               pad_to_multiple_of, tokenizer)
+        self.seed, self.epoch = seed, 0  # epoch: of rows that do not bring their own
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, **options: Any) -> "Collator":

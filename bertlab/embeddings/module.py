@@ -32,8 +32,8 @@ from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
 from ..model.huggingface import describe_saving, has_adapter
 from ..model.losses import LossParts
-from ..train.modules import check_recomputing, compile_layers, compile_options, load_encoder
-from ..train.modules import pretraining_optimizer, recompute, settings_from
+from ..train.modules import check_pieces, check_recomputing, compile_layers, compile_options
+from ..train.modules import load_encoder, pretraining_optimizer, recompute, settings_from
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
@@ -145,14 +145,18 @@ class EmbeddingModule(TrainingModule):
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
         self.rule = ContrastiveRule(both_directions, false_negative_margin, tuple(prefixes or ()))
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path", "prepare_encoder"])
-        self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
+        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
+                     "schedule": schedule, "scheduler_kwargs": scheduler_kwargs}
+        self.hparams.update(self._own)  # a subclass may hand on others than it was given
         self.prepare_encoder = prepare_encoder
-        tokenizer = pretrained_tokenizer_name_or_path
-        if tokenizer is None:
-            tokenizer = pretrained_model_name_or_path
+        source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
+        own = tokenizer is None or str(tokenizer) == str(source)
+        tokenizer = source if own else tokenizer
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
         self.tokenizer = tokenizer
+        if source is not None and prepare_encoder is None:  # which may give it other rows
+            check_pieces(source, tokenizer, tokenizer if own else None)
         start = torch.tensor(math.log(temperature))
         self.log_temperature = nn.Parameter(start) if learn_temperature else None
         self._distilled: Tensor | None = None  # the teacher's part of the batch seen last
@@ -200,7 +204,8 @@ class EmbeddingModule(TrainingModule):
         if self.tokenizer is None:
             raise ValueError("no tokenizer is known: give pretrained_tokenizer_name_or_path, or a "
                              "data module to fit")
-        self.hparams.update(self._own)  # Lightning takes out what cannot be pickled
+        # Lightning takes out what cannot be pickled, such as a class made in a notebook.
+        self.hparams.update({**self._own, **self.hparams})
         h, source = self.hparams, self.hparams.pretrained_model_name_or_path
         said = {}
         if source is None:
@@ -232,8 +237,9 @@ class EmbeddingModule(TrainingModule):
             compile_layers(self.model, **options)
         self.model.train(self.training)
         still = f"; {len(self.frozen)} of its weights stay as they are" if self.frozen else ""
-        rank_zero_info(f"bi-encoder from {source or 'random weights'}; "
-                       f"{describe_saving(encoder) if self.prepare_encoder is None else ''}{still}")
+        known = self.prepare_encoder is None
+        saving = describe_saving(encoder, tokenizer=self.tokenizer) if known else ""
+        rank_zero_info(f"bi-encoder from {source or 'random weights'}; {saving}{still}")
 
     @property
     def config(self) -> BertLabConfig | None:  # of the encoder; None: it is not built yet
@@ -274,11 +280,11 @@ class EmbeddingModule(TrainingModule):
                 if any(fnmatchcase(name, glob) for name in names)}
 
     def configure_optimizers(self) -> dict[str, Any]:
-        self.hparams.update(self._own)  # a model that was built elsewhere
+        self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
         overrides = self.rates_by_layer() | (self.hparams.parameter_overrides or {})
         overrides = adapter_overrides(self.model, overrides)
         settings = AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
-        return pretraining_optimizer(self, settings, self.trainer.estimated_stepping_batches)
+        return pretraining_optimizer(self, settings, self.estimated_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint does not need its first weights to be loaded again."

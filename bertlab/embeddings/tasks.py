@@ -26,9 +26,26 @@ from ..data.documents import BLOCKS, Document, python_files, word_runs
 from .pairs import PairSet, clean_pairs
 
 # %% ../../nbs/embeddings/07_tasks.ipynb #6abf419b
+def _check_answers(
+    answers: Sequence[int],
+    num_documents: int,
+    whose: str,  # what an error calls the query
+) -> None:
+    "Raise `ValueError` for answers that cannot be ranked."
+    if not len(answers):
+        raise ValueError(f"{whose} has no relevant document: leave it out, for no ranking of it "
+                         "is right or wrong")
+    if wrong := [n for n in answers if not 0 <= n < num_documents]:
+        raise ValueError(f"{whose} names document {wrong[0]} as relevant, and there are "
+                         f"{num_documents}, from 0: number them as they stand in documents")
+
+
 @dataclass(frozen=True)
 class RetrievalTask:
-    "Queries, documents, which answer which; and pairs to train on, from other modules."
+    """Queries, documents, which answer which; and pairs to train on, from other modules.
+
+    Raises `ValueError` for a query without answers, or with one that is no document's number.
+    """
 
     name: str
     about: str
@@ -36,6 +53,21 @@ class RetrievalTask:
     documents: list[str]
     relevant: list[list[int]]  # of each query: numbers of the documents that answer it
     train: PairSet
+
+    def __post_init__(self):
+        if len(self.relevant) != len(self.queries):
+            raise ValueError(f"relevant must have an entry for each of {len(self.queries)} "
+                             f"queries, got {len(self.relevant)}")
+        for query, answers in zip(self.queries, self.relevant):
+            _check_answers(answers, len(self.documents), f"the query {query[:60]!r}")
+
+    def find_itself(self) -> list[list[int]]:  # of each query: numbers of documents
+        "Documents that are the query's own text, and not marked as an answer to it."
+        places: dict[str, list[int]] = defaultdict(list)
+        for number, document in enumerate(self.documents):
+            places[document].append(number)
+        return [[n for n in places.get(query, ()) if n not in answers]
+                for query, answers in zip(self.queries, self.relevant)]
 
     def describe(self) -> str:
         return (f"{self.name}: {self.about}; {len(self.queries):,} queries, "
@@ -236,22 +268,26 @@ def score_queries(
     scores_QN: np.ndarray,
     relevant: Sequence[Sequence[int]],  # of each query
     ks: Sequence[int] = (1, 10),  # of recall
+    left_out: Sequence[Sequence[int]] | None = None,  # of each query: documents without a rank
 ) -> dict[str, np.ndarray]:  # measure: its value for each query
     """Recall at k, reciprocal rank and nDCG at 10 of each query; ties count against the answer.
 
     Recall is out of the answers that find room among the first k: a query with two answers has a
-    recall_1 of 1 where one of them comes first (R_cap@k of BEIR; Thakur et al. 2021).
+    recall_1 of 1 where one of them comes first (R_cap@k of BEIR; Thakur et al. 2021). Raises
+    `ValueError` for a query without answers.
     """
     names = [f"recall_{k}" for k in ks]
     found: dict[str, list[float]] = {name: [] for name in (*names, "mrr", "ndcg_10")}
     kind = np.asarray(scores_QN).dtype
     eps = np.finfo(kind).eps if np.issubdtype(kind, np.floating) else 0
     scores_QN = np.where(np.isnan(scores_QN), -np.inf, scores_QN)  # no number: found last
-    for scores_N, answers in zip(scores_QN, relevant, strict=True):
+    left_out = [()] * len(relevant) if left_out is None else left_out
+    for scores_N, answers, hidden in zip(scores_QN, relevant, left_out, strict=True):
+        _check_answers(answers, len(scores_N), f"query {len(found['mrr'])}")
         answers = np.asarray(answers)
         # Equal scores of one product may differ by this much, as its sums are rounded.
         rounding = 16 * eps * np.abs(scores_N[np.isfinite(scores_N)]).max(initial=0)
-        others_N = np.delete(scores_N, answers)
+        others_N = np.delete(scores_N, [*answers, *hidden])
         own = np.sort(scores_N[answers])[::-1]
         ranks = 1 + np.arange(len(own)) + (others_N >= own[:, None] - rounding).sum(1)
         for name, k in zip(names, ks):
@@ -277,8 +313,14 @@ def evaluate_retrieval(
     task: RetrievalTask,
     scorers: Mapping[str, Scorer],  # by name
 ) -> dict[str, dict[str, np.ndarray]]:  # name: measure: value for each query
-    "Let every scorer answer the task."
-    return {name: score_queries(scorer(task.queries, task.documents), task.relevant)
+    """Let every scorer answer the task.
+
+    A query that is a document, too, would find itself first whatever the model, and count that as
+    a mistake: its own text is left out of its ranking, unless it is marked as an answer.
+    """
+    itself = task.find_itself()
+    return {name: score_queries(scorer(task.queries, task.documents), task.relevant,
+                                left_out=itself)
             for name, scorer in scorers.items()}
 
 

@@ -35,8 +35,8 @@ from ..data.readers import parse_json, resolve_column
 from ..data.rows import IGNORED, count_positions, read_column
 from ..data.supervised import QuestionAnsweringCollator, SequenceClassificationCollator
 from ..data.supervised import SpanClassificationCollator, SupervisedCollator
-from ..data.supervised import TokenClassificationCollator, read_answers, read_spans
-from ..data.supervised import read_texts, stack_targets
+from ..data.supervised import TokenClassificationCollator, continue_entities, read_answers
+from ..data.supervised import read_spans, read_texts, stack_targets
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from .files import CONLLU, LABELLED, LabelledRows, choose_reader
 from .files import find_files, find_split
@@ -380,7 +380,7 @@ def pack_rows(
     pad_token_id: int,
 ) -> list[dict]:  # arrays of `capacity`; attention_mask numbers the rows that went in
     "Put several short rows into one of fixed length, best fit first (Johnson 1973)."
-    fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED}
+    fillers = {"input_ids": pad_token_id, "token_type_ids": 0, "labels": IGNORED, "begins_word": 0}
     plan, packed = plan_best_fit([len(row["input_ids"]) for row in rows], capacity), []
     for number in range(len(plan)):
         parts = [rows[member] for member in plan[number]]
@@ -715,6 +715,8 @@ class FinetuningDataModule(L.LightningDataModule):
         elif plain or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
             self.labels = LabelNames.of(flat, feature)
         width = len(self.labels.names) if self.labels else int(np.size(values[0]))
+        if self.task == "token_classification":
+            return {"num_labels": width, "continued_labels": continue_entities(self.labels.names)}
         return {"num_labels": width} | ({} if plain else {"problem_type": problem})
 
     def _number_spans(self, texts: Sequence[str], values: Sequence) -> list[list[tuple]]:

@@ -22,7 +22,8 @@ import torch
 from ..core.files import written_whole
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
 from .data import find_overlaps
-from .metrics import count_spans, normalize_answer, score_answer, score_counts
+from .metrics import count_spans, labels_of_words, normalize_answer
+from .metrics import score_answer, score_counts
 from .module import check_known_labels, make_scores
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #630b4ce3
@@ -331,7 +332,8 @@ def evaluate_split(
                 raise ValueError(f"the split {split!r} has no labels to compare with")
             else:
                 told = module.predict_step(batch, 0)
-                found.append([told[name].float().cpu() for name in ("labels", "logits")])
+                labels = labels_of_words(told)
+                found.append([values.float().cpu() for values in (labels, told["logits"])])
     module.train(was_training)
     if task == "span_classification":
         spans, _, documents = scores.spans()

@@ -7,8 +7,8 @@ __all__ = ['ANSWER_SCORES', 'select_labels', 'MaskedMetric', 'LabelCorrelation',
            'score_decisions', 'ValueCorrelation', 'score_values', 'names_entities', 'read_iob2', 'count_entities',
            'score_counts', 'EntityScore', 'AnswerText', 'rank_spans', 'best_answers', 'choose_answer',
            'normalize_answer', 'gold_texts', 'score_answer', 'AnswerScore', 'find_spans', 'merge_spans', 'SpanScore',
-           'count_spans', 'score_entities', 'get_metrics_for_task', 'TaskScores', 'TokenScores', 'AnswerScores',
-           'SpanScores']
+           'count_spans', 'score_entities', 'get_metrics_for_task', 'TaskScores', 'labels_of_words', 'TokenScores',
+           'AnswerScores', 'SpanScores']
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #c37354e2
 import math
@@ -39,7 +39,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
 from ..data.rows import IGNORED
-from ..data.supervised import fit_offsets, whole_letters
+from ..data.supervised import IOB2, fit_offsets, whole_letters
 from .data import PROBLEM_OF, TASKS
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #80fa161a
@@ -207,13 +207,12 @@ class ValueCorrelation(Metric):
         self.add_state("target", [], dist_reduce_fx="cat")
 
     def update(self, preds: Tensor, target: Tensor) -> None:
-        "Take values (B,) or (B, 1); where the target is -100, nothing is asked."
+        "Take values (B,) or (B, 1). -100 is one like any other, as it is for the loss."
         preds, target = preds.reshape(-1), target.reshape(-1)
         if len(preds) != len(target):
             raise ValueError(f"preds and target must pair up, got {len(preds)} and {len(target)}")
-        kept = target != IGNORED
-        self.preds.append(preds[kept].detach().float())
-        self.target.append(target[kept].detach().float())
+        self.preds.append(preds.detach().float())
+        self.target.append(target.detach().float())
 
     def compute(self) -> Tensor:
         nothing = isinstance(self.target, list) and not self.target  # a tensor once processes met
@@ -233,7 +232,7 @@ def score_values() -> dict[str, Metric]:
 # %% ../../nbs/finetuning/05_metrics.ipynb #0b57cdd7
 def names_entities(names: Sequence[str]) -> bool:
     "Whether labels are entities in IOB2: all of them fit, and one begins something."
-    iob2 = all(re.fullmatch(r"O|[BI](-.+)?", name) for name in names)
+    iob2 = all(IOB2.fullmatch(name) for name in names)
     return iob2 and any(name[0] == "B" for name in names)
 
 
@@ -244,7 +243,7 @@ def read_iob2(
     if isinstance(label_names, str):
         raise ValueError(f"label_names must be a list of names, got the one name {label_names!r}")
     for name in label_names:
-        if not re.fullmatch(r"O|[BI](-.+)?", name):
+        if not IOB2.fullmatch(name):
             raise ValueError(
                 f"label_names must be 'O', 'B-type' or 'I-type' (IOB2), got {name!r}; "
                 "rename the labels, or leave label_names out: then only tokens are scored"
@@ -679,13 +678,20 @@ def _split_documents(
     return values_BL[:, None].masked_fill(~inside_BNL, filler).flatten(0, 1)
 
 
+def labels_of_words(batch: Mapping[str, Tensor]) -> Tensor:  # (B, L), -100 but where words begin
+    "The labels to judge by: later sub-words may learn, but a prediction is the first one's."
+    begins_BL = batch.get("begins_word")  # None: nothing else has a label
+    labels_BL = batch["labels"]
+    return labels_BL if begins_BL is None else labels_BL.masked_fill(begins_BL == 0, IGNORED)
+
+
 class TokenScores(TaskScores):
-    "Scores of tokens and of entities, each of which lies in one document."
+    "Scores of words and of entities, each of which lies in one document."
 
     def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
         documents_BL, preds_BL = batch["attention_mask"], output.logits.argmax(-1)
         self.score(_split_documents(preds_BL, documents_BL, 0),
-                   _split_documents(batch["labels"], documents_BL, IGNORED))
+                   _split_documents(labels_of_words(batch), documents_BL, IGNORED))
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #602f277a
 class AnswerScores(TaskScores):

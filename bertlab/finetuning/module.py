@@ -7,10 +7,13 @@ __all__ = ['SCHEDULES', 'INPUTS', 'TARGETS', 'SPAN_INPUTS', 'finetuning_schedule
            'check_known_labels', 'FinetuningModule']
 
 # %% ../../nbs/finetuning/07_module.ipynb #5ac7d680
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,7 +37,9 @@ from ..model.huggingface import check_tokenizer, describe_saving
 from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
-from ..train.modules import check_recomputing, compile_layers, compile_options, recompute
+from ..optim.schedulers import ScheduledLR, get_scheduler
+from ..train.modules import check_recomputing, compile_layers, compile_options
+from ..train.modules import optimizer_options, recompute
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -50,11 +55,15 @@ def finetuning_schedule(
     options: Mapping[str, Any] | None = None,
     warmup_ratio: float = 0.0,  # instead of steps; rounded up, as transformers does
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    "A schedule of transformers by its name, after a linear warmup, whatever the name."
+    """A schedule of transformers by its name, after a linear warmup, whatever the name.
+
+    Your own is a class or a function of the step, as `get_scheduler` takes them, or a function that
+    makes a schedule for the optimizer. Raises `ValueError`.
+    """
     if _is_own(scheduler_type):
         own = scheduler_type
         own = find_object(own, "scheduler_type") if isinstance(own, str) else own
-        return own(optimizer, **(options or {}))
+        return _own_schedule(optimizer, own, total_steps, dict(options or {}))
     # What transformers calls "constant" passes a warmup by without a word.
     flat = scheduler_type in (None, "constant")
     if not math.isfinite(total_steps) and (warmup_ratio or not flat):
@@ -64,9 +73,42 @@ def finetuning_schedule(
     if warmup_steps >= total_steps:
         raise ValueError(f"the warmup of {warmup_steps} steps leaves nothing of a run of "
                          f"{total_steps}; lower warmup_steps or warmup_ratio")
-    return transformers.get_scheduler(
-        "constant_with_warmup" if flat else scheduler_type, optimizer, warmup_steps,
+    # Theirs would save the peaks, too, and a resume with another rate would go on with the old one.
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
+    theirs = transformers.get_scheduler(
+        "constant_with_warmup" if flat else scheduler_type, stand_in, warmup_steps,
         None if flat else int(total_steps), dict(options or {}))
+    return ScheduledLR(optimizer, theirs.lr_lambdas[0])
+
+
+def _own_schedule(
+    optimizer: torch.optim.Optimizer, own: Callable, total_steps: int | float, options: dict
+) -> torch.optim.lr_scheduler.LRScheduler:
+    "A schedule that the user brings. Raises `ValueError` for what gives none."
+    if "total_steps" in inspect.signature(own).parameters and math.isfinite(total_steps):
+        options = {"total_steps": int(total_steps), **options}
+    kind = torch.optim.lr_scheduler.LRScheduler
+    said = f"scheduler_type {getattr(own, '__name__', own)} with scheduler_kwargs={options}"
+    if isinstance(own, type) and not issubclass(own, kind):  # its objects are functions of the step
+        try:
+            own, options = own(**options), {}
+        except TypeError as error:
+            raise ValueError(f"{said}: {error}") from None
+    try:  # what makes a schedule for an optimizer makes none for a number
+        factor = own(0, **options)
+    except Exception as error:
+        factor = error
+    if isinstance(factor, (Real, Tensor)):
+        return get_scheduler(optimizer, schedule=partial(own, **options))
+    try:
+        made = own(optimizer, **options)
+    except TypeError as error:
+        made = error
+    if isinstance(made, kind):
+        return made
+    raise ValueError(f"{said} gives no schedule: {factor!r} for step 0, and {made!r} for the "
+                     "optimizer; write a function of the step that gives a factor of the rate, or "
+                     "one of torch's schedules")
 
 
 def _is_own(scheduler_type: str | Callable | None) -> bool:
@@ -161,7 +203,7 @@ class FinetuningModule(TrainingModule):
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         optimizer_quantized: bool = False,  # moments of 8 bits
-        # linear, cosine, constant, polynomial, or your own: called with the optimizer and kwargs
+        # linear, cosine, constant, polynomial; or your own: f(step), a class, its name
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
         warmup_steps: int = 0,  # optimizer steps until the peak
@@ -181,8 +223,10 @@ class FinetuningModule(TrainingModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        self._own = {"optimizer_class": optimizer_class, "scheduler_type": scheduler_type}
-        _check_options({**self.hparams, **self._own})
+        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
+                     "scheduler_type": scheduler_type, "scheduler_kwargs": scheduler_kwargs}
+        self.hparams.update(self._own)  # a subclass may hand on others than it was given
+        _check_options(self.hparams)
         self.register_buffer("class_weights_C", None, persistent=False)
         self.labels: TaskLabels | None = None  # what the head answers with, once that is settled
         self.data: Any = None  # the trainer's data module, if it has one
@@ -263,7 +307,8 @@ class FinetuningModule(TrainingModule):
             return
         if self.labels is None:
             self.settle()  # no trainer: the model is loaded from a checkpoint
-        self.hparams.update(self._own)  # Lightning takes out what cannot be pickled
+        # Lightning takes out what cannot be pickled, such as a class made in a notebook.
+        self.hparams.update({**self._own, **self.hparams})
         h = self.hparams
         loaded = build_task_model(h.task, h.pretrained_model_name_or_path, self.labels,
                                   h.model_kwargs, h.model_config_kwargs)
@@ -292,21 +337,21 @@ class FinetuningModule(TrainingModule):
         said = [f"{self.hparams.task} from {source}: {len(self.fresh)} fresh tensors"]
         said[0] += f" ({', '.join(self.fresh[:4])}{', ...' * (len(self.fresh) > 4)})"
         said += [f"{len(self.frozen)} frozen"] * bool(self.frozen)
-        return "; ".join([*said, describe_saving(self.model)])
+        tokenizer = getattr(self.data, "tokenizer", None)
+        return "; ".join([*said, describe_saving(self.model, tokenizer=tokenizer)])
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
     def configure_optimizers(self) -> dict[str, Any]:
-        return self.build_optimizer(self.trainer.estimated_stepping_batches)
+        return self.build_optimizer(self.estimated_steps())
 
     def build_optimizer(
         self,
         total_steps: int | float,  # of the whole run; infinite where it has no end
     ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
         "Build optimizer and schedule. Raises `ValueError` for options that do not fit them."
-        self.hparams.update(self._own)  # a model that was built elsewhere
-        h = self.hparams
-        options = {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}
+        self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
+        h, options = self.hparams, optimizer_options(self.hparams)
         groups = finetuning_groups(self.model, h)
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)
         how = h.warmup_steps, total_steps, h.scheduler_kwargs, h.warmup_ratio
@@ -394,7 +439,7 @@ class FinetuningModule(TrainingModule):
         real_B = batch["attention_mask"].any(1)
         kept = {name: output[name] for name in ("logits", "start_logits", "end_logits")
                 if name in output}
-        more = ("attention_mask", "labels", "offsets", "example_index")
+        more = "attention_mask", "labels", "begins_word", "offsets", "example_index"
         kept |= {name: batch[name] for name in more if name in batch}
         return {name: value[real_B] for name, value in kept.items()}
 

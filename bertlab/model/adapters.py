@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADAPTERS', 'AdapterKind', 'read_adapter', 'find_targets', 'add_adapter', 'layer_depth', 'freeze_weights',
-           'adapter_overrides', 'save_adapter', 'load_adapter']
+           'trained_shares', 'adapter_overrides', 'save_adapter', 'load_adapter']
 
 # %% ../../nbs/model/18_adapters.ipynb #4cc27680
 import copy
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from ..core.files import written_whole
 from ..core.names import did_you_mean, look_up
+from .config import count_matrices
 from .huggingface import has_adapter, to_huggingface
-from .loading import find_ending, key_table, their_names
+from .loading import SECOND_NAMES, find_ending
+from .loading import key_table, their_names
 
 # %% ../../nbs/model/18_adapters.ipynb #fc191f84
 @dataclass(frozen=True)
@@ -199,6 +201,31 @@ def freeze_weights(
             parameter.requires_grad_(False)
     return [name for name in names if name in frozen]
 
+# %% ../../nbs/model/18_adapters.ipynb #b3f95d21
+def trained_shares(
+    model: nn.Module,  # with an `encoder`
+) -> list[float] | None:  # of the embedding, each block, the head; None: all is trained
+    """How large a share of each part's matrices is trained, for `count_flops`.
+
+    Weights of an adapter count like the others, so what they cost forward (a share of some
+    hundredths) is left out.
+    """
+    config, n = model.config, model.config.num_hidden_layers
+    if all(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    matrices, table = count_matrices(config), config.vocab_size * config.hidden_size
+    sizes = [table, *[matrices["attention"] + matrices["MLP"]] * n, matrices["head"]]
+    trained = [0.0] * (n + 2)
+    for name, parameter in model.named_parameters():
+        depth = layer_depth(name, n)
+        if not parameter.requires_grad:
+            continue
+        # A bias or a scale costs next to nothing, but the way back to it does.
+        trained[depth] += parameter.numel() if parameter.dim() > 1 else 1e-9
+        tied = config.tie_word_embeddings and depth == 0 and parameter.numel() == table
+        trained[-1] += table if tied else 0  # the head scores with it
+    return [min(1.0, numbers / size) for numbers, size in zip(trained, sizes)]
+
 # %% ../../nbs/model/18_adapters.ipynb #49c38192
 def adapter_overrides(
     model: nn.Module,
@@ -262,6 +289,39 @@ def _bare(model: nn.Module) -> nn.Module:  # on the meta device would do, but sa
         return type(model)(copy.deepcopy(model.config))
 
 
+def _free_parts(
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    parts: Sequence[str],  # that are free as a whole
+    table: dict[str, str] | None,  # as of `_translation`
+) -> tuple[list[str], dict[str, Tensor]]:  # modules, and their weights, as they are written
+    "Gather what peft needs to put other weights in: all of a module, and both of a tied table."
+    named: dict[str, Tensor] = {}
+    free: dict[str, None] = {}
+    for key, tensor in weights.items():
+        is_free = any(_is_in(key, part) for part in parts)
+        try:
+            names = _weight_names(key, table)
+        except ValueError:  # of a layer with an adapter
+            if is_free:
+                raise
+            continue
+        named.update(zip(names, tensor.chunk(len(names)), strict=True))
+        free |= dict.fromkeys(names if is_free else ())
+    if table is not None and find_ending(model) == "ForMaskedLM":
+        for second, first in SECOND_NAMES.items():
+            # A tied decoder is a module of its own there, and peft copies modules.
+            if second.endswith(".weight") and first in named and second not in named:
+                named[second] = named[first]
+                free |= dict.fromkeys([second] if first in free else ())
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in free))
+    owners = [one for one in owners if not any(one.startswith(f"{other}.") for other in owners)]
+    adapted = model.peft_config["default"].target_modules
+    return owners, {name: tensor for name, tensor in named.items()
+                    if name in free or any(name.startswith(f"{owner}.") for owner in owners)
+                    and not any(_is_in(name, layer) for layer in adapted)}
+
+
 def save_adapter(
     model: nn.Module,  # with an adapter of `add_adapter`
     directory: str | os.PathLike,  # made if it is missing
@@ -271,10 +331,16 @@ def save_adapter(
 ) -> Path:  # the directory
     """Write the adapter alone, for `peft.PeftModel.from_pretrained` on what it adapts.
 
-    Layers have transformers' names where the model has a counterpart there. Raises `ValueError`.
+    Layers have transformers' names where the model has a counterpart there. Parts that are free
+    are written as whole modules; with the bias of a tied head that is the table of tokens, too.
+    Raises `ValueError`, also for a directory with a model in it.
     """
     if not has_adapter(model):
         raise ValueError("the model has no adapter; add_adapter puts one in")
+    directory = Path(directory)
+    if (directory / "config.json").exists():
+        raise ValueError(f"{directory} holds a model, to which transformers would add the adapter "
+                         f"when it loads it; name {directory / 'adapter'}")
     from safetensors.torch import save_file
 
     weights = model.state_dict() if weights is None else weights
@@ -291,24 +357,18 @@ def save_adapter(
         for name, piece in zip(parts, pieces, strict=True):
             found[f"base_model.model.{name}.{part}"] = piece.detach().cpu().clone().contiguous()
         layers[layer] = parts
-    owners: dict[str, None] = {}
-    for key in weights:
-        if not any(_is_in(key, part) for part in config.modules_to_save or ()):
-            continue
-        names = _weight_names(key, table)
-        for name, piece in zip(names, weights[key].chunk(len(names)), strict=True):
-            found[f"base_model.model.{name}"] = piece.detach().cpu().clone().contiguous()
-            owners[name.rpartition(".")[0]] = None
+    owners, free = _free_parts(model, weights, config.modules_to_save or (), table)
+    for name, piece in free.items():
+        found[f"base_model.model.{name}"] = piece.detach().cpu().clone().contiguous()
     config.target_modules = sorted(name for parts in layers.values() for name in parts)
     _rename_patterns(config, layers)
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = sorted(
             name for layer in config.feedforward_modules for name in _layer_names(layer, table))
-    config.modules_to_save = list(owners) or None
+    config.modules_to_save = owners or None
     config.base_model_name_or_path, config.inference_mode = base, True
     said = {name: sorted(value) if isinstance(value, set) else value
             for name, value in config.to_dict().items()}
-    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     with written_whole(directory / _FILES[0]) as temporary:
         temporary.write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
@@ -329,11 +389,35 @@ class _Adapted:
         return getattr(self._model, name)
 
 # %% ../../nbs/model/18_adapters.ipynb #bd6f5958
+def _is_same(one: Tensor, other: Tensor) -> bool:  # as precisely as the coarser of the two
+    one, other = one.detach().cpu(), other.detach().cpu()
+    return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))
+
+
+def _drop_second_names(
+    found: dict[str, Tensor],  # what is left of a file; changed in place
+    here: dict[str, tuple[str, Tensor]],  # a name there: ours, and the weight it shall have
+    directory: Path,
+) -> None:
+    "Leave out what is tied to another weight. Raises `ValueError` where the two differ."
+    for second in found.keys() & SECOND_NAMES.keys():
+        if SECOND_NAMES[second] in here:
+            key, weight = here[SECOND_NAMES[second]]
+            if not _is_same(found[second], weight):
+                raise ValueError(f"{directory} has {second} with weights of its own, and here it "
+                                 f"is {key}, which has others: merge it into its own model with "
+                                 "peft (merge_and_unload), and load that")
+            del found[second]
+
+
 def load_adapter(
     model: nn.Module,  # what was adapted; changed in place
     directory: str | os.PathLike,  # of `save_adapter`, or of peft
 ) -> list[str]:  # names of the weights that move
-    "Put a saved adapter into a model. Raises `ValueError` for one that does not fit."
+    """Put a saved adapter into a model; modules that were written whole are free as a whole.
+
+    Raises `ValueError` for one that does not fit.
+    """
     from safetensors.torch import load_file
 
     directory, peft = Path(directory), _peft()
@@ -372,7 +456,7 @@ def load_adapter(
                                  "with peft (merge_and_unload), and load that")
             tensors[f"{layer}.{end}"] = torch.cat(pieces) if joint else pieces[0]
         targets += [layer] if ends else []
-    state, whole = model.state_dict(), {}
+    state, whole, here = model.state_dict(), {}, {}
     for key in state if config.modules_to_save else ():
         try:
             names = _weight_names(key, table)
@@ -380,6 +464,8 @@ def load_adapter(
             continue
         if all(name in found for name in names):
             whole[key] = torch.cat([found.pop(name) for name in names])
+        here[names[0]] = key, whole.get(key, state[key])
+    _drop_second_names(found, here, directory)
     if found:
         raise ValueError(f"{directory} has {next(iter(found))!r}, for which the model has no place")
     _rename_patterns(config, {_layer_names(layer, table)[0]: [layer] for layer in targets})

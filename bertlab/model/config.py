@@ -9,6 +9,7 @@ __all__ = ['TOKEN_IDS', 'ACTIVATION_NAMES', 'CHOICES', 'SWITCHES', 'BertLabConfi
 
 # %% ../../nbs/model/01_config.ipynb #c169bcbe
 import difflib
+from collections.abc import Sequence
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -253,7 +254,7 @@ class BertLabConfig(PretrainedConfig):
         return self.norms_before and self.embedding_norm
 
     def num_params(self) -> int:  # trainable numbers of BertLabForMaskedLM
-        "Predict the size of the model without building it."
+        "Predict the size of the model without building it; for own layers see `count_weights`."
         return sum(count_weights(self).values())
 
     def flops_per_token(
@@ -268,7 +269,7 @@ class BertLabConfig(PretrainedConfig):
 def count_matrices(
     config: "BertLabConfig",
 ) -> dict[str, int]:  # part -> numbers of one layer (or of the head) that multiply each token
-    "Count what a token is multiplied by, without biases and scales."
+    "Count what a token is multiplied by, without biases and scales; an own MLP counts as `plain`."
     D, I, K = config.hidden_size, config.intermediate_size, config.head_size
     gate = {"none": 0, "head": config.num_attention_heads, "element": D}[config.output_gate]
     return {
@@ -281,7 +282,11 @@ def count_matrices(
 def count_weights(
     config: "BertLabConfig",
 ) -> dict[str, int]:  # part of the model -> its trainable numbers
-    "Count the weights of each part, from the shape alone."
+    """Count the weights of each part, from the shape alone.
+
+    What a layer of your own has cannot be known so: an MLP counts as `plain`, a norm as `layer`,
+    an activation as none. `num_parameters()` of the model itself counts what is there.
+    """
     D, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
     matrices, layers = count_matrices(config), config.num_hidden_layers
     table = config.max_position_embeddings + config.position_offset
@@ -304,8 +309,13 @@ def count_flops(
     config: "BertLabConfig",
     mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n) over documents
     label_rate: float,  # share of positions that the head predicts, 0 to 1
+    trained: Sequence[float] | None = None,  # see `trained_shares`; None: all is trained
 ) -> dict[str, float]:  # part -> floating-point operations per token in one training step
-    "Forward and backward: 6 per weight used, 12 D per token attended to (OLMo-core's count)."
+    """Forward and backward: 6 per weight used, 12 D per token attended to (OLMo-core's count).
+
+    Of the 6, 2 are forward, 2 the gradient of a weight, and 2 that of its input: where weights are
+    frozen their own are spared, and below the lowest that is trained the whole way back is.
+    """
     if mean_context < 1:
         raise ValueError(f"mean_context must be 1 or more (a token itself), got {mean_context}")
     if not 0 <= label_rate <= 1:
@@ -314,11 +324,21 @@ def count_flops(
     seen = {"global": mean_context, "local": min(mean_context, 2 * config.window + 1)}
     spared = 1 - label_rate  # of the last layer, behind its attention
     output = config.hidden_size**2
+    shares = [1.0] * (layers + 2) if trained is None else [*trained]
+    first = next((part for part, share in enumerate(shares) if share), len(shares))
+    way_back = [float(part >= first) for part in range(1, len(shares))]  # layers, then the head
+    passes = [2 + 2 * back + 2 * share for back, share in zip(way_back, shares[1:])]
+    # Where no norm stands before the lowest trained block, nobody asks for its input's gradient.
+    bare = not config.norms_before or first == 1 and config.skips_first_norm
+    unasked = 2.0 * (matrices["attention"] - output) * (bare and 0 < first <= layers)
+    scores = [(4.0 + 8.0 * back) * config.hidden_size * seen[kind]
+              for back, kind in zip(way_back, config.layer_kinds)]
     return {
-        "projections": 6.0 * (layers * matrices["attention"] - spared * output),
-        "MLP": 6.0 * (layers - spared) * matrices["MLP"],
-        "scores": sum(12.0 * config.hidden_size * seen[kind] for kind in config.layer_kinds),
-        "head": 6.0 * matrices["head"] * label_rate,
+        "projections": (sum(passes[:-1]) * matrices["attention"] - unasked
+                        - passes[-2] * spared * output),
+        "MLP": (sum(passes[:-1]) - passes[-2] * spared) * matrices["MLP"],
+        "scores": sum(scores),
+        "head": passes[-1] * matrices["head"] * label_rate,
     }
 
 # %% ../../nbs/model/01_config.ipynb #14396109

@@ -7,6 +7,7 @@ __all__ = ['AXES', 'MUST_AGREE', 'MAY_GROW', 'READERS', 'tile_places', 'spread_p
            'check_growth', 'tile_weight', 'grow']
 
 # %% ../../nbs/model/15_growth.ipynb #85fd6167
+import copy
 import re
 
 import torch
@@ -69,6 +70,7 @@ AXES = {  # module -> its rows and columns; None: as in the source
     "decoder": (None, "stream"),
     "head": (None,),  # its bias, one per token
     "classifier": (None, "stream"),
+    "pooler": ("stream", "stream"),
     "query": ("stream",),  # of the block that rebuilds tokens
 }
 
@@ -81,8 +83,8 @@ def find_axes(
     parts = name.split(".")
     owner = parts[-1] if parts[-1] in AXES else parts[-2]
     if owner not in AXES and not owner.endswith("norm"):
-        raise ValueError(f"no rule says how to tile {name!r}: grow(model.encoder, config) grows "
-                         "the encoder alone")
+        raise ValueError(f"no rule says how to tile {name!r}: give AXES a row for its module, or "
+                         "grow the encoder alone, with model.encoder in place of model")
     return AXES.get(owner, ("stream",))[:num_axes]
 
 # %% ../../nbs/model/15_growth.ipynb #61cf3f3a
@@ -101,6 +103,29 @@ MUST_AGREE = (
     "mlp_bias", "norm", "norm_position", "norm_bias", "classifier_head", "num_labels",
 )  # fmt: skip
 MAY_GROW = ("hidden_size", "intermediate_size", "num_hidden_layers")
+_SAID = {  # what says something of labels: whether a configuration says it
+    "id2label": lambda config: any(
+        name != f"LABEL_{label}" for label, name in config.id2label.items()),
+    "problem_type": lambda config: config.problem_type is not None,
+}  # fmt: skip
+
+
+def _keep_labels(
+    source: BertLabConfig,
+    target: BertLabConfig,  # changed in place
+    reads_them: bool,  # is there a head whose rows they name?
+) -> None:
+    "Take over what labels are called and what kind they are. Raises `ValueError` for other ones."
+    for name, is_said in _SAID.items():
+        have, want = getattr(source, name), getattr(target, name)
+        if is_said(source) and not is_said(target):
+            setattr(target, name, copy.copy(have))
+            if name == "id2label":
+                target.label2id = copy.copy(source.label2id)
+        elif is_said(source) and reads_them and have != want:
+            raise ValueError(f"{name} is {have!r} in the model and {want!r} in the configuration, "
+                             f"and the head was trained for the first: set {name}={have!r}, or "
+                             "leave it out")
 
 
 def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
@@ -126,7 +151,7 @@ def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
 
 # %% ../../nbs/model/15_growth.ipynb #50e28cb0
 # They sum over their last axis.
-READERS = ("qkv", "gate", "out", "expand", "contract", "dense", "classifier")
+READERS = ("qkv", "gate", "out", "expand", "contract", "dense", "classifier", "pooler")
 
 
 def tile_weight(
@@ -160,13 +185,15 @@ def grow(
 
     Heads stay whole. Rescaled to a multiple of each width, the model computes what it computed,
     unless its norm ("group") or its positions (ALiBi, sinusoidal) depend on the width themselves.
-    Raises `ValueError` for configurations that tiling cannot connect, and for a model with an
-    adapter.
+    Names of labels are taken along. Raises `ValueError` for configurations that tiling cannot
+    connect, and for a model with an adapter.
     """
     check_merged(model)
     check_growth(model.config, config)
     if not 0 <= jitter < float("inf"):
         raise ValueError(f"jitter must be finite, 0 or more, got {jitter}")
+    config = copy.deepcopy(config)  # its owner's stays as it is
+    _keep_labels(model.config, config, hasattr(model, "task_head"))
     larger, source = type(model)(config), dict(model.named_parameters())
     larger.to(model.device, model.dtype)
     layers = map_layers(config.num_hidden_layers, model.config.num_hidden_layers)

@@ -23,7 +23,7 @@ from .config import BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, Block, LayerContext
 from .encoder import SelfAttention, add_to_stream, layer_context, make_norm
 from .encoder import split_heads
-from .layers import ACTIVATIONS, init_matrix_
+from .layers import build_activation, init_matrix_
 from .layers import gather_positions
 from .losses import LossParts, LossRule, labelled_alone
 from .losses import score_in_chunks, score_logits, shapes_are_free
@@ -36,7 +36,7 @@ class MaskedLMHead(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
         self.dense.starts_narrow = True
-        self.activation = ACTIVATIONS[config.head_activation or config.hidden_activation]
+        self.activation = build_activation(config.head_activation or config.hidden_activation)
         self.norm = make_norm(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.decoder_bias else None
         self.decoder = None

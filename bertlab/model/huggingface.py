@@ -6,7 +6,7 @@
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'scored_settings', 'huggingface_config',
            'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'stored_head', 'from_huggingface',
            'has_adapter', 'check_merged', 'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer',
-           'match_tokens', 'describe_saving', 'save_model']
+           'counts_elsewhere', 'count_from_zero', 'match_tokens', 'describe_saving', 'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -28,7 +28,7 @@ from transformers.utils import can_return_tuple
 
 from ..core.files import recover_directory, written_directory, written_whole
 from ..core.reading import read_model_settings
-from ..data.tokenizers import count_ids
+from ..data.tokenizers import TOKENIZER_FILES, count_ids
 from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
@@ -504,9 +504,18 @@ def give_weights(
 def _their_shape(
     model: BertLabPreTrainedModel,
     kind: str | None,  # a key of MODEL_KINDS; None: the one with such positions
+    tokenizer: PreTrainedTokenizerBase | None = None,  # that it is written with
 ) -> tuple[str, str, PretrainedConfig]:  # kind, head, and the shape in their words
     "Find what a model can be said as. Raises `ValueError` for what has no place there."
     head, config = find_head(model), model.config
+    if counts_elsewhere(config, tokenizer):
+        padding = config.position_offset - 1
+        if kind == "roberta":
+            raise ValueError(f"kind 'roberta' counts positions on from padding {padding}, and the "
+                             f"tokenizer's is {tokenizer.pad_token_id}: leave kind out, and a BERT "
+                             "with equal outputs is written")
+        config = copy.deepcopy(config)
+        config.position_offset = 0
     learned = "roberta" if config.position_offset else "bert"
     kind = kind or (learned if config.embedding_positions == "learned" else "modernbert")
     if kind not in MODEL_KINDS:
@@ -549,6 +558,24 @@ def check_tokenizer(
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
 
 
+def counts_elsewhere(
+    config: BertLabConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> bool:
+    "Whether the positions of a RoBERTa would be others in transformers, where padding begins them."
+    return (tokenizer is not None and config.embedding_positions == "learned"
+            and config.position_offset > 0 and tokenizer.pad_token_id != config.position_offset - 1)
+
+
+def count_from_zero(
+    weights: dict[str, Tensor],  # of a RoBERTa; changed in place
+    config: BertLabConfig,  # changed in place
+) -> None:
+    "Make a BERT with equal outputs of a RoBERTa: the rows before position 0 go."
+    name = next(name for name in weights if name.endswith("embeddings.positions.weight"))
+    weights[name], config.position_offset = weights[name][config.position_offset:].clone(), 0
+
+
 def match_tokens(
     config: PretrainedConfig,  # changed in place
     tokenizer: PreTrainedTokenizerBase,
@@ -572,14 +599,36 @@ def match_tokens(
 def describe_saving(
     model: BertLabPreTrainedModel,  # with any head
     kind: str | None = None,  # as of `save_model`
+    tokenizer: PreTrainedTokenizerBase | None = None,  # as of `save_model`
 ) -> str:  # one line
     "Say as which class `save_model` writes a model, and why."
     try:
-        kind, head, _ = _their_shape(model, kind)
+        kind, head, _ = _their_shape(model, kind, tokenizer)
     except ValueError as reason:
         return (f"written as {type(model).__name__}, which loads where bertlab is imported: "
                 f"{reason}")
-    return f"written as {their_class(kind, head).__name__}, which plain transformers loads"
+    why = ""
+    if counts_elsewhere(model.config, tokenizer):
+        why = (f": RoBERTa counts positions on from padding {model.config.position_offset - 1}, "
+               f"and the tokenizer's is {tokenizer.pad_token_id}")
+    return f"written as {their_class(kind, head).__name__}, which plain transformers loads{why}"
+
+
+def _to_theirs(
+    model: BertLabPreTrainedModel, kind: str | None, tokenizer: PreTrainedTokenizerBase | None
+) -> PreTrainedModel:  # of transformers
+    "`to_huggingface`, for a tokenizer. Raises `ValueError` for what has no place there."
+    _their_shape(model, kind, tokenizer)  # before anything is copied
+    if not counts_elsewhere(model.config, tokenizer):
+        return to_huggingface(model, kind)
+    _say_once(describe_saving(model, kind, tokenizer))
+    plain = plain_copy(model) if has_adapter(model) else model
+    config, weights = copy.deepcopy(plain.config), dict(plain.state_dict())
+    count_from_zero(weights, config)
+    with torch.random.fork_rng(devices=[]):
+        moved = type(plain)(config)
+    moved.load_state_dict(weights, assign=True)  # read alone
+    return to_huggingface(moved, kind)
 
 
 @functools.cache
@@ -595,6 +644,18 @@ def _weights_in(directory: Path) -> set[str]:
         r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)}
 
 
+# Of transformers 4, which kept special tokens apart: they win over what is written today.
+_SPECIAL_FILES = ("special_tokens_map.json", "added_tokens.json")
+
+
+def _tokenizer_in(directory: Path) -> set[str]:
+    "The names of a tokenizer's files that lie in a directory; a list of words alone is none."
+    names = {name for name in (*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_SPECIAL_FILES)
+             if (directory / name).is_file()}
+    marks = {"config.json", "tokenizer.json", "tokenizer_config.json", *_SPECIAL_FILES}
+    return names if any((directory / name).is_file() for name in marks) else set()
+
+
 # A place that cannot change its name: a mounted drive, or one beside which nobody may write.
 _CANNOT_MOVE = (errno.EBUSY, errno.EXDEV, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -608,20 +669,25 @@ def save_model(
     """Write a directory for `from_pretrained` and `pipeline`; one that is there is replaced whole.
 
     The model becomes transformers' BERT, RoBERTa or ModernBERT where it can, else our own class,
-    which is said once. Raises `ValueError`, before anything is written, for a tokenizer that does
-    not fit, for a `directory` that is a file, and for a `kind` that the model cannot be.
+    which is said once. A RoBERTa whose tokenizer pads with another id than RoBERTa's becomes a
+    BERT. Raises `ValueError`, before anything is written, for a tokenizer that does not fit, for a
+    `directory` that is a file or an adapter's, and for a `kind` that the model cannot be.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory {directory} is a file; name a directory")
+    if (directory / "adapter_config.json").exists():
+        raise ValueError(f"{directory} holds an adapter, which transformers would add to the model "
+                         f"when it loads it; move that to {directory / 'adapter'}, or choose "
+                         "another directory")
     if tokenizer is not None:
         check_tokenizer(tokenizer, model.config.vocab_size, find_ending(model) == "ForMaskedLM")
     try:
-        written = to_huggingface(model, kind)
+        written = _to_theirs(model, kind, tokenizer)
     except ValueError:
         if kind is not None:
             raise
-        _say_once(describe_saving(model))
+        _say_once(describe_saving(model, tokenizer=tokenizer))
         written = plain_copy(model, model.state_dict())  # read alone: no need for more memory
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
@@ -632,6 +698,7 @@ def save_model(
 
     recover_directory(directory)
     old = _weights_in(directory)  # one file beside the index of another model is two models
+    old |= _tokenizer_in(directory) if tokenizer is not None else set()
     # A model, the old one or the new one, and never half of each. A directory with other things in
     # it, such as a run, stays where it is.
     if (directory / "config.json").exists() or not directory.exists():
@@ -646,7 +713,7 @@ def save_model(
     # Inside the directory, because a rename is only atomic within one file system.
     with tempfile.TemporaryDirectory(dir=directory, prefix=".saving-") as temporary:
         write(Path(temporary))
-        old -= _weights_in(Path(temporary))
+        old -= {file.name for file in Path(temporary).iterdir()}
         for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
             with written_whole(directory / file.name) as whole:
                 os.replace(file, whole)

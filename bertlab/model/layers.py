@@ -5,12 +5,15 @@
 # %% auto #0
 __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table', 'rotate', 'sinusoids', 'alibi_slopes',
            'RootMeanSquareNorm', 'TokenGroupNorm', 'DynamicTanhNorm', 'deepnorm_alpha', 'deepnorm_gain', 'drop',
-           'BitDropout', 'PlainMLP', 'GatedMLP', 'gather_positions', 'add_layer', 'own_layers', 'init_truncated_',
-           'residual_std', 'init_matrix_']
+           'BitDropout', 'build_activation', 'PlainMLP', 'GatedMLP', 'gather_positions', 'add_layer', 'own_layers',
+           'init_truncated_', 'residual_std', 'init_matrix_']
 
 # %% ../../nbs/model/02_layers.ipynb #7b3585da
+import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -208,6 +211,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 
+
+def build_activation(
+    name: str,  # a key of ACTIVATIONS
+) -> Callable[[Tensor], Tensor]:
+    "Find an activation. One that is a module is made anew for each who asks, with its own weights."
+    found = ACTIVATIONS[name]
+    if isinstance(found, nn.Module):
+        return copy.deepcopy(found)  # a `training` of its own
+    return found() if isinstance(found, type) else found
+
 # %% ../../nbs/model/02_layers.ipynb #31ff8ac6
 class PlainMLP(nn.Module):
     "Each position for itself: contract(activation(expand(x))) (Vaswani et al. 2017, eq. 2)."
@@ -223,7 +236,7 @@ class PlainMLP(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = build_activation(activation)
         self.expand = nn.Linear(hidden_size, self.inputs_per_unit * intermediate_size, bias=bias)
         self.contract = nn.Linear(intermediate_size, hidden_size, bias=bias)
         self.contract.starts_narrow = True  # it adds to the residual stream
@@ -263,21 +276,70 @@ _OWN = {"norm": NORMS, "mlp": MLPS, "hidden_activation": ACTIVATIONS,
         "head_activation": ACTIVATIONS}  # settings of BertLabConfig: what each looks up
 
 
+def _home_of(layer: Any) -> tuple[str, str]:
+    "Where a class or function was written; of an object, its class."
+    named = layer if hasattr(layer, "__qualname__") else type(layer)
+    return named.__module__, named.__qualname__
+
+
+def _check_activation(
+    said: str,  # how the message begins
+    build: Callable,
+) -> None:
+    "Raise `ValueError` for what `build_activation` would fail with, or give to two layers."
+    if isinstance(build, type):
+        if not issubclass(build, nn.Module):
+            raise ValueError(f"{said} is no torch.nn.Module: name a class that is one, or a "
+                             "function of a tensor")
+        try:
+            signature(build).bind()
+        except TypeError as error:
+            raise ValueError(f"{said} must be built without arguments: {error}; derive a class "
+                             "that needs none") from None
+    elif isinstance(build, nn.Module) and build.state_dict():
+        raise ValueError(f"{said} is an object with weights, and each layer has its own: give the "
+                         "class")
+
+
 def add_layer(
     setting: str,  # norm, mlp, hidden_activation or head_activation
     name: str,  # as a configuration will say it
     build: Callable,  # norm: of a BertLabConfig; mlp: as `PlainMLP`; activation: of a tensor
 ) -> None:
-    "Let configurations know a layer of your own by name. Raises `ValueError` for a name in use."
+    """Let configurations know a layer of your own by name; defined anew, it takes its old place.
+
+    An activation is a function, a module without weights, or a module's class, which is built
+    without arguments. Raises `ValueError` for another one, and for a name in use.
+    """
     table = look_up(setting, _OWN, "setting")
     if not callable(build):
         raise ValueError(f"build={build!r} of the {setting} {name!r} must be a class or a function")
-    if name in table and table[name] is not build:
+    if table is ACTIVATIONS:
+        _check_activation(f"{setting} {name!r}", build)
+    # A notebook's cell that ran again, or a reload, makes another object of the same name.
+    if name in table and _home_of(table[name]) != _home_of(build):
         raise ValueError(f"{setting} {name!r} is there already; take another name")
     table[name] = build
     for key, other in _OWN.items():
         if other is table and name not in CHOICES[key]:
             CHOICES[key] += (name,)
+
+
+def _name_layer(setting: str, layer: Any) -> str:
+    "The dotted name of a class or function. Raises `ValueError` for one that has none to itself."
+    advice = f"name it yourself: bertlab.add_layer({setting!r}, 'a_name', ...)"
+    if not hasattr(layer, "__qualname__"):
+        raise ValueError(f"{setting}: a configuration holds names, and an object of "
+                         f"{type(layer).__name__} has none; give a class or function, or {advice}")
+    module, name = _home_of(layer)
+    short = name.rpartition(".")[2]  # torch.sin calls itself torch._VariableFunctionsClass.sin
+    if getattr(sys.modules.get(module), short, None) is layer:
+        name = short
+    found = f"{module}.{name}"
+    # Two lambdas of a file have one name, and so have two that one function has made.
+    if "<" in name and _OWN[setting].get(found, layer) is not layer:
+        raise ValueError(f"{setting}: another {name} of {module} is there already; {advice}")
+    return found
 
 
 def own_layers(
@@ -287,13 +349,19 @@ def own_layers(
     found = dict(settings)
     for key, table in _OWN.items():
         asked = found.get(key)
-        dotted = isinstance(asked, str) and "." in asked and asked not in table
+        if isinstance(asked, str) and asked in table:
+            module, _, name = asked.rpartition(".")
+            made = getattr(sys.modules.get(module), name, None)
+            if made is not None and _home_of(made) == _home_of(table[asked]):
+                add_layer(key, asked, made)  # the file may have been loaded again
+            continue
+        dotted = isinstance(asked, str) and "." in asked
         if not dotted and not callable(asked):
-            continue  # one of ours, or left out
+            continue  # left out, or what the configuration will refuse
         made = find_part(asked, table, key)
         if key in ("norm", "mlp") and not (isinstance(made, type) and issubclass(made, nn.Module)):
             raise ValueError(f"{key} {asked!r} is no torch.nn.Module: name a class that is one")
-        found[key] = asked if dotted else f"{made.__module__}.{made.__qualname__}"
+        found[key] = asked if dotted else _name_layer(key, made)
         add_layer(key, found[key], made)
     return found
 

@@ -23,7 +23,7 @@ from transformers.utils import can_return_tuple
 from .config import TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel, make_norm
 from .heads import all_one_document
-from .layers import ACTIVATIONS, BitDropout, rotary_table, rotate
+from .layers import BitDropout, build_activation, rotary_table, rotate
 from ..data.rows import IGNORED
 from .layers import gather_positions
 from .losses import masked_lm_loss, mean_loss
@@ -57,7 +57,7 @@ class TaskHead(nn.Module):
         c, D, plain = config, config.hidden_size, config.classifier_head == "tanh"
         self.dense = None if plain and per_token else nn.Linear(D, D, bias=plain or c.head_bias)
         name = "tanh" if plain else c.head_activation or c.hidden_activation
-        self.activation = ACTIVATIONS[name]
+        self.activation = build_activation(name)
         self.norm = make_norm(c, not plain)
         self.dropout = BitDropout(c.classifier_dropout)
         self.classifier = nn.Linear(D, num_outputs)

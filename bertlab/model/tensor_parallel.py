@@ -309,6 +309,10 @@ def split_model(
     if own := [kind.__name__ for kind in layers if not issubclass(kind, PlainMLP)]:
         raise ValueError(f"mlp={own[0]} is a layer of your own, which tensor parallel cannot "
                          "split: derive it from PlainMLP, or take strategy='fsdp'")
+    activations = [part.activation for part in model.modules() if isinstance(part, PlainMLP)]
+    if any(isinstance(one, nn.Module) and one.state_dict() for one in activations):
+        raise ValueError(f"hidden_activation={model.config.hidden_activation} has weights, which "
+                         "tensor parallel would train by a part of the units: take strategy='fsdp'")
     for tensor in model.state_dict().values():
         if not tensor.is_meta:  # else it has no numbers yet
             sent = tensor.detach().to(device or tensor.device)  # NCCL sends nothing from a CPU

@@ -24,6 +24,7 @@ from ..data.vocabularies import trim_tokenizer
 from .config import TOKEN_IDS
 from .encoder import BertLabPreTrainedModel
 from .huggingface import check_merged, check_tokenizer
+from .huggingface import count_from_zero, counts_elsewhere
 from .losses import bits_per_byte, token_bytes
 
 # %% ../../nbs/model/20_vocabulary.ipynb #0bcf2803
@@ -88,12 +89,8 @@ def change_tables(
     for name in TOKEN_IDS:
         if getattr(tokenizer, name, None) is not None:
             setattr(config, name, getattr(tokenizer, name))
-    offset = config.position_offset
-    if offset and tokenizer.pad_token_id != offset - 1:
-        # RoBERTa finds positions by counting on from its padding's id. With another id that fails,
-        # so the rows before position 0 go, and the model is a BERT from now on.
-        name = next(name for name in weights if name.endswith("embeddings.positions.weight"))
-        weights[name], config.position_offset = weights[name][offset:].clone(), 0
+    if counts_elsewhere(config, tokenizer):
+        count_from_zero(weights, config)
     with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
         changed = type(model)(config).to(model.dtype)
     changed.load_state_dict(weights)

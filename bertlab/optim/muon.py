@@ -8,6 +8,7 @@ __all__ = ['QUINTIC', 'orthogonalized', 'StackedMuon', 'MuonWithAdamW']
 # %% ../../nbs/optim/04_muon.ipynb #71234ce7
 import math
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -86,6 +87,15 @@ _SIZES = {"match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, col
           "original": lambda rows, columns: math.sqrt(max(1, rows / columns))}
 
 
+def _check_amounts(below: float = math.inf, **amounts: Any) -> None:  # by name
+    "Raise `ValueError` for what is no number from 0 on; a rate may be a tensor."
+    for name, value in amounts.items():
+        number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+        if not number or not 0 <= value < below:
+            most = "" if math.isinf(below) else f" and below {below:g}"
+            raise ValueError(f"{name} must be a number from 0 on{most}, got {value!r}")
+
+
 class StackedMuon(Optimizer):
     "Muon on matrices; those of one shape are orthogonalised together (Jordan et al. 2024)."
 
@@ -102,6 +112,10 @@ class StackedMuon(Optimizer):
         if adjust_lr_fn not in _SIZES:
             raise ValueError(f"adjust_lr_fn must be one of {', '.join(_SIZES)}; got "
                              f"{adjust_lr_fn!r}")
+        if isinstance(ns_steps, bool) or not isinstance(ns_steps, Integral) or ns_steps < 1:
+            raise ValueError(f"ns_steps must be a whole number from 1 on, got {ns_steps!r}")
+        _check_amounts(lr=lr, weight_decay=weight_decay)
+        _check_amounts(1, momentum=momentum)
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum,
                                   "nesterov": nesterov, "ns_steps": ns_steps,
                                   "adjust_lr_fn": adjust_lr_fn})
@@ -191,6 +205,7 @@ class MuonWithAdamW(Optimizer):
         muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps,
                 "adjust_lr_fn": adjust_lr_fn}  # fmt: skip
         adamw = {"betas": betas, "eps": eps, "fused": fused}
+        _check_amounts(lr=lr, weight_decay=weight_decay)
         self._options = {True: muon, False: adamw}  # by `hidden`
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 

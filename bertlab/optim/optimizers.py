@@ -9,7 +9,7 @@ __all__ = ['Adapted', 'PROJECTION', 'OPTIMIZERS', 'FUSED_DEVICES', 'PROBE_SHAPE'
 # %% ../../nbs/optim/05_optimizers.ipynb #2c459c34
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from ..core.names import find_part
+from ..core.reading import one_line
 from .muon import MuonWithAdamW, StackedMuon
 
 # %% ../../nbs/optim/05_optimizers.ipynb #72f96599
@@ -87,6 +88,21 @@ def _adapt_sophiah(
 # %% ../../nbs/optim/05_optimizers.ipynb #26156cdb
 # Of GaLore's groups; the paper's rate of refresh and scale (Zhao et al. 2024, algorithm 2, sec. 5).
 PROJECTION = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
+_PROJECTED = ("std", "reverse_std", "right", "left", "full", "random")
+
+
+def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_type: Any) -> None:
+    "Raise `ValueError` for what GaLore would notice in its first step, and without a name."
+    counts = {"rank": 1 if rank is None else rank, "update_proj_gap": update_proj_gap}
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"optimizer_kwargs: galore's {name} must be a whole number from 1 on, "
+                             f"got {value!r}")
+    if type(scale) not in (int, float):
+        raise ValueError(f"optimizer_kwargs: galore's scale must be a number, got {scale!r}")
+    if projection_type not in _PROJECTED:
+        raise ValueError("optimizer_kwargs: galore's projection_type must be one of "
+                         f"{', '.join(_PROJECTED)}; got {projection_type!r}")
 
 
 def _adapt_galore(
@@ -112,10 +128,36 @@ def _adapt_galore(
                     state["projector"] = restored
 
     projection = {**PROJECTION, **options}
+    _check_projection(**{key: projection[key] for key in PROJECTION})
     for group in groups:
         if group.get("hidden", True):
             group.update({key: group.get(key, projection[key]) for key in PROJECTION})
     return GaLore, {key: value for key, value in options.items() if key not in PROJECTION}
+
+# %% ../../nbs/optim/05_optimizers.ipynb #6be1a9d0
+def _adapt_lamb(
+    base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> Adapted:
+    "LAMB as published: its moments are corrected before the ratio of norms, not behind it."
+
+    class Lamb(base):
+        def step(self, closure=None):
+            asked = [group["betas"] for group in self.param_groups]
+            for group in self.param_groups:
+                if group["rectify"]:  # RAdam's step is long or short for reasons of its own
+                    continue
+                mean, square = (self.debias_beta(beta, group.get("step", 0) + 1)
+                                for beta in group["betas"])
+                # A sum that is no mean has nothing to correct; the ratio takes its length out.
+                mean = mean if group["grad_averaging"] else group["betas"][0]
+                group.update(betas=(mean, square), adam_debias=True)
+            try:
+                return super().step(closure)
+            finally:
+                for group, betas in zip(self.param_groups, asked):
+                    group["betas"] = betas
+
+    return Lamb, options
 
 # %% ../../nbs/optim/05_optimizers.ipynb #dceff1e7
 @dataclass(frozen=True)
@@ -134,11 +176,14 @@ class OptimizerFacts:
     second_backward: bool = False  # whether it differentiates the gradient: on one process alone
     # Whether each number moves by itself, so that any part of a matrix moves as in the whole.
     elementwise: bool = False
+    # Times AdamW's rate, where nobody names one; None: its rates are of another scale.
+    rate: float | None = 1.0
     adapt: Callable[..., Adapted] | None = None  # what its class needs besides
     more_options: tuple[str, ...] = ()  # that the class takes without naming them
     # Of bitsandbytes or torchao; the first that works is taken. Left out: LAMB8bit and LARS8bit,
     # whose 8-bit updates drop the ratio of norms and so are Adam and momentum SGD.
     eight_bit: tuple[str, ...] = ()
+    unlike: tuple[str, ...] = ()  # options that bitsandbytes takes, and does not follow
 
 
 # torch 2.9 has no rule for shards of the kernel that Lion interpolates with; 2.13 has.
@@ -149,40 +194,45 @@ _NORMS = "changes a norm in place that is not yet summed over the shards"
 _SHARDS = "its own whole matrices"
 OPTIMIZERS = {
     "adafactor": OptimizerFacts("Adafactor", False,
-        "reads a norm of each parameter back to the host", False, _NORMS),
+        "reads a norm of each parameter back to the host", False, _NORMS, rate=None),
     "adagrad": OptimizerFacts("Adagrad", fsdp_note="element by element, without its fused kernel",
-        foreach=False, cuda_fuses=_FUSES_ADAGRAD, elementwise=True,
+        foreach=False, cuda_fuses=_FUSES_ADAGRAD, elementwise=True, rate=None,
         eight_bit=("bitsandbytes.optim.Adagrad8bit",)),
     "adam": OptimizerFacts("Adam", elementwise=True,
-        eight_bit=("bitsandbytes.optim.Adam8bit", "torchao.optim.Adam8bit")),
+        eight_bit=("bitsandbytes.optim.Adam8bit", "torchao.optim.Adam8bit"),
+        unlike=("weight_decay",)),  # it decays apart from the gradient, as AdamW
     "adamw": OptimizerFacts("AdamW", elementwise=True,
         eight_bit=("bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")),
     "galore": OptimizerFacts("GaLore", False,
         "its SVD runs on the host, every update_proj_gap updates", True,
         "gathers whole matrices for its SVD", hidden_apart=True, adapt=_adapt_galore,
         more_options=tuple(PROJECTION)),
-    "lamb": OptimizerFacts("Lamb", True, "norms and torch.where, all on the device", False, _NORMS),
+    "lamb": OptimizerFacts("Lamb", True, "norms and torch.where, all on the device", False, _NORMS,
+        rate=None, adapt=_adapt_lamb),
     "lars": OptimizerFacts("LARS", True, "norms and torch.where, all on the device", True,
-        "with foreach=False, set for it", foreach=False),
-    "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS, elementwise=True,
+        "with foreach=False, set for it", foreach=False, rate=None),
+    # A third to a tenth of AdamW's rate (Chen et al. 2023, sec. 5).
+    "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS, elementwise=True, rate=0.2,
         eight_bit=("bitsandbytes.optim.Lion8bit",)),
     "muon": OptimizerFacts("StackedMuon", True, "matrix products of fixed shapes", True,
         "gathers whole matrices; equal within bfloat16's rounding", hidden_apart=True,
         adapt=_adapt_muon),
     "rmsprop": OptimizerFacts("RMSprop", elementwise=True,
-        eight_bit=("bitsandbytes.optim.RMSprop8bit",)),
+        eight_bit=("bitsandbytes.optim.RMSprop8bit",), unlike=("momentum",)),
     # Of a first step that is skipped, fused SGD keeps momentum that nobody wrote (torch 2.13).
     "sgd": OptimizerFacts("SGD", fsdp_note="element by element, without its fused kernel",
-        foreach=False, fuses=False, elementwise=True, eight_bit=("bitsandbytes.optim.SGD8bit",)),
+        foreach=False, fuses=False, elementwise=True, rate=None,
+        eight_bit=("bitsandbytes.optim.SGD8bit",), unlike=("dampening", "nesterov")),
     "shampoo": OptimizerFacts("Shampoo", False, "roots of matrices by SVD on the host", False,
-        f"multiplies shards with {_SHARDS}"),
+        f"multiplies shards with {_SHARDS}", rate=None),
     "soap": OptimizerFacts("SOAP", False, "eigenvectors and QR on the host", False,
         f"mixes shards with {_SHARDS}"),
     "sophiah": OptimizerFacts("SophiaH", True,
         "two backward passes, if attention has a second derivative", False,
-        "the gradient of a shard has lost its graph", second_backward=True, adapt=_adapt_sophiah),
+        "the gradient of a shard has lost its graph", second_backward=True, rate=None,
+        adapt=_adapt_sophiah),
     "splus": OptimizerFacts("SPlus", False, "eigenvectors on the host, every inverse_steps updates",
-        False, f"multiplies shards with {_SHARDS}"),
+        False, f"multiplies shards with {_SHARDS}", rate=None),
 }  # fmt: skip
 
 
@@ -290,9 +340,14 @@ def _probe(optimizer_class: type[Optimizer], like: torch.Tensor, options: dict[s
 
 # %% ../../nbs/optim/05_optimizers.ipynb #0547425b
 def _eight_bit_class(
-    name: str, like: torch.Tensor, options: dict[str, Any]
+    name: str,
+    like: torch.Tensor,
+    options: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]] = ({},),  # whose options win
 ) -> tuple[type[Optimizer] | None, str]:  # the first class that works, or the reasons against all
     refusals = []
+    asked = {f"{option}={value}" for group in groups for option in optimizer_facts(name).unlike
+             if (value := group.get(option, options.get(option)))}
     for dotted in optimizer_facts(name).eight_bit:
         module, _, class_name = dotted.rpartition(".")
         library = module.partition(".")[0]
@@ -305,6 +360,9 @@ def _eight_bit_class(
             refusals.append(f'{library} is missing (pip install "bertlab[quantized]")')
             continue
         _check_options(name, optimizer_class, options)
+        if library == "bitsandbytes" and asked:
+            refusals.append(f"bitsandbytes does not follow {name}'s {', '.join(sorted(asked))}")
+            continue
         try:
             _probe(optimizer_class, like, options)
         except Exception as error:  # of a compiler, a driver, a kernel: whatever a device lacks
@@ -329,7 +387,7 @@ def _eight_bit_optimizer(
 ) -> Optimizer | None:  # None, after a warning that says why, where no library can
     "Build an optimizer with 8-bit states (Dettmers et al. 2022, sec. 2), if a probe step works."
     like = next(parameter for group in groups for parameter in group["params"])
-    optimizer_class, reason = _eight_bit_class(name, like, options)
+    optimizer_class, reason = _eight_bit_class(name, like, options, groups)
     if optimizer_class is None:
         warnings.warn(
             f"quantized=True: no 8-bit {name} on {like.device.type} ({reason}); "
@@ -374,6 +432,23 @@ def _plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
             for name, value in options.items()}
 
 
+def _build(
+    name: str,
+    make: Callable[..., Optimizer],
+    groups: list[dict[str, Any]],
+    options: dict[str, Any],  # of the class
+    given: dict[str, Any],  # as the user has said them
+) -> Optimizer:
+    "Make an optimizer. Raises `ValueError`, whatever its class raises for an option."
+    try:
+        return make(groups, **options)
+    except ValueError:
+        raise  # it says what is wrong
+    except Exception as error:  # such as a TypeError of arithmetic, or a library's own class
+        raise ValueError(f"optimizer_kwargs: {name} cannot be built with {given}: "
+                         f"{type(error).__name__}: {one_line(error)}") from error
+
+
 def get_optimizer(
     optimizer_name: Any,  # a key of OPTIMIZERS; or a class, a function, or the name of one
     params: Iterable[torch.Tensor] | list[dict[str, Any]],  # parameters, or groups of them
@@ -390,7 +465,7 @@ def get_optimizer(
         if quantized:
             raise ValueError(f"quantized=True has no 8-bit version of {name}; leave it out")
         _check_options(name, found, options)
-        return found(groups, **options)
+        return _build(name, found, groups, options, options)
     if quantized and (optimizer := _eight_bit_optimizer(optimizer_name, groups, options)):
         return optimizer
     optimizer_class, given = _optimizer_class(optimizer_name), dict(options)
@@ -404,4 +479,4 @@ def get_optimizer(
     kernels = _kernel_options(optimizer_name, optimizer_class, parameters)
     if not options.keys() & {"fused", "foreach", "differentiable"}:
         options.update(kernels)
-    return optimizer_class(groups, **options)
+    return _build(optimizer_name, optimizer_class, groups, options, given)

@@ -25,6 +25,7 @@ from ..model.config import BertLabConfig
 from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
 from ..model.loading import check_finite, read_weights
 from ..model.tensor_parallel import find_cuts
+from .model_cards import read_uses
 from .model_directories import ModelShelf, written_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
@@ -248,6 +249,13 @@ def _read_splitting(model: Path) -> tuple[dict[str, int], dict[str, Any]] | None
 
 def _check_alike(models: Sequence[Path]) -> None:
     "Raise `ValueError` for models that compute other things, or read other tokens, than the first."
+    # How a vector is made of states, which a plain encoder leaves open.
+    uses = {model: read_uses(model) for model in models if (model / "modules.json").is_file()}
+    for model, other in zip([*uses][1:], uses):
+        for name, here in uses[model].items():
+            if here != uses[other][name]:
+                raise ValueError(f"{model} and {other} cannot be averaged: {name} is {here} and "
+                                 f"{uses[other][name]}")
     settings, splitting = _read_settings(models[0]), _read_splitting(models[0])
     for model in models[1:]:
         both = f"{model} and {models[0]} cannot be averaged:"

@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ..core.files import written_whole
 from ..data.cache import serialize_tokenizer
-from ..model.loading import read_torch_file
+from ..data.collators import COLLATORS
+from ..model.loading import numpy_allowed, read_torch_file
+from ..optim.groups import leading_group
 from .history import say
-from .steps import any_process, count_readers
+from .steps import any_process, count_readers, dotted_name
 
 # %% ../../nbs/train/06_checkpoints.ipynb #be0d4f8c
 def random_states() -> dict[str, Any]:
@@ -144,12 +147,48 @@ def _check_state(state: dict[str, Any], path: Path) -> None:
                                      f"{one[:80]!r}, which leads out of its directory")
 
 
+def _bare(content: Any) -> Any:
+    "Content without its tensors, which are most of it and always plain."
+    if isinstance(content, torch.Tensor):
+        return None
+    if type(content) in (dict, OrderedDict):
+        return type(content)((name, _bare(value)) for name, value in content.items())
+    return type(content)(map(_bare, content)) if type(content) in (list, tuple) else content
+
+
+def _refusal(content: Any) -> str:  # nothing where safe loading takes it
+    "What `read_torch_file` would say of content, read from a small file without its tensors."
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "parts")
+        torch.save(_bare(content), path)
+        try:
+            read_torch_file(path)
+        except ValueError as error:
+            return str(error).removeprefix(f"{path} ").partition(";")[0]
+    return ""
+
+
 class WholeFileCheckpointIO(TorchCheckpointIO):
     "Write checkpoints beside their place and rename them; read only whole ones without code."
+
+    _has_looked = False  # at a checkpoint with the state of callbacks: later ones are alike
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
         with written_whole(path) as temporary:
             super().save_checkpoint(checkpoint, temporary, storage_options)
+        if not self._has_looked and "callbacks" in checkpoint:
+            self._has_looked = True
+            self._announce(checkpoint, path)
+
+    def _announce(self, checkpoint: dict[str, Any], path) -> None:
+        "Say at once what no resume would read, not only when the run is to go on."
+        parts = {name: part for name, part in checkpoint.items()
+                 if name not in ("callbacks", "state_dict", "optimizer_states")}
+        parts |= {f"the state of {name}": state for name, state in checkpoint["callbacks"].items()}
+        if why := _refusal(parts):
+            where = next((name for name, part in parts.items() if _refusal(part)), "a part")
+            say(f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
+                "texts, and lists and dicts of them there, or resume with weights_only=False")
 
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
@@ -159,7 +198,9 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
                 raise ValueError(f"{path} holds {type(state).__name__}, so it is no checkpoint")
             if "global_step" in state:
                 _check_state(state, Path(path))
-        return super().load_checkpoint(path, map_location, safe)
+        self._has_looked = True
+        with numpy_allowed():  # as the file was accepted above
+            return super().load_checkpoint(path, map_location, safe)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #3e4ca320
 def check_writable(directory: str | os.PathLike) -> Path:  # which exists afterwards
@@ -239,7 +280,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer, pl_module) -> None:
         if self._rate is not None and trainer.optimizers and trainer.is_global_zero:
-            rate = float(trainer.optimizers[0].param_groups[0]["lr"])
+            rate = float(leading_group(trainer.optimizers[0].param_groups)["lr"])
             if abs(rate - self._rate) > 1e-3 * max(rate, self._rate):
                 say(f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
                     f"{trainer.global_step}: the schedule is not that of the checkpoint")
@@ -297,8 +338,8 @@ def _rate_of(checkpoint: dict[str, Any]) -> float | None:
     try:
         groups = [group for state in checkpoint.get("optimizer_states", [])
                   for group in state["param_groups"]]
-        return float(groups[0]["lr"]) if groups else None
-    except (KeyError, TypeError, ValueError):
+        return float(leading_group(groups)["lr"]) if groups else None
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise ValueError("the checkpoint's optimizer_states are damaged: they have no "
                          "rates") from None
 
@@ -333,6 +374,10 @@ def documents_identity(
 # %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
 _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle",
                   "streaming", "seed", "collator_kwargs", "packing_pad_to_budget")  # fmt: skip
+# What the modules call the parts of their losses.
+_LOSS = ("plain_mean", "kl_weight", "class_weights", "temperature", "learn_temperature",
+         "both_directions", "false_negative_margin", "prefixes", "gather_negatives",
+         "distillation", "distillation_weight", "contrastive_weight")  # fmt: skip
 # What a configuration says besides the model's shape.
 _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
@@ -340,8 +385,10 @@ _UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype",
 def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     hparams, config = getattr(module, "hparams", {}), getattr(module, "config", None)
     names = ("objective", "optimizer_class", "optimizer_quantized", "adapter", "freeze",
-             "freeze_layers")
+             "freeze_layers", *_LOSS)
     known = {name: hparams[name] for name in names if name in hparams}
+    if (rule := getattr(module, "loss_rule", None)) is not None:
+        known |= {"label_smoothing": rule.label_smoothing, "z_weight": rule.z_weight}
     # Rates and schedules may change; of all else an optimizer brings back what it was saved with.
     known |= {name: hparams[name] for name in ("weight_decay", "optimizer_kwargs")
               if name in hparams}
@@ -356,6 +403,8 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
 def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
     known = {name: getattr(data, name) for name in _DATA_SETTINGS if hasattr(data, name)}
     known["objective of the data"] = getattr(data, "objective", None)
+    if (collator := getattr(data, "collator_cls", None)) is not None:  # ours go by the objective
+        known["collator"] = None if collator in COLLATORS.values() else collator
     if hasattr(data, "mixing"):
         known["data_kwargs"] = {"lanes": data.lanes, "mix_lengths": data.length_shares}
         for options in (data.packing_options, data.mixing, data.stream_options):
@@ -383,8 +432,30 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
 
 
 def _plain(facts: dict[str, Any]) -> dict[str, Any]:
-    "As they are in JSON; a function or an object by its name, less its address in this process."
-    return json.loads(re.sub(r" at 0x[0-9a-fA-F]+", "", json.dumps(facts, default=str)))
+    """As they are in JSON; a class or function by its dotted name, as a configuration names it.
+
+    What has none is told by its text, less its address in this process.
+    """
+    text = json.dumps(facts, default=lambda part: dotted_name(part) or str(part))
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+    text = re.sub(r"\"<class '([^'\"]+)'>\"", r'"\1"', text)  # so older versions wrote it
+    made = json.loads(text)
+    if isinstance(said := made.get("optimizer_kwargs"), dict):
+        # Older versions took these, too: a rate, which may change, and a decay that nobody read.
+        left = {name: value for name, value in said.items() if name not in ("lr", "weight_decay")}
+        made["optimizer_kwargs"] = left or None
+    return made
+
+
+def _differ(kept: Any, now: Any) -> bool:
+    "Whether facts differ. A part has two names where a package hands on what a file of it holds."
+    if kept == now or not (isinstance(kept, str) and isinstance(now, str)):
+        return kept != now
+    (there, _, part), (here, _, same) = kept.rpartition("."), now.rpartition(".")
+    if kept == f"<function {same}>":  # as older versions wrote it, without its file
+        return not here
+    inside = f"{here}.".startswith(f"{there}.") or f"{there}.".startswith(f"{here}.")
+    return part != same or not (there and here and inside)
 
 
 def run_fingerprint(
@@ -405,7 +476,11 @@ def refuse_differences(
     Other processes, and micro-batches of another size, are the same run where a step takes as many
     rows; the latter where both say that their data can go on so.
     """
-    kept = _plain(kept)  # older ones hold addresses
+    kept, now = _plain(kept), dict(now)  # older ones hold addresses
+    for facts in (kept, now):  # and options that are refused today, as they stood in a wrong place
+        if isinstance(given := facts.get("optimizer_kwargs"), dict):
+            facts["optimizer_kwargs"] = {name: value for name, value in given.items()
+                                         if name not in ("lr", "weight_decay")} or None
     sizes, window = ["train_batch_size", "processes"], "accumulate_grad_batches"
     both = all(facts.get("other micro-batches") and window in facts for facts in (kept, now))
     sizes += [window] * both  # an older checkpoint does not know its place in rows
@@ -413,28 +488,45 @@ def refuse_differences(
     shared = sizes if rows[0] == rows[1] != 0 else []
     found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
              for name in kept
-             if name in now and name not in shared and kept[name] != now[name]]  # fmt: skip
+             if name in now and name not in shared and _differ(kept[name], now[name])]
     if found:
         raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
                          "new run (pretrained_model_name_or_path takes the weights alone)")
 
 # %% ../../nbs/train/06_checkpoints.ipynb #2fef7bcc
+_SHARDS = {".metadata", "meta.pt"}  # what is written last, where each process writes its own
+
+
 def find_checkpoint(
     directory: str | os.PathLike,  # holds *.ckpt
     weights_only: bool = True,  # False runs whatever code a file holds
-) -> Path | None:  # None where there is none
-    "The newest checkpoint that loads; a damaged one is named on stderr and passed by."
+) -> Path | None:  # None where there is no file, and a run begins
+    """The newest checkpoint that loads; one that does not is named on stderr and passed by.
+
+    Raises `ValueError` where there are files and none loads: a run that began anew there would
+    write over them.
+    """
     def age(path: Path) -> tuple[int, float]:
         step = re.search(r"step\D?(\d+)", path.name)
         return int(step[1]) if step else -1, path.stat().st_mtime
 
+    found, passed, refused = None, [], []
     for path in sorted(Path(directory).glob("*.ckpt"), key=age, reverse=True):
         try:
             read_checkpoint(path, weights_only)
-            return path
+            found = path
+            break
         except ValueError as error:
-            print(f"passed by: {error}", file=sys.stderr, flush=True)
-    return None
+            passed.append(str(error))
+            # Shards are not written as a whole, so that the first ones may have been cut off.
+            if not (path.is_dir() and _SHARDS - {part.name for part in path.iterdir()}):
+                refused.append(str(error))
+    if found is None and refused:
+        raise ValueError(f"no checkpoint in {directory} loads, and a run that begins anew would "
+                         f"write over them: {refused[0]}. Put a whole one there, or move them away")
+    for reason in passed:
+        print(f"passed by: {reason}", file=sys.stderr, flush=True)
+    return found
 
 # %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
 def _step_identity(trainer: L.Trainer) -> dict[str, int]:

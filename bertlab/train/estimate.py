@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.devices import default_precision, resident_memory_bytes, whole_name
 from ..model.activation_checkpointing import MemoryLedger
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
-from ..optim.optimizers import state_bytes
+from ..optim.optimizers import backward_options, forward_context, state_bytes
 from .modules import OBJECTIVE_MODELS, pretraining_optimizer, recompute
 
 # %% ../../nbs/train/18_estimate.ipynb #28825d6e
@@ -57,7 +58,7 @@ def trace_step(
     device: torch.device | str = "cpu",
     half: torch.dtype | None = None,  # of autocast; None: float32
 ) -> StepMemory:
-    "Run the second step of a training on fake tensors, and count (`torch._subclasses`)."
+    "Run two steps of a training on fake tensors, and count (`torch._subclasses`)."
     device, ledger, entered = torch.device(device), MemoryLedger(), []
     model = _on_meta(build)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -68,15 +69,18 @@ def trace_step(
         head = getattr(model, "head", None) or getattr(model, "task_head", None)
         if head is not None:
             head.register_forward_pre_hook(lambda *_: entered.append(ledger.now))
-        kept = weights
+        kept, start = weights, len(ledger.history)
         for _ in range(2):  # states are there from the second step on
-            batch, start = make_batch(device), len(ledger.history)
-            with torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None):
+            batch = make_batch(device)
+            autocast = torch.autocast(device.type, half or torch.bfloat16, enabled=half is not None)
+            # SophiaH looks at the curvature in the first step, with the graph of the gradient.
+            backward = backward_options(optimizer)
+            with autocast, forward_context(optimizer):
                 loss = run(model.train(), batch)
             before_head = entered[0] if entered else ledger.now
             after_forward, kept_before = ledger.now, kept
             entered.clear()
-            loss.backward()
+            loss.backward(**backward)
             del loss, batch
             with_gradients = ledger.now
             if optimizer is not None:
@@ -94,13 +98,26 @@ def trace_step(
     return StepMemory(weights, max(0, rest), states, activations, scores, 0)
 
 
+_ASK_ADDRESSES = ("bitsandbytes", "torchao")  # libraries whose kernels want memory, not fakes
+
+
 def _optimizer_for(
     model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> tuple[torch.optim.Optimizer | None, int]:  # None where it cannot run on fakes; its bytes
     "The optimizer itself, or the size of its states by a real step on small weights."
-    optimizer = make(model)
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return optimizer, 0
+    with _disable_current_modes():  # a library tries its 8 bits out, and wants real ones for it
+        tried = make(model)
+    if type(tried).__module__.partition(".")[0] not in _ASK_ADDRESSES:
+        try:
+            moved = [p for group in tried.param_groups for p in group["params"]]
+            sum(p.square().sum() for p in moved).backward(**backward_options(tried))
+            tried.step()
+            return make(model), 0
+        except Exception:  # it asks for numbers, of which a fake has none
+            pass
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
     return None, _probed_states(model, make)
 
 
@@ -111,8 +128,6 @@ def _probed_states(
     model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> int:  # bytes
     "Let an optimizer take a real step on a few rows of each shape, and scale."
-    from torch.utils._python_dispatch import _disable_current_modes
-
     total, known = 0, {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DEVICE_WATTS', 'OVERHEAD', 'USES', 'PUSHED', 'estimate_energy', 'CardChoices', 'read_facts', 'make_card',
-           'check_card', 'write_card', 'files_to_push', 'push_model']
+           'check_card', 'write_card', 'read_uses', 'files_to_push', 'push_model']
 
 # %% ../../nbs/train/19_model_cards.ipynb #1e480f4f
 import math
@@ -77,8 +77,13 @@ _TASKS = {"ForMaskedLM": "fill-mask", "ForMaskedDiffusion": "fill-mask",
           "ForTokenClassification": "token-classification",
           "ForQuestionAnswering": "question-answering",
           "ForSpanClassification": "token-classification"}
-_MEASURES = {"loss": "loss, nats per label", "bits_per_byte": "bits per byte",
-             "perplexity": "perplexity", "accuracy": "accuracy"}
+_MEASURES = {
+    "loss": "loss, nats per label", "bits_per_byte": "bits per byte", "perplexity": "perplexity",
+    "accuracy": "accuracy", "f1_macro": "F1, mean over labels", "mcc": "Matthews correlation",
+    "pearson": "Pearson correlation", "spearman": "Spearman correlation",
+    "entity_f1": "F1 of entities", "span_f1": "F1 of spans", "exact_match": "exact match",
+    "f1": "F1 of answers", "mrr": "mean reciprocal rank", "recall_10": "recall at 10"}
+_SPLITS = {"val": "validation", "test": "test"}  # as names of numbers begin
 
 
 def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
@@ -114,12 +119,58 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
     return facts
 
 
-def _measures(metrics: Mapping[str, Any]) -> dict[str, float]:  # by the validation's names
-    seeds = metrics.get("mean")  # of a fine-tuning run
-    metrics = seeds if isinstance(seeds, Mapping) else metrics
-    named = {name: metrics.get(f"val_{name}") for name in _MEASURES}
-    return {name: value for name, value in named.items()
-            if isinstance(value, (int, float)) and math.isfinite(value)}
+@dataclass(frozen=True)
+class _Measured:
+    "What the weights in a directory reached."
+
+    split: str  # a key of _SPLITS
+    values: dict[str, float]  # by measure
+    labels: dict[str, str]  # what each measure is called
+    spread: dict[str, str]  # of some measures, over the seeds of the run
+    origin: str  # on which rows, and how far they may be trusted
+
+
+def _finite(values: Any) -> dict[str, float]:
+    "The finite numbers of a mapping; nothing of what is no mapping."
+    items = values.items() if isinstance(values, Mapping) else ()
+    return {name: value for name, value in items if isinstance(value, (int, float))
+            and not isinstance(value, bool) and math.isfinite(value)}
+
+
+def _measure(facts: Mapping[str, Any]) -> _Measured:
+    "The numbers of these weights in metrics.json, of the test split where there are any."
+    metrics, seeds = facts["metrics"], facts["metrics"].get("seeds")
+    seeds = seeds if isinstance(seeds, list) else []
+    found, best, origin = _finite(metrics), metrics.get("best_seed"), None
+    runs, monitor = metrics.get("runs"), str(metrics.get("monitor") or "a metric")
+    if isinstance(runs, list):  # of fine-tuning: a mean of seeds is that of no weights
+        found = _finite(next((run for seed, run in zip(seeds, runs) if seed == best), None))
+    split = "test" if any(name.startswith("test_") for name in found) else "val"
+    if isinstance(runs, list):
+        origin = _origin_of_seed(split, seeds, best, monitor)
+    watched, labels = monitor.removeprefix("val_"), dict(_MEASURES)
+    labels.setdefault(watched, watched.replace("_", " "))
+    if facts["config"].get("problem_type") == "regression":
+        labels["loss"] = "squared error"
+    values = {name: found[f"{split}_{name}"] for name in labels if f"{split}_{name}" in found}
+    means, deviations = _finite(metrics.get("mean")), _finite(metrics.get("deviation"))
+    keys = {name: f"{split}_{name}" for name in values}  # one seed has no deviation
+    spread = {name: f"mean of {len(seeds)} seeds {means[key]:.4g}, standard deviation "
+                    f"{deviations[key]:.2g}"
+              for name, key in keys.items() if key in means and key in deviations}
+    return _Measured(split, values, labels, spread, origin or (
+        "On text that the run held out, of the same origin as the training text."))
+
+
+def _origin_of_seed(split: str, seeds: list, best: Any, monitor: str) -> str:
+    "Say whose rows the numbers of a fine-tuned model are of, and whether they chose the model."
+    chosen = "weights and seed" if len(seeds) > 1 else "weights"
+    told = (f"On the rows of the test split, by which nothing was chosen: {chosen} were, by "
+            f"{monitor} of the validation split." if split == "test" else
+            f"On the rows of the validation split, by whose {monitor} the {chosen} were chosen: "
+            "expect less of new rows.")
+    return told + (f" The run had {len(seeds)} seeds, and these are the weights of seed {best}."
+                   if len(seeds) > 1 else "")
 
 
 def make_card(
@@ -130,19 +181,20 @@ def make_card(
     from huggingface_hub import EvalResult, ModelCardData
 
     facts = read_facts(directory)
-    metrics, config = facts["metrics"], facts["config"]
+    config = facts["config"]
     name, written = choices.name or facts["name"], (config.get("architectures") or ["Model"])[0]
     task = next((task for end, task in _TASKS.items() if written.endswith(end)), None)
-    measures = _measures(metrics)
+    measured = _measure(facts)
     results = [EvalResult(task_type=task or "feature-extraction", dataset_type="held-out",
-                          dataset_name="held-out text of the run", metric_type=key,
-                          metric_name=_MEASURES[key], metric_value=value)
-               for key, value in measures.items()]
+                          dataset_name="held-out text of the run",
+                          dataset_split=_SPLITS[measured.split], metric_type=key,
+                          metric_name=measured.labels[key], metric_value=value)
+               for key, value in measured.values.items()]
     data = ModelCardData(
         model_name=name, license=choices.license, language=choices.language,
         datasets=choices.datasets, base_model=choices.base_model, library_name="transformers",
         pipeline_tag=task, tags=["bertlab", "encoder"], eval_results=results or None)
-    text = f"---\n{data.to_yaml()}\n---\n\n{_card_text(name, written, facts, measures, choices)}"
+    text = f"---\n{data.to_yaml()}\n---\n\n{_card_text(name, written, facts, measured, choices)}"
     check_card(text)
     return text
 
@@ -152,8 +204,7 @@ def _bullets(facts: Mapping[str, Any]) -> str:
 
 
 def _card_text(
-    name: str, written: str, facts: Mapping[str, Any], measures: Mapping[str, float],
-    choices: CardChoices,
+    name: str, written: str, facts: Mapping[str, Any], measured: _Measured, choices: CardChoices,
 ) -> str:
     "The sections, in the order of Mitchell et al. (2019, sec. 4)."
     run, metrics, config = facts["run"], facts["metrics"], facts["config"]
@@ -175,6 +226,9 @@ def _card_text(
              "vocabulary": config.get("vocab_size"),
              "positions": config.get("max_position_embeddings"),
              "weights of step": facts.get("step")}
+    measures = {measured.labels[key]: f"{value:.4g}" + (
+        f" ({measured.spread[key]})" if key in measured.spread else "")
+        for key, value in measured.values.items()}
     recipe = {key: run[key] for key in run if key not in ("record", "command")}
     recipe = format_yaml(recipe) if run else ""
     sections = {
@@ -185,9 +239,7 @@ def _card_text(
             else unknown),
             "began with": (run.get("model") or {}).get("pretrained_model_name_or_path"),
             "tokens seen": f"{metrics['tokens']:,}" if "tokens" in metrics else unknown}),
-        "Measures": _bullets({_MEASURES[key]: f"{value:.4g}" for key, value in measures.items()})
-        + "\n\nOn text that the run held out, of the same origin as the training text."
-        if measures else unknown,
+        "Measures": f"{_bullets(measures)}\n\n{measured.origin}" if measures else unknown,
         "Limits": choices.limits or (
             "It has seen only the text named above, and repeats what stands there, mistakes and "
             "prejudices included. Nobody has measured how it behaves on other text, in other "
@@ -249,14 +301,46 @@ USES = ("bertlab_reading.json", "1_Pooling/config.json", "2_Normalize/config.jso
 PUSHED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
           "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
           "*.model", "run.yaml", "metrics.json", "bertlab-*.json", "LICENSE*", *USES)
+_FOLDERS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+
+
+def read_uses(
+    source: str | os.PathLike,  # of a model: a directory, or a name on the hub
+) -> dict[str, list[str]]:  # names of modules, and how they pool; empty for a plain encoder
+    """Read how sentence-transformers makes a vector with a model.
+
+    Raises `ValueError` for a module whose files are not in `USES`: what is made of the model would
+    lack it, and be broken.
+    """
+    from transformers.utils import cached_file
+
+    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries",
+                             "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
+    if (path := cached_file(os.fspath(source), "modules.json", **missing)) is None:
+        return {}
+    modules = read_json(path, list, finite=False)
+    if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in modules):
+        raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
+    kinds = {one["type"].rpartition(".")[2]: one.get("path") for one in modules}
+    if other := [kind for kind, folder in kinds.items() if _FOLDERS.get(kind) != folder]:
+        raise ValueError(f"{source} has the module {other[0]} in {kinds[other[0]]!r}, which "
+                         "bertlab would leave behind: it keeps Transformer, Pooling in 1_Pooling "
+                         "and Normalize in 2_Normalize; do this with sentence-transformers")
+    pooling = cached_file(os.fspath(source), "1_Pooling/config.json", **missing)
+    said = {} if pooling is None else read_json(pooling, finite=False)
+    on = [name for name in said if name.startswith("pooling_mode_") and said[name] is True]
+    on = on or [said.get("pooling_mode", "mean")]  # later versions name it
+    words = [re.sub("^pooling_mode_|_tokens?$", "", str(one)) for one in on]
+    return {"modules": [*kinds], "pooling": sorted(words)}
 
 
 def files_to_push(directory: str | os.PathLike) -> list[Path]:
-    "The files of a model directory that others need; never checkpoints or logs."
+    "The files of a model directory that others need, or `ValueError`; never checkpoints or logs."
     place = Path(directory)
     found = {path for pattern in PUSHED for path in place.glob(pattern) if path.is_file()}
     if not any(path.suffix == ".safetensors" for path in found):
         raise ValueError(f"{directory} holds no *.safetensors: nothing to push")
+    read_uses(place)  # refuses a model that would arrive without some of its modules
     return sorted(found)
 
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'HIGHEST_RATE', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
-           'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'continued_model',
-           'describe_fresh', 'settings_from', 'peak_rate', 'pretraining_optimizer', 'compile_layers', 'compile_options',
-           'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
+           'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'find_lost',
+           'continued_model', 'describe_fresh', 'settings_from', 'check_pieces', 'peak_rate', 'optimizer_options',
+           'pretraining_groups', 'pretraining_optimizer', 'compile_layers', 'compile_options', 'check_recomputing',
+           'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
 
 # %% ../../nbs/train/02_modules.ipynb #4f3f6a4e
 import inspect
@@ -23,15 +24,16 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from tqdm import tqdm
 
 from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, read_adapter
+from ..model.adapters import trained_shares
 from ..model.activation_checkpointing import checkpoint_activations, read_checkpointing
 from ..model.attention import allow_graphs
 from ..model.causal import BertLabForCausalLM
-from ..model.config import TOKEN_IDS, BertLabConfig
+from ..model.config import TOKEN_IDS, BertLabConfig, count_flops, count_matrices
 from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import read_amount
 from ..core.names import find_part
@@ -46,7 +48,7 @@ from ..model.float8 import convert_to_float8
 from ..model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor, score_vectors
 from ..model.layers import own_layers
-from ..model.loading import load_weights
+from ..model.loading import load_weights, map_weights
 from ..model.losses import LossParts, LossRule
 from ..model.losses import token_bytes
 from ..model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
@@ -154,6 +156,25 @@ def adopt_weights(
     model.load_state_dict({k: v for k, v in weights.items() if k in ours}, strict=False)
     return [name for name in ours if name not in weights]
 
+
+def find_lost(
+    source: str | os.PathLike,  # a directory, or a name on the hub
+    objective: str,
+    shape: BertLabConfig,  # of the source
+    config: BertLabConfig,  # of the model that shall go on with it
+    key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
+) -> list[str]:  # our names
+    "Weights of a source that another configuration has no place for; heads of other tasks aside."
+    if shape.to_diff_dict() == config.to_diff_dict():
+        return []
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # names and shapes are enough
+        old, new = (OBJECTIVE_MODELS[objective](one) for one in (shape, config))
+    lost = [name for name in old.state_dict() if name not in new.state_dict()]
+    if not lost:
+        return []
+    held, _ = map_weights(old, source, key_mapping)  # a headless source has no head to lose
+    return [name for name in lost if name in held]
+
 # %% ../../nbs/train/02_modules.ipynb #03590c0d
 def continued_model(
     source: str | os.PathLike,  # a directory, or a name on the hub
@@ -162,23 +183,35 @@ def continued_model(
     key_mapping: dict[str, str] | None = None,  # our names of weights: theirs
     deferred: bool = False,  # True: with shapes alone, to be filled by `fill_weights`
 ) -> BertLabTokenPredictor:
-    "The objective's model with another's weights; says which are fresh, and keeps it as `fresh`."
+    """The objective's model with another's weights; says which are fresh, and keeps it as `fresh`.
+
+    Raises `ValueError` where settings do not fit the weights, or leave some of them out.
+    """
     shape = read_shape(source)
     shape = shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
     config = BertLabConfig(**{**shape.to_diff_dict(), **overrides})
+    if lost := find_lost(source, objective, shape, config, key_mapping):
+        some = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
+        raise ValueError(f"model_config_kwargs={overrides} leave no place for {len(lost)} weights "
+                         f"of {source} ({some}), which would be lost: leave such settings out")
     build = lambda: OBJECTIVE_MODELS[objective](config)
     model = build_deferred(build) if deferred else build()
+    wrong = ""
     if getattr(model, "deferred", None) is not None:
         fresh = read_deferred(model, source, key_mapping)
     elif key_mapping:
-        fresh = load_weights(model, source, key_mapping, strict=False).missing
+        report = load_weights(model, source, key_mapping, strict=False)
+        fresh, wrong = report.missing, "; ".join(report.mismatched)
     else:
         try:
             fresh = adopt_weights(model, load_encoder(source))
         except RuntimeError as error:
-            line = shorten(str(error), 300, placeholder=" ...")
-            raise ValueError(f"model_config_kwargs={overrides} change shapes, so that the weights "
-                             f"of {source} do not fit: {line}") from None
+            wrong = str(error)
+    if wrong:
+        named = " or load_key_mapping" if key_mapping else ""
+        raise ValueError(f"model_config_kwargs={overrides}{named} change shapes, so that the "
+                         f"weights of {source} do not fit: "
+                         f"{shorten(wrong, 300, placeholder=' ...')}")
     model.fresh = fresh
     if fresh:
         rank_zero_info(describe_fresh(source, fresh))
@@ -214,6 +247,43 @@ def settings_from(
                          f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs")
     return settings
 
+
+def check_pieces(
+    source: str | os.PathLike,  # of weights: a directory, or a name on the hub
+    tokenizer: Any,  # with which they shall go on; None: nothing is known
+    theirs: Any = None,  # the source's own, where somebody has it; None: loaded, if there is one
+) -> None:
+    """Raise `ValueError` for a tokenizer whose ids are other pieces to a model, or have no row.
+
+    It may lack pieces, name a few anew, and have more in rows that stood for nothing.
+    """
+    if tokenizer is None:
+        return
+    needed = count_ids(tokenizer)
+    rows = getattr(read_shape(source), "vocab_size", needed)  # what has none is refused elsewhere
+    advice = "take the tokenizer that it was trained with"
+    if needed > rows:
+        raise ValueError(f"the tokenizer has {needed} ids, and {source} has vocab_size={rows}: "
+                         f"{advice}, or make rows for this one first, by bertlab tokenizer "
+                         "transplant, or extend")
+    if theirs is None:
+        try:
+            theirs = load_tokenizer(source)
+        except ValueError:  # weights alone
+            theirs = tokenizer
+    here, there = tokenizer.get_vocab(), theirs.get_vocab()
+    moved = [word for word in here.keys() & there.keys() if here[word] != there[word]]
+    words = {id: word for word, id in there.items()}
+    # Where no word has moved, two vocabularies may still have nothing but their ids in common. A
+    # few that were named anew are somebody's choice, such as BERT's [unused1].
+    shared = [word for word, id in here.items() if id in words]
+    named = [word for word in shared if word not in there]
+    if moved or 2 * len(named) > len(shared):
+        word = min(moved or named, key=lambda word: (here[word] not in words, word))
+        raise ValueError(f"{source} was trained with another tokenizer: id {here[word]} is "
+                         f"{word!r} here and {words.get(here[word])!r} there; {advice}, or give "
+                         "it this one first, by bertlab tokenizer transplant")
+
 # %% ../../nbs/train/02_modules.ipynb #d488a5e9
 # Where no learning_rate is given; of fresh weights at width 768.
 PEAK_RATES = {"fresh": 5e-4, "continued": 5e-5, "adapter": 5e-4}
@@ -232,22 +302,56 @@ def peak_rate(
     return min(HIGHEST_RATE, PEAK_RATES["fresh"] * 768 / hidden_size)
 
 
+def optimizer_options(
+    hparams: Any,  # with learning_rate and optimizer_kwargs
+) -> dict[str, Any]:  # for `get_optimizer`
+    "The rate with all other options. Raises `ValueError` for one that a module has beside them."
+    said = hparams.optimizer_kwargs or {}
+    # Each group of weights brings a decay of its own, and reports tell the module's rate.
+    for name, instead in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        if name in said:
+            raise ValueError(f"optimizer_kwargs has {name}={said[name]!r}, which is not its place: "
+                             f"say {instead}={said[name]!r} beside optimizer_kwargs")
+    return {"lr": hparams.learning_rate, **said}
+
+
+def pretraining_groups(
+    model: torch.nn.Module,
+    hparams: Any,  # attributes named as the parameters of `PretrainingModule`
+) -> list[dict[str, Any]]:  # of `parameter_groups`
+    "Sort a model's weights for the optimizer. Raises `ValueError` for overrides of no weight."
+    apart = optimizer_facts(hparams.optimizer_class).hidden_apart
+    return parameter_groups(model, weight_decay=hparams.weight_decay, hidden_apart=apart,
+                            overrides=adapter_overrides(model, hparams.parameter_overrides))
+
+
+def _once(said: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, Any]:
+    "Options of a schedule. Raises `ValueError` for one of `scheduler_kwargs` that others say."
+    for name in settled.keys() & said.keys():
+        place = {"total_steps": "the length of the run (max_steps)",
+                 "schedule": "schedule"}.get(name, f"scheduler_{name}")
+        raise ValueError(f"scheduler_kwargs has {name}={said[name]!r}, which {place} decides; "
+                         "leave it out there")
+    return {**settled, **said}
+
+
 def pretraining_optimizer(
     model: torch.nn.Module,
     hparams: Any,  # attributes named as the parameters of `PretrainingModule`
     total_steps: int | float,  # optimizer steps of the whole run; infinite where it has no end
 ) -> dict[str, Any]:  # what Lightning's `configure_optimizers` returns
-    "Build the optimizer on its parameter groups, and the schedule that Lightning steps."
-    h = hparams
-    groups = parameter_groups(model, weight_decay=h.weight_decay,
-                              hidden_apart=optimizer_facts(h.optimizer_class).hidden_apart,
-                              overrides=adapter_overrides(model, h.parameter_overrides))
-    options = {"lr": h.learning_rate, **(h.optimizer_kwargs or {})}
-    optimizer = get_optimizer(h.optimizer_class, groups, options, quantized=h.optimizer_quantized)
+    """Build the optimizer on its parameter groups, and the schedule that Lightning steps.
+
+    Raises `ValueError` for options that they do not take, or that are said twice.
+    """
+    h, options = hparams, optimizer_options(hparams)
+    optimizer = get_optimizer(h.optimizer_class, pretraining_groups(model, h), options,
+                              quantized=h.optimizer_quantized)
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
     total = total_steps if math.isfinite(total_steps) else None
     if h.schedule is not None:
-        scheduler = get_scheduler(optimizer, schedule=h.schedule, total_steps=total, **said)
+        settled = {"schedule": h.schedule, "total_steps": total}
+        scheduler = get_scheduler(optimizer, **_once(said, settled))
     else:
         phases = {
             f"{phase}_{part}": h[f"scheduler_{phase}_{part}"]
@@ -260,7 +364,7 @@ def pretraining_optimizer(
             phases |= {"warmup_steps": OPEN_WARMUP_STEPS if open_end else 0}
             phases |= {} if open_end else {"warmup_pct": WARMUP_SHARE}
         phases |= {} if "total_tokens" in said else {"total_steps": total}
-        scheduler = get_scheduler(optimizer, **phases, **said)
+        scheduler = get_scheduler(optimizer, **_once(said, phases))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 # %% ../../nbs/train/02_modules.ipynb #7e0a41bf
@@ -368,7 +472,7 @@ class PretrainingModule(TrainingModule):
         pretrained_tokenizer_name_or_path: Any = None,  # name, path or loaded; None: the model's
         objective: Any = "mlm",  # what is learned, by name; or your own model, as my_file.MyModel
         # The schedule's peak; None: 5e-5 where all weights go on, 5e-4 for an adapter, else by
-        # width: 5e-4 at 768.
+        # width: 5e-4 at 768; a fifth of it for lion.
         learning_rate: float | None = None,
         weight_decay: float = 0.001,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = None,  # None: on a GPU; or a mode
@@ -424,11 +528,14 @@ class PretrainingModule(TrainingModule):
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
-        self._own = {"optimizer_class": optimizer_class, "schedule": schedule}
+        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
+                     "schedule": schedule, "scheduler_kwargs": scheduler_kwargs}
+        self.hparams.update(self._own)  # a subclass may hand on others than it was given
         self.loss_rule, self.bounds_text = LossRule(**(loss_kwargs or {})), not plain_mean
         self.reports_z_loss = self.loss_rule.z_weight > 0
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
-        tokenizer = source if tokenizer is None else tokenizer
+        own = tokenizer is None or str(tokenizer) == str(source)
+        tokenizer = source if own else tokenizer
         if isinstance(tokenizer, (str, os.PathLike)):
             tokenizer = load_tokenizer(tokenizer)
         self.tokenizer, self.fresh = tokenizer, []  # weights that the continued model lacks
@@ -441,17 +548,24 @@ class PretrainingModule(TrainingModule):
         else:
             # Under torch's own context the numbers wait until processes share them.
             later = torch.get_default_device().type == "meta" and not adapter and not float8
+            check_pieces(source, tokenizer, tokenizer if own else None)
             with torch.device("cpu"):
                 self.model = continued_model(source, objective, overrides, load_key_mapping, later)
             self.config, self.fresh = self.model.config, self.model.fresh
-            settings_from(tokenizer, {"vocab_size": self.config.vocab_size})
-            for name in TOKEN_IDS:  # BERT's own configuration names neither [CLS] nor [SEP]
-                if getattr(self.config, name, None) is None:
-                    setattr(self.config, name, getattr(tokenizer, name, None))
+            # BERT's own configuration names neither [CLS] nor [SEP], and others name what nobody
+            # has looked at: labels are counted by these ids.
+            for name in TOKEN_IDS:
+                known = getattr(tokenizer, name, None)
+                if known is not None and name not in overrides:
+                    setattr(self.config, name, known)
         if learning_rate is None:
-            self.hparams["learning_rate"] = (
-                PEAK_RATES["adapter"] if adapter
-                else peak_rate(self.config.hidden_size, source is not None))
+            rate = (PEAK_RATES["adapter"] if adapter
+                    else peak_rate(self.config.hidden_size, source is not None))
+            factor = optimizer_facts(optimizer_class).rate
+            if factor is None:
+                rank_zero_warn(f"learning_rate={rate:.3g} is a rate of AdamW, and those of "
+                               f"{optimizer_class} have another scale: name one")
+            self.hparams["learning_rate"] = rate * (factor or 1)
         self.hparams["objective"] = objective
         name = getattr(tokenizer, "name_or_path", None)
         self.hparams["pretrained_tokenizer_name_or_path"] = name or None
@@ -459,6 +573,7 @@ class PretrainingModule(TrainingModule):
             with torch.device("cpu"):
                 self.bytes_per_token_V = token_bytes(tokenizer, self.config.vocab_size)
         self._configured = self._checked = False
+        self._shares: list[float] | None = None  # of the weights, that are trained
 
     def describe_fresh(self) -> str:
         "Say in a line which weights begin anew though a model is continued; nothing where none."
@@ -494,8 +609,26 @@ class PretrainingModule(TrainingModule):
         mean_context: float,  # tokens that a token may attend to: sum(n * n) / sum(n)
         label_rate: float,  # share of the tokens that are predicted
     ) -> float:  # floating-point operations per real token, forward and backward
-        "The cost of a token, its real context and the sparse head counted (see config)."
-        return self.config.flops_per_token(mean_context, label_rate)
+        """The cost of a token, its real context and the sparse head counted (see `count_flops`).
+
+        Once the model is built, what an adapter or `freeze` spares is left out.
+        """
+        parts = count_flops(self.config, mean_context, label_rate, self._shares)
+        if self.hparams.objective == "enhanced_mlm":  # one block more, where half of all is seen
+            matrices = count_matrices(self.config)
+            parts["rebuilding"] = (6.0 * (matrices["attention"] + matrices["MLP"])
+                                   + 6.0 * self.config.hidden_size * mean_context)
+        return sum(parts.values())
+
+    def num_params(self) -> int:  # with those that `freeze` leaves as they are
+        "Count the numbers of the objective's model without an adapter."
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with torch.device("meta"):
+                    model = self.build_fresh()
+            except Exception:  # a part of one's own wants numbers
+                model = self.build_fresh()
+        return sum(parameter.numel() for parameter in model.parameters())
 
     # --- what Lightning asks for ----------------------------------------------------------------
 
@@ -526,7 +659,7 @@ class PretrainingModule(TrainingModule):
         if self._configured:
             return
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
-        self.hparams.update(self._own)
+        self.hparams.update({**self._own, **self.hparams})
         h = self.hparams
         # A strategy that divides weights has the numbers made in shares.
         strategy = None if self._trainer is None else self.trainer.strategy
@@ -538,6 +671,7 @@ class PretrainingModule(TrainingModule):
         if h.adapter is not None:
             add_adapter(model, h.adapter)
         freeze_weights(model, h.freeze)
+        self._shares = trained_shares(model)
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.float8:
             convert_to_float8(model, h.float8, device)
@@ -551,12 +685,12 @@ class PretrainingModule(TrainingModule):
         self.model, self._configured = model, True
 
     def configure_optimizers(self) -> dict[str, Any]:
-        self.hparams.update(self._own)  # a model that was built elsewhere
+        self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
         return pretraining_optimizer(self.model, self.hparams, self.total_steps())
 
     def total_steps(self) -> int | float:
         "Optimizer steps of the run: the trainer's, or fewer where the budget of tokens pays less."
-        return min(self.trainer.estimated_stepping_batches, self.paid_steps())
+        return min(self.estimated_steps(), self.paid_steps())
 
     def paid_steps(self) -> int | float:
         "Optimizer steps that the budget of tokens pays for; infinite where there is no budget."

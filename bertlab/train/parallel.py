@@ -30,7 +30,7 @@ from ..core.devices import find_accelerator
 from ..core.durations import read_amount
 from ..model.context_parallel import deal_labels, share_rows
 from ..model.deferred import fill_weights
-from ..model.loading import read_torch_file
+from ..model.loading import numpy_allowed, read_torch_file
 from ..model.tensor_parallel import check_split, find_cuts, gather_cut, split_model
 from ..optim.optimizers import OPTIMIZERS, optimizer_facts
 from .steps import total_norm
@@ -371,9 +371,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         "Which rows are this process's: neighbours that share rows get the same."
-        data = self.device_mesh["data_parallel"]
-        return {"num_replicas": data.size() // self.context,
-                "rank": data.get_local_rank() // self.context}
+        # Asked before processes have met, too, so there is no mesh to look at.
+        world = self.num_nodes * self.num_processes
+        tensor, context, _ = self.mesh_sizes(world)
+        return {"num_replicas": world // (tensor * context),
+                "rank": self.global_rank // (tensor * context)}
 
     def _make_groups(self) -> None:
         "Meet those with whom this process shares layers, rows and weights."
@@ -496,7 +498,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
             if self.tensor > 1:
                 raise ValueError(f"{path} is a checkpoint in shards, which tensor parallel does "
                                  "not read: go on with strategy='fsdp-shards'")
-            return super().load_checkpoint(path, weights_only=safe)
+            with numpy_allowed():
+                return super().load_checkpoint(path, weights_only=safe)
         checkpoint = read_torch_file(path, safe)  # mapped: each process reads its own shares of it
         self._load_weights(checkpoint.pop("state_dict"))
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", [])):

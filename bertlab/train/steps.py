@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['LOSS_SCALE', 'whole', 'total_norm', 'without_waiting', 'count_readers', 'any_process', 'count_devices',
-           'scale_gradient', 'can_flag', 'skip_step', 'averaged_weights', 'unscale', 'labels_of', 'bytes_scored',
-           'summed_up', 'validation_metrics', 'plain_options', 'TrainingModule']
+           'scale_gradient', 'can_flag', 'skip_step', 'averaged_weights', 'unscale', 'check_scaler', 'labels_of',
+           'bytes_scored', 'summed_up', 'validation_metrics', 'dotted_name', 'plain_options', 'TrainingModule']
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
 import os
@@ -24,6 +24,7 @@ from ..model.layers import gather_positions
 from ..model.losses import LossParts, shapes_are_free
 from ..model.losses import perplexity
 from ..optim.budgets import group_of_hosts
+from ..optim.groups import leading_group
 from ..optim.optimizers import backward_options, forward_context
 
 # %% ../../nbs/train/01_steps.ipynb #bec47676
@@ -106,12 +107,25 @@ def skip_step(
                 p.grad = None
 
 # %% ../../nbs/train/01_steps.ipynb #4d1e2f3e
+def _join_weights(optimizer: torch.optim.Optimizer) -> None:
+    "Move averages to where their weights are: behind a fit Lightning leaves them on the host."
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            for name, value in state.items():
+                # A count of steps stays where it is: some optimizers want it on the host.
+                if (isinstance(value, Tensor) and name != "step" and value.shape == p.shape
+                        and value.device != p.device):
+                    state[name] = value.to(p.device)
+
+
 @contextmanager
 def averaged_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     "Inside, the averages that SPlus and schedule-free optimizers keep stand for the weights."
     averaging = [o for o in optimizers if callable(getattr(o, "eval", None)) and o.state
                  and all(group.get("train_mode", True) for group in o.param_groups)]
     for optimizer in averaging:
+        _join_weights(optimizer)
         optimizer.eval()
     try:
         yield
@@ -125,6 +139,18 @@ def unscale(precision_plugin: Any, optimizer: torch.optim.Optimizer) -> None:
     scaler = getattr(precision_plugin, "scaler", None)
     if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
         scaler.unscale_(optimizer)  # clipping comes before the step
+
+
+def check_scaler(
+    precision_plugin: Any,
+    differentiates: bool,  # whether the optimizer differentiates the gradient
+) -> None:
+    "Raise `ValueError` for float16's loss scale where the curvature is asked for."
+    # The scale stays in the gradient's graph, and a second derivative overflows before the first.
+    if differentiates and getattr(precision_plugin, "scaler", None) is not None:
+        raise ValueError("precision='16-mixed' scales the loss, and with it the curvature that the "
+                         "optimizer (sophiah) divides by: set precision='32-true', or bf16-mixed "
+                         "where the GPU has it")
 
 # %% ../../nbs/train/01_steps.ipynb #22434ef9
 def labels_of(batch: dict[str, Tensor]) -> Tensor:  # (B, L), or (B, M) with label_positions
@@ -144,7 +170,8 @@ def bytes_scored(
         scored = bytes_V[labels.clamp_min(0)].mul(labels != IGNORED)
         return scored.sum(dtype=torch.float32)  # the run may keep its numbers in 16 bits
     labels = batch["labels"]  # weighed labels bound the likelihood of the whole text
-    bytes_BL = bytes_V[torch.where(labels == IGNORED, batch["input_ids"], labels)]
+    ids_BL = torch.where(labels == IGNORED, batch["input_ids"], labels)
+    bytes_BL = bytes_V[batch.get("original_ids", ids_BL)]  # not all that is hidden has a label
     if "token_shares" in batch:  # what is given is not part of it
         bytes_BL = bytes_BL * (batch["token_shares"] > 0)
     return bytes_BL.sum(dtype=torch.float32)
@@ -179,24 +206,33 @@ def validation_metrics(
     return {f"{stage}_{name}": value for name, value in metrics.items()}
 
 # %% ../../nbs/train/01_steps.ipynb #604836f4
+def dotted_name(part: Any) -> str | None:
+    """The name under which a class or function is found again, such as my_file.MyOptimizer.
+
+    None for what was made in a notebook or inside of a function, and for objects.
+    """
+    name, module = getattr(part, "__qualname__", ""), getattr(part, "__module__", None)
+    is_found = name.isidentifier() and module not in (None, "__main__")
+    return f"{module}.{name}" if is_found else None
+
+
 def plain_options(
     options: Any,  # hyper-parameters: a mapping, or a value of one
     usual: Mapping[str, Any] | None = None,  # names of parts -> what stands for one without a name
 ) -> Any:
     """Options as a checkpoint can hold them: NumPy's numbers and paths as Python's own.
 
-    Of the parts a class or function is kept by its dotted name; one that was made in a notebook or
-    inside of a function has none, and the usual one stands for it.
+    A class or function is kept by its dotted name. Where it has none, the usual part stands for it;
+    an option that nothing stands for is left out.
     """
     if isinstance(options, Mapping):
-        made = {name: plain_options(value) for name, value in options.items()}
-        for name, otherwise in (usual or {}).items():
-            own = made.get(name)
-            if own is not None and not isinstance(own, str):
-                found = getattr(own, "__qualname__", "").isidentifier()
-                found = found and own.__module__ != "__main__"
-                made[name] = f"{own.__module__}.{own.__qualname__}" if found else otherwise
-        return made
+        usual = usual or {}
+        made = {name: plain_options(value) for name, value in options.items()
+                if not callable(value) or dotted_name(value) or name in usual}
+        return made | {name: usual[name] for name in usual
+                       if callable(options.get(name)) and made[name] is None}
+    if callable(options):
+        return dotted_name(options)
     if type(options) in (list, tuple):
         return type(options)(map(plain_options, options))
     if isinstance(options, np.generic):
@@ -240,12 +276,25 @@ class TrainingModule(L.LightningModule):
         "Further terms of the batch that `label_loss` has just seen; logged as train_ and val_."
         return {}
 
+    def estimated_steps(self) -> int | float:
+        "Optimizer steps of the whole run, for `configure_optimizers`; infinite without an end."
+        loop, trainer = self.trainer.fit_loop, self.trainer
+        fresh = loop._combined_loader is None
+        steps = trainer.estimated_stepping_batches
+        if fresh and trainer.ckpt_path:
+            # To count batches, Lightning has set the loader up before it has read where the run
+            # goes on, and would begin with the epoch's first rows: let it do so once more.
+            loop._combined_loader = None
+        return steps
+
     # --- a step ---------------------------------------------------------------------------------
 
     def on_fit_start(self) -> None:
         "Begin with no sums and no averages: an error may have broken off an earlier run anywhere."
         self._window = self.skipped = None
         self._leave_averages()
+        again = any(hasattr(o, "backward_options") for o in self.trainer.optimizers)
+        check_scaler(self.trainer.precision_plugin, again)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         "Remember sums and count; return a loss whose gradient is a scaled sum."
@@ -271,8 +320,9 @@ class TrainingModule(L.LightningModule):
         norm = getattr(self.trainer.strategy, "gradient_norm", None)
         self._norm = scale_gradient(self.parameters(), factor, norm)
         self.ask_guards(optimizer, loss)
+        rate = leading_group(optimizer.param_groups)["lr"]
         logged = {"train_loss": loss, "gradient_norm": self._norm,
-                  "learning_rate": without_waiting(optimizer.param_groups[0]["lr"], self.device)}
+                  "learning_rate": without_waiting(rate, self.device)}
         logged |= {f"train_{name}": p for name, p in zip(self.penalties(), penalties)}
         if self.reports_z_loss:
             logged["train_z_loss"] = z_loss

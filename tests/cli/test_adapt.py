@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_training import word_tokenizer
 
 import bertlab.cli.adapt as adapting
+from bertlab.cli import vocabularies
 from bertlab.cli.adapt import average, lengthen
 from bertlab.cli.vocabularies import extend, transplant, trim
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
@@ -19,6 +21,8 @@ from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
+from bertlab.train.averages import write_average
+from bertlab.train.model_cards import push_model, read_uses
 from bertlab.train.modules import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]
@@ -81,6 +85,66 @@ def test_what_is_made_of_a_model_of_text_vectors_pools_as_it_did(tmp_path):
         if other.name != "extended":
             found = BiEncoder.load(other).encode(texts)
             torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(model.encode(texts)), atol=1e-5, rtol=0)
+
+
+def with_module(place, number, name, path):
+    "A model of text vectors with another module behind number - 1 others, as sentence-transformers writes it."
+    modules = json.loads((place / "modules.json").read_text())
+    modules.insert(number, {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"})
+    (place / "modules.json").write_text(json.dumps(modules))
+    (place / path).mkdir(exist_ok=True)
+    (place / path / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 16}))
+    save_file({"linear.weight": torch.ones(16, 32)}, place / path / "model.safetensors")
+    return place
+
+
+@pytest.mark.parametrize("command", ["average", "lengthen", "extend", "trim", "transplant", "push"])
+def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work(command, tmp_path, monkeypatch):
+    tokenizer = train_tokenizer([TEXT], 45)
+    model = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12)
+    place, new = with_module(model.save(tmp_path / "vectors"), 2, "Dense", "2_Dense"), str(tmp_path / "new")
+    for where in (adapting, vocabularies):
+        monkeypatch.setattr(where, "load_encoder", lambda *_: pytest.fail("it began"))
+    calls = {"average": lambda: average([str(place), str(shutil.copytree(place, tmp_path / "copy"))], new),
+             "lengthen": lambda: lengthen(str(place), 64, output=new),
+             "extend": lambda: extend(str(place), new), "trim": lambda: trim(str(place), new),
+             "transplant": lambda: transplant(str(place), str(place), new),
+             "push": lambda: push_model(place, "me/vectors", dry_run=True)}  # fmt: skip
+    with pytest.raises(ValueError, match="has the module Dense in '2_Dense', .*sentence-transformers") as told:
+        calls[command]()
+    assert "\n" not in str(told.value) and not (tmp_path / "new").exists()
+
+
+def test_what_only_sentence_transformers_can_pool_is_carried_along(tmp_path):
+    "bertlab has no maximum, and what is made of such a model keeps it."
+    tokenizer = train_tokenizer([TEXT], 45)
+    place = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12).save(tmp_path / "vectors")
+    (place / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
+    lengthen(str(place), 64, "keep", output=str(tmp_path / "longer"))
+    assert read_uses(tmp_path / "longer") == read_uses(place) == {
+        "modules": ["Transformer", "Pooling", "Normalize"], "pooling": ["max"]}  # fmt: skip
+    (place / "modules.json").write_text("[1]")
+    with pytest.raises(ValueError, match="modules.json is damaged"):
+        lengthen(str(place), 64, "keep", output=str(tmp_path / "new"))
+
+
+def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
+    tokenizer = train_tokenizer([TEXT], 45)
+
+    def put(name, *how):
+        return BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, *how, max_sequence_length=12).save(tmp_path / name)
+
+    first, same = put("first"), put("same")
+    for other, said in ((put("cls", "cls"), r"pooling is \['cls'\] and \['mean'\]"),
+                        (put("long", "mean", False), "modules is .*Pooling'\\] and .*Normalize")):
+        with pytest.raises(ValueError, match=f"{other} and {first} cannot be averaged: {said}"):
+            write_average([first, other], tmp_path / "x")
+    # Later versions of sentence-transformers name the pooling, which is the same one.
+    (same / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean"}))
+    write_average([first, same], tmp_path / "mean")
+    plain = save_model(BertLabModel(shape(tokenizer)), tokenizer, tmp_path / "plain")
+    write_average([first, plain], tmp_path / "between")  # an encoder and what was trained from it
+    assert read_layout(tmp_path / "between") == read_layout(first)
 
 
 def test_a_longer_model_says_what_it_reads(finetuned, tmp_path):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from bertlab.cli import pretrain as commands
 from bertlab.cli.main import main
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
+from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.train.checkpoints import find_checkpoint
 from bertlab.train.modules import load_encoder
@@ -156,6 +157,67 @@ def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(words, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("optimizer, option, value, part", [
+    ("adamw", "freeze", "99", "freeze must be None"),
+    ("adamw", "freeze", "[foo]", "freeze: 'foo' matches no weight"),
+    ("adamw", "parameter_overrides", '{"*blocks.7.*": {lr: 1.0e-4}}', "'*blocks.7.*' matches the full name of no"),
+    ("adamw", "parameter_overrides", '{"*blocks.0.*": {rate: 1.0e-4}}', "has no 'rate'; it takes lr"),
+    ("adamw", "parameter_overrides", '{"*blocks.0.mlp*": {hidden: false}}', "hidden needs hidden_apart=True"),
+    ("adamw", "optimizer_kwargs", "{weight_decay: 0.1}", "say weight_decay=0.1 beside optimizer_kwargs"),
+    ("adamw", "optimizer_kwargs", "{lr: 0.1}", "say learning_rate=0.1 beside optimizer_kwargs"),
+    ("adamw", "optimizer_kwargs", "{betas: 0.9}", "optimizer_kwargs: adamw cannot be built with"),
+    ("adamw", "optimizer_kwargs", "{betas: [0.9]}", "'betas': [0.9]}: IndexError"),
+    ("adamw", "optimizer_kwargs", "{eps: small}", "'eps': 'small'}: TypeError"),
+    ("adamw", "optimizer_kwargs", "{betas: [0.9, 0.99, 0.999]}", "optimizer_kwargs: adamw with {'betas': [0.9, 0.99, 0.999]}"),
+    ("shampoo", "optimizer_kwargs", "{preconditioning_compute_steps: 0}", "preconditioning_compute_steps must be positive"),
+    ("muon", "optimizer_kwargs", "{ns_steps: five}", "ns_steps must be a whole number"),
+    ("galore", "optimizer_kwargs", "{update_proj_gap: 0}", "galore's update_proj_gap must be"),
+    ("adamw", "scheduler_kwargs", "{total_steps: 50}", "scheduler_kwargs has total_steps=50"),
+    ("adamw", "scheduler_kwargs", "{warmup_kind: cosine}", "which scheduler_warmup_kind decides"),
+])  # fmt: skip
+def test_a_wrong_option_of_optimizer_schedule_or_parts_is_refused_before_the_text_is_read(
+        words, tmp_path, capsys, monkeypatch, optimizer, option, value, part):
+    monkeypatch.setattr(commands, "PretrainingDataModule", lambda **_: pytest.fail("too late"))
+    told = said(capsys, "pretrain", *words, "--model.optimizer_class", optimizer, f"--model.{option}", value)
+    assert part in told and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("more", [
+    ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}'],
+    ["--model.parameter_overrides", '{"*rebuilder*": {lr: 1.0e-4}}', "--model.objective", "enhanced_mlm"],
+    ["--model.parameter_overrides", '{"*lora_*": {weight_decay: 0.0}}', "--model.adapter", "lora"],
+    ["--model.parameter_overrides", '{"*blocks.1.mlp*": {hidden: false}}', "--model.optimizer_class", "muon"],
+    ["--model.parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "--model.freeze", "1"],
+])  # fmt: skip
+def test_patterns_of_names_are_matched_on_the_run_s_own_model(words, more):
+    state = torch.get_rng_state()
+    configured([*words, "--model.model_config_kwargs.num_hidden_layers", "2", *more])
+    assert torch.equal(state, torch.get_rng_state()), "a check leaves no trace in a run"
+
+
+def test_a_part_that_cannot_be_built_without_its_numbers_is_built_with_them(words, monkeypatch):
+    class Own(commands.BertLabForMaskedLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.start = self.encoder.final_norm.weight.sum().item()  # which no model on meta has
+
+    monkeypatch.setitem(commands.PretrainingModule.build_fresh.__globals__["OBJECTIVE_MODELS"], "mlm", Own)
+    state = torch.get_rng_state()
+    configured([*words, "--model.parameter_overrides", '{"*blocks.0.*": {lr: 1.0e-4}}'])
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_is_written(place, words, tmp_path, capsys):
+    model = ["--model.pretrained_model_name_or_path", str(find_model(place / "run")), "--model.model_config_kwargs", "null"]
+    for option, value, part in (("freeze", "99", "(the embeddings alone) to 1, got 99"),
+                                ("parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "'*blocks.1.*' matches")):
+        assert part in said(capsys, "pretrain", *words, *model, f"--model.{option}", value)
+    assert not (tmp_path / "run").exists()
+    run = configured([*words, *model, "--model.parameter_overrides", '{"*blocks.0.*": {lr: 1.0e-4}}', "--model.freeze", "embeddings"])
+    run.build()
+    assert all(p.requires_grad for p in run.module.model.parameters()), "the check has a model of its own"
+
+
 def test_a_model_that_is_continued_is_validated_before_the_first_step(place, words, tmp_path, capsys):
     model = find_model(place / "run")
     pretrain([*words, "--model.pretrained_model_name_or_path", str(model), "--model.model_config_kwargs", "null"])
@@ -163,6 +225,19 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(place, wor
     report = (tmp_path / "run" / "report.md").read_text()
     first = json.loads((model / "bertlab-model.json").read_text())["value"]
     assert f"{first:.4g}"[:4] in report
+
+
+@pytest.mark.parametrize("command", ["pretrain", "--estimate", "validate"])
+def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(place, words, tmp_path, capsys, monkeypatch, command):
+    model, other = find_model(place / "run"), tmp_path / "other"
+    train_tokenizer(["w v u t s r q p o n m l k j i h g f e d c b a"], 40).save_pretrained(other)
+    monkeypatch.setattr(PretrainingDataModule, "prepare_data", lambda self: pytest.fail("too late"))
+    options = ["--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path", str(model),
+               "--data.pretrained_tokenizer_name_or_path", str(other)]  # fmt: skip
+    more = [command] if command.startswith("--") else []
+    message = said(capsys, "validate" if command == "validate" else "pretrain", *words, *options, *more)
+    assert "was trained with another tokenizer" in message and "bertlab tokenizer transplant" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_terminal_says_which_weights_begin_anew(place, words, tmp_path, capsys):
@@ -182,6 +257,19 @@ def test_the_terminal_says_which_weights_begin_anew(place, words, tmp_path, caps
     assert "begin anew" in found.err and json.loads(found.out)
 
 
+def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(words, tmp_path, capsys, monkeypatch):
+    made = commands.run_trainer
+
+    def scaled(*args):  # as on a GPU; a CPU refuses 16-mixed
+        trainer = made(*args)
+        trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu")
+        return trainer
+
+    monkeypatch.setattr(commands, "run_trainer", scaled)
+    line = [*words, "--model.optimizer_class", "sophiah", "--model.learning_rate", "0.05"]
+    assert "16-mixed" in said(capsys, "pretrain", *line) and not (tmp_path / "run").exists()
+
+
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(place, words, tmp_path):
     run = tmp_path / "run"
     pretrain([*words, "--trainer.max_steps", "2"])
@@ -199,6 +287,18 @@ def test_a_damaged_checkpoint_is_passed_by_when_a_run_goes_on(words, tmp_path, c
     newest.write_bytes(newest.read_bytes()[:1000])
     assert pretrain([], resume=str(tmp_path / "run"))["steps"] == 4
     assert "step-00000004.ckpt" in capsys.readouterr().err
+
+
+def test_a_run_does_not_begin_anew_where_none_of_its_checkpoints_loads(place, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run, symlinks=True)
+    for path in (run / "checkpoints").iterdir():
+        state = torch.load(path)
+        torch.save({**state, "callbacks": {**state["callbacks"], "Mine": {"where": Path("x")}}}, path)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    told = said(capsys, "pretrain", "--resume", str(run), "--trainer.max_steps", "6")
+    assert "no checkpoint in" in told and "step-00000004.ckpt holds pathlib" in told
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
 def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(words, tmp_path):

@@ -1,6 +1,7 @@
 "`bertlab embed`: from a table of pairs to an answer, resumable, with one line for every mistake."
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -58,6 +59,16 @@ def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place
     status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "8")
     assert status == 0, error
     assert json.loads((output / "metrics.json").read_text())["val_loss"] != first["val_loss"]
+
+
+def test_a_run_does_not_begin_anew_where_its_checkpoint_is_damaged(place, capsys, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "run")
+    (path,) = (tmp_path / "run/checkpoints").iterdir()
+    path.write_bytes(path.read_bytes()[:-30])
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    status, _, error = run(capsys, "finetune", "--resume", tmp_path / "run", "--trainer.max_steps", "12")
+    assert status == 2 and "no checkpoint in" in error and error.count("\n") == 1
+    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
 
 
 def test_a_run_does_not_go_on_with_other_pairs_or_past_its_end(place, capsys, tmp_path):
@@ -194,6 +205,8 @@ MISTAKES = {
                         "accumulate_grad_batches must be above 0"),
     "no validation batch": (("finetune", "--config", "{config}", "--run.output", "new", "--trainer.limit_val_batches", "0"),
                             "limit_val_batches must be above 0"),
+    "a decay among other options": (("finetune", "--config", "{config}", "--run.output", "new", "--model.optimizer_kwargs",
+                                     "{{weight_decay: 0.1}}"), "say weight_decay=0.1 beside optimizer_kwargs"),
     "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),

@@ -192,7 +192,11 @@ def test_the_saved_configuration_repeats_the_run(tok, tmp_path):
     assert (tmp_path / "one" / "previous-1" / "metrics.json").read_text() == texts[0]
 
 
-def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, capsys):
+def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, capsys, monkeypatch):
+    import bertlab.cli.finetune as command
+
+    describe = command.describe_draw
+    monkeypatch.setattr(command, "describe_draw", lambda data: describe(data, 25))
     output = tmp_path / "run"
     words = ["--run.task", "code-tokens", "--run.task_sizes", '{"train": 60, "validation": 20, "test": 30}',
              "--data.vocab_size", "300", "--run.output", str(output), *QUICK]  # fmt: skip
@@ -202,6 +206,7 @@ def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, caps
     assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), "the same metrics, by the same names"
     said = capsys.readouterr().out
     assert "bag of words" in said and "PSF License" in said
+    assert "\nbaselines take 25 of 60 train rows, 25 of 30 test rows, drawn by lot\n" in said
     assert yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
     assert load_predictor(output).task == "token_classification"
 
@@ -307,6 +312,8 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--model.num_labels", "7"], "num_labels=7"),
         (["--model.optimizer_class", "adamx"], "adamx"),
         (["--model.optimizer_kwargs", '{"bates": 1}'], "bates"),
+        (["--model.optimizer_kwargs", '{"betas": 0.9}'], "optimizer_kwargs: adamw cannot be built"),
+        (["--model.optimizer_kwargs", '{"weight_decay": 0.1}'], "say weight_decay=0.1 beside optimizer_kwargs"),
         (["--model.warmup_steps", "5000", "--model.scheduler_type", "linear"], "warmup"),
         (["--model.task", "translation"], "translation"),
         (["--model.pretrained_model_name_or_path", "nowhere/at/all", "--model.model_config_kwargs", "null"], "nowhere/at/all"),
@@ -414,6 +421,22 @@ def test_seeds_that_are_scored_on_other_rows_are_not_mixed(tok, tmp_path, capsys
     torch.save(state, kept)  # as an older version wrote it
     (source / "test.csv").write_text(rows + "an apple,fruit\n")
     assert by_words(more) == 0
+    assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
+
+
+def test_a_seed_does_not_begin_anew_where_its_checkpoint_is_damaged_and_a_finished_one_needs_none(tok, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output)) == 0
+    (kept,) = (output / "seed-0" / "checkpoints").glob("*.ckpt")
+    kept.write_bytes(kept.read_bytes()[:-30])
+    other = output / "seed-1" / "checkpoints" / kept.name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(kept.read_bytes())
+    capsys.readouterr()
+    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2
+    assert "no checkpoint in " in (told := capsys.readouterr().err) and "seed-1" in told and "seed-0" not in told
+    other.unlink()  # a seed that was not begun begins
+    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 0
     assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
 
 

@@ -1,9 +1,11 @@
 "A search of settings goes on after a kill; a mistake in its file costs nothing; averages and longer models on demand."
 
 import copy
+import math
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ pytest.importorskip("optuna")
 import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
 from bertlab.cli.main import main  # noqa: E402
-from bertlab.cli.tune import read_search, read_trials, tune  # noqa: E402
+from bertlab.cli.tune import EndTrial, read_search, read_trials, tune  # noqa: E402
 from bertlab.core.reading import read_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
 from bertlab.train.checkpoints import RunInterrupted  # noqa: E402
+from bertlab.train.history import History  # noqa: E402
 from bertlab.train.modules import load_encoder  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -265,7 +268,7 @@ def test_values_that_no_finetuning_can_have_are_refused_before_anything_is_writt
 def test_a_metric_that_finetuning_does_not_have_is_refused_before_it_trains(finetuning_plan, tmp_path, monkeypatch):
     path, content = finetuning_plan
     path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_f1"}}))
-    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda _: pytest.fail("it was trained"))
+    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda *_: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match="'val_f1' is none of .*val_accuracy"):
         tune(str(path), str(tmp_path / "search"))
 
@@ -276,9 +279,98 @@ def test_a_metric_that_is_undefined_is_never_the_best(metric, finetuning_plan, t
     path, content = finetuning_plan
     path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": metric}}))
     found = iter([None, 0.25])
-    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda _: {"mean": dict.fromkeys(("val_accuracy", "val_mcc"), next(found))})
+    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda *_: {"mean": dict.fromkeys(("val_accuracy", "val_mcc"), next(found))})
     tune(str(path), str(tmp_path / "search"))
     assert [(trial["state"], trial["value"]) for trial in read_trials(tmp_path / "search")] == [("pruned", None), ("complete", 0.25)]
+
+
+def told_of(search):
+    "What each trial told optuna: by step, or by number of validation."
+    journal = tuning._open_journal(search)
+    return [trial.intermediate_values for trial in tuning._optuna().load_study(study_name="search", storage=journal).trials]
+
+
+@pytest.mark.parametrize("seeds", [[0], [3, 4]])
+def test_a_finetuning_trial_that_is_behind_ends_early_and_its_other_seeds_are_not_run(seeds, finetuning_plan, tmp_path, monkeypatch):
+    path, content = finetuning_plan
+    content["run"] = {"num_epochs": 3, "seeds": seeds, "baselines": False}
+    content["search"]["ranges"]["data.train_batch_size"] = [8, 16]  # other steps, the same number of validations
+    path.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(tuning._optuna().trial.Trial, "should_prune", lambda trial: trial.number == 1)
+    tune(str(path), str(tmp_path / "search"))
+    assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete", "pruned"]
+    assert [list(told) for told in told_of(tmp_path / "search")] == [[1, 2, 3], [1]]
+    of_runs = [read_json(tmp_path / "search" / f"trial-00{n}" / "metrics.json")["seeds"] for n in (0, 1)]
+    assert of_runs == [seeds, seeds[:1]]
+
+
+def test_a_search_that_shall_not_prune_ends_no_trial(finetuning_plan, tmp_path, monkeypatch):
+    path, content = finetuning_plan
+    path.write_text(yaml.safe_dump({**content, "run": {"baselines": False}, "search": {**content["search"], "prune": False, "trials": 1}}))
+    monkeypatch.setattr(tuning._optuna().trial.Trial, "should_prune", lambda _: True)
+    tune(str(path), str(tmp_path / "search"))
+    assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete"]
+    assert [list(told) for told in told_of(tmp_path / "search")] == [[1, 2, 3]]
+
+
+class Told:
+    "As much of a trial of optuna as is told something."
+
+    def __init__(self, **user_attrs):
+        self.user_attrs, self.values = user_attrs, {}
+
+    def report(self, value, step):
+        self.values[step] = value
+
+    def should_prune(self):
+        return False
+
+    def set_user_attr(self, name, value):
+        self.user_attrs[name] = value
+
+
+def validated(watch, *found):
+    "Have a run whose validations were these, and one before its first step, tell the trial; whether it shall stop."
+    history = History()
+    history.record.validation += [{"step": 0, "val_loss": 0.1}, *({"step": 10 * n, **values} for n, values in enumerate(found, 1))]
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), sanity_checking=False, callbacks=[history], should_stop=False,
+                              callback_metrics=found[-1])  # fmt: skip
+    watch.on_validation_end(trainer, None)
+    return trainer.should_stop
+
+
+def test_a_metric_that_is_undefined_for_now_is_not_told_while_the_loss_is_a_number():
+    found = {"val_mcc": math.nan, "val_loss": 0.5}, {"val_mcc": 0.25, "val_loss": 0.5}, {"val_mcc": math.nan, "val_loss": math.nan}
+    trial = Told()
+    validated(EndTrial(trial, "val_mcc", True), *found)
+    assert list(trial.values) == [20, 30] and trial.values[20] == 0.25
+
+
+def test_a_trial_that_goes_on_after_a_kill_tells_what_it_had_told_and_stays_ended():
+    found = [{"val_loss": loss} for loss in (3.0, 2.0, 1.0)]
+    trial = Told()
+    watch = EndTrial(trial, "val_loss", True, by_number=True)
+    assert not validated(watch, *found[:2]) and trial.values == {1: 3.0, 2: 2.0}
+    assert not validated(watch, *found) and trial.values == {1: 3.0, 2: 2.0, 3: 1.0}
+    watch = EndTrial(Told(pruned=True), "val_loss", True)
+    assert watch.pruned and validated(watch, *found)
+
+
+def test_a_search_remembers_that_the_trial_under_way_was_to_be_ended(plan, tmp_path, monkeypatch):
+    asked = []
+
+    def run_trial(search, content, trial, output):
+        asked.append(trial.user_attrs.get("pruned"))
+        trial.set_user_attr("pruned", True)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+        return 1.0, False
+
+    monkeypatch.setattr(tuning, "run_trial", run_trial)
+    with pytest.raises(KeyboardInterrupt):
+        tune(str(plan[0]), str(tmp_path / "search"))
+    tune(str(plan[0]), str(tmp_path / "search"), resume=True)
+    assert asked == [None, True, None]
 
 
 @pytest.mark.parametrize("change, word", [

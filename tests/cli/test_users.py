@@ -316,7 +316,7 @@ seen = []
 
 
 class MyCollator(bertlab.MaskedLanguageModelingCollator):
-    objective = None
+    objective = "my_words"
 
     def compute_labels(self, tokenized):
         seen.append("collator")

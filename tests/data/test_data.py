@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_training import word_tokenizer
 
-from bertlab.data.collators import MaskedLanguageModelingCollator
+from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
 from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, mix_lengths, pack_texts, pair_splits
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
@@ -634,8 +634,7 @@ class Reversed(MaskedLanguageModelingCollator):
 
 
 class CountTokens(Collator):
-    def __init__(self, *ids, seed, **options):
-        super().__init__(*ids, **options)
+    "All that a collator must have."
 
     def compute_labels(self, tokenized):
         return {"labels": torch.from_numpy(tokenized["attention_mask"].astype(bool).sum(1))}
@@ -643,7 +642,8 @@ class CountTokens(Collator):
 
 def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its_objective(tmp_path, monkeypatch):
     path = write_lines(tmp_path / "a.txt", make_texts(60))
-    data = set_up(path, objective=CountTokens, packing=False)
+    data = set_up(path, objective=CountTokens, packing=False, seed=3)
+    assert (data.collator.seed, data.collator.epoch) == (3, 0)  # for what it draws
     (batch,) = take(data.train_dataloader(), 1)
     assert batch["labels"].tolist() == (batch["attention_mask"] > 0).sum(1).tolist()
     monkeypatch.chdir(tmp_path)
@@ -657,6 +657,36 @@ def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its
         make_module(path, objective="my_collators.Mne")
     with pytest.raises(ValueError, match="objective=.*no collator"):
         make_module(path, objective=dict)
+
+
+def test_a_collator_that_is_built_already_is_refused_with_what_to_pass_instead():
+    built = MaskedLanguageModelingCollator.from_tokenizer(TOKENIZER)
+    for given in (built, built.compute_labels):
+        with pytest.raises(ValueError, match=f"collator=<{type(given).__name__}> is no class.*collator_kwargs") as told:
+            make_module(["a cat"], collator=given)
+        assert "\n" not in str(told.value)
+
+
+class Ends(MaskedLanguageModelingCollator):
+    objective = "ends"  # of which no model of ours knows
+
+
+class Counts(CountTokens):
+    objective = "counts"
+
+
+class Noisy(MaskedDiffusionCollator):
+    objective = "noisy"
+
+
+def test_a_collator_with_an_objective_of_its_own_is_for_the_models_of_the_one_it_is_made_from():
+    assert make_module(["a cat"], collator=Ends).objective == "mlm"
+    assert make_module(["a cat"], collator=Noisy, objective="diffusion").objective == "diffusion"
+    assert make_module(["a cat"], collator=Counts, objective="counts").objective == "counts"
+    assert make_module(["a cat"], objective=Ends).objective == "ends"  # nobody has named a model's
+    for collator in (Noisy, Counts, MaskedDiffusionCollator):
+        with pytest.raises(ValueError, match=f"{collator.__name__} makes batches for .*objective is 'mlm'"):
+            make_module(["a cat"], collator=collator)
 
 
 def test_endless_batches_have_a_length_that_no_run_reaches_and_an_epoch_of_a_stream_has_none():

@@ -16,6 +16,7 @@ from bertlab.data.collators import (
 from bertlab.data.diffusion import DiffusionRule, draw_times, hidden_share, noise_tokens
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
+from bertlab.train.steps import bytes_scored
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
 IGNORED = -100
@@ -66,8 +67,11 @@ def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
     before, may, chosen = stack(rows, "input_ids"), ordinary(rows, vocabulary), batch["labels"] != IGNORED
     assert not (chosen & ~may).any()
     assert (batch["labels"][chosen] == before[chosen]).all()
-    assert (batch["input_ids"][chosen] == vocabulary["mask_token_id"]).all()
-    assert (batch["input_ids"][~chosen] == before[~chosen]).all()
+    hidden = may & (batch["input_ids"] != before)
+    assert (hidden | ~chosen).all() and (hidden.sum(1) - chosen.sum(1) == batch["num_dropped_labels"]).all()
+    assert (batch["input_ids"][hidden] == vocabulary["mask_token_id"]).all()
+    assert (batch["input_ids"][~hidden] == before[~hidden]).all()
+    assert torch.equal(batch.get("original_ids", before), before)
     assert batch["loss_weights"].dtype == torch.float32
     assert (batch["loss_weights"][~chosen] == 0).all() and (batch["loss_weights"][chosen] >= 1).all()
     found = batch["labels"].gather(1, batch["label_positions"]) != IGNORED
@@ -200,6 +204,36 @@ def test_the_bound_of_letters_without_order_is_their_entropy():
     losses = -np.log2(law[np.maximum(batch["labels"] - 4, 0)])  # bits; of no weight off the labels
     bound = (batch["loss_weights"] * losses).sum(1) / 64
     assert abs(bound.mean() - 1.75) < 5 * bound.std() / math.sqrt(4000)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_masked": 20}, {"schedule": "cosine"}, {"end_token_id": 2}])
+@pytest.mark.parametrize("limit", [16, 5, 1])
+def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
+    "A hidden token costs more, the more of its row is hidden, and the further right it stands: so it must stay hidden."
+    sums, hidden = [], []
+    for most in (None, limit):
+        batch, _, words = noised(DiffusionRule(**options, max_predictions=most))
+        hidden.append(batch["input_ids"] == V.mask_token_id)
+        costs = 1 + hidden[-1].sum(1, keepdims=True) / 8 + np.arange(32) / 16
+        sums.append((batch["loss_weights"] * costs).sum(1) / words.sum(1))
+        assert (batch["labels"] >= 0).sum(1).max() <= (most or 32)
+    assert np.array_equal(*hidden), "what is hidden does not depend on how much is asked"
+    apart = sums[1] - sums[0]
+    assert apart.std() > 0 and abs(apart.mean()) < 5 * apart.std() / math.sqrt(len(apart))
+
+
+def test_a_limit_that_no_row_reaches_changes_nothing():
+    without, with_limit = (noised(DiffusionRule(max_predictions=most), 50)[0] for most in (None, 32))
+    assert all(np.array_equal(values, with_limit[name]) for name, values in without.items())
+
+
+def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
+    bytes_V = torch.arange(20.0).masked_fill(torch.arange(20) < 4, 0)  # special tokens have no text
+    counts = []
+    for most in (None, 3):
+        collate = MaskedDiffusionCollator(0, 1, 20, special_token_ids=[0, 1, 2, 3], max_sequence_length=40, max_predictions=most)
+        counts.append(float(bytes_scored(collate([list(range(4, 20)) * 2]), bytes_V)))
+    assert counts == [2 * sum(range(4, 20))] * 2
 
 
 @pytest.mark.parametrize("options, message", [

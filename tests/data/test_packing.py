@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from bertlab.data.packing import (
     EpochOrder,
     PackedDataset,
+    PaddedDataset,
+    Plan,
     TokenizedDocuments,
     build_rows,
     deal_lengths,
@@ -343,6 +345,66 @@ def test_without_shuffling_all_epochs_are_the_plan():
     assert rows_of(dataset, 0) == rows_of(dataset, 7)
     longest = max(words(), key=len)
     assert rows_of(dataset, 0)[0][1:len(longest) + 1] == longest.tolist()
+
+
+class InOrder(PackedDataset):
+    "Documents of one page stand next to each other, and share rows."
+
+    def plan_rows(self, lengths):
+        offsets, room = [0], self.capacity
+        for window, length in enumerate(lengths.tolist()):
+            if length > room:
+                offsets.append(window)
+                room = self.capacity
+            room -= length
+        return Plan(list(range(len(lengths))), [*offsets, len(lengths)], 0)
+
+
+def test_rows_that_a_subclass_plans_stay_together_and_only_change_places():
+    dataset = InOrder(words(), 64, **SPECIAL, seed=5)
+    planned = rows_of(InOrder(words(), 64, **SPECIAL, shuffle=False), 0)
+    first, second = (rows_of(dataset, epoch) for epoch in (0, 1))
+    assert sorted(first) == sorted(second) == sorted(planned), "neighbours were parted"
+    assert len({str(rows) for rows in (first, second, planned)}) == 3
+    assert rows_of(pickle.loads(pickle.dumps(dataset)), 1) == second and dataset.order.latest is not None
+    assert rows_of(InOrder(words(), 64, **SPECIAL, seed=6), 1) != second
+
+
+def test_a_subclass_says_where_its_documents_may_change_seats_and_ours_do_as_before():
+    class Free(InOrder):
+        mixes_rows = True
+
+    class Fixed(PackedDataset):
+        mixes_rows = False
+
+    class Renamed(PaddedDataset):
+        pass
+
+    kinds = PackedDataset, PaddedDataset, Renamed, Free, InOrder, Fixed
+    mixed = [kind(words(), 64, **SPECIAL).order.seats is not None for kind in kinds]
+    assert mixed == [True, True, True, True, False, False]
+    free = Free(words(), 64, **SPECIAL)
+    assert sorted(rows_of(free, 0)) != sorted(rows_of(free, 1))
+
+
+@pytest.mark.parametrize("plan, message", [
+    (Plan(np.array([0, 1]), np.array([0, 2]), 0), "Wrong.plan_rows places window 2 0 times"),
+    (Plan([0, 1, 2, 1], [0, 2, 4], 0), "places window 1 2 times, and each must be placed once"),
+    (Plan([0, 1, 3], [0, 3], 0), "names window 3, and windows go from 0 to 2"),
+    (Plan([0, 1, 2], [0, 2], 0), "offsets must rise from 0 to 3"),
+    (Plan([0, 1, 2], [0, 3], 0), "row 0 has 12 positions, its windows need 15: give it fewer"),
+    ([[0, 1], [2]], "must return a Plan, got list"),
+])
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_plan_that_is_none_of_all_windows_is_refused_when_it_is_made(plan, message, mixes):
+    class Wrong(PackedDataset):
+        mixes_rows = mixes
+
+        def plan_rows(self, lengths):
+            return plan
+
+    with pytest.raises(ValueError, match=message):
+        Wrong([[5, 6, 7]] * 3, 12, **SPECIAL)
 
 
 def test_a_copy_in_another_process_gives_the_same_rows():

@@ -16,6 +16,7 @@ from bertlab.data.supervised import (
     SequenceClassificationCollator,
     TokenClassificationCollator,
     align_labels,
+    continue_entities,
 )
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
@@ -71,6 +72,18 @@ def test_first_sub_words_are_labelled_or_all_of_them():
     word_ids, labels = [None, 0, 0, 1, 2, 2, None], [7, 8, 9]
     assert align_labels(word_ids, labels) == [IGNORED, 7, IGNORED, 8, 9, IGNORED, IGNORED]
     assert align_labels(word_ids, labels, all_subwords=True) == [IGNORED, 7, 7, 8, 9, 9, IGNORED]
+    assert align_labels(word_ids, labels, True, {7: 9, 8: 7}) == [IGNORED, 7, 9, 8, 9, 9, IGNORED]
+    assert align_labels(word_ids, labels, False, {7: 9}) == [IGNORED, 7, IGNORED, 8, 9, IGNORED, IGNORED]
+
+
+@pytest.mark.parametrize("names, expected", [
+    (["O", "B-X", "I-X", "B-Y", "I-Z"], {1: 2}),  # nothing goes on with a Y
+    (["I", "B", "O"], {1: 0}),
+    (["B-X", "I-X", "NOUN"], {}),  # not IOB2: nothing is known of what a B begins
+    (["O"], {}), ([], {}),
+])  # fmt: skip
+def test_what_begins_an_entity_goes_on_as_its_inside(names, expected):
+    assert continue_entities(names) == expected
 
 
 @each_tokenizer
@@ -98,6 +111,10 @@ def test_each_label_stands_on_its_own_word_and_lost_ones_are_counted(pairs, kind
     assert batch["input_ids"][0, 1 : 1 + len(ids)].tolist() == ids
     assert batch["labels"][0].tolist() == [IGNORED, *expected, IGNORED]
     assert batch["num_dropped_labels"].tolist() == [lost]
+    assert ("begins_word" in batch) == all_subwords
+    if all_subwords:  # as if only first sub-words had been labelled
+        first = tagger(kind, max_sequence_length=length)([{"tokens": words, "tags": labels}])["labels"]
+        assert torch.equal(batch["labels"].masked_fill(batch["begins_word"] == 0, IGNORED), first)
 
 
 def test_aligned_rows_are_padded_as_transformers_pads_them():

@@ -13,11 +13,13 @@ from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from torch.nn import functional as F
 
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
-from bertlab.train.checkpoints import CheckpointSeries, RunCheckpoint, check_resume, find_checkpoint
+from bertlab.optim.groups import leading_group
+from bertlab.train.checkpoints import CheckpointSeries, RunCheckpoint, check_resume, find_checkpoint, refuse_differences, run_fingerprint
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -123,6 +125,28 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     assert list(later)[-5:] == list(losses)[-5:]
 
 
+def test_what_makes_the_loss_is_part_of_the_run():
+    kept = run_fingerprint(small_module(prefixes=[8, 16]), None)
+    refuse_differences("run.ckpt", kept, run_fingerprint(small_module(prefixes=[8, 16], chunk_rows=2, learning_rate=1.0), None))
+    for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"both_directions": True}, "both_directions is"),
+                          ({"prefixes": [8]}, r"prefixes is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
+                          ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            refuse_differences("run.ckpt", kept, run_fingerprint(small_module(**{"prefixes": [8, 16], **changed}), None))
+
+
+def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(tmp_path):
+    def run(steps, checkpoint=None):
+        module = small_module(schedule="torch.optim.lr_scheduler.LambdaLR", scheduler_kwargs={"lr_lambda": lambda step: 1 / (1 + step)})
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        trainer.fit(module, small_data(), ckpt_path=checkpoint)
+        return trainer.optimizers[0].param_groups[0]["lr"]
+
+    run(2)
+    assert torch.load(find_checkpoint(tmp_path), weights_only=True)["hyper_parameters"]["scheduler_kwargs"] == {}
+    assert run(4, find_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
+
+
 def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
     module, data = small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True), small_data()
     trainer = fit(module, data, 1)
@@ -132,6 +156,13 @@ def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
     for part, rate in by_layer.items():
         assert all(r == pytest.approx(rate) for name, (r, _) in rates.items() if part in name), part
     assert rates["log_temperature"][1] == 0
+    logged = leading_group(trainer.optimizers[0].param_groups)["initial_lr"]
+    assert logged == 0.08, "not that of the layer whose group comes first"
+
+
+def test_a_decay_among_the_optimizer_s_options_is_refused():
+    with pytest.raises(ValueError, match="say weight_decay=0.1 beside optimizer_kwargs"):
+        fit(small_module(optimizer_kwargs={"weight_decay": 0.1}), small_data(), 1)
 
 
 def test_the_learnt_temperature_moves_and_stays_within_its_bounds():
@@ -319,6 +350,15 @@ def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
     assert np.abs(vectors[0] - vectors[1]).max() < 1e-6 and np.abs(vectors[0] - vectors[2]).max() < 1e-6
 
 
+def test_an_encoder_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tmp_path):
+    small_module().save(tmp_path / "first")
+    other = train_tokenizer(["seven six five four three two one black white"] * 3, 60)
+    with pytest.raises(ValueError, match="first was trained with another tokenizer: id .*transplant"):
+        EmbeddingModule(str(tmp_path / "first"), other)
+    EmbeddingModule(str(tmp_path / "first"), other, prepare_encoder=lambda encoder: None)  # who may give it other rows
+    EmbeddingModule(str(tmp_path / "first"), small_tokenizer())
+
+
 @pytest.mark.parametrize("built_first", [True, False])
 def test_rows_fit_an_encoder_of_few_positions(built_first):
     short = EmbeddingModule(model_config_kwargs={**small_config(), "max_position_embeddings": 32},
@@ -371,8 +411,6 @@ def test_what_does_not_fit_together_is_refused_when_the_model_is_built():
                             pretrained_tokenizer_name_or_path=small_tokenizer())  # fmt: skip
     seed_everything(0)
     data = small_data()
-    from bertlab.data.tokenizers import train_tokenizer
-
     data.tokenizer = train_tokenizer(["a quite different text with other words in it " * 3], 120)
     with pytest.raises(ValueError, match="given to both"):
         fit(other, data, 1)

@@ -11,7 +11,8 @@ from test_bi_encoder import make_model
 from bertlab.data.corpus import make_corpus
 from bertlab.data.documents import Document
 from bertlab.embeddings.few_labels import draw_labels, few_label_curve, probe_accuracy
-from bertlab.embeddings.tasks import (TASKS, EncoderScorer, WordVectors, alignment, bm25_scores, bootstrap, evaluate_retrieval,
+from bertlab.embeddings.pairs import PairSet
+from bertlab.embeddings.tasks import (TASKS, EncoderScorer, RetrievalTask, WordVectors, alignment, bm25_scores, bootstrap, evaluate_retrieval,
                                       first_sentence, load_retrieval, make_task, mteb_scores, retrieval_table,
                                       score_queries, signatures, tfidf_scores, uniformity)  # fmt: skip
 
@@ -48,6 +49,47 @@ def test_every_task_of_this_python_has_answers_and_pairs_to_train_on(name):
 def test_one_query_with_two_answers_and_one_document_for_two_queries():
     task = make_task("x", "y", [], [("a", "A"), ("a", "B"), ("b", "A"), ("a", "A")])
     assert (task.queries, task.documents, task.relevant) == (["a", "b"], ["A", "B"], [[0, 1], [0]])
+
+
+def test_a_query_that_is_a_document_does_not_find_itself():
+    chain = [("a red fox", "a red fox runs"), ("a red fox runs", "the red fox runs home"), ("blue sea", "a deep blue sea")]
+    task = make_task("x", "y", [], chain)
+    assert task.find_itself() == [[], [0], []]
+    scores = np.array([[3.0, 2, 1], [9, 2, 1], [1, 2, 3]])  # the second query is the first document
+    found = evaluate_retrieval(task, {"x": lambda queries, documents: scores, "TF-IDF": tfidf_scores})
+    assert all(values.tolist() == [1, 1, 1] for measures in found.values() for values in measures.values())
+    knows_nothing = evaluate_retrieval(task, {"x": lambda queries, documents: np.zeros((3, 3))})["x"]["mrr"]
+    assert knows_nothing.tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3]), "it has one rival less"
+
+
+def test_a_query_that_is_marked_as_its_own_answer_is_ranked():
+    task = make_task("x", "y", [], [("a", "a"), ("a", "b"), ("c", "b")])
+    assert task.find_itself() == [[], []]
+    found = evaluate_retrieval(task, {"x": lambda queries, documents: np.array([[2.0, 1], [2, 1]])})["x"]
+    assert found["mrr"].tolist() == [1, 0.5]
+
+
+def test_every_query_of_near_twins_has_its_twin_before_itself():
+    task = load_retrieval("duplicates")
+    twice = [bool(some) for some in task.find_itself()]
+    found = evaluate_retrieval(task, {"TF-IDF": tfidf_scores})["TF-IDF"]["recall_1"]
+    assert any(twice) and found[twice].mean() > 0.8
+    assert score_queries(tfidf_scores(task.queries, task.documents), task.relevant)["recall_1"][twice].max() == 0
+
+
+@pytest.mark.parametrize("relevant, word", [
+    ([[0], []], "the query 'why' has no relevant document"), ([[0], [2]], "the query 'why' names document 2.*there are 2"),
+    ([[-1], [0]], "the query 'who' names document -1"), ([[0]], "an entry for each of 2 queries, got 1"),
+])  # fmt: skip
+def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_encoded(relevant, word):
+    with pytest.raises(ValueError, match=word) as caught:
+        RetrievalTask("x", "y", ["who", "why"], ["A", "B"], relevant, PairSet([], [], []))
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_of_a_query_without_an_answer_are_refused_by_its_number():
+    with pytest.raises(ValueError, match="query 1 has no relevant document"):
+        score_queries(np.zeros((2, 3)), [[0], []])
 
 
 def test_a_docstring_is_parted_after_its_first_sentence():

@@ -15,7 +15,9 @@ from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.module import FinetuningModule, finetuning_schedule, make_scores
 from bertlab.finetuning.data import FinetuningDataModule
+from bertlab.finetuning.metrics import labels_of_words
 from bertlab.model.task_heads import balance_classes, weighted_loss
+from bertlab.train.history import History
 from bertlab.train.trainer import make_trainer, seed_everything
 
 warnings.filterwarnings("ignore", module="lightning")
@@ -173,6 +175,45 @@ def test_scores_of_entities_equal_seqevals_on_the_same_predictions():
     assert 0 < values["val_entity_f1"] < 1, "the comparison would say nothing"
     assert values["val_entity_f1"] == pytest.approx(metrics.f1_score(truth, guess), abs=1e-6)
     assert values["val_entity_precision"] == pytest.approx(metrics.precision_score(truth, guess), abs=1e-6)
+
+
+def in_pieces(n, seed=0):
+    "Entities of words that the tokenizer has to cut."
+    cut = lambda word: {"the": "the", "is": "is", "in": "in"}.get(word, word + "some")  # noqa: E731
+    return [{**row, "text": list(map(cut, row["text"]))} for row in tagged(n, seed)]
+
+
+def test_words_are_judged_once_however_many_of_their_sub_words_learn():
+    from bertlab.finetuning.evaluations import evaluate_split
+
+    found = []
+    for every in (False, True):
+        data = data_for("token_classification", in_pieces(48), in_pieces(19, 1), in_pieces(5, 2),
+                        collator_kwargs={"label_all_subwords": every})
+        data.setup()
+        module = module_for("token_classification", learning_rate=0.0)
+        trainer = fit(module, data, 1)
+        batch = next(iter(data.val_dataloader()))
+        predict(module, [batch])
+        found.append((logged(trainer), evaluate_split(module, data).numbers, int((batch["labels"] >= 0).sum())))
+    (few, table, pieces), (all_, all_table, all_pieces) = found
+    assert all_pieces > 1.5 * pieces, "the words are in pieces"
+    scores = [name for name in few if name.startswith("val_") and name != "val_loss"]
+    assert "val_entity_f1" in scores and [all_[name] for name in scores] == [few[name] for name in scores]
+    assert all_table == table
+
+
+def test_a_word_in_pieces_begins_an_entity_once_in_packed_rows_too():
+    rows, counts = in_pieces(48), []
+    for packing in (False, True):
+        data = data_for("token_classification", rows, rows[:2], collator_kwargs={"label_all_subwords": True}, packing=packing)
+        data.setup()
+        batch = data.collator(data.datasets["train"].rows)
+        counts.append(int((batch["labels"] == data.label2id["B-PLACE"]).sum()))
+        words = labels_of_words(batch)
+        assert int((words != -100).sum()) == sum(len(row["text"]) for row in rows)
+        assert (batch["labels"] != -100).sum() > (words != -100).sum()
+    assert counts == [48, 48], "a place a sentence"
 
 
 def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
@@ -370,6 +411,64 @@ def test_a_schedule_of_ones_own_is_an_object_or_its_dotted_name(named):
         module_for(scheduler_type=halved, warmup_steps=3)
 
 
+def sawtooth(step, width=2, total_steps=None):
+    "A schedule as pretraining takes it: a function of the step."
+    assert total_steps == 5
+    return 1 - 0.5 * (step % width)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_schedule_may_be_a_function_of_the_step_as_in_pretraining(named):
+    own = "test_finetuning.sawtooth" if named else sawtooth
+    module, seen = module_for(scheduler_type=own, scheduler_kwargs={"width": 2}, learning_rate=1.0), []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[Watch()]).fit(module, data_for())
+    assert seen == [1.0, 0.5, 1.0, 0.5, 1.0]
+
+
+class Sawtooth:
+    "Its objects are functions of the step; its option has the name of one of bertlab's phases."
+
+    def __init__(self, warmup_steps):
+        self.width = warmup_steps
+
+    def __call__(self, step):
+        return 1 - 0.5 * (step % self.width)
+
+
+class Rising(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer, warmup_steps):
+        super().__init__(optimizer, lambda step: min(1.0, step / warmup_steps))
+
+
+@pytest.mark.parametrize("own, rates", [(Sawtooth, [1.0, 0.5, 1.0, 0.5]), (Rising, [0.0, 0.5, 1.0, 1.0])])
+def test_a_class_of_ones_own_gets_its_options_whatever_their_names(own, rates):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, seen = finetuning_schedule(optimizer, own, 0, 10, {"warmup_steps": 2}), []
+    for _ in rates:
+        seen.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert seen == rates
+
+
+@pytest.mark.parametrize("own, said", [
+    (lambda word: f"{word}", "gives no schedule: '0' for step 0, and 'SGD"),
+    (lambda a, b: 1.0, "gives no schedule: TypeError.* for step 0, and TypeError.* for the optimizer"),
+    (torch.optim.lr_scheduler.LambdaLR, "scheduler_type LambdaLR with scheduler_kwargs={} gives no schedule: .*lr_lambda"),
+    (Sawtooth, "scheduler_type Sawtooth with scheduler_kwargs={}: .*warmup_steps"),
+])  # fmt: skip
+def test_a_schedule_that_is_none_is_refused_in_one_line(own, said):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(ValueError, match=said) as caught:
+        finetuning_schedule(optimizer, own, 0, 10)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_test_split_is_scored_with_the_averaged_weights_too():
     rows = texts_of(20, seed=3)
     data = data_for(val=rows, test=rows)
@@ -470,6 +569,38 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
         assert torch.equal(weight, ends[1][key]), key
 
 
+@pytest.mark.parametrize("cut", [1, 4, 5])
+def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(tmp_path, cut):
+    ends, seen, path = [], [], tmp_path / "cut.ckpt"
+    for start in (None, path):
+        seed_everything(0 if start is None else 9)
+        data, rows = data_for(), []
+        callback = SaveAt(cut, path)
+        callback.on_train_batch_start = lambda trainer, module, batch, number, rows=rows: rows.append(batch["input_ids"].tolist())
+        if start is not None:
+            callback.step = -1
+        module = module_for(scheduler_type="linear")
+        trainer = make_trainer(100, max_epochs=3, precision="32-true", accelerator="cpu", callbacks=[callback])
+        trainer.fit(module, data, ckpt_path=start, weights_only=False)
+        ends.append(weights(module)), seen.append(rows)
+    assert 3 < len(seen[0]) and len(seen[0]) % 3 == 0 and len(seen[0]) // 3 not in (1, cut), "within an epoch"
+    assert seen[1] == seen[0][cut:]
+    for key, weight in ends[0].items():
+        assert torch.equal(weight, ends[1][key]), key
+
+
+@pytest.mark.parametrize("kind", ["linear", "constant", "cosine", "polynomial"])
+def test_a_resume_with_another_rate_goes_on_with_it(tmp_path, kind):
+    rates, path = {}, tmp_path / "half.ckpt"
+    for start, rate in ((None, 1e-3), (path, 1e-4)):
+        module, history = module_for(scheduler_type=kind, learning_rate=rate, layer_decay=0.8), History()
+        callbacks = [history, SaveAt(4, path)] if start is None else [history]
+        trainer = make_trainer(8, precision="32-true", accelerator="cpu", callbacks=callbacks)
+        trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
+        rates[rate] = history.record.column("learning_rate")[-4:]
+    assert rates[1e-4] == pytest.approx(rates[1e-3] / 10, abs=1e-7), "polynomial ends at 1e-7, whatever its peak"
+
+
 # --- refused before training ----------------------------------------------------------------------
 
 
@@ -546,14 +677,29 @@ class Own(torch.optim.SGD):
     "Somebody's optimizer."
 
 
-@pytest.mark.parametrize("options", [{"optimizer_class": Own}, {"scheduler_type": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)}])
+def steady(step):
+    return 1.0
+
+
+LAMBDA = "torch.optim.lr_scheduler.LambdaLR"
+
+
+@pytest.mark.parametrize("options", [
+    {"optimizer_class": Own}, {"scheduler_type": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)},
+    {"scheduler_type": LAMBDA, "scheduler_kwargs": {"lr_lambda": steady}},
+    {"scheduler_type": LAMBDA, "scheduler_kwargs": {"lr_lambda": lambda step: 1.0}},
+])  # fmt: skip
 def test_parts_of_ones_own_train_and_leave_a_checkpoint_that_safe_loading_reads(options, tmp_path):
     module = module_for(**options)
     trainer = fit(module, data_for(), 3)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     kept = torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"]
     assert kept["optimizer_class"] == (f"{__name__}.Own" if "optimizer_class" in options else "adamw")
-    assert kept.get("scheduler_type") is None
+    if "scheduler_kwargs" in options:
+        named = {"lr_lambda": f"{__name__}.steady"} if options["scheduler_kwargs"]["lr_lambda"] is steady else {}
+        assert kept["scheduler_type"] == LAMBDA and kept["scheduler_kwargs"] == named
+    else:
+        assert kept.get("scheduler_type") is None
     loaded = FinetuningModule.load_from_checkpoint(tmp_path / "own.ckpt")
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(module.model.parameters(), loaded.model.parameters()))
 

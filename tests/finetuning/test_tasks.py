@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from bertlab.finetuning import baselines
 from bertlab.finetuning.baselines import (
-    AnswerWords, bag_of_words_baseline, compute_baselines, majority_baseline, own_task, score_predictions, score_spans, tag_words,
+    AnswerWords, bag_of_words_baseline, compute_baselines, describe_draw, majority_baseline, own_task, score_predictions, score_spans,
+    tag_words,
 )
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.documents import Document, fingerprint, overlap
@@ -26,6 +27,8 @@ from bertlab.finetuning.tasks import (
     AREAS, SHARES, TASK_RECIPES, Task, area_rows, class_of, describe_task, divide_rows, load_task, module_of,
     place_group, question_rows, row_text, thin_out,
 )
+from bertlab.model.config import BertLabConfig
+from bertlab.model.task_heads import text_loss
 from bertlab.finetuning.tasks import ask_about, clip, label_code, label_words, list_entry, parse_functions, stdlib_functions
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
@@ -357,16 +360,45 @@ def own_data(kind, rows, **options):
     return data
 
 
-@pytest.mark.parametrize("names", [["cat", "dog"], [0, 1], [0.5, 1.5]])
+@pytest.mark.parametrize("names", [["cat", "dog"], [0, 1]])
 def test_a_row_without_a_label_is_no_class_of_its_own(names):
     rows = [{"text": "red fish" if i % 2 else "blue dog", "label": names[i % 2]} for i in range(20)]
     data = own_data("classification", [{"text": "one two", "label": -100}, *rows])
     task = own_task(data)
     assert [len(split) for split in (task.train, task.validation, task.test)] == [20, 9, 9]
-    if isinstance(names[0], float):
-        return
     found = compute_baselines(data)["bag of words"]
     assert set(found.values()) == {1.0} and "val_f1_macro" in found
+
+
+def test_a_change_of_minus_hundred_per_cent_is_a_number_for_baselines_and_models_alike():
+    change = {"red": -100.0, "blue": 20.0, "one": 0.0, "two": 80.0}
+    rows = [{"text": f"{word} fish", "label": value} for word, value in change.items()] * 6
+    data = own_data("classification", rows)
+    task = own_task(data)
+    assert [row["label"] for row in task.test] == [row["label"] for row in rows[:10]]
+    said = [change[row["text"].split()[0]] for row in task.test]
+    assert score_predictions(task, said) == pytest.approx({"pearson": 1, "spearman": 1}), "no prediction is blotted out"
+    batch, real = next(iter(data.val_dataloader())), 10
+    config = BertLabConfig(num_labels=1, problem_type="regression", vocab_size=80)
+    total, count = text_loss(config, torch.zeros(len(batch["labels"]), 1), batch["labels"], batch["attention_mask"].any(1))
+    assert count == real and total == sum(value**2 for value in said)
+
+
+def test_of_many_rows_some_are_drawn_by_lot_because_files_are_sorted_by_label():
+    rows = [{"text": "red fish", "label": "fish"}] * 60 + [{"text": "blue dog", "label": "dog"}] * 40
+    data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
+    data.set_datasets(train=rows[40:], val=rows[40:], test=rows)
+    data.setup()
+    task = own_task(data, max_rows=50)
+    labels = [row["label"] for row in task.test]
+    assert len(labels) == 50 and 10 < labels.count("dog") < 30, "the first fifty are all fish"
+    assert labels == sorted(labels, reverse=True), "in the order of the file"
+    assert own_task(data, 50) == task, "the same lots each time"
+    assert own_task(data, 100).test == own_task(data).test and len(own_task(data).test) == 100
+    assert describe_draw(data, 50) == ("baselines take 50 of 60 train rows, 50 of 60 validation rows, 50 of 100 test rows, "
+                                       "drawn by lot")
+    assert describe_draw(data, 60) == "baselines take 60 of 100 test rows, drawn by lot" and describe_draw(data) == ""
+    assert compute_baselines(data, 50)["majority"]["test_accuracy"] == pytest.approx(labels.count("dog") / 50)
 
 
 def test_pairs_of_texts_with_names_get_both_opponents_by_the_metrics_of_the_module():

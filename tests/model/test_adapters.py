@@ -167,6 +167,61 @@ def test_plain_peft_finds_layers_that_a_pattern_of_ours_names(shape, options, tm
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
+PARTS = [["embeddings.tokens"], ["tokens", "head"], ["embeddings"], ["head"], ["head.bias"], ["head.dense.weight"]]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_plain_peft_opens_free_parts_and_both_ends_of_a_tied_table(shape, parts, tied, tmp_path):
+    from peft import PeftModel
+
+    model = build(shape, tie_word_embeddings=tied)
+    fresh = copy.deepcopy(model)
+    base = fresh if shape == "ours alone" else to_huggingface(model)
+    add_adapter(model, {"modules_to_save": parts})
+    move(model)
+    save_adapter(model, tmp_path)
+    opened = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(opened.merge_and_unload()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    load_adapter(fresh, tmp_path)
+    torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", ["decoder", "table"])
+def test_a_decoder_that_peft_trained_apart_from_its_table_is_refused(changed, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = build("bert")
+    parts = ["decoder"] if changed == "decoder" else ["word_embeddings", "decoder"]
+    theirs = get_peft_model(to_huggingface(model), LoraConfig(r=2, target_modules=["intermediate.dense"], modules_to_save=parts))
+    name = "cls.predictions.decoder" if changed == "decoder" else "word_embeddings"
+    for key, weight in theirs.named_parameters():
+        if f"{name}.modules_to_save" in key and key.endswith("weight"):
+            weight.data += 1
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="decoder.weight with weights of its own.*merge_and_unload"):
+        load_adapter(model, tmp_path)
+    assert add_adapter(model, "lora"), "it has no adapter yet"
+
+
+def test_an_adapter_and_a_model_are_not_written_into_one_directory(tmp_path):
+    model = build()
+    add_adapter(model)
+    save_adapter(model, tmp_path / "a")
+    with pytest.raises(ValueError, match="holds an adapter.*a/adapter"):
+        save_model(model, None, tmp_path / "a")
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    save_model(model, None, tmp_path / "m")
+    before = sorted(path.name for path in (tmp_path / "m").iterdir())
+    with pytest.raises(ValueError, match="holds a model.*m/adapter"):
+        save_adapter(model, tmp_path / "m")
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == before
+    save_adapter(model, tmp_path / "m" / "adapter")
+    save_model(model, None, tmp_path / "m")
+
+
 def test_an_adapter_of_a_kind_that_is_not_known_is_refused_by_name(tmp_path):
     from peft import VeraConfig, get_peft_model
 

@@ -10,6 +10,7 @@ from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.growth import MUST_AGREE, check_growth, find_axes, grow, map_axes, map_layers, tile_places
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.huggingface import BertLabModelWithPooler
 from bertlab.model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification, BertLabForTokenClassification
 
 torch.set_num_threads(1)
@@ -318,6 +319,44 @@ def test_a_longer_table_of_learned_positions_is_refused_and_a_longer_rotary_reac
 def test_a_jitter_that_is_no_deviation_is_refused(jitter):
     with pytest.raises(ValueError, match="jitter must be finite"):
         grow(lively(shape()), doubled({}), jitter=jitter)
+
+
+@pytest.mark.parametrize("rescale", [True, False])
+def test_a_bert_grows_with_its_pooler(rescale):
+    variant = VARIANTS["bert"]
+    model = lively(shape(**variant), BertLabModelWithPooler)
+    larger = grow(model, doubled(variant), rescale=rescale)
+    small, large = (m(**some_batch()).pooler_output for m in (model, larger))
+    apart = (large - small[:, tile_places(16, 8)]).abs().max()
+    assert apart < 1e-5 if rescale else apart > 0.1
+    same = grow(model, shape(**variant), rescale=rescale)
+    assert torch.equal(same.pooler.weight, model.pooler.weight)
+
+
+NAMES = {"id2label": {0: "neg", 1: "pos"}, "label2id": {"neg": 0, "pos": 1}}
+
+
+@pytest.mark.parametrize("said", [{}, {"problem_type": "single_label_classification"}, NAMES], ids=["nothing", "kind", "names"])
+def test_names_of_labels_are_taken_along(said):
+    kind = {"problem_type": "single_label_classification"}
+    model, config = lively(shape(**NAMES, **kind), BertLabForSequenceClassification), doubled({}, **said)
+    before = config.to_dict()
+    larger = grow(model, config).config
+    assert (larger.id2label, larger.label2id, larger.problem_type) == (*NAMES.values(), *kind.values())
+    assert config.to_dict() == before and larger.id2label is not model.config.id2label
+
+
+@pytest.mark.parametrize("name, have, want", [
+    ("id2label", {0: "neg", 1: "pos"}, {0: "pos", 1: "neg"}),
+    ("problem_type", "single_label_classification", "multi_label_classification"),
+])  # fmt: skip
+def test_other_names_of_labels_are_refused_where_a_head_has_them(name, have, want):
+    model = lively(shape(**{name: have}), BertLabForSequenceClassification)
+    with pytest.raises(ValueError, match=f"^{name} is .*set {name}="):
+        grow(model, doubled({}, **{name: want}))
+    assert getattr(grow(model.encoder, doubled({}, **{name: want})).config, name) == want
+    unnamed = lively(shape(), BertLabForSequenceClassification)
+    assert getattr(grow(unnamed, doubled({}, **{name: want})).config, name) == want
 
 
 def test_a_weight_that_no_rule_knows_is_refused_by_name():

@@ -440,6 +440,56 @@ def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_
         assert ("token_type_ids" in fitted.model_input_names) == (kind != "modernbert")
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(head, adapted, tmp_path):
+    "Its [UNK] has the id 1, which RoBERTa in transformers takes for padding when it counts positions."
+    model = from_huggingface(theirs("roberta", head))
+    if adapted:
+        adapters = pytest.importorskip("bertlab.model.adapters")
+        lively(adapters.add_adapter(model, "lora") and model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    settings, own = model.config.to_dict(), tokenizer()
+    save_model(model, own, tmp_path)
+    assert model.config.to_dict() == settings
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
+    again = their_class("bert", head).from_pretrained(tmp_path).eval()
+    said = [getattr(again.config, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")]
+    assert said == [own.pad_token_id, 2, 3, 2, 3]
+    ids, mask = padded_rows()
+    ids[0, 3:6], mask[2] = 1, 1  # their BERT numbers from the start of the row
+    ids[2, :9] = 7
+    with torch.no_grad():
+        want, got = model(ids, mask), again(ids, attention_mask=mask)
+    assert_same_outputs({k: v for k, v in want.items() if v is not None}, got, mask)
+    assert type(again).__name__ in describe_saving(model, tokenizer=own)
+    assert "padding 1, and the tokenizer's is 0" in describe_saving(model, tokenizer=own)
+    back = from_huggingface(tmp_path)
+    assert back.config.position_offset == 0 and back.config.max_position_embeddings == L
+
+
+def test_a_roberta_stays_one_where_its_padding_is_the_tokenizers(tmp_path):
+    own = tokenizer()
+    own.pad_token = own.unk_token  # id 1
+    save_model(from_huggingface(theirs("roberta")), own, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["RobertaForMaskedLM"]
+
+
+def test_a_roberta_that_must_stay_one_is_refused_beside_another_padding(tmp_path):
+    model = from_huggingface(theirs("roberta"))
+    with pytest.raises(ValueError, match="padding 1, and the tokenizer's is 0: leave kind out"):
+        save_model(model, tokenizer(), tmp_path / "a", kind="roberta")
+    assert not (tmp_path / "a").exists()
+
+
+def test_what_is_no_bert_either_keeps_its_positions_in_our_class(tmp_path):
+    model = lively(BertLabForMaskedLM(roberta_base(**SHAPE, num_hidden_layers=2, max_position_embeddings=L, norm="rms")))
+    save_model(model, tokenizer(), tmp_path)
+    again, (ids, mask) = BertLabForMaskedLM.from_pretrained(tmp_path).eval(), padded_rows()
+    assert again.config.position_offset == 2
+    torch.testing.assert_close(again(ids, mask).logits, model(ids, mask).logits)
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_packed_documents_of_a_converted_model_equal_documents_alone(kind):
     original, (ids, _) = theirs(kind), padded_rows(1)
@@ -732,6 +782,36 @@ def test_no_file_of_an_older_models_weights_stays(place, tmp_path):
     save_model(ours(), None, tmp_path)
     held = {path.name for path in tmp_path.iterdir()}
     assert held == {"config.json", "model.safetensors", "model-notes.safetensors"}
+
+
+OLDER = {  # of a tokenizer that transformers 4 wrote
+    "special_tokens_map.json": json.dumps({"pad_token": "<pad>", "mask_token": "<mask>", "cls_token": "<s>"}),
+    "added_tokens.json": json.dumps({"<new>": V + 7}), "vocab.txt": "a\nb", "vocab.json": "{}", "merges.txt": "",
+    "spiece.model": "", "tokenizer.model": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["a model", "a run"])
+def test_no_file_of_an_older_tokenizer_stays_beside_a_new_one(place, tmp_path):
+    for name, content in OLDER.items():
+        (tmp_path / name).write_text(content)
+    if place == "a model":
+        (tmp_path / "config.json").write_text("{}")
+    save_model(ours(), None, tmp_path)
+    assert OLDER.keys() <= {path.name for path in tmp_path.iterdir()}, "without a tokenizer nothing is replaced"
+    if place == "a run":
+        (tmp_path / "config.json").unlink()
+    save_model(ours(), tokenizer(), tmp_path)
+    held = {path.name for path in tmp_path.iterdir()}
+    assert held == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again.get_vocab() == tokenizer().get_vocab() and again.mask_token == "[MASK]"
+
+
+def test_a_list_of_words_that_belongs_to_no_tokenizer_stays(tmp_path):
+    (tmp_path / "vocab.txt").write_text("mine")
+    save_model(ours(), tokenizer(), tmp_path)
+    assert (tmp_path / "vocab.txt").read_text() == "mine"
 
 
 def half_a_save(self, directory):

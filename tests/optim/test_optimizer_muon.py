@@ -294,6 +294,29 @@ def test_an_unknown_size_of_the_updates_is_answered():
         mixed(small_model(), adjust_lr_fn="adam")
 
 
+@pytest.mark.parametrize("option, wrong, answer", [
+    ("ns_steps", "five", "ns_steps must be a whole number from 1 on, got 'five'"),
+    ("ns_steps", 0, "ns_steps must be a whole number from 1 on, got 0"),
+    ("ns_steps", 2.5, "ns_steps must be a whole number"), ("ns_steps", True, "ns_steps must be a whole number"),
+    ("momentum", 1.5, "momentum must be a number from 0 on and below 1, got 1.5"),
+    ("momentum", -0.1, "momentum must be a number"), ("momentum", "high", "momentum must be a number"),
+    ("momentum", float("nan"), "momentum must be a number"),
+    ("lr", -0.1, "lr must be a number from 0 on, got -0.1"), ("weight_decay", -1, "weight_decay must be a number from 0 on"),
+])  # fmt: skip
+def test_numbers_that_cannot_be_are_answered_and_not_trained_with(option, wrong, answer):
+    with pytest.raises(ValueError, match=answer):
+        mixed(small_model(), **{option: wrong})
+    with pytest.raises(ValueError, match=answer):
+        StackedMuon([nn.Parameter(torch.zeros(2, 2))], **{option: wrong})
+
+
+def test_a_rate_may_be_a_tensor_and_momentum_nothing():
+    weight = nn.Parameter(torch.eye(3))
+    weight.grad = torch.ones(3, 3)
+    StackedMuon([weight], lr=torch.tensor(0.1), momentum=0.0, weight_decay=0, ns_steps=1).step()
+    assert not torch.equal(weight.detach(), torch.eye(3))
+
+
 def test_a_checkpoint_of_torchs_own_muon_goes_on():
     "Runs of earlier versions hold torch's options and its name of the momentum."
     weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))

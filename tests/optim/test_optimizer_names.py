@@ -22,7 +22,7 @@ OPTIONS = {
     "adam": {"lr": 0.005},
     "adamw": {"lr": 0.005},
     "galore": {"lr": 0.005, "rank": 8, "update_proj_gap": 5, "scale": 1.0},
-    "lamb": {"lr": 0.02},
+    "lamb": {"lr": 0.05},
     "lars": {"lr": 10.0},
     "lion": {"lr": 0.002},
     "muon": {"lr": 0.005},
@@ -245,6 +245,28 @@ def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too
     assert optimizer_facts("muon") is OPTIMIZERS["muon"]
     with pytest.raises(ValueError, match="own_optimizers"):
         optimizer_facts("own_optimizers.Nobody")
+
+
+@pytest.mark.parametrize("name, options, answer", [
+    ("adamw", {"betas": 0.9}, r"optimizer_kwargs: adamw cannot be built with {'betas': 0.9}: TypeError"),
+    ("adamw", {"betas": [0.9]}, r"cannot be built with {'betas': \[0.9\]}: IndexError"),
+    ("adam", {"eps": "small"}, "optimizer_kwargs: adam cannot be built with {'eps': 'small'}"),
+    ("adam", {"fused": True, "foreach": True}, "optimizer_kwargs: adam cannot be built .* RuntimeError"),
+    ("shampoo", {"preconditioning_compute_steps": 0}, "preconditioning_compute_steps must be positive"),
+    ("torch.optim.NAdam", {"betas": 0.9}, "optimizer_kwargs: NAdam cannot be built with"),
+    ("muon", {"betas": 1}, "optimizer_kwargs: muon cannot be built with {'betas': 1}"),
+    ("galore", {"projection_type": "foo"}, "galore's projection_type must be one of std, .*; got 'foo'"),
+    ("galore", {"update_proj_gap": 0}, "galore's update_proj_gap must be a whole number from 1 on, got 0"),
+    ("galore", {"rank": 0.5}, "galore's rank must be a whole number from 1 on, got 0.5"),
+    ("galore", {"scale": "wide"}, "galore's scale must be a number, got 'wide'"),
+])  # fmt: skip
+def test_an_option_that_cannot_be_is_one_sentence_that_names_it(name, options, answer):
+    groups = [{"params": [nn.Parameter(torch.zeros(2, 2))]}, {"params": [nn.Parameter(torch.zeros(2))]}]
+    if name in HIDDEN_APART:
+        groups = [{**group, "hidden": hidden} for group, hidden in zip(groups, (True, False))]
+    with pytest.raises(ValueError, match=answer) as caught:
+        get_optimizer(name, groups, options)
+    assert "\n" not in str(caught.value)
 
 
 def test_another_way_of_orthogonalising_takes_the_place_of_muons():

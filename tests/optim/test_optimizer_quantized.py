@@ -1,5 +1,6 @@
 "8-bit states: which library, on which device, what is saved, and what happens where it does not work."
 
+import inspect
 import io
 import sys
 import warnings
@@ -131,6 +132,50 @@ def test_a_probe_step_that_fails_leads_to_full_precision(monkeypatch, kind, reas
     with pytest.warns(UserWarning, match=rf"bitsandbytes: {reason}\); its states stay"):
         optimizer = get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], {"lr": 0.1, "momentum": 0.9}, quantized=True)
     assert type(optimizer) is torch.optim.SGD
+
+
+# Every option that an 8-bit class and its namesake have in common, away from its default.
+TRIED = {"betas": (0.5, 0.75), "eps": 0.1, "alpha": 0.5, "momentum": 0.9, "dampening": 0.5, "nesterov": True,
+         "centered": True, "amsgrad": True, "lr_decay": 0.5, "initial_accumulator_value": 1.0}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:quantized=True")  # what is passed over says so
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+@pytest.mark.parametrize("name", EIGHT_BIT)
+def test_with_any_option_8_bits_move_the_weights_as_full_precision_does(name, decay, bitsandbytes):
+    plain = get_optimizer(name, [nn.Parameter(torch.zeros(2))]).defaults
+    base = {"lr": 0.01, **({"momentum": 0.9} if name == "sgd" else {})}
+    found = inspect.signature(getattr(sys.modules["bitsandbytes"].optim, OPTIMIZERS[name].eight_bit[0].split(".")[-1]))
+    for more in ({}, *({key: TRIED[key]} for key in TRIED if key in plain and key in found.parameters)):
+        ends = []
+        for quantized in (True, False):
+            weight = nn.Parameter(torch.ones(64, 128))
+            optimizer = get_optimizer(name, [{"params": [weight], "weight_decay": decay}], base | more, quantized)
+            for step in range(3):
+                weight.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(step))
+                optimizer.step()
+            ends.append(weight.detach() - 1)
+        ours, theirs = ends
+        assert (ours - theirs).norm() < 0.06 * theirs.norm(), (name, more)
+
+
+@pytest.mark.parametrize("name, options, asked", [
+    ("adam", {"weight_decay": 0.1}, "adam's weight_decay=0.1"), ("rmsprop", {"momentum": 0.9}, "rmsprop's momentum=0.9"),
+    ("sgd", {"momentum": 0.9, "nesterov": True}, "sgd's nesterov=True"),
+    ("sgd", {"momentum": 0.9, "dampening": 0.1}, "sgd's dampening=0.1"),
+])  # fmt: skip
+def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(name, options, asked, bitsandbytes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.warns(UserWarning, match=f"bitsandbytes does not follow {asked}.*full precision"):
+        optimizer = get_optimizer(name, [nn.Parameter(torch.zeros(64, 128))], {"lr": 0.1, **options}, quantized=True)
+    assert type(optimizer).__module__.startswith("torch.optim")
+
+
+def test_adam_without_decay_in_any_group_has_8_bits(bitsandbytes):
+    groups = [{"params": [nn.Parameter(torch.zeros(64, 128))], "weight_decay": decay} for decay in (0.0, 0.1)]
+    assert type(get_optimizer("adam", groups[:1], {"lr": 0.1}, quantized=True)).__name__ == "Adam8bit"
+    with pytest.warns(UserWarning, match="weight_decay=0.1"):
+        get_optimizer("adam", groups, {"lr": 0.1}, quantized=True)
 
 
 def test_sgd_without_momentum_has_no_state_to_shrink(bitsandbytes):

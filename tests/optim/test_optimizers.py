@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bertlab.optim.groups import parameter_groups, parameter_table
+from bertlab.optim.groups import leading_group, parameter_groups, parameter_table
 from bertlab.optim.optimizers import OPTIMIZERS, get_optimizer
 from bertlab.optim.schedulers import get_scheduler
 
@@ -57,6 +57,36 @@ def test_two_lion_steps_by_hand():
     optimizer.step()
     # Signs of 0.5 * 0.125 - 0.5 * 0.1 > 0 and of 0.5 * -0.75 + 0.5 * 0.5 < 0: the past outweighs g.
     assert weight.tolist() == pytest.approx([0.98 * 0.88 - 0.1, 0.98 * -1.86 + 0.1])
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"grad_averaging": False}])
+def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(options):
+    "You et al. 2020, algorithm 2, whose decay stands in the ratio; without averages it stays out."
+    torch.manual_seed(0)
+    weight, decay = nn.Parameter(torch.randn(6, 4, dtype=torch.float64)), 0.3 if "grad_averaging" not in options else 0.0
+    given = {"lr": 0.1, "weight_decay": decay, "weight_decouple": False, **options}
+    optimizer = get_optimizer("lamb", [weight], given)
+    expected, m, v = weight.detach().clone(), 0.0, 0.0
+    for t in range(1, 9):
+        weight.grad = torch.randn(6, 4, dtype=torch.float64)
+        m, v = 0.9 * m + 0.1 * weight.grad, 0.999 * v + 0.001 * weight.grad**2
+        r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + decay * expected
+        expected = expected - 0.1 * expected.norm() / r.norm() * r
+        optimizer.step()
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-5)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999), "the betas that were asked for"
+
+
+@pytest.mark.parametrize("rectify, first", [(False, 1.0), (True, 0.0)])
+def test_lambs_first_updates_are_no_longer_than_the_later_ones(rectify, first):
+    weight = nn.Parameter(torch.ones(8, 8))
+    optimizer, lengths = get_optimizer("lamb", [weight], {"lr": 0.01, "rectify": rectify}), []
+    for _ in range(6):
+        before, weight.grad = weight.detach().clone(), torch.randn(8, 8)
+        optimizer.step()
+        lengths.append(((weight.detach() - before).norm() / (0.01 * before.norm())).item())
+    assert lengths[0] == pytest.approx(first, abs=1e-3)  # a rectified one waits for its second moments
+    assert rectify or lengths == pytest.approx([1.0] * 6, abs=1e-3)
 
 
 def muon_direction(gradient: torch.Tensor) -> torch.Tensor:
@@ -266,6 +296,19 @@ def test_an_overridden_rate_and_decay_are_what_the_update_uses():
     factors = (1 - 0.1 * 0.1, 1.0, 1 - 0.5 * 0.4, 1 - 0.5 * 0.4)
     for parameter, start, factor in zip(model.parameters(), before, factors):
         torch.testing.assert_close(parameter.detach(), factor * start)
+
+
+@pytest.mark.parametrize("overrides, rate", [
+    ({}, 0.1), ({"hidden.*": {"lr": 0.001}}, 0.1), ({"hidden.*": {"lr": 0.5}}, 0.1), ({"*": {"lr": 0.02}}, 0.02),
+    ({"*": {"weight_decay": 0.5}, "hidden.*": {"lr": 0.001}}, 0.1), ({"*": {"weight_decay": 0.5}}, 0.1),
+])  # fmt: skip
+def test_the_rate_of_a_run_is_that_of_a_group_without_an_override_wherever_it_stands(overrides, rate):
+    optimizer = get_optimizer("adamw", parameter_groups(Odd(), overrides=overrides), {"lr": 0.1})
+    saved = optimizer.state_dict()["param_groups"]
+    assert leading_group(optimizer.param_groups)["lr"] == leading_group(saved)["lr"] == rate
+    get_scheduler(optimizer, warmup_steps=10)
+    assert leading_group(optimizer.param_groups)["lr"] == pytest.approx(rate / 10)
+    assert leading_group([{"params": [], "lr": 0.3}])["lr"] == 0.3, "groups made by hand have no names"
 
 
 def test_a_pattern_matches_a_tied_matrix_by_either_name():

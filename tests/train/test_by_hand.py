@@ -22,7 +22,7 @@ from bertlab.data.streaming import leave_group
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import AveragedWeights
-from bertlab.train.checkpoints import run_fingerprint, validation_follows
+from bertlab.train.checkpoints import CheckpointSeries, find_checkpoint, run_fingerprint, validation_follows
 from bertlab.train.history import History
 from bertlab.train.model_directories import ModelDirectories, ModelShelf
 from bertlab.train.modules import PretrainingModule
@@ -34,6 +34,10 @@ QUIET = dict(accelerator="cpu", logger=False, enable_progress_bar=False, enable_
 
 class Halved(torch.optim.SGD):
     "Somebody's own optimizer."
+
+
+def falling(step):
+    return 1 / (1 + step)
 
 
 def test_a_module_and_data_with_other_words_are_refused_before_a_step():
@@ -142,6 +146,34 @@ def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
                            "schedule": lambda step: 1.0}, {"optimizer_class": "adamw", "schedule": None})  # fmt: skip
     assert found == {"a": ["x", 3], "b": {"c": (1.5,)}, "optimizer_class": f"{__name__}.Halved", "schedule": None}
     assert type(found["a"][1]) is int
+    nested = plain_options({"kwargs": {"lr_lambda": falling, "other": lambda step: 1.0, "each": [falling, lambda step: 1.0], "n": 1}})
+    assert nested == {"kwargs": {"lr_lambda": f"{__name__}.falling", "each": [f"{__name__}.falling", None], "n": 1}}
+
+
+@pytest.mark.parametrize("function, name", [(falling, f"{__name__}.falling"), (lambda step: 1 / (1 + step), None)])
+def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(function, name, tmp_path):
+    def run(steps, path=None):
+        module = module_of(learning_rate=1e-3, schedule=torch.optim.lr_scheduler.LambdaLR, scheduler_kwargs={"lr_lambda": function})
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        trainer.fit(module, data_of(), ckpt_path=path)
+        return trainer.optimizers[0].param_groups[0]["lr"]
+
+    run(2)
+    path = find_checkpoint(tmp_path)
+    kept = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert kept["schedule"] == "torch.optim.lr_scheduler.LambdaLR" and kept["scheduler_kwargs"].get("lr_lambda") == name
+    assert run(4, path) == pytest.approx(1e-3 * falling(4))
+    PretrainingModule.load_from_checkpoint(path, pretrained_tokenizer_name_or_path=TOKENIZER)
+
+
+def test_what_a_subclass_hands_on_is_what_is_trained_with():
+    class Steady(PretrainingModule):
+        def __init__(self, optimizer_kwargs=None, **options):
+            super().__init__(optimizer_kwargs={"betas": (0.5, 0.5), **(optimizer_kwargs or {})}, **options)
+
+    module = Steady(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3)
+    trainer, _ = fit(module, data_of(), 1)
+    assert trainer.optimizers[0].param_groups[0]["betas"] == (0.5, 0.5)
 
 
 def test_a_subclass_with_a_part_beside_its_model_writes_its_directories(tmp_path):

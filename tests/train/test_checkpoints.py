@@ -29,6 +29,7 @@ from bertlab.train.model_directories import (
     written_directory,
 )
 from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
+from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import PretrainingDataModule
 from bertlab.model.huggingface import save_model
 from bertlab.model.heads import (
@@ -352,14 +353,27 @@ def test_a_flipped_bit_is_not_noticed_by_torch_alone(folder):
     torch.load(path, weights_only=False)  # loads: this is why checksums are compared
 
 
-def test_where_no_checkpoint_loads_there_is_none(folder, capsys):
+def test_where_no_checkpoint_loads_a_run_does_not_begin_anew_over_them(folder):
+    assert find_checkpoint(folder / "nowhere") is None
     for path in folder.iterdir():
         damage(path, "half")
-    assert find_checkpoint(folder) is None and len(capsys.readouterr().err.splitlines()) == 3
-    assert find_checkpoint(folder / "nowhere") is None
+    with pytest.raises(ValueError, match="no checkpoint in .* loads, .*step-00000010.ckpt is damaged.*move them away") as caught:
+        find_checkpoint(folder)
+    assert "\n" not in str(caught.value)
     torch.save({"weights": torch.ones(2)}, folder / "step-00000099.ckpt")
-    assert find_checkpoint(folder) is None
-    assert "step-00000099.ckpt holds no global_step" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="step-00000099.ckpt holds no global_step"):
+        find_checkpoint(folder)
+
+
+def test_first_shards_that_were_cut_off_in_writing_are_passed_by(tmp_path, capsys):
+    place = tmp_path / "step-00000002.ckpt"
+    place.mkdir()
+    (place / "__0_0.distcp").write_bytes(b"half")
+    assert find_checkpoint(tmp_path) is None and "half of one" in capsys.readouterr().err
+    for name in (".metadata", "meta.pt"):
+        (place / name).write_bytes(b"not what it is called")
+    with pytest.raises(ValueError, match="meta.pt is damaged"):
+        find_checkpoint(tmp_path)
 
 
 def test_a_run_goes_on_from_the_one_before_a_damaged_one(folder):
@@ -411,6 +425,35 @@ def test_a_checkpoint_of_a_run_with_every_callback_holds_only_what_safe_loading_
     again = PretrainingModule.load_from_checkpoint(path, weights_only=True)
     again.configure_model()
     assert again.hparams["scheduler_warmup_steps"] == 1
+
+
+class Keeps(Callback):
+    "Somebody's callback, with whatever it was given in its state."
+
+    def __init__(self, kept=None):
+        self.kept = kept
+
+    def state_dict(self):
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state):
+        self.kept = state["kept"]
+
+
+def test_a_number_of_numpy_in_a_callbacks_state_is_read_by_whoever_accepts_the_file(tmp_path, capsys):
+    train(Texts(), 4, [Keeps(np.float64(2.5)), CheckpointSeries(tmp_path, 4)])
+    assert "safe loading" not in capsys.readouterr().out
+    keeper = Keeps()
+    train(Texts(), 5, [keeper, CheckpointSeries(tmp_path, 4)], find_checkpoint(tmp_path))
+    assert keeper.kept == 2.5 and (tmp_path / "step-00000005.ckpt").exists()
+
+
+def test_what_no_resume_would_read_is_said_at_the_first_checkpoint_and_once(tmp_path, capsys):
+    train(Texts(), 4, [Keeps(Path("x")), CheckpointSeries(tmp_path, 2)])
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "safe loading" in line]
+    assert "step-00000002.ckpt holds pathlib" in said and "it is in the state of Keeps;" in said
+    with pytest.raises(ValueError, match="step-00000004.ckpt holds pathlib"):
+        find_checkpoint(tmp_path)
 
 
 def test_generators_go_on_as_they_were_through_a_file(tmp_path):
@@ -535,6 +578,19 @@ def test_the_same_run_is_let_through_and_its_model_is_not_built(begun):
     assert check_resume(path, module, make_data(), 8) == 4 and module.model is None
     assert check_resume(path, module, make_data(num_workers=2), -1) == 4
     assert check_resume(path, make_module(learning_rate=1e-3), make_data(val_batch_size=2), 5) == 4
+    assert check_resume(path, make_module(loss_kwargs={"chunk_size": 8}), make_data(), 5) == 4
+
+
+class Shy(MaskedLanguageModelingCollator):
+    "Somebody's own collator, for an objective that bertlab has."
+
+
+class Momentum(torch.optim.SGD):
+    "Somebody's own optimizer."
+
+
+def momentum(params, lr):
+    return torch.optim.SGD(params, lr, momentum=0.9)
 
 
 @pytest.mark.parametrize("data, module, message", [
@@ -549,6 +605,9 @@ def test_the_same_run_is_let_through_and_its_model_is_not_built(begun):
     ({}, {"shape": {"hidden_size": 32}}, "hidden_size is 16 there and 32 here"),
     ({}, {"shape": {"hidden_activation": "silu"}}, "hidden_activation is"),
     ({}, {"optimizer_class": "lion"}, "optimizer_class is 'adamw' there and 'lion' here"),
+    ({}, {"loss_kwargs": {"z_weight": 0.01}}, "z_weight is 0.0 there and 0.01 here"),
+    ({}, {"loss_kwargs": {"label_smoothing": 0.1}}, "label_smoothing is 0.0 there and 0.1 here"),
+    ({"collator": Shy}, {}, "collator is None there and 'test_checkpoints.Shy' here"),
     ({}, {"weight_decay": 0.1}, "weight_decay is .* there and 0.1 here"),
     ({}, {"optimizer_kwargs": {"betas": [0.9, 0.5]}}, "optimizer_kwargs is None there and"),
 ])  # fmt: skip
@@ -558,6 +617,65 @@ def test_another_run_is_refused_in_one_line_before_anything_is_built(begun, data
     with pytest.raises(ValueError, match=message) as caught:
         check_resume(path, other, make_data(**data), 8)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value) and other.model is None
+
+
+def test_a_collator_of_ones_own_and_the_weights_of_diffusion_are_part_of_the_run(begun):
+    _, make_data, make_module = begun
+    own, named = (run_fingerprint(make_module(), make_data(collator=one)) for one in (Shy, "test_checkpoints.Shy"))
+    assert own == named
+    with pytest.raises(ValueError, match="collator is 'test_checkpoints.Shy' there and None here"):
+        refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
+    weighed, plain = (run_fingerprint(make_module(objective="diffusion", plain_mean=one), None) for one in (False, True))
+    with pytest.raises(ValueError, match="plain_mean is False there and True here"):
+        refuse_differences("run.ckpt", weighed, plain)
+    for name in ("collator", "plain_mean", "z_weight", "label_smoothing"):
+        plain.pop(name, None), own.pop(name, None)  # as an older version wrote them
+    refuse_differences("run.ckpt", plain, weighed)
+    refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
+
+
+@pytest.mark.parametrize("part, name, older", [
+    (Momentum, "test_checkpoints.Momentum", "<class 'test_checkpoints.Momentum'>"),
+    (momentum, "test_checkpoints.momentum", "<function momentum at 0x7f0a>"),
+    (torch.optim.SGD, "torch.optim.SGD", "<class 'torch.optim.sgd.SGD'>"),
+])  # fmt: skip
+def test_a_part_is_the_same_as_an_object_and_by_its_name(begun, part, name, older):
+    _, _, make_module = begun
+    given, named = (run_fingerprint(make_module(optimizer_class=one), None) for one in (part, name))
+    refuse_differences("run.ckpt", given, named)
+    refuse_differences("run.ckpt", named, given)
+    for now in (given, named):
+        refuse_differences("run.ckpt", {**given, "optimizer_class": older}, now)
+        with pytest.raises(ValueError, match="optimizer_class is 'adamw' there"):
+            refuse_differences("run.ckpt", run_fingerprint(make_module(), None), now)
+    other = run_fingerprint(make_module(optimizer_class=torch.optim.RAdam), None)
+    with pytest.raises(ValueError, match="optimizer_class is"):
+        refuse_differences("run.ckpt", {**given, "optimizer_class": older}, other)
+
+
+def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong_place(begun):
+    _, _, make_module = begun
+    kept = run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None)
+    kept["optimizer_kwargs"] |= {"weight_decay": 0.1, "lr": 1e-3}
+    refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None))
+    with pytest.raises(ValueError, match="optimizer_kwargs is {'eps': 1e-06} there and None here"):
+        refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), None))
+    kept["optimizer_kwargs"] = {"weight_decay": 0.1}
+    for nothing in (None, {}):
+        refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None))
+
+
+def test_a_module_that_is_loaded_from_a_checkpoint_goes_on_as_the_run_that_wrote_it(begun, tmp_path):
+    _, make_data, make_module = begun
+
+    def fit(module, steps, path=None):
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        trainer.fit(module, make_data(), ckpt_path=path)
+        return trainer.global_step
+
+    fit(make_module(optimizer_class=Momentum), 2)
+    path = find_checkpoint(tmp_path)
+    assert fit(PretrainingModule.load_from_checkpoint(path), 3, path) == 3
 
 
 def test_a_changed_length_is_announced_with_the_rate_and_so_is_the_jump(tmp_path, begun, capsys):
@@ -584,6 +702,32 @@ def test_a_changed_length_is_announced_with_the_rate_and_so_is_the_jump(tmp_path
     assert check_resume(path, make_module(**cooling), make_data(), 12) == 8
     fit(12, path)
     assert "learning rate" not in capsys.readouterr().out
+
+
+def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(tmp_path, begun, capsys):
+    _, make_data, make_module = begun
+    options = {"learning_rate": 1e-3, "parameter_overrides": {"*embeddings*": {"lr": 1e-5}}}
+
+    def fit(steps, path=None, **more):
+        series = CheckpointSeries(tmp_path, every_steps=4)
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[series])
+        trainer.fit(make_module(**{**options, **more}), make_data(), ckpt_path=path)
+
+    fit(4)
+    path = find_checkpoint(tmp_path)
+    check_resume(path, make_module(**options), make_data(), 8)
+    assert "the learning rate, 0.001 so far" in capsys.readouterr().out
+    fit(6, path, learning_rate=2e-3)
+    assert "the learning rate goes from 0.001 to 0.002 at step 4" in capsys.readouterr().out
+
+
+def test_a_run_that_said_rate_or_decay_among_the_optimizer_s_options_goes_on_without_them(begun):
+    path, make_data, make_module = begun
+    for said, now in (({"weight_decay": 0.5}, None), ({"lr": 0.1, "eps": 1e-5}, {"eps": 1e-5}), ({}, None)):
+        kept = {**read_checkpoint(path)["fingerprint"], "optimizer_kwargs": said}  # as earlier versions wrote it
+        refuse_differences(path, kept, run_fingerprint(make_module(optimizer_kwargs=now), make_data()))
+        with pytest.raises(ValueError, match="optimizer_kwargs is"):
+            refuse_differences(path, kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1.0}), make_data()))
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 4])

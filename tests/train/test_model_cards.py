@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -205,19 +206,30 @@ def test_what_says_how_a_model_is_used_is_pushed_with_it(run):
     assert READING in USES and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
     for name in USES:
         (place / name).parent.mkdir(exist_ok=True)
-        (place / name).write_text("{}")
+        (place / name).write_text("[]" if name == "modules.json" else "{}")
     assert set(USES) <= set(push_model(place, "me/cats", dry_run=True)["files"]), "with their folders"
 
 
-def test_a_card_of_a_finetuned_model_names_its_rows_and_the_mean_of_its_seeds(run):
+def write_seeds(run, monitor, runs, best_seed=7):
+    "metrics.json as `bertlab finetune` leaves it, of seeds 7, 8, ..."
+    names = list(runs[0])
+    over = lambda how: {name: how([one[name] for one in runs]) for name in names}  # noqa: E731
+    (run / "metrics.json").write_text(json.dumps({
+        "monitor": monitor, "seeds": [7 + n for n in range(len(runs))], "runs": runs, "best_seed": best_seed,
+        "mean": over(statistics.mean), "deviation": over(statistics.stdev) if len(runs) > 1 else {}}))  # fmt: skip
+
+
+def test_a_card_of_a_finetuned_model_names_its_rows_and_the_numbers_of_the_seed_that_was_written(run):
     place = place_of(run)
     (run / "run.yaml").write_text(yaml.safe_dump({
         "command": "finetune", "data": {"dataset_name_or_path": "patients.csv"},
         "model": {"pretrained_model_name_or_path": "my-run"}, "run": {"task": None}}))  # fmt: skip
-    (run / "metrics.json").write_text(json.dumps(
-        {"runs": [{"val_accuracy": 0.5}, {"val_accuracy": 0.7}], "mean": {"val_accuracy": 0.6}}))  # fmt: skip
+    write_seeds(run, "val_accuracy", [{"val_accuracy": 0.5}, {"val_accuracy": 0.75}], best_seed=8)
     card = make_card(place)
-    assert "text: patients.csv" in card and "began with: my-run" in card and "accuracy: 0.6" in card
+    assert "text: patients.csv" in card and "began with: my-run" in card
+    assert "accuracy: 0.75 (mean of 2 seeds 0.625, standard deviation 0.18)" in card and "the weights of seed 8" in card
+    assert "rows of the validation split, by whose val_accuracy the weights and seed were chosen" in card
+    assert {one.metric_value for one in ModelCard(card).data.eval_results} == {0.75}
     assert "embedded corpus" not in card
     (run / "run.yaml").write_text(yaml.safe_dump({"command": "finetune", "data": {"dataset_name_or_path": None}, "run": {"task": "docstring-area"}}))
     assert "text: docstring-area" in make_card(place)
@@ -230,3 +242,42 @@ def test_a_card_of_an_older_step_states_what_was_measured_of_it(run):
     assert "weights of step: 10 of 20" in text and "nats per label: 2.5" in text and "bits per byte" not in text and "9.0" not in text
     metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 10}))
     assert "weights of step" not in make_card(run / "models" / "step-00000010")
+
+
+def test_a_card_states_what_the_test_split_says_where_there_is_one(run):
+    write_seeds(run, "val_accuracy", [{"val_accuracy": 0.9, "test_accuracy": 0.75, "val_loss": 0.2, "test_loss": 0.5}])
+    card = make_card(place_of(run))
+    assert "- accuracy: 0.75\n" in card and "rows of the test split, by which nothing was chosen" in card
+    assert "seeds" not in card[card.index("## Measures"):card.index("## Limits")]
+    found = {one.metric_type: (one.dataset_split, one.metric_value) for one in ModelCard(card).data.eval_results}
+    assert found == {"accuracy": ("test", 0.75), "loss": ("test", 0.5)}
+
+
+@pytest.mark.parametrize("monitor, word", [
+    ("val_f1", "F1 of answers: 0.5"), ("val_mcc", "Matthews correlation: 0.5"), ("val_entity_f1", "F1 of entities: 0.5"),
+    ("val_span_f1", "F1 of spans: 0.5"), ("val_f1_micro", "f1 micro: 0.5"),
+])  # fmt: skip
+def test_a_card_states_the_number_by_which_the_weights_were_chosen(run, monitor, word):
+    write_seeds(run, monitor, [{"val_loss": 1.0, monitor: 0.5}])
+    assert f"- {word}\n" in make_card(place_of(run))
+
+
+def test_the_loss_of_a_regression_is_no_number_of_nats(run):
+    config = place_of(run) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "problem_type": "regression"}))
+    write_seeds(run, "val_spearman", [{"val_loss": 3.0, "val_pearson": 0.25, "val_spearman": 0.5}])
+    card = make_card(place_of(run))
+    assert "- squared error: 3\n" in card and "- Spearman correlation: 0.5\n" in card and "nats" not in card
+
+
+def test_a_card_of_text_vectors_says_how_often_the_right_text_was_found(run):
+    (run / "metrics.json").write_text(json.dumps({"val_loss": 1.0, "val_mrr": 0.5, "val_recall_10": 0.75}))
+    card = make_card(place_of(run))
+    assert "- mean reciprocal rank: 0.5\n" in card and "- recall at 10: 0.75\n" in card
+
+
+@pytest.mark.parametrize("damage", [{"best_seed": 3}, {"seeds": None}, {"runs": [None]}, {"runs": []}, {"runs": [{"val_accuracy": None}]}])
+def test_numbers_that_are_of_no_seed_or_undefined_are_no_measures(run, damage):
+    write_seeds(run, "val_accuracy", [{"val_accuracy": 0.5}])
+    (run / "metrics.json").write_text(json.dumps(json.loads((run / "metrics.json").read_text()) | damage))
+    assert "model-index" not in check_card(make_card(place_of(run)))

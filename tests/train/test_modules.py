@@ -12,19 +12,24 @@ import torch
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_training import CONFIG, word_tokenizer
+from tokenizers import Tokenizer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bertlab.model import encoder, heads
 from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import CheckpointSeries
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, bert_base, count_matrices
-from bertlab.model.heads import BertLabForMaskedLM, score_vectors
+from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM, score_vectors
+from bertlab.model.huggingface import save_model
 from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
 from bertlab.model.writing import generate
-from bertlab.train.modules import PretrainingModule, compile_layers, compile_options
+from bertlab.train import modules
+from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule, compile_layers, compile_options, pretraining_optimizer
+from bertlab.train.modules import find_lost, peak_rate
 from bertlab.train.reports import why_stopped
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
@@ -47,6 +52,17 @@ def module_of(objective="mlm", seed=0, **options):
     torch.manual_seed(seed)
     options = {"learning_rate": 3e-3, "scheduler_warmup_steps": 2, "model_config_kwargs": SHAPE, **options}
     return PretrainingModule(objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options)
+
+
+class SaveAt(L.Callback):
+    "Save a checkpoint behind a step."
+
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
 
 
 def fit(module, data, steps=6, **options):
@@ -257,6 +273,27 @@ def test_validation_sees_the_average_of_splus_and_training_goes_on_with_its_own_
     with averaged_weights(trainer.optimizers), averaged_weights(trainer.optimizers):  # nests
         assert torch.equal(module.model.head.dense.weight, seen["validation"])
     assert torch.equal(module.model.head.dense.weight, seen["after"])
+
+
+def test_averages_that_a_trainer_left_on_the_host_follow_their_weights_before_they_are_swapped():
+    far, here = (torch.nn.Parameter(torch.ones(2, device=device)) for device in ("meta", "cpu"))
+
+    class Averaging(torch.optim.SGD):
+        devices = None
+
+        def eval(self):
+            self.devices = {p: {name: t.device.type for name, t in s.items()} for p, s in self.state.items()}
+
+        def train(self):
+            pass
+
+    optimizer = Averaging([{"params": [far]}, {"params": [here]}], lr=0.1)
+    for p in (far, here):  # as Lightning leaves them when a fit has ended, and weights go back to their device
+        optimizer.state[p] = {"ema": torch.zeros(2), "step": torch.tensor(3.0), "sides": torch.zeros(3, 3)}
+    with averaged_weights([optimizer]):
+        pass
+    assert optimizer.devices[far] == {"ema": "meta", "step": "cpu", "sides": "cpu"}
+    assert set(optimizer.devices[here].values()) == {"cpu"}
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -538,12 +575,72 @@ def test_flops_count_real_context_and_the_sparse_head():
     assert dense - one == pytest.approx(6 * 0.85 * (head + last))
 
 
+@pytest.mark.parametrize("asked, within", [
+    (dict(freeze="embeddings"), 1e-9),
+    (dict(freeze=1), 1e-9),
+    (dict(freeze=2), 1e-9),
+    (dict(freeze="encoder"), 0.03),  # the tied table is frozen, and the way back to the head's first matrix is counted
+    (dict(freeze=["*.mlp.*"]), 1e-9),
+    (dict(freeze=1, model_config_kwargs={**SHAPE, "norm_position": "post"}), 1e-9),
+    (dict(freeze="embeddings", model_config_kwargs={**SHAPE, "embedding_norm": False}), 1e-9),
+    (dict(adapter={"type": "lora", "r": 2}), 0.1),  # what the adapter costs forward is left out
+    (dict(objective="enhanced_mlm"), 0.35),  # it multiplies all pairs of tokens, and half of them are of use
+], ids=str)  # fmt: skip
+def test_flops_leave_out_what_is_frozen(asked, within):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module = module_of(**asked)
+    everything = module.num_flops_per_token(8, 1.0)
+    module.configure_model()
+    model, ids = module.model, torch.arange(16).view(2, 8) + 5
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    assert module.num_flops_per_token(8, 1.0) == pytest.approx(counter.get_total_flops() / 16, rel=within)
+    assert (module.num_flops_per_token(8, 1.0) < 0.95 * everything) == ("objective" not in asked)
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVE_MODELS))
+def test_the_size_of_every_objectives_model_is_known_before_it_is_built(objective):
+    module = module_of(objective=objective)
+    drawn = torch.get_rng_state()
+    told = module.num_params()
+    assert torch.equal(torch.get_rng_state(), drawn), "a look at the size changes no run"
+    module.configure_model()
+    assert told == sum(parameter.numel() for parameter in module.model.parameters())
+
+
 @pytest.mark.parametrize("kwargs, peak_at", [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)])
 def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
     module = module_of(scheduler_kwargs=kwargs, scheduler_cooldown_steps=0)
     _, record = fit(module, data_of(), 10)
     rates = record.column("learning_rate")
     assert rates[peak_at - 1] == pytest.approx(3e-3) and rates[peak_at - 2] < 3e-3
+
+
+@pytest.mark.parametrize("overrides", [{"*embeddings*": {"lr": 1e-5}}, {"*embeddings*": {"lr": 0.01}}])
+def test_the_rate_that_is_logged_is_the_run_s_and_not_that_of_an_override(overrides):
+    module = module_of(parameter_overrides=overrides, scheduler_warmup_steps=0)
+    trainer, record = fit(module, data_of(), 2)
+    first = trainer.optimizers[0].param_groups[0]
+    assert "embeddings" in first["name"] and first["lr"] != 3e-3, "the override comes first"
+    assert record.column("learning_rate").tolist() == pytest.approx([3e-3, 3e-3])
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"optimizer_kwargs": {"weight_decay": 0.1}}, ["weight_decay=0.1", "beside optimizer_kwargs"]),
+    ({"optimizer_kwargs": {"lr": 0.1}}, ["learning_rate=0.1", "beside optimizer_kwargs"]),
+    ({"optimizer_class": "muon", "optimizer_kwargs": {"weight_decay": 0.1}}, ["weight_decay=0.1"]),
+    ({"scheduler_kwargs": {"total_steps": 9}}, ["scheduler_kwargs has total_steps=9", "max_steps"]),
+    ({"schedule": "time_budget", "scheduler_kwargs": {"budget": "1h", "total_steps": 9}}, ["total_steps=9", "max_steps"]),
+    ({"scheduler_kwargs": {"cooldown_decay": 0.1}}, ["cooldown_decay=0.1", "scheduler_cooldown_decay"]),
+])  # fmt: skip
+def test_an_option_with_a_place_of_its_own_is_refused_where_nobody_would_read_it(options, words):
+    module = module_of(**options)
+    module.configure_model()
+    with pytest.raises(ValueError) as caught:
+        pretraining_optimizer(module.model, module.hparams, 10)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
 
 
 def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
@@ -560,6 +657,130 @@ def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
                               load_key_mapping={"encoder.blocks.*": "encoder.stack.*"})  # fmt: skip
     old, new = first.model.state_dict(), later.model.state_dict()
     assert all(torch.equal(old[name], new[name]) for name in old)
+
+
+def with_words(words):
+    "The tokenizer of this file with other words at some ids: {id: word}."
+    state = json.loads(TOKENIZER.backend_tokenizer.to_str())
+    names = {id: word for word, id in state["model"]["vocab"].items()} | words
+    state["model"]["vocab"] = {word: id for id, word in names.items() if word is not None}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+                                                **TOKENIZER.special_tokens_map)  # fmt: skip
+
+
+LAST = len(TOKENIZER) - 1
+
+
+def published(place, tokenizer=TOKENIZER, rows=len(TOKENIZER), **settings):
+    "A model with its tokenizer, as somebody else has written it."
+    module = module_of(model_config_kwargs={**SHAPE, "vocab_size": rows, **settings})
+    module.configure_model()
+    module.model.save_pretrained(place)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(place)
+    return str(place)
+
+
+@pytest.mark.parametrize("tokenizer, words", [
+    (word_tokenizer(["aaaa", *WORDS[:-1]]), ["is id", "here", "there"]),  # most words have moved by one
+    (word_tokenizer([word.upper() for word in WORDS]), ["id 5 is", "here", "there"]),  # no word in common
+    (with_words({LAST + 1: "more"}), [f"{LAST + 2} ids", f"vocab_size={LAST + 1}", "extend"]),
+], ids=["moved", "apart", "larger"])  # fmt: skip
+@pytest.mark.parametrize("later", ["cpu", "meta"])
+def test_a_model_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tokenizer, words, later, tmp_path, monkeypatch):
+    place = published(tmp_path)
+    monkeypatch.setattr(modules, "continued_model", lambda *_: pytest.fail("its weights were read"))
+    words = [word for word in words if word != "is id"] + [place, "bertlab tokenizer transplant"]
+    with pytest.raises(ValueError) as told, torch.device(later):
+        PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer)
+    assert all(word in str(told.value) for word in words) and "\n" not in str(told.value)
+    assert "model_config_kwargs" not in str(told.value), "nobody gave it a size"
+
+
+@pytest.mark.parametrize("tokenizer", [
+    TOKENIZER, None, with_words({LAST: None}), with_words({LAST + 1: "more"}), with_words({7: "renamed", LAST: "anew"}),
+], ids=["same", "its own", "smaller", "larger", "renamed"])  # fmt: skip
+def test_a_model_goes_on_with_fewer_or_more_pieces_where_each_has_its_row(tokenizer, tmp_path):
+    place = published(tmp_path, rows=len(TOKENIZER) + 3)
+    module = PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer)
+    assert module.config.vocab_size == len(TOKENIZER) + 3
+
+
+def test_weights_alone_go_on_under_any_tokenizer_that_has_rows(tmp_path):
+    place = published(tmp_path, tokenizer=None)
+    other = word_tokenizer([word.upper() for word in WORDS])
+    PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=other)
+    with pytest.raises(ValueError, match="take the tokenizer that it was trained with"):
+        PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=with_words({LAST + 1: "more"}))
+
+
+def test_special_ids_of_a_continued_model_are_those_of_its_tokenizer(tmp_path):
+    "Diffusion counts by them which tokens could have been hidden."
+    place = published(tmp_path, cls_token_id=9, sep_token_id=None, pad_token_id=8)
+    module = PretrainingModule(pretrained_model_name_or_path=place)
+    for name in ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id"):
+        assert getattr(module.config, name) == getattr(TOKENIZER, name)
+    module = PretrainingModule({"cls_token_id": 9}, pretrained_model_name_or_path=place)
+    assert module.config.cls_token_id == 9, "somebody has said so"
+
+
+def test_a_roberta_under_another_padding_goes_on_and_is_written_as_what_counts_alike(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 100)  # which pads with id 0, and RoBERTa counts on from 1
+    config = transformers.RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=66, type_vocab_size=1, initializer_range=0.2)  # fmt: skip
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / "theirs")
+    module = PretrainingModule(pretrained_model_name_or_path=tmp_path / "theirs", pretrained_tokenizer_name_or_path=tokenizer)
+    assert (module.config.pad_token_id, module.config.position_offset) == (tokenizer.pad_token_id, 2)
+    model = module.model.eval()
+    save_model(model, tokenizer, tmp_path / "written")
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "written").eval()
+    batch = tokenizer(["\u2603 a \u2603 b c", "d"], padding=True, return_tensors="pt")  # [UNK] has id 1
+    mask = batch["attention_mask"].bool()
+    with torch.no_grad():
+        found, expected = theirs(**batch).logits[mask], model(batch["input_ids"], batch["attention_mask"]).logits[mask]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_weights_that_do_not_fit_are_refused_by_a_mapping_as_without_one(tmp_path):
+    place, mapping = published(tmp_path), {"head.dense.weight": "head.dense.weight"}
+    for options in ({}, {"load_key_mapping": mapping}):
+        with pytest.raises(ValueError, match="do not fit: .*mlp.expand.weight") as told:
+            PretrainingModule({"intermediate_size": 48}, place, **options)
+        assert "\n" not in str(told.value)
+    with pytest.raises(ValueError, match="head.norm.weight"):  # no setting is to blame
+        PretrainingModule(None, place, load_key_mapping={"head.norm.weight": "encoder.embeddings.tokens.weight"})
+
+
+@pytest.mark.parametrize("kind, told, lost", [
+    ({"tie_word_embeddings": False}, {"tie_word_embeddings": True}, "head.decoder"),
+    ({}, {"num_hidden_layers": 1}, "encoder.blocks.1."),
+    ({"attention_bias": True}, {"attention_bias": False, "attention_dropout": 0.1}, "qkv.bias"),
+], ids=["untied", "layers", "biases"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"load_key_mapping": {"head.dense.weight": "head.dense.weight"}}, {"objective": "diffusion"}],
+                         ids=["plain", "mapped", "diffusion"])  # fmt: skip
+@pytest.mark.parametrize("later", ["cpu", "meta"])
+def test_settings_do_not_throw_trained_weights_away(kind, told, lost, options, later, tmp_path):
+    place = published(tmp_path, num_hidden_layers=2, **kind)
+    with pytest.raises(ValueError, match=f"weights? of .*{lost}.*lost") as refused, torch.device(later):
+        PretrainingModule(told, place, **options)
+    assert next(iter(told)) in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("later", ["cpu", "meta"])
+def test_what_another_objective_or_no_head_leaves_behind_is_no_loss(later, tmp_path):
+    torch.manual_seed(0)
+    enhanced = BertLabForEnhancedMaskedLM(BertLabConfig(**{**CONFIG, "vocab_size": len(TOKENIZER), "decoder_bias": True}))
+    enhanced.save_pretrained(tmp_path / "enhanced")
+    enhanced.encoder.save_pretrained(tmp_path / "headless")
+    for name, settings in (("enhanced", {"mlp_dropout": 0.1}), ("headless", {"decoder_bias": False})):
+        TOKENIZER.save_pretrained(tmp_path / name)
+        state = torch.get_rng_state()
+        assert find_lost(tmp_path / name, "mlm", enhanced.config, BertLabConfig(**{**enhanced.config.to_diff_dict(), **settings})) == []
+        assert torch.equal(state, torch.get_rng_state()), "looking draws no numbers"
+        with torch.device(later):
+            module = PretrainingModule(settings, str(tmp_path / name))
+        assert bool(module.fresh) == (name == "headless")
 
 
 def test_float8_and_a_budget_say_what_they_need(tmp_path):
@@ -680,7 +901,7 @@ def test_own_optimizer_schedule_and_overrides_reach_the_run():
     trainer, record = fit(module, data_of(), 2)
     assert type(trainer.optimizers[0]) is torch.optim.NAdam
     rates = {round(group["initial_lr"], 6) for group in trainer.optimizers[0].param_groups}
-    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.0005)
+    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.005), "half of its own peak"
     timed = module_of(schedule="time_budget", scheduler_kwargs={"budget": "1h"})
     trainer, _ = fit(timed, data_of(), 2)
     assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
@@ -705,6 +926,20 @@ def test_a_resume_takes_no_step_that_the_budget_does_not_pay_for(tmp_path, capsy
     assert capsys.readouterr().out.count("stopping after step 3: the budget") == 2
     whole, _ = fit(module_of(budget_tokens="1M"), data_of(), 2)
     assert why_stopped(whole) == "its last step was reached" and not capsys.readouterr().out
+
+
+def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(tmp_path):
+    kept = {"max_epochs": 2, "precision": "32-true", "accelerator": "cpu"}
+    whole, record = fit(module_of(), data_of(), 1000, val_check_steps=None, **kept)
+    total = whole.global_step
+    assert total > 6 and total % 2 == 0
+    saving = SaveAt(total // 2 + 2, tmp_path / "cut.ckpt")
+    make_trainer(1000, callbacks=[saving], **kept).fit(module_of(), data_of())
+    history = History()
+    rest = make_trainer(1000, callbacks=[history], **kept)
+    rest.fit(module_of(seed=1), data_of(), ckpt_path=saving.path, weights_only=True)
+    assert rest.global_step == total
+    assert history.record.column("loss").tolist() == record.column("loss")[-(total // 2 - 2) :].tolist()
 
 
 # --- what is kept ---------------------------------------------------------------------------------------
@@ -785,3 +1020,14 @@ def test_a_bert_whose_configuration_names_no_ends_takes_them_from_its_tokenizer(
     module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
     for config in (module.config, module.model.config):
         assert (config.cls_token_id, config.sep_token_id) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+
+
+def test_a_default_rate_is_of_the_optimizers_scale_or_a_warning_asks_for_one(recwarn):
+    rate_of = lambda name, rate=None: module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate  # noqa: E731
+    rates = {name: rate_of(name) for name in ("adamw", "muon", "lion", torch.optim.NAdam)}
+    assert rates["adamw"] == rates["muon"] == rates[torch.optim.NAdam] == peak_rate(SHAPE["hidden_size"])
+    assert rates["lion"] == pytest.approx(rates["adamw"] / 5)
+    assert rate_of("sgd", 0.3) == 0.3
+    assert not [one for one in recwarn if "learning_rate" in str(one.message)]
+    with pytest.warns(UserWarning, match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: name one"):
+        rate_of("sgd")

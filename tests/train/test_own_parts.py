@@ -1,5 +1,9 @@
 "A part of a user's own joins by one row, one call or one argument, added while the tests run."
 
+import importlib
+import sys
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -137,6 +141,103 @@ def test_a_layer_is_given_as_a_class_in_the_configuration():
     assert any(isinstance(part, Silent) for part in module.model.modules())
     with pytest.raises(ValueError, match="torch.nn.Module"):
         bertlab.PretrainingModule({**SIZES, "norm": print})
+
+
+class Scaled(nn.Module):
+    "An activation with a weight to learn."
+
+    def __init__(self, begin=2.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(begin))
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.scale * x)
+
+
+class Stepped(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+
+
+def twice(x):
+    return 2 * x
+
+
+def built(**settings):
+    module = bertlab.PretrainingModule({**SIZES, "num_hidden_layers": 2, **settings}, compile_model=False)
+    module.configure_model()
+    assert module.model(**BATCH).loss_sum.isfinite()
+    return module.model
+
+
+@pytest.mark.parametrize("given, name", [
+    (Scaled, f"{__name__}.Scaled"), (f"{__name__}.Scaled", f"{__name__}.Scaled"), (nn.Mish, "torch.nn.modules.activation.Mish"),
+    ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice"), (torch.sin, "torch.sin")])  # fmt: skip
+def test_an_activation_is_a_function_or_the_class_of_a_module_of_which_each_layer_has_its_own(given, name, tmp_path):
+    model = built(hidden_activation=given)
+    assert model.config.hidden_activation == name
+    parts = [block.mlp.activation for block in model.encoder.blocks] + [model.head.activation]
+    if isinstance(parts[0], nn.Module):
+        assert len({id(part) for part in parts}) == 3
+    model.save_pretrained(tmp_path)
+    again = bertlab.BertLabForMaskedLM.from_pretrained(tmp_path)
+    assert again(**BATCH).loss_sum.item() == model.eval()(**BATCH).loss_sum.item()
+
+
+def test_an_activation_of_a_head_is_a_class_as_well():
+    assert isinstance(built(head_activation=Scaled).head.activation, Scaled)
+    config = bertlab.BertLabConfig(**SIZES, head_activation=f"{__name__}.Scaled", num_labels=3)
+    parts = bertlab.BertLabForSequenceClassification(config).modules()
+    assert any(isinstance(part, Scaled) for part in parts)
+
+
+@pytest.mark.parametrize("given, message", [
+    (nn.Mish(), "an object of Mish has none.*bertlab.add_layer"),
+    (partial(nn.functional.gelu, approximate="tanh"), "an object of partial has none"),
+    (Stepped, "must be built without arguments: missing a required argument: 'size'"),
+    (dict, "no torch.nn.Module"),
+])
+def test_an_activation_that_no_configuration_can_name_or_build_is_refused_at_once(given, message):
+    with pytest.raises(ValueError, match=f"hidden_activation.*{message}") as told:
+        bertlab.PretrainingModule({**SIZES, "hidden_activation": given})
+    assert "\n" not in str(told.value)
+
+
+def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_gives_them():
+    bertlab.add_layer("hidden_activation", "mish", nn.Mish())
+    bertlab.add_layer("hidden_activation", "mish", nn.Mish())  # the same cell again
+    bertlab.add_layer("hidden_activation", "soft", partial(nn.functional.gelu, approximate="tanh"))
+    one, other = built(hidden_activation="mish"), built(hidden_activation="mish").eval()
+    assert one.head.activation.training and not other.head.activation.training
+    built(hidden_activation="soft")
+    with pytest.raises(ValueError, match="object with weights.*give the class"):
+        bertlab.add_layer("hidden_activation", "scaled", Scaled())
+
+
+def test_a_layer_that_is_defined_anew_takes_the_place_of_its_old_self(tmp_path, monkeypatch):
+    source = "from torch import nn\n\nclass Norm(nn.Identity):\n    version = {}\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a second file of the same second would not be read
+    norms = []
+    for version in range(3):
+        (tmp_path / "norm_in_a_notebook.py").write_text(source.format(version))
+        if version == 0:
+            module = importlib.import_module("norm_in_a_notebook")
+        else:
+            module = importlib.reload(module)
+        given = "norm_in_a_notebook.Norm" if version == 1 else module.Norm
+        norms.append(built(norm=given).encoder.final_norm)
+    assert [norm.version for norm in norms] == [0, 1, 2]
+
+
+def test_two_functions_that_share_a_name_are_told_apart_by_one_of_your_own():
+    first, second = (lambda x, k=k: k * x for k in (1, 2))
+    built(hidden_activation=first)
+    built(hidden_activation=first)
+    with pytest.raises(ValueError, match="another .*<lambda> .*is there already; name it yourself: bertlab.add_layer"):
+        built(hidden_activation=second)
+    bertlab.add_layer("hidden_activation", "doubled", second)
+    assert built(hidden_activation="doubled").head.activation is second
 
 
 class Plain(bertlab.MaskedLanguageModelingCollator):

@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import BertConfig, BertForMaskedLM
 from ranks import run_on_ranks
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
-from bertlab.train.checkpoints import RunCheckpoint
+from bertlab.train.checkpoints import RunCheckpoint, read_checkpoint
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.parallel import (batch_options, count_processes, gather_weights, get_strategy,
@@ -390,6 +391,19 @@ def test_a_hostile_checkpoint_runs_no_code_where_weights_are_divided(tmp_path, m
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(ValueError, match="is damaged or cut short"):
         strategy.load_checkpoint(path, weights_only=told)
+
+
+def test_a_number_of_numpy_beside_shards_is_read_as_it_was_accepted(tmp_path, monkeypatch):
+    path = tmp_path / "run.ckpt"
+    path.mkdir()
+    (path / ".metadata").write_bytes(b"")
+    torch.save({"global_step": 1, "kept": np.float64(2.5)}, path / "meta.pt")
+    assert read_checkpoint(path)["kept"] == 2.5
+    read = lambda self, path, weights_only: torch.load(path / "meta.pt", weights_only=weights_only)  # noqa: E731
+    monkeypatch.setattr(ModelParallelStrategy, "load_checkpoint", read)  # as Lightning's begins
+    strategy = get_strategy("fsdp-shards")
+    strategy.tensor, strategy.broadcast = 1, lambda value, src=0: value
+    assert strategy.load_checkpoint(path)["kept"] == 2.5
 
 
 def test_an_unknown_strategy_is_answered_with_the_known_ones():

@@ -209,6 +209,7 @@ def refusals():
         ("units", "tensor", PretrainingModule({**FOUR, "intermediate_size": 49})),
         ("dropout", "tensor", PretrainingModule({**FOUR, "attention_dropout": 0.1})),
         ("optimizer", "tensor", PretrainingModule(FOUR, optimizer_class="muon")),
+        ("activation", "tensor", PretrainingModule({**FOUR, "hidden_activation": "torch.nn.PReLU"})),
         ("compile", "tensor", PretrainingModule(FOUR, compile_model=True)),
         ("compile rows", "context", PretrainingModule(FOUR, compile_model=True)),
         ("processes", "tensor:3", PretrainingModule(FOUR)),
@@ -407,8 +408,8 @@ def test_real_data_and_a_directory_for_transformers(more, folder, way):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, words", [
     ("heads", ("tensor_parallel_size=2", "num_attention_heads=1")), ("units", ("intermediate_size=49",)),
-    ("dropout", ("attention_dropout=0.1",)), ("optimizer", ("muon", "adamw")), ("compile", ("compile_model",)),
-    ("compile rows", ("compile_model",)), ("processes", ("3", "2 process"))])  # fmt: skip
+    ("dropout", ("attention_dropout=0.1",)), ("activation", ("torch.nn.PReLU", "fsdp")), ("optimizer", ("muon", "adamw")),
+    ("compile", ("compile_model",)), ("compile rows", ("compile_model",)), ("processes", ("3", "2 process"))])  # fmt: skip
 def test_what_cannot_be_shared_is_refused_in_one_sentence(more, name, words):
     for result in more:
         assert all(word in result["refused"][name] for word in words) and "\n" not in result["refused"][name]

@@ -20,6 +20,7 @@ from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.history import History
 from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
+from bertlab.train.steps import check_scaler
 from bertlab.train.trainer import make_trainer, seed_everything
 
 CONFIG = dict(
@@ -196,6 +197,20 @@ def test_float16_gradients_are_unscaled_before_they_are_clipped():
     plugin.precision = "16-mixed"
     _, half = train(Texts(), 4, dropout=0.0, precision=None, plugins=[plugin])
     np.testing.assert_allclose(half.column("gradient_norm"), exact.column("gradient_norm"), rtol=0.05)
+
+
+def test_sophia_is_refused_under_float16_whose_scale_would_stay_in_the_curvature():
+    from lightning.pytorch.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    plugin.precision = "16-mixed"
+    module = PretrainingModule(CONFIG, learning_rate=3e-3, optimizer_class="sophiah")
+    trainer = make_trainer(2, precision=None, accelerator="cpu", plugins=[plugin])
+    with pytest.raises(ValueError, match=r"precision='16-mixed' scales the loss.*sophiah.*set precision='32-true'"):
+        trainer.fit(module, Texts())
+    assert trainer.global_step == 0
+    check_scaler(plugin, differentiates=False)  # any other optimizer may train so
+    check_scaler(MixedPrecision("bf16-mixed", "cpu"), differentiates=True)
 
 
 def four_steps(batch_size, processes, path):
