@@ -27,8 +27,7 @@ from ..model.huggingface import plain_copy, save_model
 from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, write_average
 from ..train.checkpoints import read_checkpoint
-from ..train.model_cards import read_uses
-from ..train.model_directories import written_directory
+from ..train.model_directories import read_uses, written_directory
 from ..train.modules import load_encoder
 from ..train.trainer import make_trainer
 

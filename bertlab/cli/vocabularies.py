@@ -25,7 +25,7 @@ from ..model.heads import BertLabTokenPredictor
 from ..model.huggingface import save_model
 from ..model.vocabulary import TRANSPLANTS, Adapted, extend_vocabulary
 from ..model.vocabulary import masked_bits_per_byte, transplant_vocabulary, trim_vocabulary
-from ..train.model_cards import USES, read_uses
+from ..train.model_directories import USES, read_uses
 from ..train.modules import load_encoder
 from .pretrain import find_model
 

@@ -25,8 +25,7 @@ from ..model.config import BertLabConfig
 from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
 from ..model.loading import check_finite, read_weights
 from ..model.tensor_parallel import find_cuts
-from .model_cards import read_uses
-from .model_directories import ModelShelf, written_directory
+from .model_directories import ModelShelf, read_uses, written_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
 def _exact(weight: Tensor) -> Tensor:

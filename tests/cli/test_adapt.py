@@ -22,7 +22,8 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForSpanClassification
 from bertlab.train.averages import write_average
-from bertlab.train.model_cards import push_model, read_uses
+from bertlab.train.model_cards import push_model
+from bertlab.train.model_directories import read_uses
 from bertlab.train.modules import load_encoder
 
 WORDS = [f"w{i}" for i in range(30)]

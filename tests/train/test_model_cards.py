@@ -200,7 +200,7 @@ def test_a_hub_that_refuses_is_one_sentence_and_a_dry_run_asks_nobody(run, hub):
 
 def test_what_says_how_a_model_is_used_is_pushed_with_it(run):
     from bertlab.finetuning.data import READING
-    from bertlab.train.model_cards import USES
+    from bertlab.train.model_directories import USES
 
     place = place_of(run)
     assert READING in USES and push_model(place, "me/cats", dry_run=True)["files"].count(READING) == 0
