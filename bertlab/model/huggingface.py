@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HEADS', 'their_class', 'find_kind', 'bertlab_config', 'unread_settings', 'scored_settings', 'huggingface_config',
            'BertLabModelWithPooler', 'find_head', 'read_shape', 'load_pretrained', 'stored_head', 'from_huggingface',
-           'has_adapter', 'check_merged', 'plain_copy', 'give_weights', 'to_huggingface', 'check_tokenizer',
-           'counts_elsewhere', 'count_from_zero', 'match_tokens', 'describe_saving', 'save_model']
+           'has_adapter', 'check_merged', 'plain_copy', 'give_weights', 'counts_elsewhere', 'count_from_zero',
+           'to_huggingface', 'check_tokenizer', 'match_tokens', 'describe_saving', 'save_model']
 
 # %% ../../nbs/model/09_huggingface.ipynb #6b13fa00
 import copy
@@ -501,6 +501,24 @@ def give_weights(
     return theirs
 
 
+def counts_elsewhere(
+    config: BertLabConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> bool:
+    "Whether the positions of a RoBERTa would be others in transformers, where padding begins them."
+    return (tokenizer is not None and config.embedding_positions == "learned"
+            and config.position_offset > 0 and tokenizer.pad_token_id != config.position_offset - 1)
+
+
+def count_from_zero(
+    weights: dict[str, Tensor],  # of a RoBERTa; changed in place
+    config: BertLabConfig,  # changed in place
+) -> None:
+    "Make a BERT with equal outputs of a RoBERTa: the rows before position 0 go."
+    name = next(name for name in weights if name.endswith("embeddings.positions.weight"))
+    weights[name], config.position_offset = weights[name][config.position_offset:].clone(), 0
+
+
 def _their_shape(
     model: BertLabPreTrainedModel,
     kind: str | None,  # a key of MODEL_KINDS; None: the one with such positions
@@ -556,24 +574,6 @@ def check_tokenizer(
                          "tokenizer that it was trained with")
     if needs_mask and tokenizer.mask_token_id is None:
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
-
-
-def counts_elsewhere(
-    config: BertLabConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> bool:
-    "Whether the positions of a RoBERTa would be others in transformers, where padding begins them."
-    return (tokenizer is not None and config.embedding_positions == "learned"
-            and config.position_offset > 0 and tokenizer.pad_token_id != config.position_offset - 1)
-
-
-def count_from_zero(
-    weights: dict[str, Tensor],  # of a RoBERTa; changed in place
-    config: BertLabConfig,  # changed in place
-) -> None:
-    "Make a BERT with equal outputs of a RoBERTa: the rows before position 0 go."
-    name = next(name for name in weights if name.endswith("embeddings.positions.weight"))
-    weights[name], config.position_offset = weights[name][config.position_offset:].clone(), 0
 
 
 def match_tokens(
