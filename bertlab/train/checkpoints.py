@@ -476,11 +476,7 @@ def refuse_differences(
     Other processes, and micro-batches of another size, are the same run where a step takes as many
     rows; the latter where both say that their data can go on so.
     """
-    kept, now = _plain(kept), dict(now)  # older ones hold addresses
-    for facts in (kept, now):  # and options that are refused today, as they stood in a wrong place
-        if isinstance(given := facts.get("optimizer_kwargs"), dict):
-            facts["optimizer_kwargs"] = {name: value for name, value in given.items()
-                                         if name not in ("lr", "weight_decay")} or None
+    kept, now = _plain(kept), _plain(now)  # older ones hold addresses
     sizes, window = ["train_batch_size", "processes"], "accumulate_grad_batches"
     both = all(facts.get("other micro-batches") and window in facts for facts in (kept, now))
     sizes += [window] * both  # an older checkpoint does not know its place in rows

@@ -391,6 +391,14 @@ def test_a_warmup_ratio_is_a_share_of_the_whole_run():
     np.testing.assert_allclose(seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6)
 
 
+def rates_of(module):
+    "The learning rate of each of five steps."
+    seen, watch = [], Callback()
+    watch.on_train_batch_start = lambda trainer, *_: seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[watch]).fit(module, data_for())
+    return seen
+
+
 def halved(optimizer, every=1):
     "A schedule of somebody's own."
     return torch.optim.lr_scheduler.StepLR(optimizer, every, 0.5)
@@ -399,14 +407,8 @@ def halved(optimizer, every=1):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_schedule_of_ones_own_is_an_object_or_its_dotted_name(named):
     own = "test_finetuning.halved" if named else halved
-    module, seen = module_for(scheduler_type=own, scheduler_kwargs={"every": 2}, learning_rate=1.0), []
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[Watch()]).fit(module, data_for())
-    assert seen == [1.0, 1.0, 0.5, 0.5, 0.25]
+    module = module_for(scheduler_type=own, scheduler_kwargs={"every": 2}, learning_rate=1.0)
+    assert rates_of(module) == [1.0, 1.0, 0.5, 0.5, 0.25]
     with pytest.raises(ValueError, match="warms up by itself"):
         module_for(scheduler_type=halved, warmup_steps=3)
 
@@ -420,14 +422,8 @@ def sawtooth(step, width=2, total_steps=None):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_schedule_may_be_a_function_of_the_step_as_in_pretraining(named):
     own = "test_finetuning.sawtooth" if named else sawtooth
-    module, seen = module_for(scheduler_type=own, scheduler_kwargs={"width": 2}, learning_rate=1.0), []
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[Watch()]).fit(module, data_for())
-    assert seen == [1.0, 0.5, 1.0, 0.5, 1.0]
+    module = module_for(scheduler_type=own, scheduler_kwargs={"width": 2}, learning_rate=1.0)
+    assert rates_of(module) == [1.0, 0.5, 1.0, 0.5, 1.0]
 
 
 class Sawtooth:
