@@ -13,6 +13,7 @@ import io
 import math
 import os
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -68,6 +69,9 @@ class HouseFigure(Figure):
 
     def _repr_mimebundle_(self, **_) -> tuple[dict[str, bytes], dict[str, dict[str, int]]]:
         "What a notebook keeps: twice the pixels, and the size at which a page shows them."
+        if shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)():
+            # pyplot's inline backend (Colab has it on) would draw again, with half of the pixels
+            shell.display_formatter.formatters["image/png"].for_type(HouseFigure, lambda _: None)
         size = {name: round(inches * self.dpi)
                 for name, inches in zip(("width", "height"), self.get_size_inches(), strict=True)}
         return {"image/png": self.as_png(scale=2)}, {"image/png": size}

@@ -106,8 +106,11 @@ def run_here(path: str, flags: str, output: str) -> None:
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    from execnb import shell
     from nbdev.test import nbdev_test
 
+    # A result is formatted once, not for the screen and again for the notebook: figures take long to draw.
+    shell._CustDisplayHook.compute_format_data = lambda hook, result: ({}, {})
     nbdev_test.__wrapped__(path, flags, n_workers=0)
 
 
