@@ -22,9 +22,9 @@ from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
 from ..core.files import MARKER, check_new_file, check_run_directory
 from ..core.files import prepare_run_directory, written_whole
-from ..core.reading import format_yaml
+from ..core.reading import format_yaml, read_json
 from ..data.sources import check_outside, expand_sources, looks_like_hub_name
-from ..embeddings.bi_encoder import BiEncoder
+from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
 from ..embeddings.pairs import EmbeddingDataModule, read_pairs
@@ -32,11 +32,12 @@ from ..embeddings.search import TextIndex, check_form, encode_texts, source_docu
 from ..embeddings.tasks import TASKS, EncoderScorer, WordVectors, bm25_scores, bootstrap
 from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mteb_scores
 from ..embeddings.tasks import retrieval_table, tfidf_scores
+from ..model.config import BertLabConfig
 from ..train.checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from ..train.history import History
-from ..train.modules import optimizer_options
+from ..train.modules import clock_budget, optimizer_options
 from ..train.monitors import get_progress
-from ..train.stopping import NonFiniteGuard
+from ..train.stopping import NonFiniteGuard, TimeLimit
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/cli/06_embed.ipynb #cf850a11
@@ -89,6 +90,7 @@ def finetune_embeddings(
     check_outside(output, expand_sources(names) if names else (), "run.output")
     data.setup()
     module.check_pairs(data.datasets)
+    module.check_parts(data)
     given = {k: v for k, v in trainer_options(config["trainer"]).items()
              if v is not None or k == "gradient_clip_val"}
     window = given.get("accumulate_grad_batches", 1)
@@ -98,6 +100,9 @@ def finetune_embeddings(
     series = CheckpointSeries(output / "checkpoints", choices.checkpoint_every_steps, keep_last=1)
     callbacks = [history, NonFiniteGuard(), *get_progress(choices.progress, history),
                  *(given.pop("callbacks", None) or []), series]
+    budget = clock_budget(module.hparams)
+    if budget is not None and not any(isinstance(one, TimeLimit) for one in callbacks):
+        callbacks.insert(-1, TimeLimit(budget))  # behind it the rate is 0
     has_validation = "validation" in data.datasets
     every = max(1, steps // choices.validations) if has_validation else None
     trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
@@ -119,7 +124,9 @@ def finetune_embeddings(
     with written_whole(output / "metrics.json") as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     said = [f"{name:<18}  {values[name]:.4f}" for name in sorted(values) if name[:4] == "val_"]
-    print("\n".join([*said, f"written  {output}: load it with SentenceTransformer({str(output)!r}),"
+    is_ours = read_json(output / "config.json")["model_type"] == BertLabConfig.model_type
+    how = "import bertlab, then load it with" if is_ours else "load it with"
+    print("\n".join([*said, f"written  {output}: {how} SentenceTransformer({str(output)!r}),"
                             f" or: bertlab embed search {output} FOLDER QUERY"]), flush=True)
     return values
 
@@ -130,11 +137,17 @@ def load_bi_encoder(
     pooling: str | None = None,
 ) -> BiEncoder:  # on the GPU where there is one
     "Load a model for a command. Raises `ValueError` for a directory that does not exist."
-    if not Path(model).expanduser().exists() and not looks_like_hub_name(model):
+    if Path(model).expanduser().exists():
+        model = str(Path(model).expanduser())
+    elif not looks_like_hub_name(model):
         raise ValueError(f"there is no model {model}")
     given = {"max_sequence_length": max_sequence_length, "pooling": pooling}
     loaded = BiEncoder.load(model, **{k: v for k, v in given.items() if v is not None})
     return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _count_lines(notes: Counter) -> list[str]:
+    return [f"  {number:,} {what}" for what, number in notes.items()]
 
 
 def embed_encode(
@@ -150,21 +163,30 @@ def embed_encode(
     pooling: str | None = None,  # mean or cls; null: the model's
     part_size: int = 4096,  # texts after which the work may be stopped without a loss
     overwrite: bool = False,
+    on_error: str = "raise",  # or skip: leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
 ) -> str:  # what is said at the end
-    "Encode texts in constant memory; the same command goes on where it was stopped."
+    """Encode texts in constant memory; the same command goes on where it was stopped.
+
+    The model's prompt for documents, if it has one, stands before each text.
+    """
+    output = str(Path(output).expanduser())
     check_form(output, overwrite)
     check_outside(output, source, "output")
-    documents = source_documents(source, text_column, lines, split, file_format)
+    notes: Counter = Counter()
+    documents = source_documents(source, text_column, lines, split, file_format, on_error, header,
+                                 notes)
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
         def show(count: int) -> None:
             bar.update(count - bar.n)
 
-        notes: Counter = Counter()
         count = encode_texts(loaded, documents, output, ", ".join(source), part_size, width,
                              overwrite, show, notes)
-    said = f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"
-    return "\n".join([said, *(f"  {number:,} {what}" for what, number in notes.items())])
+    said = [f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"]
+    if loaded.document_prompt:
+        said.append(f"  before each stands the model's prompt {loaded.document_prompt!r}")
+    return "\n".join([*said, *_count_lines(notes)])
 
 
 def embed_search(
@@ -176,19 +198,27 @@ def embed_search(
     as_json: bool = False,  # print JSON lines
     text_column: str = "text",  # column of the text in tables
     lines: str = "auto",  # of texts: lines are documents, or make up paragraphs
+    on_error: str = "raise",  # or skip: leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
 ) -> str:
-    "Search in an index, or in texts that are encoded on the spot."
+    """Search in an index, or in texts that are encoded on the spot.
+
+    Scores are cosines, or products where the model says so; its prompts stand before the texts.
+    """
     if queries == ["-"]:
         queries = [line.strip() for line in sys.stdin if line.strip()]
     if not [query for query in queries if query.strip()]:
         raise ValueError("queries are empty: say what to look for")
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
-    if not Path(place).expanduser().exists():
+    place, notes = str(Path(place).expanduser()), Counter()
+    if not Path(place).exists():
         raise ValueError(f"there is no {place}; name an index, a file or a folder of texts")
     index = TextIndex.open(place) if (Path(place) / "store.json").is_file() else None
-    documents = source_documents([place], text_column, lines) if index is None else None
+    documents = source_documents([place], text_column, lines, on_error=on_error, header=header,
+                                 notes=notes) if index is None else None
     loaded = load_bi_encoder(model)
+    find_similarity(loaded)  # or refuse, before anything is encoded
     if index is not None:
         index.prepare_model(loaded)
         index.check_model(loaded)
@@ -196,6 +226,8 @@ def embed_search(
         if index is None:
             encode_texts(loaded, documents, Path(temporary) / "index", place)
             index = TextIndex.open(Path(temporary) / "index")
+            if notes and on_error != "raise":  # apart from what was found, which a program may read
+                print("\n".join(_count_lines(notes)), file=sys.stderr)
         found = index.search(loaded, queries, top_k)
     told = []
     for query, hits in zip(queries, found):
@@ -227,6 +259,7 @@ def embed_evaluate(
     A query that is a document, too, is left out of its own ranking; see `evaluate_retrieval`.
     """
     if output is not None:
+        output = str(Path(output).expanduser())
         check_new_file(output)
     if data is None and task != "all" and task not in TASKS:
         load_retrieval(task)  # raises, and lists the names

@@ -106,8 +106,13 @@ def _is_plain(source: str | Mapping) -> bool:
 
 # %% ../../nbs/cli/04_finetune.ipynb #38d6cb64
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
-# What a resume may change although seeds are finished: by section of the configuration.
-_FREE = {"model": set(), "trainer": {"accelerator", "devices", "precision"},
+# What a resume may change although seeds are finished, by section of the configuration: where and
+# how it is computed, up to rounding, and what is watched.
+_FREE = {"model": {"compile_model", "gradient_checkpointing"},
+         "trainer": {"accelerator", "devices", "num_nodes", "strategy", "logger", "profiler",
+                     "log_every_n_steps", "default_root_dir", "deterministic", "benchmark",
+                     "inference_mode", "detect_anomaly", "limit_test_batches",
+                     "limit_predict_batches", "enable_autolog_hparams", "model_registry"},
          "run": {"output", "seeds", "progress", "baselines", "checkpoint_every_steps"}}
 
 
@@ -232,7 +237,10 @@ class FinetuningRun:
         for part, free in _FREE.items() if done else ():
             old, new = kept.get(part) or {}, now.get(part) or {}
             for name in sorted(old.keys() & new.keys() - free):
-                if old[name] != new[name]:
+                both = old[name], new[name]
+                # A precision that nobody named is the device's own, and may be another elsewhere.
+                is_open = name == "precision" and (None in both or "auto" in both)
+                if both[0] != both[1] and not is_open:
                     raise ValueError(f"seed {min(done)} of {self.output} was trained with {part}."
                                      f"{name}={old[name]!r}, and now it is {new[name]!r}: put it "
                                      "back, or choose another --run.output")

@@ -55,7 +55,7 @@ from ..train.checkpoints import find_checkpoint, same_random_states
 from ..train.averages import AveragedWeights
 from ..train.history import History, say
 from ..train.model_directories import ModelDirectories, ModelShelf
-from ..train.modules import PretrainingModule, data_objective, load_encoder
+from ..train.modules import PretrainingModule, clock_budget, data_objective, load_encoder
 from ..train.modules import pretraining_groups, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
 from ..train.parallel import Launch, batch_options, count_processes, find_launch
@@ -185,10 +185,8 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
 def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[Callback]:
     "All callbacks of a run; the history comes first, for others read it."
     output, every, history = Path(run.output), run.checkpoint_every_steps, History()
-    follows_clock = module.hparams.schedule == "time_budget"
-    budget = (module.hparams.scheduler_kwargs or {}).get("budget") if follows_clock else None
     callbacks = [history, *get_progress(run.progress, history), *run_guards(run),
-                 *run_limits(run, budget), *run_monitors(run, module)]
+                 *run_limits(run, clock_budget(module.hparams)), *run_monitors(run, module)]
     if run.average is not None:
         callbacks.append(AveragedWeights(run.average))
     if run.models:
@@ -540,8 +538,12 @@ class Run:
     def is_written(self) -> bool:
         "Are the figures of the last step on the disk, which are written at the very end?"
         path = self.output / "metrics.json"
-        steps = read_json(path, finite=False).get("steps", 0) if path.exists() else 0
-        return steps >= self.trainer.max_steps
+        if not path.exists():
+            return False
+        from bertlab.train.reports import is_whole
+
+        validates = bool(self.data.val_datasets) and self.trainer.limit_val_batches != 0
+        return is_whole(read_json(path, finite=False), self.trainer.max_steps, validates)
 
     def prepare(
         self,
@@ -854,8 +856,9 @@ def distill(
         if module.fresh and rank_zero_only.rank == 0:
             say(f"{place.name}: {module.describe_fresh()}")
         own = replace(choices, output=str(place))
+        averages = [] if own.average is None else [AveragedWeights(own.average)]
         return [*get_progress(own.progress, history), *run_guards(own), *limits,
-                *run_monitors(own, module)]
+                *run_monitors(own, module), *averages]
 
     try:
         return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers)

@@ -193,6 +193,10 @@ class EndTrial(Callback):
         self.pruned = bool(trial.user_attrs.get("pruned"))  # before a kill
         self._told = 0  # validations
 
+    @property
+    def reason(self) -> str | None:  # for the report of the run
+        return "the search ended this trial early" if self.pruned else None
+
     def on_validation_end(self, trainer, pl_module) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return

@@ -51,7 +51,7 @@ def train(
     kind: str = "wordpiece",  # the family
     vocab_size: int = 4096,  # entries at most
     lowercase: bool | None = None,  # null: for wordpiece, where it also takes accents off
-    limit_alphabet: int = 1000,  # characters, the most frequent ones; not of bpe
+    limit_alphabet: int | None = None,  # characters; null: 1000, or more if needed; not of bpe
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
 ) -> Path:  # the directory

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BATCH_CHARS', 'BATCH_TEXTS', 'VERIFIED_BYTES', 'TextDigest', 'serialize_tokenizer', 'hash_tokenizer', 'made_by',
-           'Encoder', 'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents', 'num_ids_of',
-           'id_dtype', 'remove_shards']
+           'hide_special_pieces', 'Encoder', 'text_batches', 'encode_batches', 'check_cache_directory',
+           'tokenize_documents', 'num_ids_of', 'id_dtype', 'remove_shards']
 
 # %% ../../nbs/data/13_cache.ipynb #c685ff6b
 import errno
@@ -88,6 +88,23 @@ def made_by(
         return False
 
 # %% ../../nbs/data/13_cache.ipynb #899bb825
+def hide_special_pieces(
+    serialized: str,  # of `serialize_tokenizer`
+) -> str:  # the same ids for all else
+    "Rename the special tokens that a Unigram model would find in a text as pieces."
+    if '"Unigram"' not in serialized:
+        return serialized
+    state = json.loads(serialized)
+    if state["model"]["type"] != "Unigram":
+        return serialized
+    pieces = {piece for piece, _ in state["model"]["vocab"]}
+    hidden = {token["content"] for token in state["added_tokens"] if token["special"]} & pieces
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in hidden]
+    state["model"]["vocab"] = [[8 * "\0" + piece if piece in hidden else piece, score]
+                               for piece, score in state["model"]["vocab"]]
+    return json.dumps(state)
+
+
 class Encoder:
     "Turns batches of texts into ids; a copy goes to each process as text, so nothing is shared."
 
@@ -105,7 +122,7 @@ class Encoder:
         if not hasattr(self, "backend"):
             from tokenizers import Tokenizer
 
-            self.backend = Tokenizer.from_str(self.serialized)
+            self.backend = Tokenizer.from_str(hide_special_pieces(self.serialized))
             self.backend.encode_special_tokens = True
         found = self.backend.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array(encoding.ids, dtype=np.int32) for encoding in found]

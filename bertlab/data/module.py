@@ -5,10 +5,13 @@
 # %% auto #0
 __all__ = ['HELD_OUT_AMONG', 'PACKING_OPTIONS', 'STREAM_MIXING_OPTIONS', 'MIXING_OPTIONS', 'STREAM_OPTIONS', 'MAX_LANES',
            'TOKENIZER_SAMPLE', 'EpochBatches', 'FilledRows', 'filled_batches', 'pack_texts', 'Source', 'split_pairs',
-           'known_options', 'pair_splits', 'add_ends', 'mix_lengths', 'PretrainingDataModule', 'training_texts']
+           'known_options', 'pair_splits', 'add_ends', 'cut_lone_ends', 'mix_lengths', 'PretrainingDataModule',
+           'training_texts']
 
 # %% ../../nbs/data/16_module.ipynb #42449f85
+import hashlib
 import heapq
+import json
 import operator
 import os
 import warnings
@@ -26,15 +29,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ..core.files import written_whole
 from .cache import check_cache_directory, made_by, num_ids_of
 from .cache import tokenize_documents
 from .rows import Collator
 from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, check_sizes, load_corpus, make_corpus
 from .diffusion import count_ends, writing_rows
-from .documents import Document, hash_files
-from .mixing import MixedRows, MixedStream, check_mixture, join_documents
-from .mixing import mix_documents
+from .documents import READING_RULES, Document, hash_files
+from .mixing import MixedRows, MixedStream, check_mixture, check_passes
+from .mixing import join_documents, mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, check_overflow, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
@@ -42,9 +46,9 @@ from .shards import holds_shards, open_shards
 from .readers import PAIR, check_lines, error_policy, kind_of, read_cell
 from .readers import resolve_column
 from .rows import PADDING
-from .sources import TextStream, check_outside
+from .sources import TextStream, check_outside, list_files
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
-from .streaming import leave_group
+from .streaming import leave_group, text_key
 from .tokenizers import choose_tokenizer
 
 # %% ../../nbs/data/16_module.ipynb #df577d66
@@ -280,6 +284,10 @@ class Source:
             return Corpus(str(self), documents, [], "nothing is held out")
         return make_corpus(str(self), documents, self.fraction)
 
+    @property
+    def holds_tokens(self) -> bool:  # and no text
+        return self.stored is not None or isinstance(self.origin, TokenizedDocuments)
+
     def texts(self, part: str) -> Iterator[str]:  # "train" or "validation"
         texts = (document.text for document in getattr(self.corpus, part))
         yield from (text.replace(PAIR, "\n") for text in texts) if self.paired else texts
@@ -344,11 +352,12 @@ class Source:
         if not self.is_named or not os.path.exists(self.origin):
             return None
         root = Path(self.origin)
-        paths = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+        paths = list_files(root) if root.is_dir() else [root]
         # Of a single file only its kind counts, which says how it is read.
         names = [path.relative_to(root).as_posix() for path in paths] if root.is_dir() \
             else [kind_of(root)]
-        return hash_files(paths, part=part, names=names, **self.options)
+        # Tokens of an earlier version may be of text that it read by other rules.
+        return hash_files(paths, part=part, names=names, rules=READING_RULES, **self.options)
 
 
 def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> None:
@@ -554,13 +563,28 @@ def _stream_texts(
     return TextStream(names, **options, leave_out=leave_out if held_out else None)
 
 
-def _held_out_texts(sources: list[Source], lanes: list[list[str]]) -> list[str]:
-    "The texts that training streams of these sources, or of these lanes, leave out."
-    fraction, among, found = sources[0].fraction, HELD_OUT_AMONG // max(1, len(lanes)), []
-    for lane in lanes or [None]:
-        every = islice(_stream_texts(sources, False, lane), among)
-        found += [text for number, text in enumerate(every) if _is_held_out(number, fraction)]
-    return found
+def _held_out_texts(streams: list[list[Source]], lanes: list[list[str]]) -> list[str]:
+    """The texts that training streams of these sources, or of these lanes, leave out.
+
+    Without those that stand among the first texts that are trained on, too.
+    """
+    found, trained = [], set()  # of the latter keys alone: texts may be long
+    for sources in streams:
+        fraction, among = sources[0].fraction, HELD_OUT_AMONG // max(1, len(lanes))
+        for lane in lanes or [None]:
+            for number, text in enumerate(islice(_stream_texts(sources, False, lane), among)):
+                if _is_held_out(number, fraction):
+                    found.append(text)
+                else:
+                    trained.add(text_key(text))
+    kept = [text for text in found if text_key(text) not in trained]
+    if len(kept) < len(found):
+        _tell_of_copies(len(found) - len(kept), len(found))
+    return kept
+
+
+def _length_in_row(ids: np.ndarray, room: int) -> int:
+    return min(len(ids), room)
 
 
 def _in_turns(streams: list[TextStream]) -> Iterator[str]:
@@ -592,6 +616,31 @@ def add_ends(
     counts = count_ends(range(len(documents)), max_ends, seed)
     tokens = np.insert(documents.tokens, np.repeat(documents.offsets[1:], counts), end_token_id)
     return TokenizedDocuments(tokens, documents.offsets + np.cumsum([0, *counts]))
+
+
+def cut_lone_ends(
+    documents: TokenizedDocuments,  # of `add_ends`, as they are packed
+    end_token_id: int,
+    room: int,  # tokens of a document that fit into a row
+    overflow: str = "split",  # as `split_long` cuts what is longer
+    overlap: int = 0,
+) -> TokenizedDocuments:
+    "Leave out the ends that would stand in a window without any text, or behind an empty text."
+    if overflow == "keep_end":  # the one window is the end of the text
+        return documents
+    tokens, offsets = np.asarray(documents.tokens), np.asarray(documents.offsets, np.int64)
+    starts, stops = offsets[:-1], offsets[1:]
+    real = np.concatenate([[-1], np.flatnonzero(tokens != end_token_id)])
+    texts = np.maximum(real[np.searchsorted(real, stops) - 1] + 1 - starts, 0)  # without its ends
+    full = -(-np.maximum(texts - room, 0) // (room - overlap))  # windows before a text's last one
+    fits = np.where(texts > 0, room + full * (room - overlap), 0)
+    lengths = np.minimum(stops - starts, fits)
+    cut = np.flatnonzero(starts + lengths < stops)
+    if not len(cut):
+        return documents
+    gone = [np.arange(starts[n] + lengths[n], stops[n]) for n in cut]
+    return TokenizedDocuments(np.delete(tokens, np.concatenate(gone)),
+                              np.concatenate([[0], np.cumsum(lengths)]))
 
 # %% ../../nbs/data/16_module.ipynb #a440e7fd
 def mix_lengths(
@@ -625,30 +674,92 @@ def mix_lengths(
     return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
 
 # %% ../../nbs/data/16_module.ipynb #fb3de062
+def _key_without_ends(ids: np.ndarray, end: int) -> bytes:
+    "By what a document is known again: of how many ends a text was given is chance."
+    real = np.flatnonzero(ids != end)
+    ids = np.asarray(ids[:real[-1] + 1 if len(real) else 0], np.int32)
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def _beginnings(documents: TokenizedDocuments, end: int, num_tokens: int = 8) -> np.ndarray:
+    "A number of the first tokens of each document, equal for equal ones, whatever their ends."
+    if not len(documents.tokens):
+        return np.zeros(len(documents), np.uint64)
+    starts, stops = (np.asarray(documents.offsets)[part, None] for part in np.s_[:-1, 1:])
+    places = starts + np.arange(num_tokens)
+    first = documents.tokens.take(places, mode="clip").astype(np.uint64)
+    first = np.where((places < stops) & (first != end), first + np.uint64(1), np.uint64(0))
+    weights = np.random.default_rng(0).integers(1, 2**64, num_tokens, np.uint64, endpoint=False)
+    return (first * weights).sum(axis=1)  # what overflows is dropped
+
+
+def _blocks_of(documents: TokenizedDocuments) -> Iterator[TokenizedDocuments]:
+    "All that is trained on, no more than a block in memory at once."
+    if isinstance(documents, StoredDocuments):  # a block lacks what is held out of it
+        for number in range(documents.num_blocks):
+            yield documents.block(number)
+            documents.release(number)
+        return
+    edges = block_edges(documents)
+    for first, last in zip(edges, edges[1:]):
+        offsets = np.asarray(documents.offsets[first : last + 1])
+        yield TokenizedDocuments(documents.tokens[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def _known_among(
+    documents: TokenizedDocuments, wanted: set[bytes], beginnings: np.ndarray, end: int
+) -> set[bytes]:
+    "Which of the wanted keys documents have; of more than a block it is kept beside them."
+    def read() -> set[bytes]:
+        found = set()
+        for block in _blocks_of(documents):
+            alike = np.flatnonzero(np.isin(_beginnings(block, end), beginnings))
+            found |= wanted.intersection(_key_without_ends(block[int(n)], end) for n in alike)
+        return found
+
+    if getattr(documents, "num_blocks", 1) == 1:
+        return read()
+    asked, place = sorted(wanted), hashlib.blake2b(b"".join(sorted(wanted)), digest_size=8)
+    place.update(json.dumps([end, documents.left_out, documents.manifest["crc32"]]).encode())
+    path = documents.path / f"counts-known-{place.hexdigest()}.npy"
+    try:
+        there = np.load(path)
+        if there.shape == (len(asked),) and there.dtype == bool:
+            return {key for key, known in zip(asked, there) if known}
+    except Exception:  # numpy reads a header as Python text: a damaged one raises any error
+        pass
+    found = read()
+    try:
+        with written_whole(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, np.array([key in found for key in asked]))
+    except OSError:  # a place where we may only read
+        pass
+    return found
+
+
 def _leave_out_known(
     train: list[TokenizedDocuments],  # of each source
     held_out: list[TokenizedDocuments],  # of each source
-    end: int,  # [SEP]: of how many ends a text was given is chance
+    end: int,  # [SEP]
 ) -> list[TokenizedDocuments]:
-    "Held-out documents that no other source trains on."
-    def key(ids: np.ndarray) -> bytes:
-        real = np.flatnonzero(ids != end)
-        return np.asarray(ids[:real[-1] + 1 if len(real) else 0], np.uint32).tobytes()
-
-    known, wanted = set(), {key(ids) for part in held_out for ids in part}
-    for part in train:
-        if getattr(part, "num_blocks", 1) == 1:  # others do not fit into memory
-            # A block lacks what is held out of it; the documents themselves have it.
-            texts = part.block(0) if isinstance(part, StoredDocuments) else part
-            known |= wanted.intersection(map(key, texts))
+    "Held-out documents that no source trains on."
+    key = partial(_key_without_ends, end=end)
+    wanted = {key(ids) for part in held_out for ids in part} - {key(np.empty(0, np.int32))}
+    if not wanted:
+        return held_out
+    beginnings = np.unique(np.concatenate([_beginnings(part, end) for part in held_out]))
+    known = set().union(*(_known_among(part, wanted, beginnings, end) for part in train))
     if not known:
         return held_out
     kept = [TokenizedDocuments.from_sequences([ids for ids in part if key(ids) not in known])
             for part in held_out]
-    warnings.warn(f"{sum(map(len, held_out)) - sum(map(len, kept))} of {sum(map(len, held_out))} "
-                  "held-out documents are training text of another source, and are left out of "
-                  "validation")
+    _tell_of_copies(sum(map(len, held_out)) - sum(map(len, kept)), sum(map(len, held_out)))
     return kept
+
+
+def _tell_of_copies(number: int, of: int) -> None:
+    warnings.warn(f"{number:,} of {of:,} held-out documents stand in the training text, too, and "
+                  "are left out of validation")
 
 
 def _check_prompts(
@@ -670,24 +781,34 @@ def _check_prompts(
 
 
 def _even_lanes(files: list[Path | str]) -> list[list[Path | str]]:
-    """Deal files to as many lanes as may be so that none is over twice as long as another.
+    """Deal files to lanes of which none is over twice as long as another.
 
     Lanes take equal turns: a file of a thousandth in a lane of its own would be read a thousand
-    times while the others are read once. What is not a local file counts as much as another.
+    times while the others are read once. Where a lane for each file would be uneven, the number of
+    lanes is one that usual numbers of readers divide: of 15 lanes, each of 8 would read all. What
+    is not a local file counts as much as another.
     """
     known = all(isinstance(file, Path) for file in files)
     sizes = [file.stat().st_size if known else 1 for file in files]
     numbers = [n for n, size in enumerate(sizes) if size]  # an empty one has nothing for a lane
     numbers.sort(key=lambda n: -sizes[n])
-    for num_lanes in range(min(len(numbers), MAX_LANES), 1, -1):
+    most, total, found = min(len(numbers), MAX_LANES), sum(sizes), []
+    for num_lanes in range(most, 1, -1):
         lanes, loads = [[] for _ in range(num_lanes)], [(0, lane) for lane in range(num_lanes)]
         for n in numbers:  # the largest that is left goes to the shortest lane
             load, lane = loads[0]
             lanes[lane].append(n)
             heapq.heapreplace(loads, (load + sizes[n], lane))
-        if 2 * loads[0][0] >= max(loads)[0]:
-            return [[files[n] for n in lane] for lane in sorted(map(sorted, lanes))]
-    return [files]
+        if 2 * loads[0][0] < max(loads)[0]:
+            continue
+        dealt = [[files[n] for n in lane] for lane in sorted(map(sorted, lanes))]
+        if num_lanes == most:
+            return dealt
+        # The share of rows that come from other files than one would expect by their sizes.
+        shift = sum(abs(load / total - 1 / num_lanes) for load, _ in loads) / 2
+        divides = num_lanes & -num_lanes if shift <= 0.1 else 0  # the power of two in the number
+        found.append((divides, num_lanes, dealt))
+    return max(found)[2] if found else [files]
 
 
 class PretrainingDataModule(L.LightningDataModule):
@@ -810,9 +931,12 @@ class PretrainingDataModule(L.LightningDataModule):
             rates = self.mixing.pop("mixing_rates")
             self.mixing["rates"], self.source_names = _name_rates(rates, self.sources)
             check_mixture(self.source_names, **self.mixing)
+            if streaming:
+                check_passes(self.mixing.get("max_repetition", 1))
         if cache_dir is not None:
             check_outside(cache_dir, self.named_sources(), "cache_dir")
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
+        self.held_out: frozenset[bytes] = frozenset()  # of a stream: keys of texts
         self.batches = None  # the latest loader of planned rows
 
     def named_sources(self) -> list[str]:
@@ -865,16 +989,20 @@ class PretrainingDataModule(L.LightningDataModule):
         plan = partial(pack, shuffle=self.shuffle)
         if self.length_shares is not None:
             train = [mix_lengths(part, self.length_shares, self.seed) for part in train]
+        if self.max_ends:
+            cut = partial(cut_lone_ends, end_token_id=self.tokenizer.sep_token_id,
+                          room=self.max_sequence_length - 2, **self.packing_options)
+            train, validation = ([cut(part) for part in parts] for parts in (train, validation))
         if self.mixing and train:
             named = dict(zip(self.source_names, train))
-            draw = partial(mix_documents, named, seed=self.seed, **self.mixing)
+            draw = partial(mix_documents, named, seed=self.seed, room=self.room, **self.mixing)
             self.train_dataset = MixedRows(draw, plan)
         elif train:
             self.train_dataset = plan(join_documents(train))
         self.val_datasets = [pack(part, shuffle=False) for part in validation if len(part)]
         if not self.val_datasets and (fraction := self.sources[0].fraction):
             laned = self.streaming and self.stream_lanes  # each counts its own texts
-            warnings.warn(f"nothing is held out to validate on: too few texts in each "
+            warnings.warn(f"nothing is held out to validate on: too few different texts in each "
                           f"{'lane' if laned else 'source'} for validation_fraction={fraction}; "
                           f"{'set data_kwargs lanes to 1' if laned else 'raise it'}, or name a "
                           "val_dataset_name_or_path")
@@ -905,11 +1033,12 @@ class PretrainingDataModule(L.LightningDataModule):
         if self.streaming:
             # A mixture numbers the texts of each stream by itself, so what is left out is found so.
             streams = [[source] for source in self.sources] if self.mixing else [self.sources]
-            texts = [text for sources in streams
-                     for text in _held_out_texts(sources, self.stream_lanes)]
+            texts = _held_out_texts(streams, self.stream_lanes)
+            self.held_out = frozenset(map(text_key, texts))  # copies that come later
             return train, [tokenize_documents(texts, self.tokenizer, **caching)]
         held_out = [read(source, "validation") for source in self.sources]
-        if len(held_out) > 1:  # each source looks for copies among its own texts alone
+        # Texts are compared when they are split, each source's among themselves; tokens never.
+        if len(held_out) > 1 or self.sources[0].holds_tokens:
             held_out = _leave_out_known(train, held_out, self.tokenizer.sep_token_id)
         return train, [join_documents(held_out)]
 
@@ -961,7 +1090,20 @@ class PretrainingDataModule(L.LightningDataModule):
             lanes = [files[n::self.lanes] for n in range(self.lanes)]
         else:
             lanes = _even_lanes(files)
-        return [list(map(str, lane)) for lane in lanes] if len(lanes) > 1 else []
+        if len(lanes) < 2:
+            return []
+        if (self.num_shards or 1) > 1:  # in each lane of each process: far more than there are
+            raise ValueError(f"num_shards={self.num_shards} starts processes that tokenize a "
+                             f"stream, and this one is read in {len(lanes)} lanes, by its files: "
+                             "leave it out and set num_workers, which share the lanes (data_kwargs "
+                             "lanes=1 reads all files as one stream)")
+        return [list(map(str, lane)) for lane in lanes]
+
+    @property
+    def room(self) -> int | None:
+        "Tokens of a document that come to a row; None: all of them, in several pieces if need be."
+        cut = self.packing_options.get("overflow", "split") != "split"
+        return self.max_sequence_length - 2 if cut else None  # beside its two ends
 
     def stream_tokens(self) -> TokenStream | MixedStream:
         "Token ids of a stream, or of its first lane, from the beginning."
@@ -969,15 +1111,16 @@ class PretrainingDataModule(L.LightningDataModule):
             return self._lane_tokens(self.stream_lanes[0])
         held_out = not self.val_sources
         open_ = lambda sources: TokenStream(  # noqa: E731
-            _stream_texts(sources, held_out), self.tokenizer, self.num_shards or 1)
+            _stream_texts(sources, held_out), self.tokenizer, self.num_shards or 1, self.held_out)
         if not self.mixing:
             return open_(self.sources)
         streams = {name: open_([source]) for name, source in zip(self.source_names, self.sources)}
-        return MixedStream(streams, **self.mixing)
+        size_of = len if self.room is None else partial(_length_in_row, room=self.room)
+        return MixedStream(streams, **self.mixing, size_of=size_of)
 
     def _lane_tokens(self, lane: list[str]) -> TokenStream:
         texts = _stream_texts(self.sources, not self.val_sources, lane, len(self.stream_lanes))
-        return TokenStream(texts, self.tokenizer)
+        return TokenStream(texts, self.tokenizer, left_out=self.held_out)
 
     def _gather_states(self, state: dict) -> list[dict]:
         "The states of all processes, which all must ask for."

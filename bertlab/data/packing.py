@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OVERFLOWS', 'NUM_TRADES', 'read_ids', 'TokenizedDocuments', 'Windows', 'check_overflow', 'split_long', 'deal_lengths',
            'Plan', 'plan_best_fit', 'place_documents', 'build_rows', 'mark_repeated', 'trade_parts', 'EpochOrder',
-           'account_rows', 'PackingReport', 'PackedDataset', 'bare_row', 'PaddedDataset', 'special_ids']
+           'account_rows', 'PackingReport', 'SharedNumber', 'PackedDataset', 'bare_row', 'PaddedDataset', 'special_ids']
 
 # %% ../../nbs/data/11_packing.ipynb #dc7657eb
 from abc import ABC, abstractmethod
@@ -15,6 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 import numpy as np
@@ -405,6 +407,19 @@ def _read_plan(
     return Plan(members, offsets, plan.num_empty)
 
 
+class SharedNumber:
+    "An int in memory that the worker processes see, forked or spawned; other copies are apart."
+
+    def __init__(self, value: int):
+        self.memory = RawValue("q", value)
+
+    def __getstate__(self) -> Any:
+        return self.memory if get_spawning_popen() else (self.memory.value,)
+
+    def __setstate__(self, state: Any) -> None:
+        self.memory = RawValue("q", *state) if isinstance(state, tuple) else state
+
+
 class PackedDataset(PackingReport):
     """Full rows from documents: map-style, equally long in every epoch, each token once an epoch.
 
@@ -456,7 +471,17 @@ class PackedDataset(PackingReport):
 
     def set_epoch(self, epoch: int) -> None:
         "Choose the epoch of lone indices. transformers' Trainer and accelerate call it."
-        self.epoch = int(epoch)
+        self.epoch = epoch
+
+    @property
+    def epoch(self) -> int:  # a loader whose workers persist has copies, which must hear of it
+        return self.shared_epoch.memory.value
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        if "shared_epoch" not in self.__dict__:
+            self.shared_epoch = SharedNumber(0)
+        self.shared_epoch.memory.value = int(epoch)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -478,7 +503,8 @@ class PackedDataset(PackingReport):
         "Build many rows at once, each with its address. Raises `IndexError` for no row."
         if not len(keys):
             return []
-        pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]
+        lone = self.epoch
+        pairs = [key if isinstance(key, tuple) else (lone, key) for key in keys]
         epochs, indices = np.array(pairs, dtype=np.int64).T
         for index in indices[(indices < -len(self)) | (indices >= len(self))]:
             raise IndexError(f"row {index} of {len(self)}: indices go from "

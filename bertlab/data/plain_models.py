@@ -27,13 +27,14 @@ def block_mask(
 # %% ../../nbs/data/17_plain_models.ipynb #9b83f631
 def additive_mask(
     mask_B1LL: Tensor,  # bool
-) -> Tensor:  # (B, 1, L, L) float32: 0 where a query may look, the lowest number elsewhere
+    dtype: torch.dtype = torch.float32,  # of the model: a wider mask would widen its scores
+) -> Tensor:  # (B, 1, L, L) of dtype: 0 where a query may look, the lowest number elsewhere
     "What the eager kernel adds to its scores: it would add a bool mask as ones and zeros."
-    lowest = torch.finfo(torch.float32).min
-    return torch.zeros(mask_B1LL.shape).masked_fill(~mask_B1LL, lowest)
+    lowest = torch.finfo(dtype).min
+    return torch.zeros(mask_B1LL.shape, dtype=dtype).masked_fill(~mask_B1LL, lowest)
 
 
-MASK_FORMS = {"sdpa": lambda mask_B1LL: mask_B1LL, "eager": additive_mask}
+MASK_FORMS = {"sdpa": lambda mask_B1LL, dtype: mask_B1LL, "eager": additive_mask}
 
 # %% ../../nbs/data/17_plain_models.ipynb #88a5db54
 def shift_positions(
@@ -85,6 +86,14 @@ class PlainModelCollator:
         self.window = config.sliding_window if rotary else None
         self.num_positions = None if rotary else config.max_position_embeddings
         self.pad_token_id = config.pad_token_id
+        self.model, self.dtype = model, model.dtype
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "model": None, "dtype": self._dtype()}  # a worker needs no weights
+
+    def _dtype(self) -> torch.dtype:
+        "Of the model as it is now: it may have been put into 16 bits since."
+        return self.dtype if self.model is None else self.model.dtype
 
     def __call__(self, rows: Sequence) -> dict[str, Any]:
         for number, row in enumerate(rows):
@@ -99,10 +108,11 @@ class PlainModelCollator:
 
     def mask(self, documents_BL: Tensor) -> Tensor | dict[str, Tensor]:
         "One mask; or one for each kind of layer, where some see a window only."
-        whole = self.form(block_mask(documents_BL))
+        dtype = self._dtype()
+        whole = self.form(block_mask(documents_BL), dtype)
         if self.window is None:
             return whole
-        near = self.form(block_mask(documents_BL, self.window))
+        near = self.form(block_mask(documents_BL, self.window), dtype)
         return {"full_attention": whole, "sliding_attention": near}
 
     def positions(self, positions_BL: Tensor, documents_BL: Tensor) -> Tensor:

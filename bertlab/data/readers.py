@@ -348,6 +348,17 @@ def _json_values(path: Path, on_error: OnError, place: Place) -> Iterator[tuple[
                 yield f"line {place.line}", row
 
 
+def _names_in_first(path: Path, columns: Sequence[str | int]) -> Sequence[str | int]:
+    "What columns are called in the first object of a file that has them."
+    for _, row in _json_values(path, lambda error: None, Place()):
+        try:
+            if isinstance(row, dict):
+                return list(find_columns(columns, list(row), path).values())
+        except ValueError:
+            pass  # who read up to here has left this one out
+    return columns
+
+
 def read_json(
     path: Path,
     on_error: OnError = raise_error,
@@ -358,8 +369,10 @@ def read_json(
 
     A column's number counts in the first of them: objects may have their keys in any order.
     """
-    asked, names = columns, columns
-    for where, row in _json_values(path, on_error, place or Place()):
+    place, asked, names = place or Place(), columns, columns
+    if columns is not None and (place.line or place.row):  # the first object was read before
+        names = _names_in_first(path, columns)
+    for where, row in _json_values(path, on_error, place):
         try:
             if not isinstance(row, dict):
                 raise ValueError(f"{path} {where} holds {str(row)[:40]!r}, which is no object")

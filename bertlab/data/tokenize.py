@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PART_BYTES', 'PART_ROWS', 'FILTERS', 'EXECUTORS', 'SourcePart', 'Reading', 'find_parts', 'read_part',
-           'need_datatrove', 'make_filter', 'kept_documents', 'Job', 'tokenize_part', 'run_locally', 'run_stages',
-           'finish_job', 'tokenize_shards']
+           'need_datatrove', 'make_filter', 'hash_filter', 'kept_documents', 'Job', 'tokenize_part', 'run_locally',
+           'run_stages', 'finish_job', 'tokenize_shards']
 
 # %% ../../nbs/data/18_tokenize.ipynb #fe91f592
 import hashlib
@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import groupby, islice
 from pathlib import Path
@@ -59,11 +59,12 @@ class SourcePart:
     rows: tuple[int, int] = (0, 0)  # of a dataset: first, and one past the last
     stamps: tuple = ()  # sizes and times of the files: a changed file is another part
     held: Any = field(default=None, compare=False)  # what is in memory already
+    content: str = ""  # of a dataset: two of one name and size may hold other texts
 
-    def key(self) -> str:
+    def key(self, named: bool = False) -> str:  # named: as it was before `content` was looked at
         "What tells this part from others."
         facts = [self.kind, [os.path.basename(n) for n in self.names], self.rows, self.stamps]
-        return json.dumps(facts)
+        return json.dumps([*facts, self.content] if self.content and not named else facts)
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,13 @@ def find_parts(
         if holds_shards(path):
             raise ValueError(f"source {name} holds tokens already; train on it, or name text")
         if (path / "index.json").is_file():
-            parts += _row_parts("mds", str(path), len(_open_mds(path)))
+            parts += _row_parts("mds", str(path), len(_open_mds(path)), content=_hash_mds(path))
         elif is_local(name):
             files += directory_files(path, notes, reading.file_format) if path.is_dir() else [path]
         else:
             data = open_dataset(str(path), reading.split, reading.config_name, False)
-            parts += _row_parts("dataset", str(path), len(data))
+            content = str(getattr(data, "_fingerprint", ""))
+            parts += _row_parts("dataset", str(path), len(data), content=content)
     return [*_file_parts(files), *parts]
 
 
@@ -113,11 +115,13 @@ def _is_held(source: Any) -> bool:
     return not named and bool(source) and not isinstance(source[0], (str, os.PathLike))
 
 
-def _row_parts(kind: str, name: str, size: int, held: Any = None) -> list[SourcePart]:
+def _row_parts(
+    kind: str, name: str, size: int, held: Any = None, content: str = ""
+) -> list[SourcePart]:  # fmt: skip
     "Ranges of rows, equally long but for the last."
     bounds = [(n, min(n + PART_ROWS, size)) for n in range(0, size, PART_ROWS)]
-    return [SourcePart(kind, (name,), rows, held=None if held is None else held[slice(*rows)])
-            for rows in bounds]
+    held_of = lambda rows: None if held is None else held[slice(*rows)]  # noqa: E731
+    return [SourcePart(kind, (name,), rows, (), held_of(rows), content) for rows in bounds]
 
 
 def _file_parts(files: list[Path]) -> list[SourcePart]:
@@ -132,9 +136,21 @@ def _file_parts(files: list[Path]) -> list[SourcePart]:
             filled = 0
         groups[-1].append(number)
         filled += size
-    stamp = lambda n: (sizes[n], files[n].stat().st_mtime_ns)  # noqa: E731
     return [SourcePart("files", tuple(str(files[n].absolute()) for n in group), (0, 0),
-                 tuple(stamp(n) for n in group)) for group in groups]  # fmt: skip
+                 tuple(_stamp(files[n]) for n in group)) for group in groups]  # fmt: skip
+
+
+def _hash_mds(path: Path) -> str:
+    "A hash of its index, and of sizes and times of its shards."
+    shards = [(file.name, *_stamp(file)) for file in sorted(path.glob("*.mds"))]
+    facts = json.dumps(shards).encode() + (path / "index.json").read_bytes()
+    return hashlib.blake2b(facts, digest_size=16).hexdigest()
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    "Size and time: a file that was changed has others."
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
 
 
 def _open_mds(path: Path) -> Any:
@@ -280,6 +296,18 @@ def make_filter(
     return keep
 
 
+def hash_filter(name: str) -> str:  # of a key of FILTERS: empty
+    "A hash of the file in which a filter of your own stands."
+    return _hash_file(name, id(find_object(name, "filter"))) if "." in name else ""
+
+
+@cache  # of the file as it was imported: one that changes later is not read again
+def _hash_file(name: str, found: int) -> str:
+    file = Path(getattr(sys.modules[name.rpartition(".")[0]], "__file__", None) or "")
+    data = file.read_bytes() if file.is_file() else b""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def kept_documents(
     documents: Iterable[Any],
     filters: Sequence[str],
@@ -319,13 +347,19 @@ class Job:
     shard_tokens: int = SHARD_TOKENS
     first: int = 0  # number of the first part: there are more in the directory when appending
     num_ids: int | None = None  # that the tokenizer may give; None: any
+    filter_hashes: tuple[str, ...] = ()  # one for each filter, see `hash_filter`
 
-    def key(self, part: int | None = None) -> str:
-        "A name of the whole job, or of one part, made of all that its tokens depend on."
+    def key(self, part: int | None = None, named: bool = False) -> str:
+        """A name of the whole job, or of one part, made of all that its tokens depend on.
+
+        With named=True as earlier versions made it, which knew datasets and filters by name alone.
+        """
         parts = self.parts if part is None or self.near_duplicates else [self.parts[part]]
         held = [_held_key(p) for p in parts if p.held is not None]
-        facts = [[p.key() for p in parts], held, asdict(self.reading), self.fingerprint,
+        facts = [[p.key(named) for p in parts], held, asdict(self.reading), self.fingerprint,
                  self.filters, self.near_duplicates, self.shard_tokens, part]
+        if any(self.filter_hashes) and not named:
+            facts.append(self.filter_hashes)
         data = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(data, digest_size=16).hexdigest()
 
@@ -575,6 +609,11 @@ def _check_place(
         manifest = read_manifest(output)
         if job_of(0).key() in manifest.get("jobs", []):
             return None
+        if job_of(0).key(named=True) in manifest.get("jobs", []):
+            raise ValueError(f"output {output} holds tokens of a dataset or filter of this name, "
+                             "made by an earlier version, which did not look into it: if nothing "
+                             "of it has changed, the tokens are done; else pass --overwrite, or "
+                             "choose another --output")
         if not append:
             raise ValueError(f"output {output} holds other tokens: pass --append to put these "
                              "behind them, --overwrite to start anew, or choose another --output")
@@ -636,6 +675,7 @@ def tokenize_shards(
         need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
     for name in filters or ():
         make_filter(name)
+    hashes = tuple(hash_filter(name) for name in filters or ())
     notes: Counter = Counter()
     reading = Reading(text_column, lines, file_format, split, config_name, on_error, header)
     parts = find_parts(source, reading, notes)
@@ -657,7 +697,7 @@ def tokenize_shards(
     job_of = lambda first: Job(  # noqa: E731
         tuple(parts), reading, str(output.absolute()), serialize_tokenizer(loaded),
         fingerprint, id_dtype(loaded), tuple(filters or ()), near_duplicates,
-        shard_tokens, first, num_ids_of(loaded))  # fmt: skip
+        shard_tokens, first, num_ids_of(loaded), hashes)  # fmt: skip
     job = _check_place(job_of, output, append, overwrite)
     if job is None:
         return read_manifest(output)

@@ -23,9 +23,10 @@ def token_vectors(
     model: BiEncoder,
     texts: Sequence[str],
     batch_tokens: int = 2048,  # positions that are computed at once, about; on a CPU, a core
+    prompt: str = "",  # put before each text that does not begin with it already
 ) -> list[Tensor]:  # (T, D) of each text, of length 1, special tokens included
     "Encode texts and keep the vector of each token."
-    ids, found = model.tokenize(texts), [torch.empty(0)] * len(texts)
+    ids, found = model.tokenize(texts, prompt), [torch.empty(0)] * len(texts)
     pad = model.encoder.config.pad_token_id or 0
     lengths, device = [*map(len, ids)], model.encoder.device
 
@@ -62,10 +63,11 @@ def maxsim(
 
 @dataclass(frozen=True)
 class LateScorer:
-    "MaxSim as a scorer for `evaluate_retrieval`."
+    "MaxSim as a scorer for `evaluate_retrieval`; the model's prompts stand before the texts."
 
     model: BiEncoder
 
     def __call__(self, queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:  # (Q, N)
-        d = token_vectors(self.model, documents)
-        return np.stack([maxsim(q, d).numpy() for q in token_vectors(self.model, queries)])
+        d = token_vectors(self.model, documents, prompt=self.model.document_prompt)
+        q = token_vectors(self.model, queries, prompt=self.model.query_prompt)
+        return np.stack([maxsim(one, d).numpy() for one in q])

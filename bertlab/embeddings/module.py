@@ -8,14 +8,14 @@ __all__ = ['ranks_of', 'EmbeddingModule']
 # %% ../../nbs/embeddings/06_module.ipynb #22826739
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import AttributeDict
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,10 +30,12 @@ from ..model.adapters import adapter_overrides, add_adapter, freeze_weights, rea
 from ..model.adapters import save_adapter
 from ..model.config import BertLabConfig
 from ..model.encoder import BertLabModel
-from ..model.huggingface import describe_saving, has_adapter
+from ..model.huggingface import bertlab_config, describe_saving, has_adapter, read_shape
 from ..model.losses import LossParts
+from ..train.checkpoints import same_random_states
 from ..train.modules import check_pieces, check_recomputing, compile_layers, compile_options
-from ..train.modules import load_encoder, pretraining_optimizer, recompute, settings_from
+from ..train.modules import load_encoder, pretraining_groups, pretraining_optimizer
+from ..train.modules import recompute, settings_from
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/embeddings/06_module.ipynb #84e4246a
@@ -84,7 +86,7 @@ class EmbeddingModule(TrainingModule):
         distillation: str | None = None,  # kl or margin_mse, where pairs have scores
         distillation_weight: float = 1.0,  # of the teacher's part of the loss
         contrastive_weight: float = 1.0,  # 0: learn from the teacher alone
-        learning_rate: float = 2e-4,  # the schedule's peak
+        learning_rate: float = 2e-4,  # the schedule's peak; one for AdamW, others want their own
         weight_decay: float = 0.01,  # on matrices alone
         layer_decay: float = 1.0,  # factor of the rate from a layer to the next one down
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
@@ -177,7 +179,7 @@ class EmbeddingModule(TrainingModule):
         self.check_pairs(getattr(data, "datasets", {}))
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
         if self.model is not None and self.max_sequence_length:
-            self.model.max_sequence_length = self.max_sequence_length
+            self.model.max_sequence_length = self._length()
         self._fit_rows()
 
     def check_pairs(self, datasets: Mapping[str, Any]) -> None:  # of `EmbeddingDataModule`
@@ -196,6 +198,83 @@ class EmbeddingModule(TrainingModule):
             data.fit_rows(self.model.encoder.config.max_position_embeddings)
 
     max_sequence_length: int | None = None  # of texts, as the data cuts them
+    own_length: int | None = None  # that the model which training began with reads, if it says so
+
+    def _length(self) -> int | None:
+        "Tokens that the model reads of a text: cutting pairs shorter takes none from it."
+        return max(self.max_sequence_length or 0, self.own_length or 0) or None
+
+    @property
+    def pooling(self) -> str:
+        "As it was asked for, else as the model says that training begins with."
+        if self.model is not None:
+            return self.model.pooling
+        source = self.hparams.pretrained_model_name_or_path
+        said = {} if source is None or self.hparams.pooling else read_layout(source)
+        return self.hparams.pooling or said.get("pooling", "mean")
+
+    def resume_identity(self) -> dict[str, Any]:  # plain values
+        "What must stay the same for a run to go on, besides options that all modules have."
+        return {"pooling": self.pooling}
+
+    def _make_model(self, fresh: bool = False) -> BiEncoder:  # fresh: its numbers are not read
+        "Load or build the encoder; prepare, adapt and freeze it."
+        h, source, said = self.hparams, self.hparams.pretrained_model_name_or_path, {}
+        if source is None:
+            config = BertLabConfig(**settings_from(self.tokenizer, h.model_config_kwargs or {}))
+            encoder = BertLabModel(config)
+        else:
+            said = read_layout(source)
+            encoder = self._fresh_encoder(source) if fresh else load_encoder(source).base_model
+        if self.prepare_encoder is not None:
+            encoder = self._find_preparation()(encoder) or encoder
+        if h.adapter is not None:
+            add_adapter(encoder, h.adapter)
+        freeze_weights(encoder, h.freeze)
+        self.own_length = said.get("max_sequence_length")
+        model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
+                          said.get("normalize", True), self._length(), said.get("conventions"))
+        # The loss compares directions alone; other comparisons stay where they rank as it does.
+        if model.similarity_fn_name not in ("dot", "euclidean") or not model.normalize:
+            model.conventions["similarity_fn_name"] = "cosine"
+        self.rule.check_width(model.width)
+        return model
+
+    @staticmethod
+    def _fresh_encoder(source: str | os.PathLike) -> BertLabModel:
+        shape = read_shape(source)
+        is_ours = shape.model_type == BertLabConfig.model_type
+        return BertLabModel(shape if is_ours else bertlab_config(shape))
+
+    def _find_preparation(self) -> Callable[[nn.Module], Any]:
+        prepare = self.prepare_encoder
+        return find_object(prepare, "prepare_encoder") if isinstance(prepare, str) else prepare
+
+    def check_parts(self, data: Any = None) -> None:  # a data module that is set up
+        """Raise `ValueError` for options that the model or the data has no place for.
+
+        The model is built without its numbers, and the generators stay as they were.
+        """
+        if self.model is not None:
+            return
+        if self.prepare_encoder is not None:
+            self._find_preparation()  # what it would do needs the numbers
+            return
+        with same_random_states():
+            try:
+                with torch.device("meta"):
+                    model = self._make_model(fresh=True)
+            except ValueError:
+                raise
+            except Exception:  # a part of one's own wants numbers
+                model = self._make_model()
+        if data is not None:
+            data.fit_rows(model.encoder.config.max_position_embeddings)
+        self.model = model
+        try:
+            pretraining_groups(self, self._optimizer_settings())
+        finally:
+            self.model = None
 
     def configure_model(self) -> None:
         "Load or build, once; then prepare, and recompute or compile as asked."
@@ -206,26 +285,9 @@ class EmbeddingModule(TrainingModule):
                              "data module to fit")
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
         self.hparams.update({**self._own, **self.hparams})
-        h, source = self.hparams, self.hparams.pretrained_model_name_or_path
-        said = {}
-        if source is None:
-            config = BertLabConfig(**settings_from(self.tokenizer, h.model_config_kwargs or {}))
-            encoder = BertLabModel(config)
-        else:
-            encoder, said = load_encoder(source).base_model, read_layout(source)
-        if self.prepare_encoder is not None:
-            prepare = self.prepare_encoder
-            prepare = find_object(prepare, "prepare_encoder") if isinstance(prepare, str) \
-                else prepare
-            encoder = prepare(encoder) or encoder
-        if h.adapter is not None:
-            add_adapter(encoder, h.adapter)
-        freeze_weights(encoder, h.freeze)
-        length = self.max_sequence_length or said.get("max_sequence_length")
-        self.model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
-                               said.get("normalize", True), length, said.get("conventions"))
+        h = self.hparams
+        self.model = self._make_model()
         self._fit_rows()
-        self.rule.check_width(self.model.width)
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.chunk_rows and device.type == "xla":
@@ -238,8 +300,16 @@ class EmbeddingModule(TrainingModule):
         self.model.train(self.training)
         still = f"; {len(self.frozen)} of its weights stay as they are" if self.frozen else ""
         known = self.prepare_encoder is None
-        saving = describe_saving(encoder, tokenizer=self.tokenizer) if known else ""
-        rank_zero_info(f"bi-encoder from {source or 'random weights'}; {saving}{still}")
+        saving = describe_saving(self.model.encoder, tokenizer=self.tokenizer) if known else ""
+        cut, reads = self.max_sequence_length, self.model.max_sequence_length
+        longer = f"; it reads {reads} tokens of a text, as before, and of pairs {cut}"
+        rank_zero_info(f"bi-encoder from {h.pretrained_model_name_or_path or 'random weights'}; "
+                       f"{saving}{still}{longer if cut and cut < reads else ''}")
+        prompts = sorted({*filter(None, (self.model.query_prompt, self.model.document_prompt))})
+        if prompts:
+            rank_zero_warn(f"the model has prompts ({', '.join(map(repr, prompts))}), which search "
+                           "puts before texts and training does not: write them into the pairs, or "
+                           "take them out of config_sentence_transformers.json")
 
     @property
     def config(self) -> BertLabConfig | None:  # of the encoder; None: it is not built yet
@@ -279,12 +349,15 @@ class EmbeddingModule(TrainingModule):
         return {glob: {"lr": h.learning_rate * h.layer_decay**n} for glob, n in depth.items()
                 if any(fnmatchcase(name, glob) for name in names)}
 
-    def configure_optimizers(self) -> dict[str, Any]:
-        self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
+    def _optimizer_settings(self) -> AttributeDict:
+        "The options, with the rates of layers and adapters among the overrides."
         overrides = self.rates_by_layer() | (self.hparams.parameter_overrides or {})
         overrides = adapter_overrides(self.model, overrides)
-        settings = AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
-        return pretraining_optimizer(self, settings, self.estimated_steps())
+        return AttributeDict({**self.hparams, "parameter_overrides": overrides or None})
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        self.hparams.update({**self._own, **self.hparams})  # a model that was built elsewhere
+        return pretraining_optimizer(self, self._optimizer_settings(), self.estimated_steps())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint does not need its first weights to be loaded again."
@@ -296,13 +369,19 @@ class EmbeddingModule(TrainingModule):
         checkpoint["hyper_parameters"] = plain_options(
             checkpoint["hyper_parameters"], {"optimizer_class": "adamw", "schedule": None})
         checkpoint["vectors"] = {"normalize": self.model.normalize,
-                                 "max_sequence_length": self.model.max_sequence_length}
+                                 "max_sequence_length": self.model.max_sequence_length,
+                                 "own_length": self.own_length,
+                                 "conventions": self.model.conventions}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        "Norm and length of texts are no weights and no options here, so a checkpoint brings them."
-        said = checkpoint.get("vectors", {})  # earlier versions did not write it
+        "What is no weight and no option here comes with a checkpoint: norm, length, prompts."
+        said = checkpoint.get("vectors", {})  # earlier versions did not write it, or not all
         self.model.normalize = said.get("normalize", self.model.normalize)
-        if self.max_sequence_length is None:  # else the data says
+        self.model.conventions |= said.get("conventions", {})
+        self.own_length = said.get("own_length", self.own_length)
+        if self.max_sequence_length is not None:  # the data says
+            self.model.max_sequence_length = self._length()
+        else:
             self.model.max_sequence_length = said.get("max_sequence_length",
                                                       self.model.max_sequence_length)
 
@@ -321,12 +400,13 @@ class EmbeddingModule(TrainingModule):
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the queries of a batch, against the documents of all processes."
         queries, documents = self.embed(batch)
-        return self.score_pairs(queries, documents, batch)
+        parts, weight = self.score_pairs(queries, documents, batch), self.hparams.contrastive_weight
+        return parts._replace(loss_sum=parts.loss_sum * weight) if weight != 1 else parts
 
     def score_pairs(
         self, queries: Embedded, documents: Embedded, batch: Mapping[str, Tensor]
     ) -> LossParts:
-        "The loss of vectors that are there already."
+        "The loss of vectors that are there already, before `contrastive_weight`."
         targets_Q, shift, num_queries = batch["labels"], 0, len(batch["labels"])
         every, all_documents, own_Q = queries, documents, None
         if self.hparams.gather_negatives and world()[1] > 1:
@@ -340,8 +420,7 @@ class EmbeddingModule(TrainingModule):
         shifted_Q = torch.where(targets_Q == IGNORED, IGNORED, targets_Q + shift)
         parts = self.rule(queries, all_documents, shifted_Q, self.temperature(), every, own_Q)
         self._distilled = self._distill(queries, documents, batch)
-        weight = self.hparams.contrastive_weight
-        return parts._replace(loss_sum=parts.loss_sum * weight) if weight != 1 else parts
+        return parts
 
     @staticmethod
     def _gather(found: Embedded) -> Embedded:

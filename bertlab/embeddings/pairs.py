@@ -75,16 +75,19 @@ LABELS = ("label", "score", "similarity", "similarity_score", "gold_label", "is_
 def find_columns(
     there: Sequence[str],  # the columns that there are
     asked: Mapping[str, Any],  # key of USUAL: a column, several for negative, or None
+    counted: Sequence[str] | None = None,  # the columns that numbers count; None: those there are
 ) -> dict[str, list[str]]:  # key of USUAL: names
     "Find the columns of pairs. Raises `ValueError` with the columns there are."
-    found = {}
+    found, counted = {}, there if counted is None else counted
+    is_number = lambda name: re.fullmatch(r"-?\d+", str(name))
     for kind, usual in USUAL.items():
         names = asked.get(kind)
         if names is None:
             found[kind] = [name for name in usual if name in there][:1]
         else:
             names = names if isinstance(names, (list, tuple)) else [names]
-            found[kind] = [resolve_column(name, there, f"{kind}_column") for name in names]
+            found[kind] = [resolve_column(name, counted if is_number(name) else there,
+                                          f"{kind}_column") for name in names]
         if not found[kind] and kind in ("query", "positive"):
             raise ValueError(f"there is no column of the {kind} ({', '.join(usual)}); the columns "
                              f"are {', '.join(map(repr, there))}: name one as {kind}_column"
@@ -197,13 +200,13 @@ def clean_pairs(pairs: PairSet) -> PairSet:
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
 def _table_rows(source: Any, split: str, config_name: str | None, file_format: str | None,
-                header: bool, on_error: Any, notes: Counter) -> Iterator[tuple[str, Mapping]]:
-    "Rows of files, directories and hub datasets, each with its place."
+                header: bool, on_error: Any, notes: Counter) -> Iterator[tuple[Any, str, Mapping]]:
+    "Rows of files, directories and hub datasets, each with its file and its place."
     for name in expand_sources(source):
         path = Path(name).expanduser()
         if not is_local(name):
             for number, row in enumerate(open_dataset(str(path), split, config_name, False), 1):
-                yield f"{name} row {number}", row
+                yield name, f"{name} row {number}", row
             continue
         if split != "train":
             raise ValueError(f"{name} is no hub dataset and has only the split 'train': leave out "
@@ -214,7 +217,7 @@ def _table_rows(source: Any, split: str, config_name: str | None, file_format: s
                 raise ValueError(f"{file} is no table of pairs; known are {', '.join(TABLES)}")
             options = {} if header or kind not in (".csv", ".tsv") else {"header": False}
             for where, row in TABLES[kind](file, on_error, **options):
-                yield f"{file} {where}", row
+                yield file, f"{file} {where}", row
 
 
 def read_pairs(
@@ -230,25 +233,30 @@ def read_pairs(
     on_error: str = "raise",  # or "skip": leave malformed rows out and count them
     header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
 ) -> PairSet:  # cleaned, see `clean_pairs`
-    "Read pairs from CSV, JSON Lines, Parquet, a hub dataset or a list of dicts."
+    """Read pairs from CSV, JSON Lines, Parquet, a hub dataset or a list of dicts.
+
+    A column's number counts in the first row of a file: objects may have their keys in any order.
+    Raises `ValueError` with the place of a bad row, and where no pair is left.
+    """
     asked = {"query": query_column, "positive": positive_column, "negative": negative_column,
              "scores": scores_column}
     notes: Counter = Counter()
     policy = error_policy(on_error, notes)
     in_memory = isinstance(source, (list, tuple)) and all(isinstance(r, Mapping) for r in source)
-    rows = (((f"row {n}", row) for n, row in enumerate(source)) if in_memory else
+    rows = ((("", f"row {n}", row) for n, row in enumerate(source)) if in_memory else
             _table_rows(source, split, config_name, file_format, header, policy, notes))
-    found, columns = [], {}  # rows of JSON may have different keys
+    found, columns, firsts = [], {}, {}  # rows of JSON may have different keys
     guessed = query_column is None and positive_column is None
     said: dict[str, set] = {}  # what a column says of pairs that nobody has chosen
-    for where, row in rows:
-        if tuple(row) not in columns:
-            columns[tuple(row)] = find_columns(list(row), asked)
+    for file, where, row in rows:
+        first = firsts.setdefault(file, tuple(row))
+        if (key := (first, tuple(row))) not in columns:
+            columns[key] = find_columns(list(row), asked, first)
         for name in (name for name in row if guessed and str(name).lower() in LABELS):
-            if name not in columns[tuple(row)]["scores"] and len(said.get(name, ())) < 2:
+            if name not in columns[key]["scores"] and len(said.get(name, ())) < 2:
                 said.setdefault(name, set()).add(str(row[name]))
         try:
-            found.append(read_pair(row, columns[tuple(row)], where))
+            found.append(read_pair(row, columns[key], where))
         except (ValueError, TypeError) as error:
             policy(error if isinstance(error, ValueError) else ValueError(f"{where}: {error}"))
     if different := [name for name, values in said.items() if len(values) > 1]:
@@ -262,7 +270,13 @@ def read_pairs(
     if lacking and len(lacking) < len(scores):
         raise ValueError(f"pair {lacking[0] + 1} has no scores, and others have; give all of them "
                          "scores, or none")
-    return clean_pairs(PairSet(queries, positives, negatives, None if lacking else scores, notes))
+    scores = None if lacking else scores
+    cleaned = clean_pairs(PairSet(queries, positives, negatives, scores, notes))
+    if not len(cleaned):  # the first of equal pairs stays
+        raise ValueError(f"source {source if not in_memory else 'given'} has no pair of two "
+                         f"different texts: all {len(found)} rows pair a text with itself and are "
+                         "left out; name other columns, or bring two wordings of each text")
+    return cleaned
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #3c2cc733
 def hold_out_pairs(
@@ -270,7 +284,13 @@ def hold_out_pairs(
     fraction: float,  # of the pairs
     seed: int = 0,
 ) -> tuple[PairSet, PairSet]:  # to train on, held out
-    "Hold out whole groups at random. Raises `ValueError` where there are too few."
+    """Hold out whole groups at random. Raises `ValueError` where there are too few.
+
+    A hard negative to train on that answers a held-out pair, or asks for it, is dropped with its
+    score, and counted.
+    """
+    if not len(pairs):
+        raise ValueError("there is no pair of texts to hold out")
     groups = group_texts(pairs)
     group_P = np.array([groups[query] for query in pairs.queries])
     sizes, held, wanted = np.bincount(group_P), set(), max(1, round(fraction * len(pairs)))
@@ -285,7 +305,17 @@ def hold_out_pairs(
     if not held or is_held.all():
         raise ValueError(f"{len(pairs)} pairs in {len(np.unique(group_P))} groups of connected "
                          "texts are too few to hold some out; bring more, or a validation set")
-    return pairs.select(np.flatnonzero(~is_held)), pairs.select(np.flatnonzero(is_held))
+    train, out = (pairs.select(np.flatnonzero(which)) for which in (~is_held, is_held))
+    fine = [[groups[text] not in held for text in own] for own in train.negatives]
+    if dropped := sum(own.count(False) for own in fine):
+        keep = lambda values, own: [value for value, good in zip(values, own) if good]
+        notes = train.notes + Counter({"negatives that are texts of held-out pairs, left out":
+                                       dropped})  # fmt: skip
+        scores = train.scores and [keep(values, [True, *own])
+                                   for values, own in zip(train.scores, fine)]
+        train = replace(train, negatives=[*map(keep, train.negatives, fine)], scores=scores,
+                        notes=notes)
+    return train, out
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #56b0735d
 class PairRows(Dataset):
@@ -299,6 +329,8 @@ class PairRows(Dataset):
         shuffle: bool = True,
         seed: int = 0,
     ):
+        if not len(pairs):
+            raise ValueError("there is no pair of texts: bring one or more for each split")
         for n, own in enumerate(pairs.scores or (), 1):
             if not all(map(math.isfinite, own)):
                 raise ValueError(f"pair {n} has the scores {own}; each must be a finite number")
@@ -526,7 +558,7 @@ class EmbeddingDataModule(L.LightningDataModule):
     def resume_identity(self) -> dict[str, Any]:  # plain values
         "What must stay the same for a run to go on: batches; and the pairs, once they are set up."
         known = {"train_batch_size": self.batch_sizes[0], "num_negatives": self.num_negatives,
-                 "row_length": self.row_length}
+                 "row_length": self.row_length, "shuffle": self.shuffle_train}
         if self.datasets:  # what is held out is not among them any more
             digest, pairs = hashlib.sha256(), self.pairs["train"]
             scores = pairs.scores or [None] * len(pairs)

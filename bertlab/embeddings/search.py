@@ -23,7 +23,7 @@ from ..core.files import written_directory, written_whole
 from ..core.reading import read_json
 from ..data.documents import Document
 from ..data.sources import find_documents
-from .bi_encoder import BiEncoder
+from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder, find_similarity, unit_rows
 from .pooling import POOLINGS
 
 # %% ../../nbs/embeddings/08_search.ipynb #80bb682f
@@ -32,18 +32,21 @@ def search_vectors(
     vectors_ND: np.ndarray,  # may be a memory map
     top_k: int = 10,
     block: int = 65_536,  # documents that are compared at once
+    cosine: bool = False,  # compare directions alone; of vectors of length 1 products do
 ) -> tuple[np.ndarray, np.ndarray]:  # scores and numbers of documents, (Q, K) each, best first
-    "The documents with the largest products, exactly; of equals, the one that stands first."
+    "The documents with the largest scores, exactly; of equals, the one that stands first."
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
     if queries_QD.shape[1] != vectors_ND.shape[1]:
         raise ValueError(f"queries have {queries_QD.shape[1]} dimensions and the index "
                          f"{vectors_ND.shape[1]}: were they made by the same model, and width?")
+    norm = unit_rows if cosine else lambda vectors_XD: vectors_XD
+    queries_QD = norm(queries_QD.astype(np.float32))
     best_QK = np.empty((len(queries_QD), 0), np.float32)
     which_QK = np.empty((len(queries_QD), 0), np.int64)
     for start in range(0, len(vectors_ND), block):
-        part = np.asarray(vectors_ND[start:start + block], dtype=np.float32)
-        scores = queries_QD.astype(np.float32) @ part.T
+        part = norm(np.asarray(vectors_ND[start:start + block], dtype=np.float32))
+        scores = queries_QD @ part.T
         if scores.shape[1] > 4 * top_k:  # a cut before the sort; all that tie at the cut stay
             floor = np.partition(scores, -top_k, axis=1)[:, -top_k:].min(1)
             kept = np.flatnonzero((scores >= floor[:, None]).any(0))
@@ -58,25 +61,58 @@ def search_vectors(
     return best_QK, which_QK
 
 # %% ../../nbs/embeddings/08_search.ipynb #e8c96bfc
-def model_fingerprint(model: BiEncoder) -> str:
-    "A hash of weights, pooling, norm and length: equal for models that give equal vectors."
+# What a configuration says of vectors that neither names nor shapes of weights do.
+_CHOICES = ("embedding_positions", "position_offset", "num_attention_heads", "num_key_value_heads",
+            "attention_positions", "global_rope_theta", "local_rope_theta", "rope_share",
+            "rope_stretch", "global_attention_every_n_layers", "local_attention", "output_gate",
+            "mlp", "hidden_activation", "norm", "norm_position", "norm_eps", "norm_groups")
+_PROBES = ["ÄPFEL cafés, naïve e-mail_9 don't: x=3.14; 12,345 € (a[b]c)", "東京 Москва ﬁ ½ Ⅷ 😀",
+           "  two  spaces,\ta tab\nand \r\n lines\u200b\u00a0"]  # fmt: skip
+
+
+def _reading(tokenizer: Any) -> list:
+    """A vocabulary, and what a tokenizer makes of it and of some texts.
+
+    Its own file would say the same in another form after an update of its library.
+    """
+    pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: piece[1])
+    words = [word for word, _ in pieces[::1 + len(pieces) // 20_000]]
+    made = tokenizer([*_PROBES, " ".join(words)], padding=False, truncation=False, verbose=False)
+    return [pieces, made["input_ids"]]
+
+
+def model_fingerprint(
+    model: BiEncoder,
+    earlier: bool = False,  # as earlier versions wrote it: without configuration and tokenizer
+) -> str:
+    "Hash all that decides a text's vector, so that models with equal hashes give equal vectors."
     digest = hashlib.blake2b(digest_size=16)
     choices = [model.pooling, model.normalize, model.max_sequence_length]
     digest.update(json.dumps(choices).encode())
     for name, weight in sorted(model.encoder.state_dict().items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(weight.detach().float().cpu().numpy()).tobytes())
+    if not earlier:
+        said = {name: getattr(model.encoder.config, name, None) for name in _CHOICES}
+        also = [said, _reading(model.tokenizer)]
+        digest.update(json.dumps(also, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+def _is_of(kept: Any, model: BiEncoder) -> bool:
+    "Whether a fingerprint, of this version or of an earlier one, is that of a model."
+    return kept == model_fingerprint(model) or kept == model_fingerprint(model, earlier=True)
 
 
 FORMS = (".npy", ".parquet", "")  # vectors; texts and vectors; a directory to search in
 _STORE = "store.json"
-_READING = ("pooling", "max_sequence_length")  # how a model reads a text: it may be told otherwise
+# How a model reads a text: it may be told otherwise.
+_READING = ("pooling", "max_sequence_length", "document_prompt")
 
 
 def check_form(output: str | os.PathLike, overwrite: bool = False) -> str:  # one of FORMS
     "Read what shall be written off its name. Raises `ValueError`, before any work."
-    path = Path(output)
+    path = Path(output).expanduser()
     if path.suffix not in FORMS:
         raise ValueError(f"output {path} must end in .npy or .parquet, or name a directory to "
                          "search in")
@@ -104,22 +140,23 @@ def encode_texts(
 ) -> int:  # texts that were encoded, in all runs together
     """Encode texts in constant memory; started again, it goes on after the last whole part.
 
-    A blank text has a row of zeros in a .npy, whose rows are those of the source, and is left out
-    of the other forms, which say what each row is of.
+    The model's prompt for documents, if it has one, stands before each text. A blank text has a
+    row of zeros in a .npy, whose rows are those of the source, and is left out of the other forms,
+    which say what each row is of.
 
     Raises `ValueError` where a stopped run has another model, source or choice, or other texts.
     """
-    form, output = check_form(output, overwrite), Path(output)
+    form, output = check_form(output, overwrite), Path(output).expanduser()
     if part_size < 1:
         raise ValueError(f"part_size must be 1 or more, got {part_size}")
     parts = output.with_name(f".{output.name}.parts")
     identity = {"model": model_fingerprint(model), "source": name, "part_size": part_size,
-                "width": width or model.width}
+                "width": width or model.width, "document_prompt": model.document_prompt}
     state = {**identity, "num_parts": 0, "num_texts": 0}
     if (parts / "state.json").is_file():
-        state = read_json(parts / "state.json")
+        state = {"document_prompt": "", **read_json(parts / "state.json")}  # earlier: put nowhere
         for key, value in identity.items():
-            if state.get(key) != value:
+            if state.get(key) != value and not (key == "model" and _is_of(state.get(key), model)):
                 raise ValueError(f"{parts} holds a run that was stopped, with another {key} "
                                  f"({state.get(key)!r}, not {value!r}); go on with that one, or "
                                  "delete the directory")
@@ -163,7 +200,7 @@ def encode_texts(
 def _encode_part(model: BiEncoder, texts: list[str], width: int | None) -> np.ndarray:  # (N, D)
     "Vectors of texts; zeros for a blank one."
     real = [number for number, text in enumerate(texts) if text.strip()]
-    vectors_ND = model.encode([texts[number] for number in real], width)
+    vectors_ND = model.encode_document([texts[number] for number in real], width)
     found_ND = np.zeros((len(texts), vectors_ND.shape[1]), np.float32)
     found_ND[real] = vectors_ND
     return found_ND
@@ -266,7 +303,7 @@ class TextIndex:
     @classmethod
     def open(cls, directory: str | os.PathLike) -> "TextIndex":
         "Open an index; no vector is read yet. Raises `ValueError` for a directory that is none."
-        directory = Path(directory)
+        directory = Path(directory).expanduser()
         if not (directory / _STORE).is_file():
             raise ValueError(f"{directory} holds no index ({_STORE} is missing); make one with "
                              "bertlab embed encode")
@@ -288,12 +325,17 @@ class TextIndex:
         return row["text"], row["source"]
 
     def prepare_model(self, model: BiEncoder) -> None:
-        "Let a model pool and cut texts as the index says that its own model did."
+        "Let a model pool and cut texts, and put a prompt before them, as that of the index did."
         pooling = self.store.get("pooling")  # earlier versions wrote neither
         if pooling in [*POOLINGS]:
             model.pooling, model.pool = pooling, POOLINGS[pooling]
         model.max_sequence_length = (self.store.get("max_sequence_length")
                                      or model.max_sequence_length)
+        prompt = self.store.get("document_prompt")
+        if prompt not in (None, model.document_prompt):
+            others = {name: text for name, text in model.conventions["prompts"].items()
+                      if name not in DOCUMENT_PROMPTS}
+            model.conventions = {**model.conventions, "prompts": {**others, "document": prompt}}
 
     def check_model(self, model: BiEncoder) -> None:
         "Raise `ValueError` for a model, or a reading, other than the one that made the vectors."
@@ -303,7 +345,7 @@ class TextIndex:
                 raise ValueError(f"{self.directory} was made with {name}={own!r}, and the model "
                                  f"has {given!r}: call index.prepare_model(model), or encode the "
                                  "texts again")
-        if model_fingerprint(model) != self.store["model"]:
+        if not _is_of(self.store["model"], model):
             raise ValueError(f"{self.directory} was made by another model, and vectors of two "
                              "models cannot be compared; encode the texts again")
 
@@ -313,10 +355,18 @@ class TextIndex:
         queries: Sequence[str],
         top_k: int = 10,
     ) -> list[list[Hit]]:  # of each query, best first
-        "The texts that are most like each query."
-        width = self.vectors_ND.shape[1]
-        vectors_QD = model.encode(list(queries), None if width == model.width else width)
-        scores_QK, which_QK = search_vectors(vectors_QD, self.vectors_ND, top_k)
+        """The texts that are most like each query, as the model compares: see `find_similarity`.
+
+        The model's prompt for queries, if it has one, stands before each.
+        """
+        width, cosine = self.vectors_ND.shape[1], find_similarity(model) == "cosine"
+        # Earlier versions put no prompt before documents; where one belongs there, a query without
+        # its own is more like them.
+        bare = self.store.get("document_prompt") is None and model.document_prompt
+        vectors_QD = model.encode(list(queries), None if width == model.width else width,
+                                  prompt="" if bare else model.query_prompt)
+        scores_QK, which_QK = search_vectors(vectors_QD, self.vectors_ND, top_k,
+                                             cosine=cosine and not model.normalize)
         return [[Hit(float(s), *self.read(n), int(n)) for s, n in zip(scores, which)]
                 for scores, which in zip(scores_QK, which_QK)]
 
@@ -327,9 +377,13 @@ def source_documents(
     lines: str = "auto",  # of texts: lines are "documents", or make up "paragraphs"
     split: str = "train",  # of a hub dataset
     file_format: str | None = None,
+    on_error: str = "raise",  # or "skip": leave malformed rows out and count them
+    header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
+    notes: Counter | None = None,  # gets what each reading meets
 ) -> Callable[[], Iterable[Document]]:
-    "Documents for `encode_texts`, read anew with each call."
-    read = lambda: find_documents(source, text_column, lines, Counter(), split,
-                                  file_format=file_format)
+    "Documents for `encode_texts`, read anew with each call. Raises `ValueError`."
+    notes = Counter() if notes is None else notes
+    read = lambda: find_documents(source, text_column, lines, notes, split,
+                                  file_format=file_format, on_error=on_error, header=header)
     read()  # what is wrong with the source is said now
     return read

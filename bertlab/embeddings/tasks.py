@@ -23,6 +23,7 @@ import numpy as np
 from ..core.names import look_up
 from ..data.corpus import Corpus, embedded_corpus
 from ..data.documents import BLOCKS, Document, python_files, word_runs
+from .bi_encoder import find_similarity, score_vectors
 from .pairs import PairSet, clean_pairs
 
 # %% ../../nbs/embeddings/07_tasks.ipynb #6abf419b
@@ -254,14 +255,21 @@ class WordVectors:
 
 @dataclass(frozen=True)
 class EncoderScorer:
-    "Cosines of the vectors of anything with `encode`: a `BiEncoder`, a SentenceTransformer."
+    """Scores of the vectors of anything with `encode`: a `BiEncoder`, a SentenceTransformer.
+
+    They are cosines, or products where the model says so, and its prompts stand before the texts.
+    Raises `ValueError` for a comparison that is neither.
+    """
 
     model: Any
 
+    def _encode(self, texts: Sequence[str], side: str) -> np.ndarray:  # (N, D)
+        return np.asarray(getattr(self.model, f"encode_{side}", self.model.encode)(list(texts)))
+
     def __call__(self, queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:  # (Q, N)
-        q_QD, d_ND = (np.asarray(self.model.encode(list(texts))) for texts in (queries, documents))
-        norm = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True).clip(1e-12)
-        return norm(q_QD) @ norm(d_ND).T
+        find_similarity(self.model)  # or refuse, before anything is encoded
+        return score_vectors(self.model, self._encode(queries, "query"),
+                             self._encode(documents, "document"))
 
 # %% ../../nbs/embeddings/07_tasks.ipynb #8ada10c3
 def score_queries(

@@ -14,6 +14,7 @@ import ipywidgets
 import numpy as np
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
+from ..embeddings.bi_encoder import score_vectors
 from .models import map_dots, spread_labels
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
 
@@ -58,9 +59,9 @@ def query_html(
     "Draw the map with a query and what it found. Raises `ValueError` for an empty query."
     if not query.strip():
         raise ValueError("type a query, such as: remove a file")
-    vector_D = model.encode([query])[0]
-    cosines_N = layout.vectors_ND @ vector_D
-    found = np.argsort(-cosines_N, kind="stable")[:count]
+    vector_D = model.encode_query([query])[0]
+    scores_N = score_vectors(model, vector_D[None], layout.vectors_ND)[0]
+    found = np.argsort(-scores_N, kind="stable")[:count]
     places = np.vstack([layout.places_N2, layout.place(vector_D)])
     xy, dots = map_dots(places, keep_points(len(texts), _DOTS), (420, 300))
     parts, labels = [dots], spread_labels(xy[found] + [6, -4])
@@ -69,7 +70,7 @@ def query_html(
                   svg_box(*(dot - 3), 6, 6, BLUE, 1), svg_text(*place, str(number), size=12)]
     parts.append(svg_box(*(xy[-1] - 5), 10, 10, ORANGE, 1))
     figure = svg_figure(parts, 460, 330, f"{title}: where the query lands among {len(texts)} texts")
-    lines = "".join(f"<li>{cosines_N[n]:.2f} {html.escape(texts[n][:90])}</li>" for n in found)
+    lines = "".join(f"<li>{scores_N[n]:.2f} {html.escape(texts[n][:90])}</li>" for n in found)
     return (f"<p><b>{html.escape(title)}</b>, {layout.share:.0%} of the variance; query: "
             f"{html.escape(query)}</p>{figure}<ol>{lines}</ol>")
 
@@ -82,7 +83,7 @@ def text_map(
     "Type a query and see where it lands on a map of texts, for each model."
     if not models or isinstance(queries, str) or not queries:
         raise ValueError("give one model or more, and a list of one query or more")
-    layouts = {name: lay_out(model.encode(list(texts))) for name, model in models.items()}
+    layouts = {name: lay_out(model.encode_document(list(texts))) for name, model in models.items()}
 
     def draw(query: str, count: int = 5) -> str:
         panels = [query_html(layouts[name], model, texts, query, count, name)

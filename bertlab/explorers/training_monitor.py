@@ -190,6 +190,7 @@ class TrainingMonitor(History):
         self.every_seconds, self.checkpoint = every_seconds, checkpoint
         self.panel: MonitorPanel | None = None  # None: nothing is shown
         self.stopped_at: int | None = None  # the step after which the button ended the run
+        self.reason: str | None = None  # of a stop, for the report of the run
         self._mail: WidgetMail | None = None
         self._step, self._next = 0, 0.0  # the last step; time.perf_counter() of the next drawing
         self._running = False  # between the start of a training and its end
@@ -202,6 +203,7 @@ class TrainingMonitor(History):
             self._tokens, self._seconds = 0, 0.0
         self.panel, self._running = None, True
         self._step, self._next, self.stopped_at = trainer.global_step, 0.0, None
+        self.reason = None
         if in_notebook() and trainer.world_size == 1:
             self._mail = open_mail()
             self.panel = MonitorPanel(live=self._mail is not None)
@@ -217,6 +219,7 @@ class TrainingMonitor(History):
             self.draw(trainer)
         if self.panel.asked:
             self.stopped_at, trainer.should_stop = trainer.global_step, True
+            self.reason = "its stop button was pressed"
 
     def on_validation_batch_end(self, *_: Any) -> None:
         self._hear()

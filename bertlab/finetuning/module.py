@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..core.names import find_object, look_up
 from ..data.rows import BOOKKEEPING
-from ..data.tokenizers import check_vocabularies, load_tokenizer
 from .data import TASKS
 from .metrics import AnswerScores, SpanScores, TaskScores, TokenScores
 from .metrics import get_metrics_for_task, gold_texts, names_entities
@@ -38,8 +37,8 @@ from ..model.losses import LossParts
 from ..model.task_heads import weighted_loss
 from ..optim.optimizers import get_optimizer
 from ..optim.schedulers import ScheduledLR, get_scheduler
-from ..train.modules import check_recomputing, compile_layers, compile_options
-from ..train.modules import optimizer_options, recompute
+from ..train.modules import check_pieces, check_recomputing, compile_layers
+from ..train.modules import compile_options, optimizer_options, recompute
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
@@ -197,7 +196,7 @@ class FinetuningModule(TrainingModule):
         task: str,  # classification, token_classification, question_answering, span_classification
         pretrained_model_name_or_path: str | os.PathLike | None = None,  # None: random weights
         num_labels: int | None = None,  # None: as many as the data has
-        learning_rate: float = 1e-5,  # peak of the schedule
+        learning_rate: float = 1e-5,  # peak of the schedule; one for AdamW, others want their own
         weight_decay: float = 0.01,  # on matrices alone
         compile_model: bool | str | dict[str, Any] | None = False,  # None: on a GPU; or a mode
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
@@ -284,11 +283,7 @@ class FinetuningModule(TrainingModule):
                              f"other words than those of {source}: give it "
                              f"pretrained_tokenizer_name_or_path={source!r}")
         if source is not None:
-            try:
-                theirs = load_tokenizer(source)
-            except ValueError:  # weights alone
-                theirs = None
-            check_vocabularies(theirs, data.tokenizer)
+            check_pieces(source, data.tokenizer)
         longest = max(len(row["input_ids"]) for rows in data.datasets.values()
                       for row in rows.rows)  # packed rows with all of their padding
         longest = data.max_sequence_length if data.fixed_shapes else longest

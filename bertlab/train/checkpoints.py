@@ -34,10 +34,11 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ..core.files import written_whole
 from ..data.cache import serialize_tokenizer
 from ..data.collators import COLLATORS
+from ..model.config import TOKEN_IDS
 from ..model.loading import numpy_allowed, read_torch_file
 from ..optim.groups import leading_group
 from .history import say
-from .steps import any_process, count_readers, dotted_name
+from .steps import any_process, count_readers, dotted_name, reads_decay
 
 # %% ../../nbs/train/06_checkpoints.ipynb #be0d4f8c
 def random_states() -> dict[str, Any]:
@@ -378,8 +379,10 @@ _DATA_SETTINGS = ("max_sequence_length", "train_batch_size", "packing", "shuffle
 _LOSS = ("plain_mean", "kl_weight", "class_weights", "temperature", "learn_temperature",
          "both_directions", "false_negative_margin", "prefixes", "gather_negatives",
          "distillation", "distillation_weight", "contrastive_weight")  # fmt: skip
-# What a configuration says besides the model's shape.
-_UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+# What a configuration says besides the model's shape. Ids follow from the tokenizer, which is
+# compared itself; of a continued model, older versions kept whatever it had named.
+_UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype",
+              *TOKEN_IDS)
 
 
 def _module_identity(module: L.LightningModule) -> dict[str, Any]:
@@ -396,6 +399,8 @@ def _module_identity(module: L.LightningModule) -> dict[str, Any]:
         known["parameter_overrides"] = {
             glob: more for glob, options in (hparams["parameter_overrides"] or {}).items()
             if (more := {name: value for name, value in options.items() if name != "lr"})}
+    if hasattr(module, "resume_identity"):  # of what only modules of its kind have
+        known |= module.resume_identity()
     shape = config.to_diff_dict() if config is not None else {}
     return known | {name: value for name, value in shape.items() if name not in _UNRELATED}
 
@@ -406,7 +411,7 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
     if (collator := getattr(data, "collator_cls", None)) is not None:  # ours go by the objective
         known["collator"] = None if collator in COLLATORS.values() else collator
     if hasattr(data, "mixing"):
-        known["data_kwargs"] = {"lanes": data.lanes, "mix_lengths": data.length_shares}
+        known["data_kwargs"] = {"mix_lengths": data.length_shares}
         for options in (data.packing_options, data.mixing, data.stream_options):
             known["data_kwargs"] |= options
     tokenizer = getattr(data, "tokenizer", None)
@@ -424,6 +429,9 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
         known["how the text is read"] = [
             {"validation_fraction": source.fraction, **source.options, "on_error": None}
             for source in data.sources]
+        if (lanes := getattr(data, "stream_lanes", None)) is not None:
+            names = [[Path(file).name for file in lane] for lane in lanes]
+            known |= {"lanes": max(1, len(lanes)), "files of the lanes": _short_hash(names)}
     if hasattr(data, "resume_identity"):  # of what is no text of rows
         known |= data.resume_identity()
     if getattr(data, "takes_other_micro_batches", False):
@@ -442,8 +450,11 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     made = json.loads(text)
     if isinstance(said := made.get("optimizer_kwargs"), dict):
         # Older versions took these, too: a rate, which may change, and a decay that nobody read.
-        left = {name: value for name, value in said.items() if name not in ("lr", "weight_decay")}
+        unread = {"lr", *["weight_decay"] * (not reads_decay(made.get("optimizer_class", "adamw")))}
+        left = {name: value for name, value in said.items() if name not in unread}
         made["optimizer_kwargs"] = left or None
+    if isinstance(said := made.get("data_kwargs"), dict):
+        said.pop("lanes", None)  # older versions: what was asked for, and not what came of it
     return made
 
 

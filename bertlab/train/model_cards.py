@@ -87,28 +87,74 @@ _MEASURES = {
 _SPLITS = {"val": "validation", "test": "test"}  # as names of numbers begin
 
 
+def _note(path: Path) -> dict[str, Any]:  # empty where there is none
+    return read_json(path, finite=False) if path.is_file() else {}
+
+
+def _of_the_run(metrics: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]:
+    "Facts from the metrics of a run, about its last weights or those of a marker's step."
+    # As demo and speedrun call what all others call val_.
+    found = {re.sub("^validation_", "val_", name): value for name, value in metrics.items()}
+    last, facts = found.get("steps"), {}
+    if marker and last is not None:
+        if marker["step"] != found.get("validated_step", last):  # measured were other weights
+            kept = {name: value for name, value in found.items() if not name.startswith("val_")}
+            found = kept | ({} if marker["value"] is None else {"val_loss": marker["value"]})
+        if marker["step"] != last:
+            facts["step"] = f"{marker['step']:,} of {last:,}"
+    return facts | {"metrics": found}
+
+
+def _of_the_mean(note: dict[str, Any]) -> dict[str, Any]:
+    "Facts from average.json, about weights that no run has trained."
+    names, value = note.get("average_of"), note.get("value")
+    named = [Path(str(one)).name for one in (names if isinstance(names, list) else [])]
+    facts: dict[str, Any] = {"mean of": ", ".join(named) or None}
+    if isinstance(note.get("monitor"), str) and value is not None:  # of the seeds of a run
+        facts["metrics"] = {note["monitor"]: value, "monitor": note["monitor"]}
+        facts["origin"] = _origin_of_seed("val", [], None, note["monitor"])
+    return facts
+
+
+def _of_the_stage(place: Path, run: dict[str, Any]) -> dict[str, Any]:
+    "Facts from stage.json, and from the plan up to that stage where it is around it."
+    facts: dict[str, Any] = {"metrics": _note(place / "stage.json")}
+    number = re.fullmatch(r"stage-(\d+)", place.parent.name)
+    stages = run.get("stages")
+    if number and isinstance(stages, list) and all(isinstance(one, dict) for one in stages):
+        facts["stages"] = stages[: int(number[1])]
+        home = place.parents[1]
+        tokens = [_note(home / f"stage-{n}" / "model" / "stage.json").get("tokens")
+                  for n in range(1, int(number[1]) + 1)]
+        facts["metrics"].pop("tokens", None)  # they are of one stage
+        if all(type(count) is int for count in tokens):
+            facts["metrics"]["tokens"] = sum(tokens)
+    return facts
+
+
 def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
-    "What is on disk about a model: config, and run and metrics of the run around it."
+    """What is on disk about a model: config, and run and metrics of the run around it.
+
+    A model that was only made of a run's, such as a mean or a longer one, was not measured by it.
+    """
     place = Path(directory).absolute()
     if not (place / "config.json").is_file():
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
     facts = {"config": read_json(place / "config.json"),
              "run": {}, "metrics": {}, "name": place.name}
     homes = [home for home in (place, *place.parents[:2]) if (home / MARKER).is_file()]
+    mean, marker = _note(place / "average.json"), _note(place / "bertlab-model.json")
+    stage = not mean and (place / "stage.json").is_file()
     if homes:
-        facts["name"] = homes[0].name
-        facts["run"] = read_yaml(homes[0] / MARKER)
-        metrics = homes[0] / "metrics.json"
-        facts["metrics"] = read_json(metrics, finite=False) if metrics.is_file() else {}
-        there = place / "bertlab-model.json"  # of `ModelDirectories`
-        marker = read_json(there) if there.is_file() else {}
-        last = facts["metrics"].get("steps")
-        if marker and last is not None and marker["step"] != last:  # measured were other weights
-            kept = {name: value for name, value in facts["metrics"].items()
-                    if not name.startswith("val_")}
-            value = {} if marker["value"] is None else {"val_loss": marker["value"]}
-            facts["metrics"] = kept | value
-            facts["step"] = f"{marker['step']:,} of {last:,}"
+        home = homes[0]
+        facts["run"] = read_yaml(home / MARKER)
+        own = not mean and (home == place or marker)  # of `ModelDirectories`, or the run's output
+        other = place.parent if stage and place.parent != home else place
+        facts["name"] = home.name if own else f"{home.name}-{other.name}"
+        if own:
+            facts |= _of_the_run(_note(home / "metrics.json"), marker)
+    facts |= _of_the_mean(mean) if mean else {}
+    facts |= _of_the_stage(place, facts["run"]) if stage else {}
     from safetensors import safe_open
 
     weights = list(place.glob("*.safetensors"))
@@ -159,7 +205,7 @@ def _measure(facts: Mapping[str, Any]) -> _Measured:
     spread = {name: f"mean of {len(seeds)} seeds {means[key]:.4g}, standard deviation "
                     f"{deviations[key]:.2g}"
               for name, key in keys.items() if key in means and key in deviations}
-    return _Measured(split, values, labels, spread, origin or (
+    return _Measured(split, values, labels, spread, origin or facts.get("origin") or (
         "On text that the run held out, of the same origin as the training text."))
 
 
@@ -211,9 +257,15 @@ def _card_text(
     run, metrics, config = facts["run"], facts["metrics"], facts["config"]
     data, record = run.get("data") or {}, run.get("record") or {}
     asked_of_run = run.get("run") or {}
-    named = (data.get("train_dataset_name_or_path"), data.get("dataset_name_or_path"),
-             asked_of_run.get("task"), asked_of_run.get("glue"), run.get("corpus"))
+    named_by = "train_dataset_name_or_path", "dataset_name_or_path"
+    named = (*(data.get(name) for name in named_by),
+             asked_of_run.get("task"), asked_of_run.get("glue"), run.get("corpus"),
+             record.get("corpus"))  # of a speedrun
     source = next((one for one in named if one), None)
+    if stages := facts.get("stages"):
+        texts = [(stage.get("data") or {}).get(named_by[0]) for stage in stages]
+        source = "; then ".join(str(text or "the embedded corpus") for text in texts)
+    start = run.get("model") or (stages[0].get("module") if stages else None) or {}
     embedded = data and run.get("command", "pretrain") in ("pretrain", "demo")
     device, seconds = record.get("device"), metrics.get("train_seconds")
     asked = run.get("trainer") or {}
@@ -226,7 +278,7 @@ def _card_text(
              "layers": config.get("num_hidden_layers"), "width": config.get("hidden_size"),
              "vocabulary": config.get("vocab_size"),
              "positions": config.get("max_position_embeddings"),
-             "weights of step": facts.get("step")}
+             "weights of step": facts.get("step"), "mean of": facts.get("mean of")}
     measures = {measured.labels[key]: f"{value:.4g}" + (
         f" ({measured.spread[key]})" if key in measured.spread else "")
         for key, value in measured.values.items()}
@@ -238,7 +290,7 @@ def _card_text(
         "Data": _bullets({"text": str(source) if source else (
             "the embedded corpus (docstrings of installed Python modules)" if embedded
             else unknown),
-            "began with": (run.get("model") or {}).get("pretrained_model_name_or_path"),
+            "began with": start.get("pretrained_model_name_or_path"),
             "tokens seen": f"{metrics['tokens']:,}" if "tokens" in metrics else unknown}),
         "Measures": f"{_bullets(measures)}\n\n{measured.origin}" if measures else unknown,
         "Limits": choices.limits or (
@@ -326,7 +378,13 @@ def push_model(
         raise ValueError(f"repo {repo!r} must have the form owner/name")
     own = Path(directory) / "README.md"
     text = own.read_text(encoding="utf-8") if own.exists() else make_card(directory, choices)
-    check_card(text)
+    block = check_card(text)
+    in_words = ("name", "description", "limits")  # the rest stands in the block
+    unsaid = [name for name, value in vars(choices).items() if value is not None
+              and block.get(name) != value and not (name in in_words and value in text)]
+    if own.exists() and unsaid:
+        raise ValueError(f"{own} is sent as it is, and does not say {', '.join(unsaid)}: write it "
+                         "anew first (bertlab card --overwrite), or leave that out")
     files = {path.relative_to(directory).as_posix(): path for path in files_to_push(directory)}
     if dry_run:
         return {"files": ["README.md", *files], "commit": None}

@@ -24,11 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.files import recover_directory, written_directory, written_whole
 from ..core.reading import check_beside, read_json
+from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
 from ..model.tensor_parallel import find_cuts
 from .parallel import gather_weights
-from .checkpoints import check_writable, same_random_states, validation_follows
+from .checkpoints import check_writable, documents_identity, same_random_states
+from .checkpoints import validation_follows
+from .history import say
 
 # %% ../../nbs/train/07_model_directories.ipynb #473c4443
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -176,6 +179,7 @@ class ModelShelf:
         step: int,
         value: float | None,  # of the monitor; None: not validated at this step
         write: Callable[[Path], Any],  # fills a directory
+        text: str | None = None,  # what values are of, by its hash; None: nobody knows
     ) -> Path:
         "Write one more model, then remove those that are neither among the last nor the best."
         value = value if value is not None and np.isfinite(value) else None
@@ -188,6 +192,7 @@ class ModelShelf:
             names = sorted(path.name for path in temporary.iterdir())
             _keep_additions(place, temporary)
             marker = {"step": step, "value": value, "files": names}
+            marker |= {} if text is None else {"text": text}
             (temporary / MODEL_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         self.tidy(step)
         return place
@@ -200,6 +205,19 @@ class ModelShelf:
             with written_whole(place / MODEL_MARKER) as temporary:
                 temporary.write_text(json.dumps({**marker, "value": value}, indent=1) + "\n")
             self.tidy(step)
+
+    def forget(self, text: str) -> list[Path]:  # models whose value is of another text
+        "Take the values that are not of this text away: they say nothing beside those that are."
+        others = {path: marker for path, marker in self.models().items()
+                  if marker["value"] is not None and marker.get("text", text) != text}
+        for path, marker in others.items():
+            with written_whole(path / MODEL_MARKER) as temporary:
+                temporary.write_text(json.dumps({**marker, "value": None}, indent=1) + "\n")
+        if best := self.best():
+            _point_to(self.directory / "best", best[0])
+        elif others and (link := self.directory / "best").is_symlink():
+            link.unlink()
+        return list(others)
 
     def tidy(self, step: int) -> None:
         "Keep the last up to `step` and the best; let the link `best` show the best one."
@@ -219,6 +237,14 @@ class ModelShelf:
             shutil.rmtree(path)
 
 # %% ../../nbs/train/07_model_directories.ipynb #343f7c40
+def _validation_identity(data: Any) -> str | None:  # None: nothing that can be told apart
+    "Hash the texts of a data module that models are validated on."
+    held = getattr(data, "val_datasets", None) or []
+    if not held or not all(isinstance(rows, PackedDataset) for rows in held):
+        return None
+    return "-".join(documents_identity(rows.documents) for rows in held)
+
+
 class ModelDirectories(Callback):
     """Write directories for `from_pretrained` during a run: the last and the best ones are kept.
 
@@ -241,6 +267,7 @@ class ModelDirectories(Callback):
         self.shelf = ModelShelf(directory, keep_last, keep_best, mode)
         self.tokenizer, self.every_steps, self.monitor = tokenizer, every_steps, monitor
         self._seen = self._written = -1  # steps: the last one looked at, and the last one written
+        self._text: str | None = None  # of the validation, by its hash
 
     def on_train_start(self, trainer, pl_module) -> None:
         if self.tokenizer is not None:
@@ -248,6 +275,12 @@ class ModelDirectories(Callback):
         if trainer.is_global_zero:
             check_writable(self.shelf.directory)
             self.shelf.clear_leftovers()
+            self._text = _validation_identity(trainer.datamodule)
+            if self._text is not None and (others := self.shelf.forget(self._text)):
+                named = ", ".join(path.name for path in others)
+                say(f"the validation text is another one than that of {named} in "
+                    f"{self.shelf.directory}: models are ranked anew from here on, and an older "
+                    "one stays as long as it is among the last")
         self._seen = self._written = trainer.global_step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -285,7 +318,7 @@ class ModelDirectories(Callback):
                 if has_adapter(trained):
                     save_adapter(trained, directory / "adapter", weights)
 
-            self.shelf.put(self._written, value, fill)
+            self.shelf.put(self._written, value, fill, self._text)
 
     def on_train_end(self, trainer, pl_module) -> None:
         if self._written != trainer.global_step:

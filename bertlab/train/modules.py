@@ -6,8 +6,8 @@
 __all__ = ['OBJECTIVE_MODELS', 'BATCH_KEYS', 'SPECIAL_IDS', 'PEAK_RATES', 'HIGHEST_RATE', 'WARMUP_SHARE', 'OPEN_WARMUP_STEPS',
            'settle_objective', 'data_objective', 'check_batch', 'load_encoder', 'adopt_weights', 'find_lost',
            'continued_model', 'describe_fresh', 'settings_from', 'check_pieces', 'peak_rate', 'optimizer_options',
-           'pretraining_groups', 'pretraining_optimizer', 'compile_layers', 'compile_options', 'check_recomputing',
-           'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
+           'clock_budget', 'pretraining_groups', 'pretraining_optimizer', 'compile_layers', 'compile_options',
+           'check_recomputing', 'recompute', 'DirectoriesBeside', 'PretrainingModule', 'CausalModule']
 
 # %% ../../nbs/train/02_modules.ipynb #4f3f6a4e
 import inspect
@@ -36,7 +36,7 @@ from ..model.causal import BertLabForCausalLM
 from ..model.config import TOKEN_IDS, BertLabConfig, count_flops, count_matrices
 from ..model.deferred import build_deferred, fill_weights, read_deferred
 from ..core.durations import read_amount
-from ..core.names import find_part
+from ..core.names import find_object, find_part
 from ..data.collators import COLLATORS
 from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
@@ -53,10 +53,11 @@ from ..model.losses import LossParts, LossRule
 from ..model.losses import token_bytes
 from ..model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClassification
+from ..optim.budgets import TimeBudgetLR
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
 from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
-from .steps import TrainingModule, count_readers, plain_options
+from .steps import TrainingModule, count_readers, plain_options, reads_decay
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
 OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
@@ -167,8 +168,12 @@ def find_lost(
     "Weights of a source that another configuration has no place for; heads of other tasks aside."
     if shape.to_diff_dict() == config.to_diff_dict():
         return []
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # names and shapes are enough
-        old, new = (OBJECTIVE_MODELS[objective](one) for one in (shape, config))
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):  # names and shapes are enough
+                old, new = (OBJECTIVE_MODELS[objective](one) for one in (shape, config))
+        except Exception:  # a part of one's own wants numbers
+            old, new = (OBJECTIVE_MODELS[objective](one) for one in (shape, config))
     lost = [name for name in old.state_dict() if name not in new.state_dict()]
     if not lost:
         return []
@@ -307,12 +312,26 @@ def optimizer_options(
 ) -> dict[str, Any]:  # for `get_optimizer`
     "The rate with all other options. Raises `ValueError` for one that a module has beside them."
     said = hparams.optimizer_kwargs or {}
-    # Each group of weights brings a decay of its own, and reports tell the module's rate.
-    for name, instead in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
-        if name in said:
-            raise ValueError(f"optimizer_kwargs has {name}={said[name]!r}, which is not its place: "
-                             f"say {instead}={said[name]!r} beside optimizer_kwargs")
+    # Reports tell the module's rate, and each group of weights brings a decay of its own.
+    if "lr" in said:
+        raise ValueError(f"optimizer_kwargs has lr={said['lr']!r}, which is not its place: say "
+                         f"learning_rate={said['lr']!r} beside optimizer_kwargs")
+    if "weight_decay" in said and not reads_decay(hparams.optimizer_class):
+        asked = f"weight_decay={said['weight_decay']!r}"
+        raise ValueError(f"optimizer_kwargs has {asked}, which is not read there: say {asked} "
+                         "beside optimizer_kwargs, or leave it out in a run that was begun with it")
     return {"lr": hparams.learning_rate, **said}
+
+
+def clock_budget(
+    options: Mapping[str, Any],  # of a module, with schedule and scheduler_kwargs
+) -> Any:  # None: its schedule follows no clock
+    "The time behind which a schedule that follows the clock leaves the rate at 0."
+    kind = options.get("schedule")
+    kind = None if kind is None else find_part(kind, SCHEDULES, "schedule")
+    kind = find_object(kind, "schedule") if isinstance(kind, str) else kind
+    follows = isinstance(kind, type) and issubclass(kind, TimeBudgetLR)
+    return (options.get("scheduler_kwargs") or {}).get("budget") if follows else None
 
 
 def pretraining_groups(
@@ -575,6 +594,11 @@ class PretrainingModule(TrainingModule):
         self._configured = self._checked = False
         self._shares: list[float] | None = None  # of the weights, that are trained
 
+    @property
+    def rebuilds(self) -> bool:
+        "Whether the model has the block by which enhanced masked language modelling rebuilds."
+        return issubclass(OBJECTIVE_MODELS[self.hparams.objective], BertLabForEnhancedMaskedLM)
+
     def describe_fresh(self) -> str:
         "Say in a line which weights begin anew though a model is continued; nothing where none."
         return describe_fresh(self.hparams.pretrained_model_name_or_path, self.fresh)
@@ -614,7 +638,7 @@ class PretrainingModule(TrainingModule):
         Once the model is built, what an adapter or `freeze` spares is left out.
         """
         parts = count_flops(self.config, mean_context, label_rate, self._shares)
-        if self.hparams.objective == "enhanced_mlm":  # one block more, where half of all is seen
+        if self.rebuilds:  # one block more, where half of all is seen
             matrices = count_matrices(self.config)
             parts["rebuilding"] = (6.0 * (matrices["attention"] + matrices["MLP"])
                                    + 6.0 * self.config.hidden_size * mean_context)
@@ -737,6 +761,8 @@ class PretrainingModule(TrainingModule):
 class CausalModule(PretrainingModule):
     "Train the causal twin of an encoder: a control, on batches in which nothing is hidden."
 
+    rebuilds = False  # it has the objective's batches, and an encoder of its own size
+
     def __init__(
         self,
         model_config_kwargs: dict[str, Any] | None = None,  # of BertLabConfig
@@ -749,8 +775,6 @@ class CausalModule(PretrainingModule):
         super().__init__(model_config_kwargs, **{"save_directories": False, **kwargs,
                                                  "objective": "enhanced_mlm"})
 
-    def configure_model(self) -> None:
-        "Build the twin, once."
-        if self.model is None:
-            self.model = BertLabForCausalLM(self.config)
-        super().configure_model()
+    def build_fresh(self) -> BertLabForCausalLM:
+        "The twin, in place of the objective's own model."
+        return BertLabForCausalLM(self.config)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['markdown_table', 'environment', 'part_counts', 'data_facts', 'cost_facts', 'plot_record', 'plot_rate',
-           'final_metrics', 'why_stopped', 'report_sections', 'write_run_report', 'RunReport']
+           'final_metrics', 'why_stopped', 'is_whole', 'report_sections', 'write_run_report', 'RunReport']
 
 # %% ../../nbs/train/12_reports.ipynb #aee3a0fa
 import json
@@ -33,11 +33,11 @@ from .checkpoints import RunInterrupted
 from .history import History, RunRecord, duration
 from .monitors import Throughput
 from .steps import count_devices, count_readers, labels_of
-from .stopping import CountingGuard, RunLimit
+from .stopping import CountingGuard
 
 # %% ../../nbs/train/12_reports.ipynb #05e89ce9
 def markdown_table(
-    rows: Sequence[dict[str, Any]],  # alike in their keys, which become the header
+    rows: Sequence[dict[str, Any]],  # the keys of all of them become the header
 ) -> str:
     "Write rows as a Markdown table; numbers to the right, and as a person writes them."
     if not rows:
@@ -48,10 +48,10 @@ def markdown_table(
             return f"{value:,.4g}" if abs(value) < 1e5 else f"{value:.3e}"
         return f"{value:,}" if isinstance(value, int) else str(value).replace("|", r"\|")
 
-    names = list(rows[0])
-    numbers = [all(isinstance(row[name], (int, float)) for row in rows) for name in names]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    numbers = [all(isinstance(row.get(name, 0), (int, float)) for row in rows) for name in names]
     lines = [names, [("---:" if number else "---") for number in numbers]]
-    lines += [[write(row[name]) for name in names] for row in rows]
+    lines += [[write(row.get(name, "")) for name in names] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/train/12_reports.ipynb #5886bf93
@@ -146,18 +146,38 @@ def final_metrics(
     return {**metrics, "peak_memory_bytes": peak_memory_bytes()}
 
 # %% ../../nbs/train/12_reports.ipynb #5de0861b
+_SIGNALLED, _FAILED = "a signal asked it to stop, and it was saved", "an error: "
+
+
 def why_stopped(trainer: L.Trainer, exception: BaseException | None = None) -> str:
     "Say in words what ended a session."
     if isinstance(exception, (RunInterrupted, KeyboardInterrupt)):
-        return "a signal asked it to stop, and it was saved"
+        return _SIGNALLED
     if exception is not None:
-        return f"an error: {type(exception).__name__}"
-    limits = [c.reason for c in trainer.callbacks if isinstance(c, RunLimit)]
-    reasons = [*limits, getattr(trainer.lightning_module, "reason", None)]
-    if found := [reason for reason in reasons if reason]:
-        return found[0]
-    done = 0 <= trainer.max_steps <= trainer.global_step
-    return "its last step was reached" if done else "the data or the epochs came to an end"
+        return f"{_FAILED}{type(exception).__name__}"
+    others = [c for c in trainer.callbacks if not isinstance(c, RunReport)]
+    reasons = [getattr(one, "reason", None) for one in (*others, trainer.lightning_module)]
+    if trainer.should_stop:  # EarlyStopping keeps what it said, also where a resume passed it
+        reasons += [getattr(one, "stopping_reason_message", None) for one in others]
+    if found := [reason for reason in reasons if reason and isinstance(reason, str)]:
+        return found[0].rstrip(".")
+    if 0 <= trainer.max_steps <= trainer.global_step:
+        return "its last step was reached"
+    asked = trainer.should_stop
+    return "a callback asked it to stop" if asked else "the data or the epochs came to an end"
+
+
+def is_whole(
+    metrics: dict[str, Any],  # of metrics.json; empty where there is none
+    max_steps: int,  # of the run
+    validates: bool,  # whether there is anything to validate its last weights on
+) -> bool:
+    "Whether all that a run leaves at its end is written: it was not broken off behind its steps."
+    steps, stopped = metrics.get("steps", 0), str(metrics.get("stopped", ""))
+    if steps < max_steps or stopped == _SIGNALLED or stopped.startswith(_FAILED):
+        return False
+    # Older versions did not say of which step their validation is.
+    return not validates or metrics.get("validated_step", steps) == steps
 
 # %% ../../nbs/train/12_reports.ipynb #b1498e03
 def _cost_section(module: L.LightningModule, data: Any, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +248,7 @@ def write_run_report(
     metrics: dict[str, Any],  # of `final_metrics`
     reason: str,  # of `why_stopped`
     configuration: str = "",  # YAML
+    validated_step: int | None = None,  # whose weights the validation in `metrics` is of
 ) -> Path:  # report.md
     "Write report.md, metrics.json, history.csv, loss.png and rate.png, each whole."
     directory = Path(directory)
@@ -241,6 +262,7 @@ def write_run_report(
     text = "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in sections.items())])
     contents = {"report.md": text,  # before the file by which a run counts as written
                 "metrics.json": json.dumps({**metrics, "devices": count_devices(trainer),
+                                            "validated_step": validated_step,
                                             "stopped": reason}, indent=2)}
     for name, content in contents.items():
         with written_whole(directory / name) as temporary:
@@ -267,8 +289,10 @@ class RunReport(Callback):
         if trainer.is_global_zero:
             readers = count_readers(trainer) if record.rows else 1
             metrics = final_metrics(record, validation, readers)
+            last = record.validation[-1]["step"] if record.validation else None
+            step = last if validation is None else trainer.global_step
             write_run_report(self.directory, trainer, pl_module, record, metrics, self.reason,
-                             self.configuration)  # fmt: skip
+                             self.configuration, step)  # fmt: skip
 
     def on_fit_end(self, trainer, pl_module) -> None:
         self.reason = why_stopped(trainer)

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 
 from .history import History, RunProgress
-from ..model.config import modernbert_tiny
+from ..model.config import BertLabConfig, modernbert_tiny
 from ..model.heads import BertLabForMaskedLM
-from ..model.huggingface import read_shape, save_model
+from ..model.huggingface import bertlab_config, read_shape, save_model
+from ..model.layers import own_layers
 from .model_directories import rebuild, whole_weights
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
@@ -34,10 +36,11 @@ from ..core.files import MARKER, check_run_directory, prepare_run_directory
 from ..core.files import written_directory, written_whole
 from ..core.reading import format_yaml, read_json, read_yaml
 from .stopping import NonFiniteGuard
-from .modules import PretrainingModule, pretraining_optimizer
+from .modules import OBJECTIVE_MODELS, PretrainingModule, clock_budget
+from .modules import data_objective, pretraining_optimizer, settle_objective
 from .parallel import count_processes, count_sharers, get_strategy
 from .reports import why_stopped
-from .steps import count_readers
+from .steps import count_readers, dotted_name
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint
 from .checkpoints import same_random_states, tokenizer_identity
 from .trainer import make_trainer, seed_everything
@@ -105,6 +108,10 @@ class Stage:
             return read_amount(self.steps, "steps", "steps")
         return read_amount(self.tokens, "tokens", "tokens") // self.tokens_per_step()
 
+    def data_objective(self) -> str:
+        "The objective whose batches the stage's model scores; that of a class of one's own, too."
+        return data_objective(self.module.get("objective", "mlm"))
+
     def build(
         self,
         number: int,  # of the stage, from 1
@@ -118,7 +125,7 @@ class Stage:
         if previous is not None:
             options["pretrained_model_name_or_path"] = str(previous)
         data = {"seed": self.seed + number - 1, **self.data, **shared}
-        data = PretrainingDataModule(**data, objective=options.get("objective", "mlm"))
+        data = PretrainingDataModule(**data, objective=self.data_objective())
         if self.reference is None:
             return PretrainingModule(**options), data
         start = options.get("pretrained_model_name_or_path")
@@ -154,9 +161,17 @@ def _describe(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     def name(value: Any) -> str:
         if hasattr(value, "special_tokens_map"):
             return f"tokenizer {tokenizer_identity(value)}"
+        if isinstance(value, type):  # an objective of one's own
+            return dotted_name(value) or value.__qualname__
         return f"{type(value).__name__} {getattr(value, 'sha256', '')}".strip()
 
     return json.loads(json.dumps([vars(stage) for stage in stages], default=name))
+
+
+def _has_begun(output: Path, number: int) -> bool:
+    "Whether a stage has left anything that a resume would go on from."
+    place = output / f"stage-{number}"
+    return (place / "model").exists() or any((place / "checkpoints").glob("*.ckpt"))
 
 
 def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: bool) -> None:
@@ -166,8 +181,13 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
     if stages[0].reference == "previous" and not stages[0].module.get(_MODEL):
         raise ValueError("stage 1 has nothing before it: name its reference, or the "
                          "pretrained_model_name_or_path that it goes on with")
-    for number, stage in enumerate([] if resume else stages[1:], 2):
-        if (named := stage.module.get(_MODEL)) is not None:  # older runs passed it by
+    for number, stage in enumerate(stages, 1):
+        begun = resume and _has_begun(output, number)  # older runs passed both by
+        if (budget := clock_budget(stage.module)) is not None and not begun:
+            raise ValueError(f"stage {number} ends by its steps or tokens, and its schedule by the "
+                             f"clock (budget={budget!r}), behind which the rate is 0: take a "
+                             "schedule in steps")
+        if number > 1 and (named := stage.module.get(_MODEL)) is not None and not begun:
             raise ValueError(f"stage {number} goes on with the model of stage {number - 1}, and "
                              f"has {_MODEL}={named!r}: leave it out")
     if rank_zero_only.rank:
@@ -177,11 +197,17 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
     kept = read_yaml(output / MARKER).get("stages") if resume else []
     if not isinstance(kept, list) or not all(isinstance(old, dict) for old in kept):
         raise ValueError(f"{output / MARKER} holds no list of stages, so it is no run of stages")
+    begun = [number for number, _ in enumerate(kept, 1) if _has_begun(output, number)]
     for number, old in enumerate(kept, 1):
+        # A stage in which nothing is trained may change. Where none has begun, there may be a
+        # tokenizer of the plan as it was, and starting anew costs nothing.
+        if begun and number not in begun:
+            continue
         new = now[number - 1] if number <= len(now) else {}
         for name in (name for name in old if old[name] != new.get(name)):
             raise ValueError(f"stage {number} of {output} had {name}={old[name]!r}, and now it "
-                             f"is {new.get(name)!r}; put it back, or choose another output")
+                             f"is {new.get(name)!r}; put it back, or choose another output"
+                             f"{'' if begun else ', or overwrite: nothing is trained yet'}")
     prepare_run_directory(output, resume, overwrite)
     with written_whole(output / MARKER) as temporary:
         temporary.write_text(format_yaml({"stages": now}), encoding="utf-8")
@@ -191,17 +217,86 @@ _TOKENIZER, _MODEL = "pretrained_tokenizer_name_or_path", "pretrained_model_name
 _PENALTY = {"kl_weight": 0.1, "temperature": 1.0}  # of `DistillationModule`, where nothing is said
 
 
-def _check_values(stage: Stage, number: int) -> None:
+def _check_values(
+    stages: Sequence[Stage],
+    number: int,  # of the stage, from 1
+    before: Path | BertLabConfig | None,  # the model before it, or its shape; None: there is none
+) -> BertLabConfig:  # the shape of the model that the stage leaves
     "Raise `ValueError` for what the stage would refuse when it begins, as far as is known here."
+    stage = stages[number - 1]
     try:
         _check_module(stage, number)
         data = {**stage.data, _TOKENIZER: "chosen later"}
-        data = PretrainingDataModule(**data, objective=stage.module.get("objective", "mlm"))
+        data = PretrainingDataModule(**data, objective=stage.data_objective())
         for source in (one for one in (*data.sources, *data.val_sources) if one.is_named):
             for name in expand_sources(source.origin):
                 is_local(name)  # refuses a path that is not there
+        shape = _shape_of(stage, before, stages[number - 2] if number > 1 else None)
+        readers = {"model": shape}
+        if stage.reference and stage.module.get("kl_weight", _PENALTY["kl_weight"]):
+            start = before or stage.module.get(_MODEL)
+            named = start if stage.reference == "previous" else stage.reference
+            if named is not None:  # else `_prepare` says what is missing
+                readers["reference"] = _config_of(named)
+        for reader, config in readers.items():
+            if data.max_sequence_length > (longest := config.max_position_embeddings):
+                raise ValueError(f"data.max_sequence_length={data.max_sequence_length} is more "
+                                 f"than the {reader}'s max_position_embeddings {longest}: lower "
+                                 "it, or begin with a model that has more of them")
+        return shape
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
+
+
+def _config_of(model: Path | str | BertLabConfig) -> BertLabConfig:
+    "The shape of a model in a directory, or on the hub, as one of ours."
+    shape = model if isinstance(model, BertLabConfig) else read_shape(model)
+    return shape if shape.model_type == BertLabConfig.model_type else bertlab_config(shape)
+
+
+def _shape_of(
+    stage: Stage, before: Path | BertLabConfig | None, previous: Stage | None
+) -> BertLabConfig:
+    "The shape of a stage's model. Raises `ValueError` where the weights before do not fit into it."
+    module = stage.module
+    given = {**(module.get("model_config_kwargs") or {}), **(module.get("model_kwargs") or {})}
+    if before is None and not module.get(_MODEL):
+        return BertLabConfig(**own_layers(given))
+    shape = _config_of(before or module[_MODEL])
+    # The size of a vocabulary may be known only when the text is read.
+    given = {name: value for name, value in given.items() if name != "vocab_size"}
+    config = BertLabConfig(**{**shape.to_diff_dict(), **own_layers(given)})
+    if previous is not None and not module.get("load_key_mapping"):
+        _check_fit(shape, config, *(settle_objective(one.module.get("objective", "mlm"))
+                                    for one in (previous, stage)), given)
+    return config
+
+
+def _check_fit(
+    shape: BertLabConfig,  # of the model before
+    config: BertLabConfig,
+    old: str,  # objective of the stage before
+    new: str,
+    given: dict[str, Any],  # what makes `config` of `shape`
+) -> None:
+    "Raise `ValueError` where settings throw away weights of the stage before, or bend them."
+    if shape.to_diff_dict() == config.to_diff_dict():
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):  # names and sizes are enough
+            there, kept, here = (
+                {name: weight.shape for name, weight in made.state_dict().items()}
+                for made in (OBJECTIVE_MODELS[old](shape), OBJECTIVE_MODELS[new](shape),
+                             OBJECTIVE_MODELS[new](config)))
+    except ValueError:
+        raise
+    except Exception:  # a part of one's own wants numbers: its stage will tell
+        return
+    wrong = [name for name in kept if name in there and here.get(name) != there[name]]
+    if wrong:
+        raise ValueError(f"model_config_kwargs={given} leave no place for {len(wrong)} weights of "
+                         f"the stage before ({', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}): "
+                         "leave such settings out, or say them in stage 1")
 
 
 def _check_module(stage: Stage, number: int) -> None:
@@ -239,7 +334,7 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
     def train() -> Any:
         size = (first.module.get("model_config_kwargs") or {}).get("vocab_size", 4096)
         texts = chain.from_iterable(
-            training_texts({**stage.data, "objective": stage.module.get("objective", "mlm")})
+            training_texts({**stage.data, "objective": stage.data_objective()})
             for stage in stages)
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:
@@ -317,10 +412,11 @@ def train_stages(
     Raises `ValueError` before training for what cannot work, and `StageStopped` where a limit or a
     guard ends a stage.
     """
-    output, previous, summaries = Path(output), None, []
-    for number, stage in enumerate(stages, 1):
-        if not (resume and (output / f"stage-{number}" / "model").exists()):
-            _check_values(stage, number)
+    output, before, previous, summaries = Path(output), None, None, []
+    for number, _ in enumerate(stages, 1):
+        place = output / f"stage-{number}" / "model"
+        finished = resume and place.exists()
+        before = place if finished else _check_values(stages, number, before)
     _prepare(stages, output, resume, overwrite)
 
     def usual(module: PretrainingModule, place: Path, history: History) -> list[Callback]:

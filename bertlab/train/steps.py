@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LOSS_SCALE', 'whole', 'total_norm', 'without_waiting', 'count_readers', 'any_process', 'count_devices',
            'scale_gradient', 'can_flag', 'skip_step', 'averaged_weights', 'unscale', 'check_scaler', 'labels_of',
-           'bytes_scored', 'summed_up', 'validation_metrics', 'dotted_name', 'plain_options', 'TrainingModule']
+           'bytes_scored', 'summed_up', 'validation_metrics', 'dotted_name', 'reads_decay', 'plain_options',
+           'TrainingModule']
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
 import os
@@ -25,7 +26,7 @@ from ..model.losses import LossParts, shapes_are_free
 from ..model.losses import perplexity
 from ..optim.budgets import group_of_hosts
 from ..optim.groups import leading_group
-from ..optim.optimizers import backward_options, forward_context
+from ..optim.optimizers import OPTIMIZERS, backward_options, forward_context
 
 # %% ../../nbs/train/01_steps.ipynb #bec47676
 LOSS_SCALE = 2.0**-10
@@ -214,6 +215,16 @@ def dotted_name(part: Any) -> str | None:
     name, module = getattr(part, "__qualname__", ""), getattr(part, "__module__", None)
     is_found = name.isidentifier() and module not in (None, "__main__")
     return f"{module}.{name}" if is_found else None
+
+
+def reads_decay(optimizer_class: Any) -> bool:  # of a name, a class or function, or its dotted name
+    """Whether an optimizer may read a `weight_decay` among its options: only one of your own.
+
+    bertlab's and torch's take the decay that each group of weights brings.
+    """
+    known = optimizer_class
+    name = known if isinstance(known, str) else dotted_name(known) or ""
+    return name not in OPTIMIZERS and not name.startswith("torch.optim.")
 
 
 def plain_options(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback
 from safetensors.torch import load_file, save_file
 
 from bertlab.cli import pretrain as commands
@@ -20,7 +21,8 @@ from bertlab.cli.main import main
 from bertlab.cli.pretrain import Run, ask_for_run, find_model, pretrain, validate
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
-from bertlab.train.checkpoints import find_checkpoint
+from bertlab.train.checkpoints import RunInterrupted, find_checkpoint
+from bertlab.train.model_directories import ModelShelf
 from bertlab.train.modules import load_encoder
 from bertlab.train.parallel import Launch
 
@@ -317,6 +319,63 @@ def test_a_run_that_was_killed_behind_its_last_step_is_written_when_it_goes_on(w
     assert all(kept[name].equal(weight) for name, weight in weights.items())
 
 
+class Stop(Callback):
+    "A signal in step 5; an interrupt, or the end of the process, in the validation behind it."
+
+    def __init__(self, moment):
+        self.moment = moment
+
+    def on_train_batch_start(self, trainer, *_):
+        if self.moment == "signal" and trainer.global_step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_validation_start(self, trainer, *_):
+        if self.moment != "signal" and trainer.state.fn == "validate":
+            if self.moment == "kill":
+                trainer.callbacks[:] = []  # nobody is asked any more
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("moment", ["signal", "interrupt", "kill"])
+def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_goes_on(words, tmp_path, monkeypatch, moment):
+    run, words = tmp_path / "run", [*words, "--trainer.max_steps", "5"]  # validated after steps 2 and 4, and at the end
+    whole, real, handler = pretrain(words), commands.run_trainer, signal.getsignal(signal.SIGINT)
+
+    def stopped(*args):
+        trainer = real(*args)
+        trainer.callbacks.insert(1, Stop(moment))  # the run looks for its history at 0
+        return trainer
+
+    with monkeypatch.context() as patched, pytest.raises((RunInterrupted, SystemExit)):
+        patched.setattr(commands, "run_trainer", stopped)
+        pretrain(words, overwrite=True)
+    signal.signal(signal.SIGINT, handler)  # which Lightning has switched off
+    left = json.loads((run / "metrics.json").read_text())
+    assert (left["steps"], left["validated_step"]) == (5, 4) and left["val_loss"] != whole["val_loss"]
+    again = pretrain([], resume=str(run))
+    assert (again["steps"], again["validated_step"], again["val_loss"]) == (5, 5, whole["val_loss"])
+    assert again["stopped"] == "its last step was reached" and (run / "models" / "step-00000005").is_dir()
+    with pytest.raises(ValueError, match="already passed"):
+        pretrain([], resume=str(run))
+
+
+def test_a_run_that_goes_on_with_other_validation_texts_says_so_ranks_anew_and_reports_both(words, tmp_path, capsys):
+    run, texts = tmp_path / "run", []
+    for name in "ab":
+        texts.append(tmp_path / f"{name}.txt")
+        texts[-1].write_text("".join(" ".join(WORDS[i % 5:]) + f" {name}\n" for i in range(9)))
+    both, one = str(list(map(str, texts))), str(texts[0])
+    values = lambda: {m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()}  # noqa: E731
+    pretrain([*words, "--trainer.max_steps", "2", "--data.val_dataset_name_or_path", both])
+    assert values() == {2: True} and "ranked anew" not in capsys.readouterr().out
+    for steps, named, kept in (("4", one, {2: False, 4: True}), ("6", both, {4: False, 6: True})):
+        pretrain(["--trainer.max_steps", steps, "--data.val_dataset_name_or_path", named], resume=str(run))
+        assert "the validation text is another one" in capsys.readouterr().out and values() == kept
+        assert (run / "models" / "best").resolve().name == f"step-0000000{steps}"
+    table = (run / "report.md").read_text().partition("## Validation\n\n")[2].partition("\n\n")[0].splitlines()
+    assert "val_loss_1" in table[0] and len({line.count("|") for line in table}) == 1 and table[3].endswith("|  |  |")
+
+
 def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(words, tmp_path, capsys):
     found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
     assert found["steps"] == 4 and "val_loss" not in found
@@ -539,6 +598,23 @@ def test_distill_has_what_a_run_has_and_overwrites(place, tmp_path, capsys):
     assert "stage 2:" in capsys.readouterr().out and list((tmp_path / "run").rglob("previews.jsonl"))
     assert "--overwrite" in said(capsys, *words)
     assert main([*words, "--overwrite"]) == 0 and (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
+
+
+def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_session_or_two(place, tmp_path):
+    (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
+    words = ["distill", str(tmp_path / "s.yaml"), "--run.progress", "none", "--run.average", "0.9"]
+    state_of = lambda stage: torch.load(find_checkpoint(tmp_path / "run" / stage / "checkpoints"))  # noqa: E731
+    written = lambda stage: load_file(tmp_path / "run" / stage / "model" / "model.safetensors")  # noqa: E731
+    assert main([*words, "--output", str(tmp_path / "run")]) == 0
+    for stage in ("stage-1", "stage-2"):
+        state, wanted = state_of(stage), written(stage)
+        (kept,) = (one for name, one in state["callbacks"].items() if "AveragedWeights" in name)
+        assert any(torch.equal(wanted[name], one) for name in wanted for one in kept["averages"].values())
+        assert not any(torch.equal(wanted[name], one) for name in wanted for one in state["state_dict"].values()
+                       if one.shape == wanted[name].shape and one.dim() > 1), "the last weights are not the averages"
+    shutil.rmtree(tmp_path / "run" / "stage-2" / "model")
+    assert main([*words, "--output", str(tmp_path / "run"), "--resume"]) == 0
+    assert all(torch.equal(wanted[name], value) for name, value in written("stage-2").items())
 
 
 @pytest.mark.parametrize("limit", ["token_limit", "time_limit"])

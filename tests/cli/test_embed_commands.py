@@ -61,6 +61,16 @@ def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place
     assert json.loads((output / "metrics.json").read_text())["val_loss"] != first["val_loss"]
 
 
+@pytest.mark.parametrize("limit, steps", [(None, 0), ([{"class_path": "bertlab.TimeLimit", "init_args": {"limit": "1h"}}], 3)])
+def test_a_run_ends_with_the_budget_of_its_schedule_unless_a_limit_says_otherwise(place, capsys, tmp_path, limit, steps):
+    clock = ["--model.schedule", "time_budget", "--model.scheduler_kwargs", "{budget: 0.001s}", "--trainer.max_steps", "3",
+             *([] if limit is None else ["--trainer.callbacks", json.dumps(limit)])]  # fmt: skip
+    status, told, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "timed", *clock)
+    assert status == 0 and ("seconds of all sessions are over (limit='0.001s')" in told + error) == (limit is None), error
+    kept = [int(path.stem[5:]) for path in (tmp_path / "timed").glob("checkpoints/*.ckpt")]
+    assert kept == [steps] * (steps > 0) and (tmp_path / "timed" / "model.safetensors").exists()
+
+
 def test_a_run_does_not_begin_anew_where_its_checkpoint_is_damaged(place, capsys, tmp_path):
     shutil.copytree(place / "run", tmp_path / "run")
     (path,) = (tmp_path / "run/checkpoints").iterdir()
@@ -84,6 +94,23 @@ def test_a_run_does_not_go_on_with_other_pairs_or_past_its_end(place, capsys, tm
     status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "8")
     assert status == 2 and "training pairs" in error and error.count("\n") == 1
     assert (output / "model.safetensors").read_bytes() == kept
+
+
+@pytest.mark.parametrize("words, said", [(("--model.pooling", "cls"), "pooling is 'mean' there and 'cls' here"),
+                                         (("--data.shuffle_train", "false"), "shuffle is True there and False here")])
+def test_a_run_does_not_go_on_with_another_pooling_or_order(place, capsys, words, said):
+    kept = (place / "run/1_Pooling/config.json").read_bytes()
+    status, _, error = run(capsys, "finetune", "--resume", place / "run", "--trainer.max_steps", "12", *words)
+    assert status == 2 and said in error and error.count("\n") == 1
+    assert (place / "run/1_Pooling/config.json").read_bytes() == kept
+
+
+@pytest.mark.parametrize("norm, how", [("layer", ": load it with"), ("rms", ": import bertlab, then load it with")])
+def test_the_last_line_says_how_the_model_is_loaded(place, capsys, tmp_path, norm, how):
+    shape = {k: v for k, v in small_config().items() if k.startswith(("hidden_size", "inter", "num_"))}
+    status, said, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new", "--trainer.max_steps", "1",
+                              "--model.model_config_kwargs", json.dumps({**shape, "norm": norm}))  # fmt: skip
+    assert status == 0 and f"{how} SentenceTransformer('{tmp_path / 'new'}')" in said.splitlines()[-1], error
 
 
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
@@ -117,6 +144,55 @@ def test_a_query_finds_its_text_in_an_index_and_in_a_folder(place, capsys, tmp_p
     hits = [json.loads(line) for line in said.splitlines()]
     assert hits[0]["text"] == query and hits[0]["source"] == "a.txt:8" and len(hits) == 2
     assert hits[0]["score"] == pytest.approx(1, abs=1e-4)
+
+
+def test_paths_may_begin_at_the_home_directory(place, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(place / "run", tmp_path / "model")
+    status, said, error = run(capsys, "encode", "~/model", place / "texts", "--output=~/index")
+    assert status == 0 and (tmp_path / "index/store.json").exists(), error
+    assert run(capsys, "search", "~/model", "~/index", "alpha")[0] == 0
+    assert run(capsys, "evaluate", "~/model", "--data", place / "pairs.jsonl", "--baselines", "false", "--output", "~/numbers.json")[0] == 0
+    assert (tmp_path / "numbers.json").exists()
+
+
+def test_malformed_rows_are_left_out_and_counted_where_that_is_asked(place, capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"text": "alpha beta"}\n{"text":\n{"text": "gamma"}\n')
+    words = place / "run", tmp_path / "bad.jsonl"
+    status, _, error = run(capsys, "encode", *words, "--output", tmp_path / "v.npy")
+    assert status == 2 and "line 2" in error
+    status, said, error = run(capsys, "encode", *words, "--output", tmp_path / "v.npy", "--on_error", "skip")
+    assert status == 0 and "2 texts" in said and "1 malformed rows, left out" in said, error
+    status, said, error = run(capsys, "search", *words, "alpha beta", "--on_error", "skip", "--as_json")
+    assert status == 0 and len([json.loads(line) for line in said.splitlines()]) == 2 and "1 malformed rows" in error
+    (tmp_path / "bare.csv").write_text("alpha beta,x\ngamma,y\n")
+    status, said, error = run(capsys, "search", place / "run", tmp_path / "bare.csv", "gamma", "--header", "false", "--text_column", "1",
+                              "--top_k", "1", "--as_json")  # fmt: skip
+    assert status == 0 and json.loads(said)["text"] == "gamma", error
+
+
+def test_prompts_of_a_model_stand_before_texts_and_queries_and_are_named(place, capsys, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "model")
+    path = tmp_path / "model/config_sentence_transformers.json"
+    prompts = {"query": "alpha beta: ", "passage": "gamma: "}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": prompts}))
+    status, said, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / "index")
+    assert status == 0 and "the model's prompt 'gamma: '" in said, error
+    for where in (tmp_path / "index", place / "texts"):
+        status, said, error = run(capsys, "search", tmp_path / "model", where, "red house", "--as_json", "--top_k", "1")
+        assert status == 0, error
+        hit, plain = json.loads(said), load_bi_encoder(str(place / "run"))
+        one, two = plain.encode(["alpha beta: red house", "gamma: " + hit["text"]])
+        assert hit["score"] == pytest.approx(float(one @ two), abs=1e-4)
+
+
+def test_a_comparison_that_is_not_computed_is_refused_before_anything_is_encoded(place, capsys, tmp_path):
+    shutil.copytree(place / "run", tmp_path / "model")
+    path = tmp_path / "model/config_sentence_transformers.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "similarity_fn_name": "manhattan"}))
+    for words in (("search", tmp_path / "model", place / "texts", "x"), ("evaluate", tmp_path / "model", "--data", place / "pairs.jsonl")):
+        status, _, error = run(capsys, *words)
+        assert status == 2 and "'manhattan'" in error and error.count("\n") == 1
 
 
 def test_an_index_is_searched_as_it_was_encoded(place, capsys, tmp_path):
@@ -207,6 +283,14 @@ MISTAKES = {
                             "limit_val_batches must be above 0"),
     "a decay among other options": (("finetune", "--config", "{config}", "--run.output", "new", "--model.optimizer_kwargs",
                                      "{{weight_decay: 0.1}}"), "say weight_decay=0.1 beside optimizer_kwargs"),
+    "more blocks than there are": (("finetune", "--config", "{config}", "--run.output", "new", "--model.freeze", "99"), "freeze"),
+    "a prefix that is none": (("finetune", "--config", "{config}", "--run.output", "new", "--model.prefixes", "[64]"), "no proper prefix"),
+    "texts that are too long": (("finetune", "--config", "{config}", "--run.output", "new", "--data.max_sequence_length", "10000"),
+                                "max_sequence_length=10000 is more than"),
+    "overrides of nothing": (("finetune", "--config", "{config}", "--run.output", "new", "--model.parameter_overrides",
+                              "{{'*.nothing': {{lr: 1.0}}}}"), "nothing"),
+    "an adapter of nothing": (("finetune", "--model.pretrained_model_name_or_path", "{run}", "--data.dataset_name_or_path", "{pairs}",
+                               "--run.output", "new", "--model.adapter", "{{type: lora, target_modules: [nothing]}}"), "nothing"),
     "an unknown pooling": (("finetune", "--model.pooling", "maen"), "mean"),
     "an unknown flag": (("encode", "{run}", "{texts}", "--widht", "3"), "width"),
     "an unknown task": (("evaluate", "{run}", "--task", "docstrings"), "docstring"),

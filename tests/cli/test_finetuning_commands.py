@@ -20,6 +20,7 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.cli.finetune import GLUE, FinetuningRun
 from bertlab.cli.main import answer, main
 from bertlab.cli.options import COMMANDS
+from bertlab.cli.pretrain import ask_for_run
 from bertlab.finetuning.runs import finetune
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.model.loading import read_weights
@@ -495,6 +496,28 @@ def test_a_resume_with_other_settings_is_refused_where_a_seed_is_finished(tok, t
         assert (output / "run.yaml").read_text() == kept
     assert main(["finetune", "--resume", str(output), "--run.seeds", "[0, 1]"]) == 0
     assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
+
+
+def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_is_not_of_that_kind(tok, tmp_path):
+    source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
+    assert by_words(words_for(tok, source, output, "--run.baselines", "false")) == 0
+
+    def refusal(*more):
+        asked = ask_for_run("finetune", more, str(output))
+        run = FinetuningRun(asked.config, resume=True)
+        run.monitor = "val_accuracy"
+        try:
+            run._check_finished()
+        except ValueError as error:
+            return str(error)
+
+    free = {"log_every_n_steps": 1, "detect_anomaly": "true", "benchmark": "true", "default_root_dir": tmp_path, "profiler": "simple",
+            "logger": "true"}  # fmt: skip
+    assert refusal(*(f"--trainer.{name}={value}" for name, value in free.items()),
+                   "--model.compile_model=null", "--model.gradient_checkpointing=true") is None  # fmt: skip
+    assert refusal("--trainer.precision=null") is None, "the precision of another device"
+    assert "trainer.precision='32-true', and now it is 'bf16-mixed'" in refusal("--trainer.precision=bf16-mixed")
+    assert "trainer.gradient_clip_val=1.0" in refusal("--trainer.gradient_clip_val=0.5")
 
 
 def test_a_run_does_not_move_its_own_beginning_aside(tok, tmp_path, capsys):

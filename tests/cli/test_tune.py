@@ -353,7 +353,7 @@ def test_a_trial_that_goes_on_after_a_kill_tells_what_it_had_told_and_stays_ende
     assert not validated(watch, *found[:2]) and trial.values == {1: 3.0, 2: 2.0}
     assert not validated(watch, *found) and trial.values == {1: 3.0, 2: 2.0, 3: 1.0}
     watch = EndTrial(Told(pruned=True), "val_loss", True)
-    assert watch.pruned and validated(watch, *found)
+    assert watch.pruned and validated(watch, *found) and "ended this trial early" in watch.reason
 
 
 def test_a_search_remembers_that_the_trial_under_way_was_to_be_ended(plan, tmp_path, monkeypatch):

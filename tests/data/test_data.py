@@ -17,6 +17,7 @@ from bertlab.data.rows import Collator
 from bertlab.data.shards import finish_shards, open_shards, write_part
 from bertlab.data.sources import TextStream
 from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
+from bertlab.train.checkpoints import documents_identity
 
 WORDS = [f"w{i}" for i in range(90)]
 TOKENIZER = word_tokenizer(WORDS)
@@ -205,7 +206,7 @@ def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
     for n in range(len(shared) + 40):
         write_lines(tmp_path / "many" / f"{n}.txt", [(own[0] + shared)[n]])
     other = write_lines(tmp_path / "one.txt", own[1] + shared)
-    with pytest.warns(UserWarning, match="held-out documents are training text of another source"):
+    with pytest.warns(UserWarning, match="of 50 held-out documents stand in the training text, too"):
         data = set_up([str(tmp_path / "many"), other])
     trained, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert held and not set(held) & set(trained)
@@ -226,6 +227,23 @@ def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path
     rows = data.train_dataset
     epochs = [{tuple(rows[e, i]["input_ids"]) for i in range(len(rows))} for e in (0, 1, 0)]
     assert epochs[0] == epochs[2] != epochs[1]
+
+
+@pytest.mark.parametrize("overflow", ["truncate", "keep_end"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_off(tmp_path, overflow, streaming):
+    long = [" ".join(WORDS[(n + k) % 45] for k in range(300)) for n in range(60)]
+    short = [" ".join(WORDS[45 + (n + k * k) % 45] for k in range(9)) for n in range(400)]
+    a, b = write_lines(tmp_path / "a.txt", long), write_lines(tmp_path / "b.txt", short)
+    small = {"shuffle_buffer": 0, "buffer_size": 8} if streaming else {}
+    data = set_up([a, b], val_dataset_name_or_path=a, streaming=streaming, max_sequence_length=32,
+                  data_kwargs={"mixing_rates": [1, 1], "overflow": overflow, "max_repetition": 3, **small})  # fmt: skip
+    ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 25)])
+    first, last = (TOKENIZER.convert_tokens_to_ids(word) for word in (WORDS[45], WORDS[-1]))
+    posts = ((ids >= first) & (ids <= last)).sum() / (ids >= TOKENIZER.convert_tokens_to_ids("w0")).sum()
+    assert abs(posts - 0.5) < 0.06
+    whole = set_up([a, b], val_dataset_name_or_path=a, streaming=streaming, data_kwargs={"mixing_rates": [1, 1]})
+    assert whole.room is None
 
 
 def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
@@ -249,6 +267,15 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
     other = PretrainingDataModule(path, word_tokenizer(WORDS[:50]), cache_dir=cache, max_sequence_length=32)
     other.prepare_data()
     assert len(list(cache.glob("*.tokens"))) == 6
+
+
+def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(tmp_path, monkeypatch):
+    path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
+    before = set_up(path, cache_dir=cache)
+    monkeypatch.setattr("bertlab.data.module.READING_RULES", 0)
+    after = set_up(path, cache_dir=cache)
+    assert len(list(cache.glob("*.tokens"))) == 4
+    assert documents_identity(before.train_dataset.documents) == documents_identity(after.train_dataset.documents)
 
 
 def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
@@ -473,6 +500,103 @@ def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options)
     assert sorted(read + held) == every if not mixed else set(read) < set(every) - set(held)
 
 
+def test_what_stands_twice_in_shards_is_trained_on_and_not_validated_on(tmp_path, monkeypatch):
+    texts = make_texts(200, seed=4)
+    texts += texts[9:60:10] + texts[100:140]  # held out and again later; trained on and again later
+    path = write_shards(tmp_path / "shards", texts)
+    with pytest.warns(UserWarning, match="of 24 held-out documents stand in the training text, too"):
+        data = set_up(path)
+    assert data.sources[0].stored.num_blocks > 5
+    read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
+    assert held and not set(held) & set(read)
+    kept = [n for n in range(len(texts)) if n % 10 != 9]
+    assert held == sorted(set(texts[9::10]) - {texts[n] for n in kept})
+    assert read == sorted(texts[n] for n in kept), "what a run trains on stays as it was"
+    monkeypatch.setattr("bertlab.data.module._blocks_of", None)  # to read all of it again would fail
+    with pytest.warns(UserWarning, match="stand in the training text"):
+        again = set_up(path)
+    assert texts_in(again.val_dataset) == held
+    ids = TOKENIZER(texts, add_special_tokens=False)["input_ids"]
+    monkeypatch.undo()
+    given = make_module(None)
+    given.set_datasets(ids)
+    with pytest.warns(UserWarning, match="stand in the training text"):
+        given.setup()
+    assert texts_in(given.val_dataset) == held and texts_in(given.train_dataset) == read
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "diffusion", "max_ends": 4}])
+def test_what_a_source_of_many_blocks_trains_on_is_not_held_out_of_another(tmp_path, options):
+    shared, own = make_texts(60, seed=1), make_texts(140, seed=2)
+    shards = write_shards(tmp_path / "shards", own + shared)
+    other = write_lines(tmp_path / "one.txt", make_texts(300, seed=3) + shared)
+    with pytest.warns(UserWarning, match="held-out documents stand in the training text, too"):
+        data = set_up([shards, other], **options)
+    assert open_shards(shards).num_blocks > 1
+    read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
+    assert any(held) and not set(filter(None, held)) & set(read)  # ends may have a piece to themselves
+
+
+def test_shards_of_which_everything_stands_twice_hold_out_nothing_and_say_so(tmp_path):
+    with pytest.warns(UserWarning) as said:
+        data = set_up(write_shards(tmp_path / "shards", ["w1 w2 w3"] * 60))
+    assert data.val_datasets == [] and len(texts_in(data.train_dataset)) == 54
+    assert "6 of 6 held-out" in str(said[0].message) and "nothing is held out" in str(said[1].message)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_stream_trains_on_no_copy_of_what_it_validates_on(tmp_path, monkeypatch, mixed):
+    monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
+    texts = [f"w1 w{n % 90} w{n // 90}" for n in range(100)]
+    texts[20] = texts[9]  # among the first: trained on, and so not validated on
+    later = texts + [texts[19], texts[29], "w7 w7", texts[19]] + [f"w2 w{n % 90} w{n // 90}" for n in range(150)]
+    names = [write_lines(tmp_path / "a.txt", later)]
+    options = {"data_kwargs": {"lanes": 1}}
+    if mixed:  # the other source has a copy, too
+        names.append(write_lines(tmp_path / "b.txt", [f"w3 w{n % 90} w{n // 90}" for n in range(60)] + [texts[39]]))
+        options = {"data_kwargs": {"mixing_rates": [255, 60], "max_repetition": 9}}
+    with pytest.warns(UserWarning, match=f"1 of {10 if mixed else 5} held-out documents stand in the training text"):
+        data = set_up(names, streaming=True, **options)
+    held, stream = texts_of(data.val_dataset), data.stream_tokens()
+    read = [TOKENIZER.decode(ids) for one in (stream.streams.values() if mixed else [stream]) for ids in one]
+    assert not set(held) & set(read) and texts[9] in read and texts[9] not in held
+    assert {texts[19], texts[29], texts[39], texts[49]} <= set(held)
+    assert set(read) | set(held) == set(later) | set(f"w3 w{n % 90} w{n // 90}" for n in range(60) if mixed)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(tmp_path, monkeypatch, num_workers):
+    monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
+    texts = make_texts(50, seed=1)
+    every = texts + [text for k in range(40) for text in (*make_texts(20, seed=2 + k), texts[9 + 10 * (k % 5)])]
+    path = write_lines(tmp_path / "a.txt", every)
+    monkeypatch.setattr("bertlab.data.cache.BATCH_TEXTS", 30)
+    make = lambda: set_up(path, streaming=True, num_workers=num_workers, data_kwargs={"shuffle_buffer": 5})  # noqa: E731
+    rows = lambda batches, number: [tuple(r.tolist()) for b in take(batches, number) for r in original_ids(b)]  # noqa: E731
+    data = make()
+    whole = rows(data.train_dataloader(), 60)
+    for stop in (1, 17, 40):
+        stopped = data.train_dataloader()
+        head = rows(stopped, stop)
+        resumed = make().train_dataloader()
+        resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        assert head + rows(resumed, 60 - stop) == whole
+    shares = []
+    for rank in (0, 1):
+        data.process = lambda rank=rank: {"rank": rank, "world_size": 2}
+        shares.append(rows(data.train_dataloader(), 30))
+    dealt = [share[n : n + 4] for n in range(0, 120, 4) for share in shares]  # four rows a batch, in turn
+    assert [row for batch in dealt for row in batch] == whole
+    stream = data.stream_tokens()
+    given = [ids.tolist() for ids in stream]
+    for stop in range(0, len(given), 37):
+        stopped, again = data.stream_tokens(), data.stream_tokens()
+        head = [ids.tolist() for ids in islice(stopped, stop)]
+        again.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
+        assert head + [ids.tolist() for ids in again] == given
+    assert len(given) == 45 + 40 * 20
+
+
 def test_what_a_user_leaves_out_of_shards_is_in_no_part(tmp_path):
     texts = [f"w1 w{n}" for n in range(60)]
     data = make_module(None)
@@ -528,6 +652,9 @@ MISTAKES = {
     "overlap": ({"max_sequence_length": 32, "data_kwargs": {"overlap": 30}}, "overlap must be 0 or more and below 30"),
     "shortage": ({"train_dataset_name_or_path": ["a.txt", "b.txt"],
                   "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"}}, "on_shortage must be .*got 'x'"),
+    **{f"{part} of a stream": ({"train_dataset_name_or_path": ["a.txt", "b.txt"], "streaming": True,
+                                "data_kwargs": {"mixing_rates": [1, 1], "max_repetition": part}},
+                               f"max_repetition of a stream must be a whole number.*got {part}") for part in (2.9, 0.5)},
     "stream": ({"streaming": True, "train_dataset_name_or_path": None}, "name one, or set it to False"),
     **{name: ({"train_dataset_name_or_path": ["a.txt", "b.txt"], "data_kwargs": {"mixing_rates": [1, 1], **option}}, words)
        for name, option, words in (

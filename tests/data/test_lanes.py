@@ -1,18 +1,23 @@
 "Lanes: rows do not depend on readers, every token comes once in a pass, and each reader reads its own files."
 
 import json
+import math
 import warnings
 from itertools import islice
 from math import gcd
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.module import PretrainingDataModule
-from bertlab.data.streaming import LanedStream, StreamBatches
+from bertlab.data.module import PretrainingDataModule, _even_lanes
+from bertlab.data.streaming import LanedStream, PackedStream, StreamBatches
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.train.checkpoints import refuse_differences, run_fingerprint
+from bertlab.train.modules import PretrainingModule
 
 SPECIAL = dict(pad_token_id=0, shuffle_buffer=3, buffer_size=5)
 LANES = st.lists(st.lists(st.integers(1, 20), min_size=1, max_size=12), min_size=1, max_size=6)
@@ -105,6 +110,35 @@ def test_a_stopped_stream_goes_on_at_another_number_of_processes(lanes, block, w
         assert [batch for turn in zip(*found) for batch in turn] == alone[stop : stop + 12]
 
 
+def rows_of(found):
+    "What processes were given, in the order of the stream."
+    return [row for turn in zip(*found) for batch in turn for row in batch]
+
+
+@given(LANES, st.sampled_from([(4, 1), (1, 4), (3, 2), (2, 6), (6, 4)]), st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]))
+@settings(deadline=None, max_examples=50, derandomize=True)
+def test_a_stopped_stream_goes_on_in_batches_of_another_size_with_the_same_rows(lanes, sizes, worlds):
+    "There, and back again: then the rows of one turn lie with several processes."
+    stop = math.lcm(sizes[0] * worlds[0], sizes[1] * worlds[1])  # rows in all: a multiple of both
+    alone = rows_of([batches(sources(lanes), 3 * stop // sizes[0], sizes[0])[0]])
+    state = None
+    for stage, (size, world) in enumerate([(sizes[0], worlds[0]), (sizes[1], worlds[1]), (sizes[0], worlds[0])]):
+        parts = [batches(sources(lanes), stop // size // world, size, state, rank=rank, world_size=world) for rank in range(world)]
+        assert rows_of([found for found, _ in parts]) == alone[stage * stop : (stage + 1) * stop]
+        states = [loader.state_dict() for _, loader in parts]
+        stream = LanedStream(sources(lanes), 16, **SPECIAL, block_size=size, world_size=world, gather=lambda state: states)
+        state = stream.gather_states(states[0])
+
+
+def test_workers_go_on_in_batches_of_another_size():
+    lanes = [[3, 9, 14, 2, 7]] * 3
+    alone = rows_of([batches(sources(lanes), 20, 4)[0]])
+    found, loader = batches(sources(lanes), 7, 4, workers=2)
+    found, later = rows_of([found]), batches(sources(lanes), 9, 2, loader.state_dict(), workers=2)
+    last, _ = batches(sources(lanes), 3, 10, {**later[1].state_dict(), "delivered": 40}, workers=1)
+    assert found + rows_of([later[0]]) == alone[:46] and rows_of([last]) == alone[40:70]
+
+
 def test_workers_change_nothing_and_resume_in_the_middle():
     lanes = [[3, 9, 14, 2, 7]] * 4
     alone, _ = batches(sources(lanes), 20, 2)
@@ -117,10 +151,15 @@ def test_workers_change_nothing_and_resume_in_the_middle():
 def test_what_cannot_go_on_is_named():
     _, loader = batches(sources([[5], [6]]), 2, 2)
     state = loader.state_dict()
-    for change, words in (({"block_size": 3}, "block_size=2"), ({"lanes": sources([[5]] * 3)}, "num_lanes=2")):
+    for change, words in (({"block_size": 3}, "batches of 2"), ({"lanes": sources([[5]] * 3)}, "num_lanes=2.* data_kwargs lanes=2")):
         options = {"lanes": sources([[5], [6]]), "block_size": 2} | change
         with pytest.raises(ValueError, match=words):
             LanedStream(capacity=16, **SPECIAL, **options).load_state_dict(state)
+    one = PackedStream(sources([[5, 6]])[0], 16, **SPECIAL)
+    with pytest.raises(ValueError, match="num_lanes=2, and this one has none"):
+        one.load_state_dict(state)
+    with pytest.raises(ValueError, match="resume with data_kwargs lanes=1"):
+        LanedStream(sources([[5], [6]]), 16, **SPECIAL).load_state_dict(one.state_dict())
     with pytest.raises(ValueError, match="lanes is empty"):
         LanedStream([], 16, **SPECIAL)
     with pytest.raises(ValueError, match="lane 1 .* no document"):
@@ -154,6 +193,34 @@ def test_a_stream_of_files_is_shared_out_holds_out_and_says_what_does_not_divide
         make(data_kwargs={"lanes": 9}).training_texts()
 
 
+def test_processes_that_tokenize_are_refused_for_lanes_which_workers_share(tmp_path):
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(60)))
+    tokenizer = train_tokenizer(["text 0 1 2 3 4 5"], 60)
+    make = lambda **options: PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, num_shards=2, **options)  # noqa: E731
+    with pytest.raises(ValueError, match="num_shards=2 .* in 3 lanes, .* set num_workers"):
+        make().training_texts()
+    with pytest.raises(ValueError, match="lanes=1 reads all files as one stream"):
+        make().setup()
+    one = make(data_kwargs={"lanes": 1})
+    one.setup()
+    assert one.stream_tokens().num_proc == 2 and sum(1 for _ in one.stream_tokens()) == 162
+
+
+def test_no_lane_trains_on_a_copy_of_what_another_holds_out(tmp_path):
+    texts = [[f"file {n} says line {i} of {n * i}" for i in range(60)] for n in range(3)]
+    texts[1][30], texts[2][0] = texts[0][9], texts[0][19]
+    tokenizer = train_tokenizer([line for lines in texts for line in lines], 300)
+    for n, lines in enumerate(texts):
+        (tmp_path / f"{n}.txt").write_text("\n".join(lines))
+    data = PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, max_sequence_length=32)
+    with pytest.warns(UserWarning, match="2 of 18 held-out documents stand in the training text, too"):
+        data.setup()
+    held = {tuple(ids.tolist()) for ids in data.val_dataset.documents}
+    read = {tuple(ids.tolist()) for lane in data.stream_lanes for ids in data._lane_tokens(lane)}
+    assert len(held) == 16 and not held & read
+
+
 @pytest.mark.parametrize("sizes, lanes", [
     ([50, 50, 50], [[0], [1], [2]]),
     ([50, 1, 50, 50], [[0, 1], [2], [3]]),  # a README beside a text: not read fifty times as often
@@ -161,6 +228,7 @@ def test_a_stream_of_files_is_shared_out_holds_out_and_says_what_does_not_divide
     ([10, 20, 10, 10, 50], [[0, 1, 2, 3], [4]]),
     ([1000, 1, 1], []), ([9], []),  # one stream of all
     ([3] * 130, [list(range(n, 130, 64)) for n in range(64)]),
+    ([50] * 6 + [10], [[0, 6], [1], [2], [3], [4], [5]]),
 ])  # fmt: skip
 def test_lanes_are_about_equally_long_unless_their_number_was_given(tmp_path, sizes, lanes):
     for n, size in enumerate(sizes):
@@ -170,6 +238,47 @@ def test_lanes_are_about_equally_long_unless_their_number_was_given(tmp_path, si
     if len(sizes) > 1:
         asked = PretrainingDataModule(str(tmp_path), "none", streaming=True, data_kwargs={"lanes": 2})
         assert [len(lane) for lane in asked.stream_lanes] == [-(-len(sizes) // 2), len(sizes) // 2]
+
+
+@pytest.mark.parametrize("sizes, readers, share", [
+    ([50] * 15 + [10], 8, 8), ([50] * 31 + [10], 16, 16), ([50] * 63 + [10], 32, 32), ([50] * 7 + [10], 4, 4),
+    ([45, 53, 61, 69, 77, 84, 92, 100], 8, 4), ([50] * 15, 15, 15), ([1000] * 8 + [1] * 100, 8, 8),
+])  # fmt: skip
+def test_files_of_which_the_last_is_short_are_divided_among_the_usual_numbers_of_readers(sizes, readers, share):
+    "Of fifteen lanes each of eight processes would read and tokenize all."
+    class Sized(type(Path())):
+        def stat(self):
+            return SimpleNamespace(st_size=sizes[int(self.name)])
+
+    lanes = _even_lanes([Sized(str(n)) for n in range(len(sizes))])
+    assert sorted(int(file.name) for lane in lanes for file in lane) == list(range(len(sizes)))
+    assert gcd(len(lanes), readers) == share
+    loads = [sum(sizes[int(file.name)] for file in lane) for lane in lanes]
+    assert max(loads) <= 2 * min(loads)
+    assert sum(abs(load / sum(loads) - 1 / len(loads)) for load in loads) / 2 <= 0.1 or len(lanes) == len(sizes)
+
+
+def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_asked_for(tmp_path):
+    "An earlier run was told to resume with lanes=3, and then refused for having another data_kwargs."
+    (tmp_path / "own").mkdir()
+    for n in range(3):
+        (tmp_path / "own" / f"{n}.txt").write_text("w" * 50)
+
+    def facts(**options):
+        made = PretrainingDataModule(str(tmp_path / "own"), "none", streaming=True, data_kwargs=options)
+        return run_fingerprint(PretrainingModule(), made)
+
+    kept = facts()
+    assert kept["lanes"] == 3
+    refuse_differences("run.ckpt", kept, facts(lanes=3))
+    older = {name: value for name, value in kept.items() if "lanes" not in name} | {"data_kwargs": {"lanes": None, "mix_lengths": None}}
+    for options in ({}, {"lanes": 3}, {"lanes": 2}):  # of these the place in the stream knows
+        refuse_differences("run.ckpt", older, facts(**options))
+    with pytest.raises(ValueError, match="lanes is 3 there and 2 here"):
+        refuse_differences("run.ckpt", kept, facts(lanes=2))
+    (tmp_path / "own" / "2.txt").rename(tmp_path / "own" / "00.txt")
+    with pytest.raises(ValueError, match="files of the lanes is"):
+        refuse_differences("run.ckpt", kept, facts())
 
 
 def test_a_stream_whose_lanes_are_too_short_to_hold_anything_out_says_so(tmp_path):

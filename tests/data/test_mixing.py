@@ -136,6 +136,23 @@ def test_a_part_of_a_source_stays_the_same_part_in_every_epoch():
     assert len(drawn(0)) == 10 and drawn(0) == drawn(7) == drawn(0, "a")
 
 
+@pytest.mark.parametrize("overflow", ["truncate", "keep_end"])
+def test_rates_are_of_what_rows_keep_where_they_cut_documents_off(overflow):
+    sources = {"books": documents_of([3000] * 50), "posts": documents_of([30] * 400, 5000)}
+    special = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2}
+    for epoch in (0, 3):
+        mixed = mix_documents(sources, {"books": 1, "posts": 1}, epoch=epoch, room=126)
+        packed = PackedDataset(mixed, 128, overflow=overflow, **special)
+        found = np.concatenate([packed[n]["input_ids"] for n in range(len(packed))])
+        books = ((found >= 1000) & (found < 5000)).sum() / (found > 2).sum()
+        assert abs(books - 0.5) < 0.01
+        share = mixed.describe()["books"]
+        assert share["obtained"] == pytest.approx(books) and share["tokens"] == 126 * share["documents"]
+        assert share["available"] == 50 * 126 and len(mixed[int(np.argmin(mixed.sources))]) == 3000
+    with pytest.raises(ValueError, match="room must be 1 or more"):
+        mix_documents(sources, {"books": 1, "posts": 1}, room=0)
+
+
 def test_a_mixture_is_packed_without_a_copy_and_each_of_its_tokens_is_delivered():
     sources = {"a": documents_of([7, 0, 40, 3]), "b": documents_of([5] * 20, 5000)}
     mixed = mix_documents(sources, {"a": 1, "b": 1}, max_repetition=3)
@@ -166,6 +183,7 @@ def test_joined_tokens_are_read_like_one_array(stretches, seed):
     rng = np.random.default_rng(seed)
     begin, end = sorted(rng.integers(0, len(flat) + 1, 2))
     assert len(joined) == len(flat) and np.array_equal(joined[begin:end], flat[begin:end])
+    assert np.array_equal(np.asarray(joined), flat) and np.asarray(joined, np.int64).dtype == np.int64
     places = rng.integers(-3, len(flat) + 3, (2, 7))
     assert np.array_equal(joined.take(places, mode="clip"), flat.take(places, mode="clip"))
 
@@ -254,6 +272,11 @@ def test_stream_mistakes_are_named():
         list(MixedStream({"a": iter(["x"]), "b": ["y"] * 9}, {"a": 1, "b": 1}, max_repetition=2))
     with pytest.raises(ValueError, match="max_repetition of 'a'"):
         MixedStream({"a": ["x"]}, {"a": 1}, max_repetition=0)
+    for part in (2.9, 0.5, {"a": 1.5}, math.nan):
+        with pytest.raises(ValueError, match="max_repetition"):
+            MixedStream({"a": ["x"]}, {"a": 1}, max_repetition=part)
+    for whole in (2, 2.0, math.inf):
+        MixedStream({"a": ["x"]}, {"a": 1}, max_repetition=whole)
     state = MixedStream({"a": ["x"]}, {"a": 1}).state_dict()
     with pytest.raises(ValueError, match="the state is of the streams"):
         MixedStream({"b": ["x"]}, {"b": 1}).load_state_dict(state)

@@ -1,5 +1,6 @@
 "Packed rows in plain transformers models: every document is computed as if it were alone."
 
+import pickle
 import subprocess
 import sys
 
@@ -80,6 +81,40 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_its_documents_alone(f
     for name, parameter in model.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1)
         torch.testing.assert_close(packed[name] / scale, parameter.grad / scale, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
+def test_a_mask_that_is_added_follows_the_model_into_16_bits(family, dtype):
+    model = build_model(family, "eager")
+    rows = [PackedDataset(documents(), 32, **SPECIAL)[0]]
+    collator = PlainModelCollator(build_collator(), model)
+    model.to(dtype)  # after the collator was made
+    batch = collator(rows)
+    masks = batch["attention_mask"]
+    assert all(mask.dtype == dtype for mask in (masks.values() if family == "modernbert" else [masks]))
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model(**batch).logits
+        for place, ids, _ in alone(rows, {**batch, "labels": labels}):
+            own = model(input_ids=ids).logits
+            assert (logits[place][None] - own).abs().max() < 0.05 * own.std()
+
+
+def test_under_autocast_the_mask_stays_in_the_type_of_the_weights():
+    model = build_model("bert", "eager")
+    _, batch = packed_batch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(**batch).loss.isfinite()
+    assert batch["attention_mask"].dtype == torch.float32
+
+
+def test_a_collator_that_goes_to_a_worker_leaves_the_model_behind():
+    collator = PlainModelCollator(build_collator(), build_model("bert", "eager").half())
+    copy = pickle.loads(pickle.dumps(collator))
+    assert copy.model is None and collator.model is not None
+    rows = [PackedDataset(documents(), 32, **SPECIAL)[0]]
+    assert copy(rows)["attention_mask"].dtype == torch.float16
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
@@ -181,6 +216,48 @@ def test_transformers_trainer_trains_on_packed_rows(family, tmp_path):
     seen, losses = train(model, dataset, tmp_path, num_train_epochs=6)
     assert losses[-1] < losses[0] / 2
     assert sorted(set(seen)) == [(epoch, index) for epoch in range(6) for index in range(len(dataset))]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_workers_of_trainer_that_persist_give_other_rows_and_masks_in_each_epoch(streams, tmp_path):
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    kind = PackedStream if streams else PackedDataset
+    dataset, epochs = kind(documents(), 32, **SPECIAL), []
+
+    class Told(PlainModelCollator):
+        def __call__(self, rows):
+            return {**super().__call__(rows), "epoch": torch.tensor([row["epoch"] for row in rows])}
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.config = torch.nn.Parameter(torch.zeros(1)), model.config
+
+        def forward(self, epoch, **_):
+            epochs.extend(epoch.tolist())
+            return {"loss": self.weight.sum()}
+
+    from transformers import Trainer, TrainingArguments
+
+    model = build_model("bert")
+    rows_an_epoch = len(list(PackedStream(documents(), 32, **SPECIAL)))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, remove_unused_columns=False, dataloader_num_workers=1, dataloader_persistent_workers=True,
+        max_steps=3 * rows_an_epoch - 1 if streams else -1, num_train_epochs=3)  # fmt: skip
+    Trainer(Model(), arguments, train_dataset=dataset, data_collator=Told(build_collator(), model)).train()
+    assert set(epochs) == {0, 1, 2} and epochs == sorted(epochs)
+
+
+@pytest.mark.parametrize("processes, seedable", [(1, True), (2, False)])
+def test_the_loader_of_one_or_several_processes_tells_the_epoch_as_our_page_says(processes, seedable):
+    accelerate = pytest.importorskip("accelerate.data_loader", reason="transformers' Trainer needs accelerate")
+    dataset = PackedDataset(documents(), 32, **SPECIAL)
+    loader = accelerate.prepare_data_loader(
+        torch.utils.data.DataLoader(dataset, 2, shuffle=True, collate_fn=list), num_processes=processes, process_index=0,
+        put_on_device=False, use_seedable_sampler=seedable)  # fmt: skip
+    loader.set_epoch(3)
+    assert dataset.epoch == 3
 
 
 def test_transformers_trainer_takes_a_stream(tmp_path):

@@ -6,11 +6,13 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from copy import deepcopy
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from bertlab.data.packing import (
     EpochOrder,
@@ -25,6 +27,7 @@ from bertlab.data.packing import (
     split_long,
     trade_parts,
 )
+from bertlab.data.shards import BlockedDataset
 
 PAD, CLS, SEP = 0, 1, 2
 SPECIAL = {"pad_token_id": PAD, "cls_token_id": CLS, "sep_token_id": SEP}
@@ -332,6 +335,31 @@ def test_set_epoch_gives_lone_indices_an_epoch():
     dataset.set_epoch(3)
     assert [dataset[i]["input_ids"].tolist() for i in range(len(dataset))] == rows_of(dataset, 3)
     assert dataset[5]["epoch"] == 3 and dataset[1, 5]["epoch"] == 1
+
+
+@pytest.mark.parametrize("kind", [PackedDataset, PaddedDataset, BlockedDataset])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_that_persist_hear_of_the_next_epoch(kind, start):
+    if start == "fork" and sys.platform != "linux" or start == "spawn" and kind is not PackedDataset:
+        pytest.skip("one of each is enough")
+    dataset = kind(TokenizedDocuments.from_sequences(words()), 64, **SPECIAL)
+    loader = DataLoader(dataset, 4, num_workers=1, collate_fn=read_epochs, persistent_workers=True, multiprocessing_context=start)
+    for epoch in (0, 1, 5):
+        dataset.set_epoch(epoch)
+        assert {number for batch in loader for number in batch} == {epoch}
+
+
+def read_epochs(rows):
+    return [int(row["epoch"]) for row in rows]
+
+
+def test_copies_of_a_dataset_have_epochs_of_their_own():
+    dataset = PackedDataset(words(), 64, **SPECIAL)
+    dataset.set_epoch(2)
+    for copy in (deepcopy(dataset), pickle.loads(pickle.dumps(dataset))):
+        assert copy.epoch == 2
+        copy.set_epoch(3)
+        assert (copy[0]["epoch"], dataset[0]["epoch"]) == (3, 2)
 
 
 def test_documents_meet_others_in_the_next_epoch():

@@ -107,6 +107,23 @@ def test_a_columns_number_counts_in_the_first_object_of_a_file_of_json_lines(tmp
     assert len(left_out) == 1 and "line 3" in str(left_out[0]) and "text" in str(left_out[0])
 
 
+@pytest.mark.parametrize("name, kept_apart", [("a.jsonl", "\n"), ("a.json", ",")])
+def test_a_columns_number_counts_in_the_first_object_after_a_resume_too(tmp_path, name, kept_apart):
+    "A stream that is stopped and goes on trained on the ids from there on."
+    rows = [{"id": "0"}, *({"id": f"id {n}", "text": f"text {n}"} if n % 2 else {"text": f"text {n}", "id": f"id {n}"} for n in range(1, 9))]
+    lines = kept_apart.join(map(json.dumps, rows))
+    (tmp_path / name).write_text(f"[{lines}]" if kept_apart == "," else lines)
+    with pytest.warns(UserWarning, match="columns are numbered from 1 to 1"):  # the first object has no second column
+        whole = list(TextStream(str(tmp_path / name), text_column="2", on_error="skip"))
+    assert whole == [f"text {n}" for n in range(1, 9)]
+    for stop in range(1, 8):
+        stream, resumed = (TextStream(str(tmp_path / name), text_column="2", on_error="skip") for _ in range(2))
+        with pytest.warns(UserWarning):
+            begun = [text for _, text in zip(range(stop), stream)]
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert begun + list(resumed) == whole
+
+
 def test_a_cell_keeps_the_ends_of_its_lines(tmp_path):
     "Spans count characters: one that is lost in each line moves all that follow."
     import csv

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import hash_files, parse_split, slice_bounds
 from bertlab.data.readers import Place, read_lines, read_texts
-from bertlab.data.sources import SourceNotFound, TextStream, expand_sources, find_documents
+from bertlab.data.sources import SourceNotFound, TextStream, check_outside, expand_sources, find_documents, list_files
 
 TEXTS = [f"Sentence number {i},\nwith a break, a “quote” and a \u2028 separator." for i in range(23)]
 
@@ -371,3 +371,59 @@ def test_an_option_of_hub_datasets_is_refused_for_a_file_by_its_name_alone(tmp_p
     others = {"split=", "config_name=", "streaming="} - {said.partition("=")[0] + "="}
     assert str(refused.value).endswith(f"leave out {said}")
     assert not any(other in str(refused.value) for other in others)
+
+
+def linked_tree(folder: Path) -> Path:
+    "Text in a directory, and behind links: to one elsewhere, twice to the same, to itself and upwards."
+    for name in ("set/near", "far/deep", "set/.hidden", "other"):
+        (folder / name).mkdir(parents=True)
+    for name in ("set/near/a", "far/b", "far/deep/c", "set/.hidden/d", "e", "other/f"):
+        (folder / f"{name}.txt").write_text(f"Text of {name}.\n")
+    links = {"set/link": "far", "set/same": "far", "set/z": "far/deep", "set/again": "set/near", "set/up": ".",
+             "set/near/self": "set/near", "far/back": "set", "far/on": "other"}  # fmt: skip
+    for link, target in links.items():
+        (folder / link).symlink_to(folder / target)
+    (folder / "set" / "broken").symlink_to(folder / "nothing")
+    return folder / "set"
+
+
+def test_links_to_directories_are_followed_and_nothing_is_read_twice(tmp_path):
+    root, notes = linked_tree(tmp_path), Counter()
+    found = [document.source for document in find_documents(str(root), "text", "auto", notes)]
+    assert found == [".hidden/d.txt:1", "link/b.txt:1", "link/deep/c.txt:1", "link/on/f.txt:1", "near/a.txt:1"]
+    assert notes["links to directories that are read already"] == 6
+    assert list(TextStream(str(root))) == [document.text for document in find_documents(str(root), "text", "auto", Counter())]
+
+
+def test_a_directory_above_another_that_is_linked_is_still_read(tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "far" / "deep").mkdir(parents=True)
+    (tmp_path / "far" / "b.txt").write_text("One.\n")
+    (tmp_path / "far" / "deep" / "c.txt").write_text("Two.\n")
+    (tmp_path / "set" / "1").symlink_to(tmp_path / "far" / "deep")
+    (tmp_path / "set" / "2").symlink_to(tmp_path / "far")
+    names = [path.relative_to(tmp_path).as_posix() for path in list_files(tmp_path / "set")]
+    assert names == ["set/1/c.txt", "set/2/b.txt"]
+
+
+def test_without_links_files_come_in_the_order_of_their_paths_as_ever(tmp_path):
+    for name in ("b/x.txt", "b.txt", "a/z/y.txt", "a/z.txt", "B/q.txt", "a-b/r.txt", ".h/s.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert list_files(tmp_path) == [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+
+
+def test_what_is_written_must_not_lie_where_a_link_of_the_text_leads(tmp_path):
+    root = linked_tree(tmp_path)
+    with pytest.raises(ValueError, match="output .* is inside of"):
+        check_outside(tmp_path / "far" / "out", [root], "output")
+    check_outside(tmp_path / "out", [root], "output")
+
+
+def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):
+    from bertlab.data.module import Source
+
+    root = linked_tree(tmp_path)
+    before = Source(str(root))._content_key("train")
+    (tmp_path / "far" / "deep" / "c.txt").write_text("Changed.\n")
+    assert Source(str(root))._content_key("train") != before

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bertlab.data.packing import PackedDataset, split_long
-from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, StreamWindow, cut_document
+from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, StreamWindow, cut_document, read_written_ids, write_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -443,3 +443,43 @@ def test_an_epoch_begins_at_the_beginning_of_a_source_that_was_left_in_the_middl
     stream = PackedStream(source, 16, pad_token_id=0, buffer_size=30, shuffle_buffer=8)
     seen = {token for row in stream for token in row["input_ids"].tolist()} - {0}
     assert seen == {100 + i for i in range(40)}
+
+
+def as_earlier(state):
+    "A packer's state as earlier versions wrote it: every waiting token is a number in a list."
+    windows = lambda form: [[ids.tolist(), *ends] for ids, ends in zip(read_written_ids(form), form["ends"])]  # noqa: E731
+    waiting = [ids.tolist() for ids in read_written_ids(state["reader"]["waiting"])]
+    reader = {**state["reader"], "waiting": waiting}
+    return {**state, "reader": reader, "waiting": windows(state["waiting"]), "pending": windows(state["pending"])}
+
+
+@pytest.mark.parametrize("largest", [60_000, 3_000_000])
+def test_a_state_of_an_earlier_version_gives_the_same_rows_and_writes_the_same_state(largest):
+    lots = np.random.default_rng(0)
+    documents = [lots.integers(3, largest, n).tolist() for n in lots.integers(0, 90, 200)]
+    options = dict(capacity=40, overlap=4, buffer_size=20, shuffle_buffer=30)
+    stream, again, earlier = (PackedStream(documents, **SPECIAL, **options) for _ in range(3))
+    list(islice(stream, 50))
+    state = stream.state_dict()
+    again.load_state_dict(json.loads(json.dumps(state)))
+    earlier.load_state_dict({**state, "packer": as_earlier(state["packer"])})
+    rest = [list(islice(iter(one), 30)) for one in (again, earlier)]
+    assert identity(rest[0]) == identity(rest[1]) and again.state_dict() == earlier.state_dict()
+
+
+def numbers_in(state):
+    several = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return sum(map(numbers_in, several)) if several else isinstance(state, int)
+
+
+def test_a_state_of_many_waiting_tokens_is_small_and_quick_to_load_safely(tmp_path):
+    documents = [np.full(1000, n % 50_000) for n in range(600)]
+    stream = PackedStream(documents, 256, **SPECIAL)
+    list(islice(stream, 10))
+    state = stream.state_dict()
+    assert numbers_in(state) < 10_000  # and not 600,000, each an object of its own
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+    assert (tmp_path / "state.pt").stat().st_size < 2_000_000
+    assert [ids.tolist() for ids in read_written_ids(write_ids([]))] == []
+    assert [ids.tolist() for ids in read_written_ids(write_ids([np.array([], np.int32), np.array([70_000])]))] == [[], [70_000]]

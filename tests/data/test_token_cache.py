@@ -22,7 +22,7 @@ from bertlab.data import cache as token_cache
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.data.packing import PackedDataset
 from bertlab.data.cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer, serialize_tokenizer
-from bertlab.data.cache import text_batches, tokenize_documents
+from bertlab.data.cache import hide_special_pieces, text_batches, tokenize_documents
 from bertlab.data.shards import CacheError, StaleCache, open_shards
 
 TEXTS = [f"Document {i} says [MASK] and {'more ' * (i % 7)}[SEP], {i}." for i in range(50)] + ["", "Ünï ☃", " "]
@@ -384,3 +384,38 @@ def test_encoding_leaves_the_heap_of_the_process_alone_and_no_thread_behind(toke
     assert ids.tolist() == sum(expected(tokenizer, TEXTS[:3]), []) and len(lengths) == 3
     with pytest.raises(TypeError):  # what goes wrong there is raised here
         encoder([3])
+
+
+def sentencepiece_form():
+    "A Unigram tokenizer in XLM-R's form: special tokens are entries with score 0, and one is added that is none."
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    pieces += [(piece, -5.0 - n / 10) for n, piece in enumerate(["▁", *"abcdeknmpsu<>/", "▁mask", "ab"])] + [("<mask>", 0.0)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=3))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_tokens([AddedToken("<name>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", cls_token="<s>", sep_token="</s>",
+                                   pad_token="<pad>", unk_token="<unk>", mask_token="<mask>")  # fmt: skip
+
+
+def test_special_tokens_that_are_pieces_of_the_model_are_words_too_where_a_text_says_them():
+    tokenizer = sentencepiece_form()
+    texts = ["<s> ab </s>", "a<mask>b", "<pad> <unk>", "ab <name> ab z"]
+    switched = tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert {0, 2, 23} & {id for ids in switched for id in ids}, "else there would be nothing to mend"
+    ids, lengths = Encoder(serialize_tokenizer(tokenizer))(texts)
+    found = [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    special = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    assert not special & {*ids.tolist()}
+    assert [tokenizer.decode(some) for some in found[:3]] == texts[:3]
+    assert found[3] == tokenizer(texts[3], add_special_tokens=False).input_ids  # no special token in it, one that is added
+    assert len(tokenizer) - 1 in found[3] and tokenizer.unk_token_id in found[3]
+    assert tokenizer("<mask>", add_special_tokens=False).input_ids == [tokenizer.mask_token_id]  # the tokenizer is as it was
+
+
+def test_other_tokenizers_are_copied_as_they_are(tokenizer):
+    for one in (tokenizer, train_tokenizer(TEXTS, 300, kind="bpe")):
+        assert hide_special_pieces(serialize_tokenizer(one)) == serialize_tokenizer(one)

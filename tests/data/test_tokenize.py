@@ -1,8 +1,10 @@
 "Text becomes the same shards on any number of processes; what is stopped goes on; what is asked for wrongly is named."
 
+import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +108,79 @@ def test_a_changed_file_is_other_text(text, tmp_path):
     (tmp_path / "a.txt").write_text("One line.\nTwo lines, changed.\n")
     with pytest.raises(ValueError, match="other tokens"):
         tokenize_shards(str(tmp_path / "a.txt"), text / "tokenizer", tmp_path / "out")
+
+
+def save_rows(place: Path, texts: list[str]) -> str:
+    import datasets
+
+    shutil.rmtree(place, ignore_errors=True)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(place)
+    return str(place)
+
+
+def write_mds(place: Path, texts: list[str]) -> str:
+    "What stands for such a directory: its library is not needed to know one from another."
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "index.json").write_text('{"version": 2}')
+    (place / "shard.00000.mds").write_text(json.dumps(texts))
+    return str(place)
+
+
+@pytest.mark.parametrize("write", [save_rows, write_mds])
+def test_datasets_of_one_name_and_size_are_known_by_what_they_hold(text, tmp_path, write, monkeypatch):
+    monkeypatch.setattr(module, "_open_mds", lambda path: [{"text": one} for one in json.loads(next(path.glob("*.mds")).read_text())])
+    first, second = TEXTS[:70], [one.upper() for one in TEXTS[:70]]
+    options = dict(workers=1, progress=False)
+    sources = [write(tmp_path / name / "hf", some) for name, some in (("p1", first), ("p2", second))]
+    tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
+    whole = tokenize_shards(sources[1], text / "tokenizer", tmp_path / "out", append=True, **options)
+    assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, [*first, *second])
+    for source in sources:  # each is done, and is not appended again
+        assert tokenize_shards(source, text / "tokenizer", tmp_path / "out", append=True, **options) == whole
+    write(tmp_path / "p1" / "hf", second[::-1])
+    with pytest.raises(ValueError, match="holds other tokens"):
+        tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
+
+
+def own_filter(folder: Path, word: str) -> list[str]:
+    "A file whose name no other test has: a module is loaded once."
+    name = "filter_" + folder.name.replace("[", "_").replace("]", "_").replace("-", "_")
+    (folder / f"{name}.py").write_text(f"def keep(text):\n    return {word!r} in text\n")
+    return [f"{name}.keep"]
+
+
+def test_a_filter_that_has_changed_makes_another_job(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = dict(filters=own_filter(tmp_path, "and more"), workers=1)
+    first = made(text, tmp_path / "out", **options)
+    assert made(text, tmp_path / "out", **options) == first
+    own_filter(tmp_path, " 7 things")
+    assert made(text, tmp_path / "out", **options) == first  # the module is loaded, and stays what it was
+    importlib.reload(sys.modules[options["filters"][0].removesuffix(".keep")])
+    with pytest.raises(ValueError, match="holds other tokens"):
+        made(text, tmp_path / "out", **options)
+    (tmp_path / "out" / "manifest.json").unlink()  # of a job that was stopped
+    with pytest.raises(ValueError, match="made with other options"):
+        made(text, tmp_path / "out", **options)
+    made(text, tmp_path / "out", overwrite=True, **options)
+    assert len(open_shards(tmp_path / "out")) == sum(" 7 things" in one for one in TEXTS)
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_jobs_of_earlier_versions_go_on_or_are_told_what_to_do(text, tmp_path, append, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved, filters = save_rows(tmp_path / "hf", TEXTS[:70]), own_filter(tmp_path, "and more")
+    now = module.Job.key
+    for number, (source, options) in enumerate([(saved, {}), (str(text / "text"), {"filters": filters}), (str(text / "text"), {})]):
+        options = {**options, "workers": 1, "progress": False}
+        with monkeypatch.context() as earlier:
+            earlier.setattr(module.Job, "key", lambda self, part=None, named=True: now(self, part, named=True))
+            first = tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", **options)
+        if number == 2:  # of files nothing has changed
+            assert tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", append=append, **options) == first
+            continue
+        with pytest.raises(ValueError, match="made by an earlier version.*--overwrite"):
+            tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", append=append, **options)
 
 
 def write_parquet(folder: Path) -> None:

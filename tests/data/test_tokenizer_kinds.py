@@ -16,6 +16,7 @@ from bertlab.data.tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_KINDS,
     CutLattice,
+    count_characters_to_keep,
     gather_texts,
     load_tokenizer,
     train_tokenizer,
@@ -184,3 +185,62 @@ def test_marks_of_letters_never_stand_in_a_word_of_their_own(kind):
     words = encoded.word_ids()
     starts = {words[i]: start for i, (start, _) in reversed(list(enumerate(encoded.offset_mapping)))}
     assert not any(unicodedata.category(FOREIGN[start]).startswith("M") for start in starts.values())
+
+
+def without_spaces(script):
+    "A text that writes no spaces: DNA, or letters and marks as Thai has them."
+    lots = random.Random(0)
+    if script == "dna":
+        return ["".join(lots.choices("acgt", k=900)) for _ in range(20)]
+    letters, marks = [chr(code) for code in range(0xE01, 0xE2F)], "\u0e34\u0e35\u0e48"
+    return ["".join(lots.choice(letters) + lots.choice(["", "", *marks]) for _ in range(500)) for _ in range(20)]
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("script", ["dna", "thai"])
+def test_a_script_without_spaces_is_no_unknown_word(script, lowercase, tmp_path):
+    texts = without_spaces(script)
+    tokenizer = train_tokenizer(texts, 700, lowercase=lowercase)
+    tokenizer.save_pretrained(tmp_path)
+    for again in (tokenizer, load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        ids = again(texts, add_special_tokens=False, verbose=False).input_ids
+        assert ids == tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        assert not any(again.unk_token_id in some for some in ids)
+    cuts = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(texts[0])
+    assert all(unicodedata.category(word[0]) != "Mn" and len(word) <= 100 for word, _ in cuts)  # marks stay with letters
+
+
+def test_text_with_spaces_keeps_the_tokenizer_that_it_had():
+    tokenizer = train_tokenizer([*TEXTS, "a hash " + "0f" * 80], 900)
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert state["pre_tokenizer"] == {"type": "BertPreTokenizer"} and type(tokenizer).__name__ == "BertTokenizer"
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_a_script_of_many_characters_keeps_as_many_as_its_text_needs_and_there_is_room_for(kind):
+    lots, whole = random.Random(0), 2500
+    texts = ["".join(chr(0x4E00 + lots.randrange(whole)) for _ in range(200)) for _ in range(200)]
+    singles = lambda tokenizer: sum(piece.removeprefix("##") >= "\u4e00" and len(piece) == 1 for piece in tokenizer.get_vocab())  # noqa: E731
+    tokenizer = train_tokenizer(texts, 3000, kind=kind)
+    ids = sum(tokenizer(texts, verbose=False).input_ids, [])
+    assert singles(tokenizer) > 2400 and ids.count(tokenizer.unk_token_id) < 0.001 * len(ids)
+    with pytest.warns(UserWarning, match="% of the letters .* kind: bpe"):
+        tight = train_tokenizer(texts, 2000, kind=kind)
+    assert 1900 < singles(tight) <= len(tight) <= 2000
+    with pytest.warns(UserWarning, match="become .UNK."):
+        limited = train_tokenizer(texts, 3000, kind=kind, limit_alphabet=1200)
+    assert singles(limited) == 1200 - (kind == "unigram")  # of which the sign for a space is one
+
+
+def test_more_than_the_usual_characters_are_kept_only_where_they_are_much_of_the_text():
+    rare, common = [10_000] * 1000 + [1] * 3000, [10] * 4000
+    assert count_characters_to_keep(rare, [1] * 4000, room=4000) == 1000  # they reach 0.9997 of the text
+    assert count_characters_to_keep(common, [1] * 4000, room=9000) == 3998  # 0.9995 of it
+    assert count_characters_to_keep(common, [2] * 4000, room=5001) == 2500
+    assert count_characters_to_keep(common, [2] * 4000, room=100) == 1000  # as ever: the caller says what it needs
+    assert count_characters_to_keep([5] * 80, [2] * 80, room=0) == 80
+
+
+def test_byte_level_text_is_never_unknown_and_warns_nobody(recwarn):
+    train_tokenizer(without_spaces("thai"), 400, kind="bpe")
+    assert not [one for one in recwarn if "UNK" in str(one.message)]

@@ -180,6 +180,35 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
             PretrainingDataModule(options.pop("name", None), tokenizer, max_ends=3, **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"overlap": 2}, {"overflow": "truncate"}, {"overflow": "keep_end"}, {"mix_lengths": {5: 0.5, 14: 0.5}}])
+def test_no_piece_of_a_long_text_is_made_of_ends_alone_and_no_word_is_lost(options):
+    from bertlab.data.module import PretrainingDataModule
+
+    tokenizer = train_tokenizer(["the cat sat on a mat"] * 9, vocab_size=40)
+    texts, end = [" ".join(["cat"] * n) for n in range(1, 60)], tokenizer.sep_token_id
+    words = {}
+    for most in (0, 8):
+        data = PretrainingDataModule(None, tokenizer, "diffusion", 16, max_ends=most, data_kwargs=options or None)
+        data.set_datasets(texts, texts)
+        data.setup()
+        for rows in (data.train_dataset, *data.val_datasets):
+            spans = [rows.documents.tokens[start:stop] for start, stop in zip(rows.windows.starts, rows.windows.stops)]
+            assert all((span != end).any() for span in spans), "a piece with a word in it"
+            words.setdefault(most, []).append(sum(int((span != end).sum()) for span in spans))
+            if options.get("overflow") != "truncate":  # which cuts ends away like words
+                assert (sum(int(span[-1] == end) for span in spans) > len(texts) // 2) == (most > 0)
+    assert words[0] == words[8] or "overflow" in options or "overlap" in options
+
+
+def test_an_empty_text_is_given_no_end():
+    from bertlab.data.module import add_ends, cut_lone_ends
+    from bertlab.data.packing import TokenizedDocuments
+
+    made = cut_lone_ends(add_ends(TokenizedDocuments.from_sequences([[], [7] * 4, [], [7] * 5, [3, 7]]), 3, 6), 3, room=4)
+    found = [made[n].tolist() for n in range(len(made))]
+    assert found[:3] == [[], [7] * 4, []] and found[3][:6] == [7] * 5 + [3] and 6 <= len(found[3]) <= 8 and found[4][:3] == [3, 7, 3]
+
+
 NOUNS, PLACES = "cat dog house door sea town tree boat bird stone".split(), ("on the mat", "in the house", "near the sea")
 QUESTIONS = [{"ask": f"what is the {noun} {place}", "say": f"it is a {noun}"} for noun in NOUNS for place in PLACES]
 

@@ -12,7 +12,7 @@ from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
 from bertlab.data.vocabularies import read_state, with_state
-from bertlab.embeddings.bi_encoder import BiEncoder, on_each_core, plan_batches, read_layout
+from bertlab.embeddings.bi_encoder import BiEncoder, find_similarity, on_each_core, plan_batches, read_layout, score_vectors
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
@@ -128,6 +128,7 @@ def test_modules_that_we_do_not_have_are_refused(tmp_path):
 @pytest.mark.parametrize("name, content", [
     ("modules.json", {"a": 1}), ("modules.json", [{"path": ""}]), ("modules.json", ["models.Transformer"]),
     ("modules.json", [{"type": "models.Transformer"}]), ("1_Pooling/config.json", []), ("sentence_bert_config.json", [512]),
+    ("config_sentence_transformers.json", {"prompts": ["a"]}), ("config_sentence_transformers.json", {"prompts": {"query": 1}}),
     ("1_Pooling/config.json", {"pooling_mode": ["mean"]}), ("sentence_bert_config.json", {"max_seq_length": "512"}),
 ])  # fmt: skip
 def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
@@ -235,4 +236,71 @@ def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_b
     assert json.loads(again.read_text()) == json.loads(path.read_text())
     path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": "query"}))
     with pytest.raises(ValueError, match="prompt 'query' before every text"):
+        BiEncoder.load(place)
+
+
+def with_conventions(place, **said):
+    "Change what a saved model says of calls."
+    path = place / "config_sentence_transformers.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **said}))
+    return place
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", ["cosine", "dot", None])
+def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, name, normalize):
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    from sentence_transformers import SentenceTransformer
+
+    place = with_conventions(make_model("bert", normalize=normalize).save(tmp_path / "model"), similarity_fn_name=name)
+    model, theirs, texts = BiEncoder.load(place), SentenceTransformer(str(place), device="cpu"), draw_texts(12)
+    expected = theirs.similarity(theirs.encode(texts[:4]), theirs.encode(texts)).numpy()
+    found = score_vectors(model, model.encode(texts[:4]), model.encode(texts))
+    assert np.abs(found - expected).max() < 1e-4 and find_similarity(theirs) == find_similarity(model) == (name or "cosine")
+
+
+def test_a_comparison_that_is_not_computed_here_is_refused_unless_the_cosine_ranks_alike():
+    made = lambda name, normalize: make_model(normalize=normalize, conventions={"similarity_fn_name": name})  # noqa: E731
+    assert find_similarity(made("euclidean", True)) == "cosine"
+    for name, normalize in (("euclidean", False), ("manhattan", True), ("maxsim", True)):
+        with pytest.raises(ValueError, match=f"{name}.*cosine and dot"):
+            find_similarity(made(name, normalize))
+
+
+@pytest.mark.parametrize("prompts", [
+    {"query": "find alpha: ", "document": "beta gamma: ", "passage": "no"}, {"query": "find alpha: "}, {"query": None, "other": "no"}, {},
+])  # fmt: skip
+def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path, prompts):
+    pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
+    from sentence_transformers import SentenceTransformer
+
+    place = with_conventions(make_model("bert").save(tmp_path / "model"), prompts=prompts)
+    model, theirs, texts = BiEncoder.load(place), SentenceTransformer(str(place), device="cpu"), draw_texts(6)
+    assert np.abs(model.encode_query(texts) - theirs.encode_query(texts)).max() < 2e-6
+    assert np.abs(model.encode_document(texts) - theirs.encode_document(texts)).max() < 2e-6
+    assert np.array_equal(model.encode_query(texts), model.encode_query([model.query_prompt + text for text in texts])), "once"
+
+
+@pytest.mark.parametrize("prompts, expected", [({"passage": "a: ", "corpus": "no"}, "a: "), ({"document": "", "passage": "a: "}, "a: "),
+                                               ({"document": None, "corpus": "a: "}, "a: "), ({"query": "no"}, "")])
+def test_the_prompt_of_documents_has_three_names_and_an_empty_one_is_none(prompts, expected):
+    assert make_model(conventions={"prompts": prompts}).document_prompt == expected
+
+
+def test_a_model_that_pools_without_its_prompts_is_refused(tmp_path):
+    place = with_conventions(make_model().save(tmp_path / "model"), prompts={"query": "find: "})
+    config = json.loads((place / "1_Pooling/config.json").read_text())
+    (place / "1_Pooling/config.json").write_text(json.dumps({**config, "include_prompt": False}))
+    with pytest.raises(ValueError, match="include_prompt"):
+        BiEncoder.load(place)
+    BiEncoder.load(with_conventions(place, prompts={"query": ""}))
+
+
+def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp_path):
+    place = make_model("bert").save(tmp_path / "model")
+    (place / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": True}))
+    assert BiEncoder.load(place).tokenize(["Alpha"]) == BiEncoder.load(place).tokenize(["alpha"])
+    path = place / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_lower_case": False}))
+    with pytest.raises(ValueError, match="do_lower_case"):
         BiEncoder.load(place)

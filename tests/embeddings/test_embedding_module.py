@@ -387,8 +387,99 @@ def test_a_checkpoint_brings_norm_and_length_back(tmp_path):
     trainer = fit(module, small_data(), 1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     again = EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
-    assert (again.model.normalize, again.model.max_sequence_length) == (False, 16)  # as the data cut texts
+    assert (again.model.normalize, again.model.max_sequence_length) == (False, 20)
     assert np.allclose(again.model.encode(["alpha beta"]), module.model.encode(["alpha beta"]), atol=1e-6)
+
+
+def test_a_model_reads_as_far_as_the_one_it_began_with_though_pairs_are_cut_shorter(tmp_path):
+    texts, first = ["alpha beta " * 15], small_module().model
+    for said, reads in ((24, 24), (10, 16)):  # pairs are cut at 16
+        place = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=said).save(tmp_path / str(said))
+        module = EmbeddingModule(str(place))
+        trainer = fit(module, small_data(), 1)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        assert BiEncoder.load(module.save(tmp_path / f"{said}-trained")).max_sequence_length == reads
+        again = EmbeddingModule(str(place))
+        make_trainer(2, "32-true", accelerator="cpu").fit(again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+        alone = EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
+        assert again.model.max_sequence_length == alone.model.max_sequence_length == reads
+        assert len(alone.model.tokenize(texts)[0]) == reads
+        fit(alone, small_data(), 1)
+        assert alone.model.max_sequence_length == reads
+    fresh = small_module()  # which has learnt nothing of longer texts
+    fit(fresh, small_data(), 1)
+    assert fresh.model.max_sequence_length == 16
+
+
+def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
+    first, said = small_module().model, {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"}
+    BiEncoder(first.encoder, first.tokenizer, conventions=said).save(tmp_path / "first")
+    module = EmbeddingModule(str(tmp_path / "first"))
+    with pytest.warns(UserWarning, match="prompts .'alpha: '.*write them into the pairs"):
+        trainer = fit(module, small_data(), 1)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    load = lambda: EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())  # noqa: E731
+    saved = BiEncoder.load(load().save(tmp_path / "again"))
+    assert saved.conventions == module.model.conventions == {**said, "default_prompt_name": None}
+    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=False)
+    for name in ("conventions", "own_length"):  # earlier versions did not write them
+        del checkpoint["vectors"][name]
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    assert load().model.conventions["prompts"] == {}
+
+
+@pytest.mark.parametrize("name, normalize, expected", [("dot", True, "dot"), ("euclidean", True, "euclidean"), ("dot", False, "cosine"),
+                                                       ("euclidean", False, "cosine"), ("manhattan", True, "cosine")])
+def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_ranks_otherwise(tmp_path, name, normalize, expected):
+    first = small_module().model
+    BiEncoder(first.encoder, first.tokenizer, normalize=normalize, conventions={"similarity_fn_name": name}).save(tmp_path / "first")
+    module = EmbeddingModule(str(tmp_path / "first"))
+    module.configure_model()
+    assert module.model.similarity_fn_name == expected
+
+
+def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
+    small_module(pooling="cls").save(tmp_path / "first")
+    kept = run_fingerprint(small_module(), None)
+    refuse_differences("run.ckpt", kept, run_fingerprint(small_module(pooling="mean"), None))
+    not_built = EmbeddingModule(pooling="cls", model_config_kwargs=small_config(), pretrained_tokenizer_name_or_path=small_tokenizer())
+    for other in (not_built, EmbeddingModule(str(tmp_path / "first"))):
+        with pytest.raises(ValueError, match="pooling is 'mean' there and 'cls' here"):
+            refuse_differences("run.ckpt", kept, run_fingerprint(other, None))
+        refuse_differences("run.ckpt", {name: v for name, v in kept.items() if name != "pooling"}, run_fingerprint(other, None))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_the_loss_of_a_split_is_measured_before_its_weight_in_training(weight):
+    pairs = draw_pairs(64, negatives=2, scores=True)
+    module = small_module(distillation="kl", contrastive_weight=weight)
+    found = make_trainer(1, "32-true", accelerator="cpu").validate(module, small_data(pairs), verbose=False)[0]
+    usual = make_trainer(1, "32-true", accelerator="cpu").validate(small_module(), small_data(pairs), verbose=False)[0]
+    assert found["val_loss"] == pytest.approx(usual["val_loss"]) and found["val_loss"] > 0.1
+
+
+PARTS = [
+    ({"freeze": 99}, "freeze"), ({"prefixes": [64]}, "prefix"), ({"parameter_overrides": {"*.nothing": {"lr": 1.0}}}, "nothing"),
+    ({"adapter": {"type": "lora", "target_modules": ["nothing"]}}, "nothing"), ({"prepare_encoder": "no_file.nothing"}, "prepare_encoder"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options, word", PARTS)
+@pytest.mark.parametrize("start", ["fresh", "ours", "bert"])
+def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded(tmp_path, monkeypatch, start, options, word):
+    if start != "fresh":
+        given = {"model_config_kwargs": {**small_config(), "norm": "rms"}} if start == "ours" else {"kind": "bert"}
+        small_module(**given).save(tmp_path / "first")
+        options = {"pretrained_model_name_or_path": str(tmp_path / "first"), **options}
+    else:
+        options = {"model_config_kwargs": small_config(), "pretrained_tokenizer_name_or_path": small_tokenizer(), **options}
+    monkeypatch.setattr("bertlab.embeddings.module.load_encoder", None)  # no weight is read
+    module, before = EmbeddingModule(**options), torch.get_rng_state()
+    with pytest.raises(ValueError, match=word):
+        module.check_parts()
+    good = EmbeddingModule(**{**options, **dict.fromkeys(options.keys() & {"freeze", "prefixes", "parameter_overrides", "adapter", "prepare_encoder"})})
+    good.check_parts()
+    assert module.model is None and good.model is None and torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("options, word", [

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.embeddings.pairs import EmbeddingDataModule, PairSet, clean_pairs, group_texts, hold_out_pairs, read_pairs
+from bertlab.train.checkpoints import refuse_differences, run_fingerprint
 
 ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
         {"query": "how long", "positive": "an hour", "negative": ["green"]}]  # fmt: skip
@@ -54,6 +55,21 @@ def test_columns_have_their_usual_names_or_the_given_ones(tmp_path):
         read_pairs(path, positive_column="asnwer")
     with pytest.raises(ValueError, match="query.*'x', 'y'"):
         read_pairs([{"x": "1", "y": "2"}])
+
+
+def test_a_columns_number_counts_in_the_first_row_of_a_file_whatever_order_others_have_their_keys_in(tmp_path):
+    "Query and answer changed places where an object had its keys the other way round."
+    rows = [{"ask": "a", "say": "b", "not": "c"}, {"say": "e", "not": "f", "ask": "d"}, {"say": "h", "ask": "g"}]
+    path = write(tmp_path / "x.jsonl", rows)
+    turned = write(tmp_path / "y.jsonl", [{"say": "two", "ask": "one"}, {"ask": "three", "say": "four"}])
+    for source in (path, rows):
+        pairs = read_pairs(source, query_column="1", positive_column=2, negative_column=-1)
+        assert (pairs.queries, pairs.positives, pairs.negatives) == (["a", "d", "g"], ["b", "e", "h"], [["c"], ["f"], []])
+    pairs = read_pairs([path, turned], query_column=1, positive_column=2)
+    assert pairs.queries[3:] == ["two", "four"], "each file counts its own columns"
+    write(path, [*rows, {"ask": "i"}])
+    with pytest.raises(ValueError, match="line 4: the column 'say' is empty"):
+        read_pairs(path, query_column=1, positive_column=2)
 
 
 @pytest.mark.parametrize("row, word", [({"query": "a", "positive": ""}, "positive"), ({"query": None, "positive": "b"}, "query"),
@@ -128,6 +144,43 @@ def test_no_text_stands_on_both_sides_of_a_split():
     assert 10 <= len(held) <= 45
     with pytest.raises(ValueError, match="too few"):
         hold_out_pairs(PairSet(["a", "a"], ["b", "c"], [[], []]), 0.5)
+
+
+def test_no_text_of_a_held_out_pair_is_trained_on_as_a_negative():
+    others = [[f"p{(n + 1) % 40}", f"q{(n + 2) % 40}", f"x{n}"] for n in range(40)]
+    scores = [[1.0, n + 0.1, n + 0.2, n + 0.3] for n in range(40)]
+    pairs = PairSet([f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], others, scores)
+    train, held = hold_out_pairs(pairs, 0.25)
+    out = {*held.queries, *held.positives}
+    assert len(held) == 10 and not out & set(train.texts()) and held.negatives == [others[int(q[1:])] for q in held.queries]
+    for query, own, values in zip(train.queries, train.negatives, train.scores):
+        n = int(query[1:])
+        kept = [k for k, text in enumerate(others[n]) if text not in out]
+        assert own == [others[n][k] for k in kept] and values == [1.0, *(scores[n][1 + k] for k in kept)]
+    assert [*train.notes.values()] == [3 * 30 - sum(map(len, train.negatives))] and "held-out" in [*train.notes][0] and not pairs.notes
+    data = small_data(pairs)
+    data.setup()
+    assert "held-out pairs, left out" in data.describe()
+
+
+def test_pairs_of_texts_with_themselves_alone_are_no_pairs(tmp_path):
+    rows = [{"query": text, "positive": text} for text in ("one", "two", "one")]
+    with pytest.raises(ValueError, match="x.jsonl has no pair of two different texts: all 3 rows"):
+        read_pairs(write(tmp_path / "x.jsonl", rows))
+    nothing = clean_pairs(PairSet(["one"], ["one"], [[]]))
+    with pytest.raises(ValueError, match="no pair"):
+        hold_out_pairs(nothing, 0.5)
+    data = EmbeddingDataModule(small_tokenizer(), validation_fraction=0)
+    data.set_datasets(nothing)
+    with pytest.raises(ValueError, match="no pair"):
+        data.setup()
+
+
+def test_the_order_is_part_of_the_run_and_a_run_of_an_earlier_version_goes_on():
+    kept, now = (run_fingerprint(None, small_data(shuffle_train=shuffle)) for shuffle in (True, False))
+    with pytest.raises(ValueError, match="shuffle is True there and False here"):
+        refuse_differences("run.ckpt", kept, now)
+    refuse_differences("run.ckpt", {name: value for name, value in kept.items() if name != "shuffle"}, now)
 
 
 def test_a_batch_holds_each_text_where_it_says():

@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from test_bi_encoder import draw_texts, make_model
 
 from bertlab.data.documents import Document
+from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.late_interaction import LateScorer, maxsim, token_vectors
 from bertlab.embeddings.search import TextIndex, encode_texts, model_fingerprint, search_vectors, source_documents
+from bertlab.embeddings.tasks import EncoderScorer
+from bertlab.model.config import BertLabConfig
+from bertlab.model.encoder import BertLabModel
 
 
 def documents(count=50):
@@ -160,10 +164,127 @@ def test_an_index_of_an_earlier_version_still_answers(tmp_path):
     model = make_model()
     encode_texts(model, documents, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
-    (tmp_path / "index/store.json").write_text(json.dumps({k: store[k] for k in store if k not in ("pooling", "max_sequence_length")}))
+    kept = {k: store[k] for k in store if k not in ("pooling", "max_sequence_length", "document_prompt")}
+    (tmp_path / "index/store.json").write_text(json.dumps({**kept, "model": model_fingerprint(model, earlier=True)}))
     index = TextIndex.open(tmp_path / "index")
     index.prepare_model(model)
     index.check_model(model)
+    [[hit]] = index.search(model, [documents()[3].text], 1)
+    assert hit.number == 3
+    with pytest.raises(ValueError, match="another model"):
+        index.check_model(make_model("bert"))
+
+
+PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
+
+
+def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them_only_where_documents_need_none(tmp_path):
+    plain, docs = make_model(), documents(20)
+    encode_texts(plain, lambda: docs, tmp_path / "index")
+    store = json.loads((tmp_path / "index/store.json").read_text())
+    (tmp_path / "index/store.json").write_text(json.dumps({k: v for k, v in store.items() if k != "document_prompt"}))
+    index, query = TextIndex.open(tmp_path / "index"), docs[5].text
+    for prompts, before in ((PROMPTS, ""), ({"query": PROMPTS["query"]}, PROMPTS["query"])):
+        model = make_model(conventions={"prompts": prompts})
+        index.prepare_model(model)
+        index.check_model(model)
+        assert [hit.score for hit in index.search(model, [query])[0]] == [hit.score for hit in index.search(plain, [before + query])[0]]
+
+
+def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
+    model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
+    encode_texts(model, lambda: docs, tmp_path / "index")
+    index = TextIndex.open(tmp_path / "index")
+    texts = [d.text for d in docs]
+    assert np.abs(index.vectors_ND - plain.encode([PROMPTS["document"] + text for text in texts])).max() < 2e-6
+    (hits,) = index.search(model, ["one two"], 20)
+    asked = plain.encode([PROMPTS["query"] + "one two"])[0]
+    assert np.allclose([hit.score for hit in hits], [index.vectors_ND[hit.number] @ asked for hit in hits], atol=1e-5)
+    assert np.allclose(EncoderScorer(model)(["one two"], texts)[0], index.vectors_ND @ asked, atol=1e-5)
+    assert np.allclose(LateScorer(model)(["one"], texts), LateScorer(plain)(
+        [PROMPTS["query"] + "one"], [PROMPTS["document"] + text for text in texts]), atol=1e-4)  # fmt: skip
+    for other in (plain, make_model(conventions={"prompts": {"passage": "no: "}})):
+        with pytest.raises(ValueError, match="document_prompt"):
+            index.check_model(other)
+        index.prepare_model(other)
+        index.check_model(other)
+
+
+def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(tmp_path):
+    model = make_model()
+
+    def stop(count):
+        if count:
+            raise Stop
+
+    with pytest.raises(Stop):
+        encode_texts(model, documents, tmp_path / "v.npy", part_size=10, progress=stop)
+    path = tmp_path / ".v.npy.parts/state.json"
+    state = {k: v for k, v in json.loads(path.read_text()).items() if k != "document_prompt"}
+    path.write_text(json.dumps({**state, "model": model_fingerprint(model, earlier=True)}))
+    with pytest.raises(ValueError, match="another document_prompt"):
+        encode_texts(make_model(conventions={"prompts": PROMPTS}), documents, tmp_path / "v.npy", part_size=10)
+    assert encode_texts(model, documents, tmp_path / "v.npy", part_size=10) == 50
+
+
+@pytest.mark.parametrize("name", ["cosine", "dot"])
+def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, name):
+    model, docs = make_model(normalize=False, conventions={"similarity_fn_name": name}), documents(30)
+    texts = [d.text for d in docs]
+    encode_texts(model, lambda: docs, tmp_path / "index", width=16)
+    index, whole = TextIndex.open(tmp_path / "index"), model.encode(texts)
+    assert np.ptp(np.linalg.norm(whole, axis=1)) > 0.1, "or nothing is tested"
+    unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True) if name == "cosine" else x  # noqa: E731
+    expected = unit(whole[:, :16]) @ unit(whole[:, :16]).T
+    for n, hits in enumerate(index.search(model, texts, 5)):
+        assert np.allclose([hit.score for hit in hits], np.sort(expected[n])[::-1][:5], atol=1e-4)
+        assert np.allclose([hit.score for hit in hits], [expected[n, hit.number] for hit in hits], atol=1e-4)
+    assert np.allclose(EncoderScorer(model)(texts, texts), unit(whole) @ unit(whole).T, atol=1e-4)
+
+
+def test_a_fingerprint_is_that_of_whoever_gives_the_same_vectors(tmp_path):
+    for kind in ("modernbert", "bert"):
+        model = make_model(kind)
+        again = BiEncoder.load(model.save(tmp_path / kind))
+        assert model_fingerprint(model) == model_fingerprint(again) == model_fingerprint(BiEncoder.load(again.save(tmp_path / "again")))
+        kept = again.encoder.config.to_diff_dict()
+        for name, value in (("norm_eps", 1e-2), ("hidden_activation", "relu"), ("num_attention_heads", 4)):
+            encoder = BertLabModel(BertLabConfig(**{**kept, name: value}))
+            encoder.load_state_dict(again.encoder.state_dict())
+            other = BiEncoder(encoder, again.tokenizer, max_sequence_length=again.max_sequence_length)
+            assert model_fingerprint(other) != model_fingerprint(again), name
+            assert model_fingerprint(other, earlier=True) == model_fingerprint(again, earlier=True)
+
+
+def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
+    model = make_model()
+    model.save(tmp_path / "model")
+    path = tmp_path / "model/tokenizer.json"
+    state = json.loads(path.read_text())
+    for changed in ({"normalizer": None}, {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+                    {"post_processor": None}):  # fmt: skip
+        path.write_text(json.dumps({**state, **changed}))
+        assert model_fingerprint(BiEncoder.load(tmp_path / "model")) != model_fingerprint(model), changed
+
+
+def test_a_home_directory_may_be_said_shortly(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = make_model()
+    encode_texts(model, documents, "~/index")
+    assert (tmp_path / "index/store.json").exists() and len(TextIndex.open("~/index")) == 50
+    with pytest.raises(ValueError, match="exists already"):
+        encode_texts(model, documents, "~/index")
+
+
+def test_malformed_rows_are_left_out_where_that_is_asked_and_a_table_may_have_no_header(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
+    notes = Counter()
+    read = source_documents([str(tmp_path / "a.jsonl")], on_error="skip", notes=notes)
+    assert [d.text for d in read()] == ["one", "two"] and sum(notes.values()) == 1 and "malformed" in [*notes][0]
+    with pytest.raises(ValueError, match="line 2"):
+        list(source_documents([str(tmp_path / "a.jsonl")])())
+    (tmp_path / "b.csv").write_text("one,x\ntwo,y\n")
+    assert [d.text for d in source_documents([str(tmp_path / "b.csv")], "1", header=False)()] == ["one", "two"]
 
 
 def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):

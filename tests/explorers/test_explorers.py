@@ -41,6 +41,7 @@ from bertlab.explorers.models import (
     untrained_twin,
 )
 from bertlab.train.modules import PretrainingModule, pretraining_optimizer
+from bertlab.train.reports import why_stopped
 from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, save_runs
 from bertlab.explorers.schedules import (
     full_rate_steps,
@@ -621,7 +622,7 @@ def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(noteb
     finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
     regular = RunCheckpoint(tmp_path / "run.ckpt", every_steps=100)
     trainer = train([finger, monitor, regular], 20, accumulate_grad_batches=2)
-    assert trainer.global_step == monitor.stopped_at == 3
+    assert trainer.global_step == monitor.stopped_at == 3 and why_stopped(trainer) == "its stop button was pressed"
     for name in ("stopped", "run"):
         assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
     plain = History(fetch_every=1)

@@ -1,5 +1,6 @@
 "Fine-tuning end to end: what is trained, what is scored, and what is refused before anything is."
 
+import copy
 import functools
 import os
 import warnings
@@ -742,3 +743,22 @@ def test_data_read_by_another_tokenizer_than_the_model_came_with_is_refused(tmp_
     module = FinetuningModule("classification", str(tmp_path / "model"))
     with pytest.raises(ValueError, match="another tokenizer"):
         fit(module, data_for(), 3)
+
+
+def test_pieces_that_are_added_in_spare_rows_of_a_model_are_read_and_others_are_not(tmp_path):
+    from bertlab.model.heads import BertLabForMaskedLM
+    from bertlab.model.huggingface import save_model
+    from bertlab.model.config import BertLabConfig
+
+    known, more = tokenizer(), copy.deepcopy(tokenizer())
+    more.add_tokens(["<entity>"])
+    shape = {**CONFIG, "vocab_size": len(known) + 8}
+    save_model(BertLabForMaskedLM(BertLabConfig(**shape)), known, tmp_path / "spare")
+    save_model(BertLabForMaskedLM(BertLabConfig(**{**shape, "vocab_size": len(known)})), known, tmp_path / "full")
+    data = FinetuningDataModule("classification", more, max_sequence_length=32, train_batch_size=8)
+    data.set_datasets([{**row, "text": "<entity> " + row["text"]} for row in texts_of(24)], texts_of(8, 1))
+    module = FinetuningModule("classification", str(tmp_path / "spare"), learning_rate=3e-3)
+    fit(module, data, 2)
+    assert module.model.encoder.embeddings.tokens.num_embeddings == len(known) + 8
+    with pytest.raises(ValueError, match="vocab_size"):
+        fit(FinetuningModule("classification", str(tmp_path / "full")), data, 2)

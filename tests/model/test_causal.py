@@ -8,7 +8,7 @@ from bertlab.data.rows import Vocabulary
 from bertlab.model.causal import BertLabForCausalLM, Memory, continue_ids
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.samplers import SamplingRule
-from bertlab.train.modules import CausalModule
+from bertlab.train.modules import CausalModule, PretrainingModule
 
 torch.set_num_threads(1)
 V = 40
@@ -88,11 +88,14 @@ def test_words_are_drawn_from_the_models_law():
 
 
 def test_the_module_trains_it_on_the_rows_of_the_encoder():
-    module = CausalModule({k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"})
+    shape = {k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"}
+    module = CausalModule(shape)
     module.configure_model()
     collate = EnhancedMaskedLanguageModelingCollator(0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12)
     batch = collate([[1, *range(5, 14), 2]] * 8)  # each word follows from the one before it
-    assert module.model.num_parameters() == module.config.num_params()
+    assert module.model.num_parameters() == module.config.num_params() == CausalModule(shape).num_params()
+    flops = [kind(shape).num_flops_per_token(8.0, 0.5) for kind in (CausalModule, PretrainingModule)]
+    assert flops[0] == flops[1], "the block that rebuilds is none of the twin's"
     optimizer, losses = torch.optim.Adam(module.model.parameters(), 1e-2), []
     for _ in range(60):
         parts = module.label_loss(batch)

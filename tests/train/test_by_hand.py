@@ -222,6 +222,20 @@ def test_what_a_later_validation_finds_is_ranked_with_the_rest(tmp_path):
     assert read_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
 
 
+def test_a_value_of_another_text_is_forgotten_and_one_that_says_of_none_is_kept(tmp_path):
+    shelf, best = ModelShelf(tmp_path / "models", keep_last=9), tmp_path / "models" / "best"
+    fill = lambda place: (place / "config.json").write_text("{}")  # noqa: E731
+    shelf.put(10, 2.0, fill)  # as older versions wrote it
+    assert shelf.forget("new") == []
+    shelf.put(20, 1.0, fill, "old")
+    assert best.resolve().name == "step-00000020"
+    assert [path.name for path in shelf.forget("new")] == ["step-00000020"] and shelf.forget("new") == []
+    assert best.resolve().name == "step-00000010"
+    shelf.put(10, 2.0, fill, "old")
+    shelf.forget("new")
+    assert not best.is_symlink() and shelf.best() == [] and len(shelf.models()) == 2
+
+
 def test_tokens_of_a_run_count_once_where_the_number_of_processes_has_changed(monkeypatch):
     history = History()
     history.load_state_dict({"rows": [(1, 2.0, 0.1, 1.0, 100.0, 1.0)], "validation": [], "tokens": 100,

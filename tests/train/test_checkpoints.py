@@ -665,6 +665,29 @@ def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong
         refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None))
 
 
+def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begun):
+    _, _, make_module = begun
+    for own in (momentum, "test_checkpoints.Momentum"):
+        kept, now = (run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs={"weight_decay": decay}), None)
+                     for decay in (0.1, 0.2))
+        refuse_differences("run.ckpt", kept, kept)
+        with pytest.raises(ValueError, match="optimizer_kwargs is {'weight_decay': 0.1} there and {'weight_decay': 0.2} here"):
+            refuse_differences("run.ckpt", kept, now)
+
+
+@pytest.mark.parametrize("older", [None, 39])
+def test_a_continued_bert_of_an_older_version_goes_on_though_its_ids_are_the_tokenizers_now(begun, tmp_path, older):
+    path, make_data, make_module = begun
+    source = make_module()
+    source.configure_model()
+    save_model(source.model, word_tokenizer(WORDS), tmp_path)
+    now = run_fingerprint(PretrainingModule(None, tmp_path), make_data())
+    kept = now | {"pad_token_id": 0, "cls_token_id": older, "sep_token_id": older, "mask_token_id": older}
+    refuse_differences(path, kept, now)
+    with pytest.raises(ValueError, match="tokenizer is"):
+        refuse_differences(path, kept, run_fingerprint(PretrainingModule(None, tmp_path), make_data(words=WORDS[:-1] + ["other"])))
+
+
 def test_a_module_that_is_loaded_from_a_checkpoint_goes_on_as_the_run_that_wrote_it(begun, tmp_path):
     _, make_data, make_module = begun
 
@@ -859,23 +882,45 @@ def test_a_checkpoint_that_does_not_know_its_place_in_rows_goes_on_in_its_own_mi
         refuse_differences("run.ckpt", kept, now)
 
 
+@pytest.mark.parametrize("rows, window", [(2, 4), (8, 1)])
+def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_the_same_steps(begun, tmp_path, rows, window):
+    "Lanes take turns by the batches of the run's beginning, so it was refused."
+    _, make_data, make_module = begun
+    (tmp_path / "own").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "own" / f"{name}.txt").write_text("\n".join(f"w{n} w{n % 7} w{n % 11}" for n in range(80)))
+
+    def fit(folder, rows, window, path=None):
+        data = lambda: PretrainingDataModule(str(tmp_path / "own"), make_data().tokenizer, max_sequence_length=32,  # noqa: E731
+                                             train_batch_size=rows, streaming=True)  # fmt: skip
+        watch, series = StepRows(), CheckpointSeries(folder, every_steps=3, keep_last=99)
+        trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window)
+        torch.manual_seed(0)
+        if path:
+            assert check_resume(path, make_module(), data(), 8, trainer=trainer) == 3
+        trainer.fit(make_module(), data(), ckpt_path=path)
+        return watch, trainer
+
+    whole, trainer = fit(tmp_path / "whole", 4, 2)
+    assert len(trainer.datamodule.stream_lanes) == 3
+    later, _ = fit(tmp_path / "later", rows, window, tmp_path / "whole" / "step-00000003.ckpt")
+    assert sorted(later.rows) == list(range(3, 8))
+    assert [later.rows[step] for step in range(3, 8)] == [whole.rows[step] for step in range(3, 8)]
+    assert [later.losses[step] for step in range(3, 8)] == pytest.approx([whole.losses[step] for step in range(3, 8)], abs=2e-5)
+
+
 def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(begun, tmp_path):
     _, make_data, make_module = begun
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text("\n".join(f"w{n} w{n % 7} w{n % 11}" for n in range(80)))
 
     def parts(rows, window):
-        data = make_data(train_batch_size=rows, streaming=True)
-        data = PretrainingDataModule(str(tmp_path), data.tokenizer, max_sequence_length=32, train_batch_size=rows, streaming=True)
         trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path / "run", 2)],
-                               accumulate_grad_batches=window)  # fmt: skip
-        return make_module(), data, trainer
+                               accumulate_grad_batches=window, limit_train_batches=4)  # fmt: skip
+        return make_module(), make_data(train_batch_size=rows), trainer
 
     module, data, trainer = parts(4, 1)
     trainer.fit(module, data)
-    assert len(data.stream_lanes) == 2
     module, data, trainer = parts(2, 2)
-    with pytest.raises(ValueError, match="lanes take turns by blocks.*resume with train_batch_size=4"):
+    with pytest.raises(ValueError, match="limit_train_batches counts batches; resume with batches of 4"):
         check_resume(tmp_path / "run" / "step-00000002.ckpt", module, data, 4, trainer=trainer)
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from test_training import word_tokenizer
 from torch.nn import functional as F
 
 from bertlab.train.history import History
+from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train.model_directories import whole_weights, written_directory
 from bertlab.train.distill import DistillationModule, check_same_words, hash_weights, kl_divergence, load_reference
-from bertlab.train.modules import PretrainingModule
+from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.checkpoints import CheckpointSeries
-from bertlab.train.stages import Stage, load_stages, train_stages
+from bertlab.train.stages import Stage, _prepare, load_stages, train_stages
 from bertlab.train.trainer import make_trainer, seed_everything
 
 OBJECTIVES = ["mlm", "diffusion", "enhanced_mlm"]
@@ -447,12 +449,63 @@ def test_another_plan_another_run_and_a_run_that_is_there_are_refused(finished, 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("schedule", ["time_budget", "bertlab.optim.budgets.TimeBudgetLR"])
+def test_a_schedule_that_ends_by_the_clock_is_refused_in_a_stage(text, tmp_path, schedule):
+    clock = {"schedule": schedule, "scheduler_kwargs": {"budget": "1h"}, "scheduler_warmup_steps": None}
+    refused(["stage 2", "budget='1h'", "schedule in steps"], train_stages, stages_of(text, module=clock), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_stage_can_be_added_to_a_finished_run(finished, text, tmp_path):
     import shutil
 
     shutil.copytree(finished[0], tmp_path / "out")
     more = [*stages_of(text), stages_of(text, steps=1, tokens=None)[1]]
     assert [s["steps"] for s in train_stages(more, tmp_path / "out", resume=True, progress=False)] == [5, 4, 1]
+
+
+def test_a_mistake_that_shows_when_stage_2_begins_is_mended_at_a_resume_and_stage_1_is_not_run_again(text, tmp_path):
+    first, second = stages_of(text, steps=1, tokens=None)
+    first, output = replace(first, steps=2), tmp_path / "out"
+    wrong = replace(second, data={**second.data, "train_batch_size": 9999})
+    with pytest.raises((ValueError, RuntimeError), match="9999"):
+        train_stages([first, wrong], output, progress=False)
+    before = (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns
+    refused(["stage 1", "had steps=2", "put it back"], train_stages, [replace(first, steps=3), second], output, resume=True)
+    longer = replace(second, module={**second.module, "kl_weight": 0.0, "model_config_kwargs": {"max_position_embeddings": 96}},
+                     data={**second.data, "max_sequence_length": 80})  # fmt: skip
+    for module, reader in ((second.module, "model"), ({**longer.module, "kl_weight": 0.1}, "reference")):
+        refused(["stage 2", f"the {reader}'s max_position_embeddings 64"], train_stages, [first, replace(longer, module=module)],
+                output, resume=True)
+    assert [one["steps"] for one in train_stages([first, longer], output, resume=True, progress=False)] == [2, 1]
+    assert (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns == before
+    assert load_stages(output / "run.yaml")[1].data["max_sequence_length"] == 80
+    refused(["stage 2", "had", "put it back"], train_stages, [first, second], output, resume=True)
+
+
+def test_a_plan_in_which_nothing_is_trained_is_the_same_or_begins_anew(text, tmp_path):
+    output, stages = tmp_path / "out", stages_of(text, steps=1, tokens=None)
+    _prepare(stages, output, False, False)
+    later = [stages[0], replace(stages[1], steps=2)]
+    refused(["stage 2", "overwrite", "nothing is trained yet"], _prepare, later, output, True, False)
+    (output / "stage-1" / "checkpoints").mkdir(parents=True)
+    (output / "stage-1" / "checkpoints" / "step-00000001.ckpt").touch()
+    _prepare(later, output, True, False)
+    assert load_stages(output / "run.yaml") == later
+
+
+class OwnModel(BertLabForMaskedLM):
+    "An objective of one's own."
+
+
+def test_a_stage_takes_a_model_of_ones_own_as_its_objective(text, tmp_path, monkeypatch):
+    own = f"{OwnModel.__module__}.{OwnModel.__qualname__}"
+    monkeypatch.setitem(OBJECTIVE_MODELS, own, OwnModel)  # which other tests shall not find there
+    first, second = (replace(stage, steps=3, tokens=None, module={**stage.module, "objective": own}) for stage in stages_of(text))
+    assert len(train_stages([first, second], tmp_path / "out", progress=False)) == 2
+    named = replace(first, module={**first.module, "objective": OwnModel})
+    _prepare([named], tmp_path / "named", False, False)
+    assert load_stages(tmp_path / "named" / "run.yaml")[0].module["objective"] == own
 
 
 def kill():
@@ -566,6 +619,10 @@ def test_a_stage_that_cannot_be_meant_is_refused(options, words):
     ({"reference": "./no-such-teacher"}, ["stage 2", "no-such-teacher"]),
     ({"reference": "nobody-here/no-such-teacher"}, ["stage 2", "'nobody-here/no-such-teacher' cannot be loaded"]),
     ({"module": {"pretrained_model_name_or_path": "elsewhere"}}, ["stage 2", "'elsewhere'", "leave it out"]),
+    ({"data": {"max_sequence_length": 128}}, ["stage 2", "max_sequence_length=128", "max_position_embeddings 64", "lower it"]),
+    ({"module": {"model_config_kwargs": {"mlp_dropuot": 0.1}}}, ["stage 2", "mlp_dropuot", "did you mean 'mlp_dropout'"]),
+    ({"module": {"model_config_kwargs": {"intermediate_size": 8}}}, ["stage 2", "intermediate_size", "leave no place", "stage before"]),
+    ({"module": {"model_config_kwargs": {"num_hidden_layers": 1}}}, ["stage 2", "num_hidden_layers", "leave no place"]),
 ])  # fmt: skip
 def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(text, tmp_path, later, words):
     data = {**stages_of(text)[0].data, **later.get("data", {})}

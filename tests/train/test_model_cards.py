@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -242,6 +243,65 @@ def test_a_card_of_an_older_step_states_what_was_measured_of_it(run):
     assert "weights of step: 10 of 20" in text and "nats per label: 2.5" in text and "bits per byte" not in text and "9.0" not in text
     metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 10}))
     assert "weights of step" not in make_card(run / "models" / "step-00000010")
+
+
+def test_a_card_does_not_state_a_validation_of_other_weights_than_the_last(run):
+    metrics = run / "metrics.json"
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "steps": 10, "validated_step": 8, "val_loss": 9.0}))
+    text = make_card(place_of(run))
+    assert "nats per label: 2.5" in text and "9" not in text[text.index("## Measures"):text.index("## Limits")]
+    assert "weights of step" not in text
+
+
+def test_a_card_of_what_was_made_of_a_run_has_none_of_its_numbers(run):
+    for name in ("mean", "long"):
+        shutil.copytree(place_of(run), run / name, ignore=lambda *_: ["bertlab-model.json"])
+    note = run / "mean" / "average.json"
+    note.write_text(json.dumps({"average_of": ["/home/me/my-run/models/step-00000010", "step-00000020"], "how": "mean of weights"}))
+    for name in ("mean", "long"):
+        text = make_card(run / name)
+        assert f"# my-run-{name}\n" in text and "poems/" in text and "tokens seen: unknown" in text
+        assert "nats per label" not in text and "bits per byte" not in text and "/home/me" not in text
+        assert ("mean of: step-00000010, step-00000020" in text) == (name == "mean")
+    note.write_text(json.dumps({"average_of": ["seed-0", "seed-1"], "monitor": "val_accuracy", "value": 0.75}))
+    text = make_card(run / "mean")
+    assert "- accuracy: 0.75\n" in text and "mean of: seed-0, seed-1" in text and "by whose val_accuracy the weights were chosen" in text
+
+
+def test_a_card_of_a_stage_states_what_was_measured_of_it_and_all_texts_up_to_it(run):
+    out = run.parent / "out"
+    for number, tokens in ((1, 1000), (2, 234)):
+        shutil.copytree(place_of(run), out / f"stage-{number}" / "model", ignore=lambda *_: ["bertlab-model.json"])
+        (out / f"stage-{number}" / "model" / "stage.json").write_text(json.dumps(
+            {"steps": 5, "tokens": tokens, "step": 5, "val_loss": number + 0.5, "val_bits_per_byte": 1.25}))  # fmt: skip
+    (out / "run.yaml").write_text(yaml.safe_dump({"stages": [
+        {"data": {"train_dataset_name_or_path": "old.txt"}, "module": {"pretrained_model_name_or_path": "some/model"}},
+        {"data": {}}, {"data": {"train_dataset_name_or_path": "later.txt"}}]}))  # fmt: skip
+    first, second = (make_card(out / f"stage-{number}" / "model") for number in (1, 2))
+    assert "nats per label: 1.5" in first and "nats per label: 2.5" in second and "bits per byte: 1.25" in second
+    assert "# out-stage-2\n" in second and "text: old.txt; then the embedded corpus\n" in second and "began with: some/model" in second
+    assert "tokens seen: 1,000" in first and "tokens seen: 1,234" in second and "text: old.txt\n" in first
+    (out / "stage-1" / "model" / "stage.json").unlink()
+    assert "tokens seen: unknown" in make_card(out / "stage-2" / "model")
+    alone = shutil.copytree(out / "stage-2" / "model", run.parent / "alone")
+    assert "nats per label: 2.5" in make_card(alone)
+
+
+def test_a_card_reads_the_names_that_demo_and_speedrun_write(run):
+    (run / "metrics.json").write_text(json.dumps({"validation_loss": 2.25, "validation_accuracy": 0.5, "train_seconds": 3600.0}))
+    (run / "run.yaml").write_text(yaml.safe_dump({"command": "speedrun", "record": {"corpus": "python-docs"}}))
+    text = make_card(place_of(run))
+    assert "nats per label: 2.25" in text and "accuracy: 0.5" in text and "text: python-docs" in text
+
+
+def test_what_a_push_says_beside_a_card_that_is_there_is_refused_unless_it_stands_in_it(run):
+    place = place_of(run)
+    write_card(place, CardChoices(license="mit", description="A cat's model."))
+    for options, words in (({"license": "apache-2.0"}, "license"), ({"language": "en", "watts": 3.0}, "language, watts")):
+        with pytest.raises(ValueError, match=f"README.md is sent as it is, and does not say {words}: .*--overwrite"):
+            push_model(place, "me/cats", CardChoices(**options), dry_run=True)
+    for choices in (CardChoices(), CardChoices(license="mit", description="A cat's model.")):
+        assert push_model(place, "me/cats", choices, dry_run=True)["commit"] is None
 
 
 def test_a_card_states_what_the_test_split_says_where_there_is_one(run):

@@ -27,9 +27,10 @@ from bertlab.model.huggingface import save_model
 from bertlab.model.losses import LossParts, LossRule
 from bertlab.model.losses import token_bytes
 from bertlab.model.writing import generate
+from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train import modules
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule, compile_layers, compile_options, pretraining_optimizer
-from bertlab.train.modules import find_lost, peak_rate
+from bertlab.train.modules import clock_budget, find_lost, peak_rate
 from bertlab.train.reports import why_stopped
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
 from bertlab.train.trainer import make_trainer
@@ -629,6 +630,8 @@ def test_the_rate_that_is_logged_is_the_run_s_and_not_that_of_an_override(overri
 
 @pytest.mark.parametrize("options, words", [
     ({"optimizer_kwargs": {"weight_decay": 0.1}}, ["weight_decay=0.1", "beside optimizer_kwargs"]),
+    ({"optimizer_class": torch.optim.AdamW, "optimizer_kwargs": {"weight_decay": 0.1}}, ["weight_decay=0.1"]),
+    ({"optimizer_class": "torch.optim.SGD", "optimizer_kwargs": {"weight_decay": 0.1}}, ["or leave it out in a run that was begun"]),
     ({"optimizer_kwargs": {"lr": 0.1}}, ["learning_rate=0.1", "beside optimizer_kwargs"]),
     ({"optimizer_class": "muon", "optimizer_kwargs": {"weight_decay": 0.1}}, ["weight_decay=0.1"]),
     ({"scheduler_kwargs": {"total_steps": 9}}, ["scheduler_kwargs has total_steps=9", "max_steps"]),
@@ -641,6 +644,21 @@ def test_an_option_with_a_place_of_its_own_is_refused_where_nobody_would_read_it
     with pytest.raises(ValueError) as caught:
         pretraining_optimizer(module.model, module.hparams, 10)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+def decayed(groups, lr, weight_decay=0.0):
+    "Somebody's own optimizer, which reads a decay of its own."
+    return torch.optim.SGD([{"params": group["params"], "weight_decay": weight_decay} for group in groups], lr)
+
+
+@pytest.mark.parametrize("own", [decayed, "test_modules.decayed"])
+def test_an_optimizer_of_ones_own_takes_a_decay_among_its_options(own):
+    module = module_of(optimizer_class=own, optimizer_kwargs={"weight_decay": 0.25})
+    module.configure_model()
+    optimizer = pretraining_optimizer(module.model, module.hparams, 10)["optimizer"]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25}
+    with pytest.raises(ValueError, match="learning_rate=0.1 beside"):
+        pretraining_optimizer(module.model, module_of(optimizer_class=own, optimizer_kwargs={"lr": 0.1}).hparams, 10)
 
 
 def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
@@ -905,6 +923,13 @@ def test_own_optimizer_schedule_and_overrides_reach_the_run():
     timed = module_of(schedule="time_budget", scheduler_kwargs={"budget": "1h"})
     trainer, _ = fit(timed, data_of(), 2)
     assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
+
+
+@pytest.mark.parametrize("schedule, budget", [("time_budget", "1h"), (TimeBudgetLR, "1h"), ("bertlab.optim.budgets.TimeBudgetLR", "1h"),
+                                              (None, None), (lambda step: 0.5, None), ("torch.optim.lr_scheduler.LinearLR", None)])  # fmt: skip
+def test_the_budget_of_a_schedule_is_known_however_the_schedule_is_named(schedule, budget):
+    assert clock_budget({"schedule": schedule, "scheduler_kwargs": {"budget": "1h"}}) == budget
+    assert clock_budget({"schedule": schedule, "scheduler_kwargs": None}) is None
 
 
 def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():

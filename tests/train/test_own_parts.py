@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from test_training import word_tokenizer
 from torch import nn
 
 import bertlab
 from bertlab.model import config as shapes
 from bertlab.model import layers
-from bertlab.train.modules import OBJECTIVE_MODELS, check_batch, data_objective
+from bertlab.train.modules import OBJECTIVE_MODELS, check_batch, data_objective, find_lost
 
 SIZES = dict(vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
              max_position_embeddings=16)  # fmt: skip
@@ -152,6 +153,34 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return x * torch.sigmoid(self.scale * x)
+
+
+class Curious(nn.Module):
+    "A norm that reads a number while it is made, which nothing does on the meta device."
+
+    def __init__(self, config):
+        super().__init__()
+        self.factor = torch.linspace(0, 1, 3)[1].item()
+
+    def forward(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize("later", ["cpu", "meta"])
+def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(later, tmp_path):
+    module = bertlab.PretrainingModule({**SIZES, "norm": Curious, "attention_bias": True}, compile_model=False)
+    module.configure_model()
+    module.model.save_pretrained(tmp_path)
+    drawn = torch.get_rng_state()
+    assert find_lost(tmp_path, "mlm", module.config, shapes.BertLabConfig(**{**module.config.to_diff_dict(), "mlp_dropout": 0.1})) == []
+    assert torch.equal(drawn, torch.get_rng_state()), "looking draws no numbers"
+    tokenizer = word_tokenizer([f"w{n}" for n in range(20)])
+    with torch.device(later):
+        again = bertlab.PretrainingModule({"mlp_dropout": 0.1}, tmp_path, tokenizer, compile_model=False)
+    again.configure_model()
+    assert again.fresh == [] and torch.equal(again.model.head.dense.weight, module.model.head.dense.weight)
+    with pytest.raises(ValueError, match="would be lost"), torch.device(later):
+        bertlab.PretrainingModule({"attention_bias": False}, tmp_path, tokenizer, compile_model=False)
 
 
 class Stepped(nn.Module):

@@ -4,15 +4,17 @@ import json
 
 import numpy as np
 import pytest
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from test_training import word_tokenizer
 
+from bertlab.explorers.training_monitor import TrainingMonitor
 from bertlab.train.checkpoints import RunInterrupted
 from bertlab.train.history import History, RunRecord
 from bertlab.data.module import PretrainingDataModule
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.reports import (
-    RunReport, cost_facts, data_facts, environment, final_metrics, markdown_table, part_counts,
+    RunReport, cost_facts, data_facts, environment, final_metrics, is_whole, markdown_table, part_counts,
     report_sections, why_stopped,
 )  # fmt: skip
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -120,13 +122,45 @@ def test_the_reason_of_a_limit_comes_before_the_last_step(tmp_path):
     assert why_stopped(trainer) == "its last step was reached"
 
 
+class Asks(Callback):
+    "Asks the trainer to stop after the second step."
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.global_step == 2
+
+
+def test_a_callback_that_asked_for_the_end_is_named_or_at_least_known(tmp_path):
+    trainer, _, _ = run(tmp_path, Asks(), steps=9)
+    assert why_stopped(trainer) == "a callback asked it to stop" and trainer.global_step == 2
+    trainer, _, _ = run(tmp_path, EarlyStopping("val_loss", min_delta=100.0, patience=1), steps=9)
+    said = why_stopped(trainer)  # older versions of Lightning say nothing
+    assert trainer.global_step == 4 and ("a callback" in said or "val_loss did not improve" in said)
+    monitor = TrainingMonitor()
+    trainer, _, _ = run(tmp_path, monitor)
+    assert why_stopped(trainer) == "its last step was reached" and monitor.reason is None
+    monitor.reason = "its stop button was pressed"
+    assert why_stopped(trainer) == monitor.reason
+
+
+@pytest.mark.parametrize("metrics, whole", [
+    ({}, False), ({"steps": 3}, False), ({"steps": 4}, True), ({"steps": 4, "validated_step": 4}, True),
+    ({"steps": 4, "validated_step": 2}, False), ({"steps": 4, "validated_step": None}, False),
+    ({"steps": 4, "validated_step": 4, "stopped": "a signal asked it to stop, and it was saved"}, False),
+    ({"steps": 4, "stopped": "an error: OSError"}, False), ({"steps": 4, "stopped": "its last step was reached"}, True),
+])  # fmt: skip
+def test_a_run_is_whole_where_its_last_weights_were_validated_and_nothing_broke_it_off(metrics, whole):
+    assert is_whole(metrics, 4, validates=True) is whole
+    if "validated_step" in metrics and "stopped" not in metrics:
+        assert is_whole(metrics, 4, validates=False)
+
+
 def test_validating_the_final_weights_updates_the_report_and_nothing_else_does(tmp_path):
     trainer, module, data = run(tmp_path, steps=3)  # validated after step 2, not after 3
     stale = json.loads((tmp_path / "metrics.json").read_text())
     found = trainer.validate(module, data, verbose=False)[0]
     fresh = json.loads((tmp_path / "metrics.json").read_text())
     assert fresh["val_loss"] == pytest.approx(found["val_loss"]) != stale["val_loss"]
-    assert fresh["steps"] == stale["steps"] == 3
+    assert fresh["steps"] == stale["steps"] == 3 and (stale["validated_step"], fresh["validated_step"]) == (2, 3)
 
 
 def test_final_numbers_come_from_the_last_row_and_an_empty_run_has_none():
@@ -153,6 +187,11 @@ def test_a_table_escapes_bars_and_aligns_numbers():
     lines = markdown_table([{"a|": "x|y", "n": 1234567, "f": 0.00012345, "big": 1.5e9}]).splitlines()
     assert lines[1].split(" | ")[1] == "---:" and lines[2].split(" | ")[1] == "1,234,567"
     assert r"x\|y" in lines[2] and "0.0001234" in lines[2] and "1.500e+09" in lines[2]
+
+
+def test_rows_of_a_table_may_have_other_keys_than_the_first():
+    lines = markdown_table([{"step": 2, "gone": 1.5}, {"step": 4, "new": "x"}]).splitlines()
+    assert lines == ["| step | gone | new |", "| ---: | ---: | --- |", "| 2 | 1.5 |  |", "| 4 |  | x |"]
 
 
 def test_a_long_history_of_validations_is_thinned_evenly_and_keeps_both_ends(tmp_path):
