@@ -276,6 +276,10 @@ def _check_alike(models: Sequence[Path]) -> None:
                                  f"{str(other[1][part])[:80]} and {str(there)[:80]}")
 
 
+# What a directory says of its own weights alone: how far they were trained, and how well they did.
+_OF_ONE = ("bertlab-model.json", "metrics.json", "evaluation.json", "stage.json", "average.json")
+
+
 def write_average(
     models: Sequence[str | os.PathLike],  # model directories of one shape
     output: str | os.PathLike,  # must not be there yet
@@ -301,7 +305,7 @@ def write_average(
         weights = average_weights([each[model] for model in models])
     kept = [p for p in models[0].iterdir() if p.is_file() and not p.name.startswith(".")
             and p.suffix in (".json", ".txt", ".model") and "index" not in p.name
-            and p.name != "bertlab-model.json"]
+            and p.name not in _OF_ONE]
     kept += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
     with written_directory(output, new=True) as temporary:
         for path in kept:

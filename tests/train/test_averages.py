@@ -176,7 +176,11 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
         model = BertLabForMaskedLM(modernbert_tiny(vocab_size=60, hidden_size=32, num_attention_heads=2,
                                                    intermediate_size=48, num_hidden_layers=1))  # fmt: skip
         paths.append(save_model(model, None, tmp_path / f"{seed}"))
+    measured = {"metrics.json", "evaluation.json", "stage.json"}  # of the first model: not the mean's
+    for name in measured:
+        (paths[0] / name).write_text('{"val_loss": 1.0}')
     place = write_average(paths, tmp_path / "mean")
+    assert not measured & {path.name for path in place.iterdir()}
     mean, *parts = (transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (place, *paths))
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
