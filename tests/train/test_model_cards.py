@@ -257,11 +257,11 @@ def test_a_card_of_what_was_made_of_a_run_has_none_of_its_numbers(run):
     for name in ("mean", "long"):
         shutil.copytree(place_of(run), run / name, ignore=lambda *_: ["bertlab-model.json"])
     note = run / "mean" / "average.json"
-    note.write_text(json.dumps({"average_of": ["/home/me/my-run/models/step-00000010", "step-00000020"], "how": "mean of weights"}))
+    note.write_text(json.dumps({"average_of": ["/data/me/my-run/models/step-00000010", "step-00000020"], "how": "mean of weights"}))
     for name in ("mean", "long"):
         text = make_card(run / name)
         assert f"# my-run-{name}\n" in text and "poems/" in text and "tokens seen: unknown" in text
-        assert "nats per label" not in text and "bits per byte" not in text and "/home/me" not in text
+        assert "nats per label" not in text and "bits per byte" not in text and "/data/me" not in text
         assert ("mean of: step-00000010, step-00000020" in text) == (name == "mean")
     note.write_text(json.dumps({"average_of": ["seed-0", "seed-1"], "monitor": "val_accuracy", "value": 0.75}))
     text = make_card(run / "mean")
