@@ -74,7 +74,8 @@ def test_stopped_at_any_part_and_started_again_it_writes_the_same(tmp_path, outp
     assert not list(tmp_path.glob(".*.parts"))
 
 
-def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_path):
+def stopped_model(output):
+    "A model whose encoding of the documents was stopped after a part."
     model = make_model()
 
     def stop(count):
@@ -82,7 +83,12 @@ def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_p
             raise Stop
 
     with pytest.raises(Stop):
-        encode_texts(model, documents, tmp_path / "v.npy", part_size=10, progress=stop)
+        encode_texts(model, documents, output, part_size=10, progress=stop)
+    return model
+
+
+def test_a_stopped_run_goes_on_only_with_the_same_model_source_and_choices(tmp_path):
+    model = stopped_model(tmp_path / "v.npy")
     other = make_model(pooling="cls")
     assert model_fingerprint(other) != model_fingerprint(model) == model_fingerprint(make_model())
     for wrong, options in ((other, {}), (model, {"name": "else"}), (model, {"width": 8})):
@@ -211,14 +217,7 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
 
 
 def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(tmp_path):
-    model = make_model()
-
-    def stop(count):
-        if count:
-            raise Stop
-
-    with pytest.raises(Stop):
-        encode_texts(model, documents, tmp_path / "v.npy", part_size=10, progress=stop)
+    model = stopped_model(tmp_path / "v.npy")
     path = tmp_path / ".v.npy.parts/state.json"
     state = {k: v for k, v in json.loads(path.read_text()).items() if k != "document_prompt"}
     path.write_text(json.dumps({**state, "model": model_fingerprint(model, earlier=True)}))
