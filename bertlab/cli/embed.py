@@ -28,7 +28,8 @@ from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
 from ..embeddings.pairs import EmbeddingDataModule, read_pairs
-from ..embeddings.search import TextIndex, check_form, encode_texts, source_documents
+from ..embeddings.search import SIDES, TextIndex, check_form, encode_texts, find_prompt
+from ..embeddings.search import source_documents
 from ..embeddings.tasks import TASKS, EncoderScorer, WordVectors, bm25_scores, bootstrap
 from ..embeddings.tasks import evaluate_retrieval, load_retrieval, make_task, mteb_scores
 from ..embeddings.tasks import retrieval_table, tfidf_scores
@@ -165,10 +166,12 @@ def embed_encode(
     overwrite: bool = False,
     on_error: str = "raise",  # or skip: leave malformed rows out and count them
     header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
+    prompt: str = "document",  # of the model, before each text: for a document, a query, or none
 ) -> str:  # what is said at the end
     """Encode texts in constant memory; the same command goes on where it was stopped.
 
-    The model's prompt for documents, if it has one, stands before each text.
+    The model's prompt for documents, if it has one, stands before each text, unless `prompt` says
+    otherwise.
     """
     output = str(Path(output).expanduser())
     check_form(output, overwrite)
@@ -182,10 +185,13 @@ def embed_encode(
             bar.update(count - bar.n)
 
         count = encode_texts(loaded, documents, output, ", ".join(source), part_size, width,
-                             overwrite, show, notes)
+                             overwrite, show, notes, prompt)
     said = [f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"]
-    if loaded.document_prompt:
-        said.append(f"  before each stands the model's prompt {loaded.document_prompt!r}")
+    if before := find_prompt(loaded, prompt):
+        others = " or ".join(f"--prompt {side}" for side in SIDES if side != prompt)
+        said.append(f"  before each stands the model's prompt {before!r} (otherwise: {others})")
+    elif prompt == "query":  # which nobody says where it changes nothing
+        said.append("  nothing stands before them: the model has no prompt for queries")
     return "\n".join([*said, *_count_lines(notes)])
 
 

@@ -7,6 +7,7 @@ __all__ = ['GLUE', 'FinetuneChoices', 'glue_options', 'FinetuningRun', 'ShownHis
 
 # %% ../../nbs/cli/04_finetune.ipynb #d5292709
 import copy
+import hashlib
 import json
 import math
 import sys
@@ -31,15 +32,19 @@ from ..finetuning.evaluations import evaluate_split
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.predictions import WRITERS, PredictionOptions, check_output
 from ..finetuning.predictions import load_predictor, predict_file
-from ..finetuning.runs import ScoreLines, SeedResults, find_monitor, finetune, rank_metric
+from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, find_monitor
+from ..finetuning.runs import finetune, rank_metric, validation_places
 from ..finetuning.task_models import save_for_pipeline
 from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
 from ..model.config import TOKEN_IDS
+from ..model.loading import find_weight_files
+from ..optim.optimizers import optimizer_facts
 from ..train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
 from ..train.checkpoints import read_checkpoint, refuse_differences, run_fingerprint
 from ..train.averages import AveragedWeights
 from ..train.history import History
 from ..train.monitors import get_progress
+from ..train.steps import check_scaler
 from ..train.trainer import make_trainer
 
 # %% ../../nbs/cli/04_finetune.ipynb #1206b6ff
@@ -55,7 +60,7 @@ class FinetuneChoices:
     num_epochs: int = 3  # times that every training row is seen, at most
     patience: int | None = None  # validations without a gain until a run stops; null: never
     monitor: str | None = None  # metric to choose weights by, as val_loss; null: the task's
-    validations_per_epoch: int = 1  # how often an epoch is interrupted for validation
+    validations_per_epoch: int = 1  # evenly spread; the last one is at the epoch's end
     checkpoint_every_steps: int = 500  # optimizer steps between checkpoints to go on from
     average: float | None = None  # decay of a moving average to validate and keep; such as 0.99
     baselines: bool = True  # compute what simple methods reach on the same rows
@@ -131,6 +136,22 @@ def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by s
             for seed, run in zip(seeds, runs)}
 
 
+def _name_weights(source: str | None) -> str:
+    "What a seed begins with: a hash of local files, which may change under their name."
+    if source is None or not (place := Path(source).expanduser()).exists():
+        return source or "random weights"
+    try:
+        files = [place] if place.is_file() else find_weight_files(place)
+    except ValueError:  # a directory of another kind, such as an adapter
+        files = sorted(place.glob("*.safetensors"))
+    digest = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            while part := file.read(1 << 24):
+                digest.update(part)
+    return digest.hexdigest()[:16]
+
+
 class FinetuningRun:
     "A fine-tuning run from its configuration to its report. Raises `ValueError` before training."
 
@@ -148,15 +169,16 @@ class FinetuningRun:
         if overwrite:
             check_beginning(self.output, [self.config["model"].get(_MODEL)])
         self._settle_task()
-        notes = {"command": "finetune", "record": provenance()}
-        self.text = format_yaml({**self.config, **notes})
+        self.text = format_yaml(self.config)
+        self.begins_with: str | None = None  # of `_name_weights`, when the first seed began
         given = trainer_options(self.config["trainer"])
         self.trainer_options = {k: v for k, v in given.items() if v is not None}
         self.callbacks = self.trainer_options.pop("callbacks", [])
         check_one_process("finetune", self.config["trainer"],
                           "call bertlab.finetune in a script of your own")
         try:
-            make_trainer(1, **{"limit_val_batches": 1.0, **self.trainer_options})
+            tried = make_trainer(1, **{"limit_val_batches": 1.0, **self.trainer_options})
+            self.precision_plugin = tried.precision_plugin
         except TypeError as error:
             raise ValueError(f"trainer: {one_line(error)}") from None
 
@@ -224,10 +246,25 @@ class FinetuningRun:
                 raise ValueError(f"run.monitor {self.monitor!r} is none of {', '.join(known)}")
             module.configure_model()
             window = self.trainer_options.get("accumulate_grad_batches", 1)
-            steps = run.num_epochs * len(data.train_dataloader()) // window
-            module.build_optimizer(max(1, steps))
+            batches = len(data.train_dataloader())
+            steps = run.num_epochs * batches // window
+            optimizer = module.build_optimizer(max(1, steps))["optimizer"]
+            self._check_optimizer(optimizer, module.hparams.optimizer_class)
+            if run.validations_per_epoch > 1:
+                limit = self.trainer_options.get("limit_train_batches", 1.0)
+                most = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+                validation_places(most, run.validations_per_epoch, window)
         self.description = module.describe()
         self.fingerprint = run_fingerprint(module, data) if self.resume else {}
+
+    def _check_optimizer(self, optimizer: Any, name: Any) -> None:
+        "Refuse at once what training would: two averages, a curvature with a loss scale."
+        averaged = self.choices.average is not None \
+            or any(isinstance(one, AveragedWeights) for one in self.callbacks)
+        if averaged and callable(getattr(optimizer, "eval", None)):
+            raise ValueError(f"run.average={self.choices.average}, and the optimizer ({name}) "
+                             "keeps averages of its own: leave out run.average and AveragedWeights")
+        check_scaler(self.precision_plugin, optimizer_facts(name).second_backward)
 
     def _check_finished(self) -> None:
         "Refuse settings that finished seeds were not trained with: a mean is of one setting."
@@ -257,14 +294,43 @@ class FinetuningRun:
                     raise
                 path = None
             if path:
-                kept = read_checkpoint(path).get("fingerprint", {})
-                refuse_differences(path, kept, self.fingerprint | {"seed": seed})
+                kept = read_checkpoint(path)
+                check_monitor(path, kept, self.monitor)
+                refuse_differences(path, kept.get("fingerprint", {}),
+                                   self.fingerprint | {"seed": seed})
+
+    def _settle_beginning(self) -> None:
+        "Find what the seeds begin with, or have begun with: a mean is of one beginning."
+        self.begins_with = _name_weights(self.config["model"][_MODEL])
+        if not self.resume:
+            return
+        numbers = self.output / "metrics.json"
+        done = _read_runs(numbers, self.monitor) if numbers.exists() else {}
+        paths = self.output.glob("seed-*/checkpoints/*.ckpt")  # of seeds left out today, too
+        begun = {f"seed-{seed}" for seed in done} | {path.parts[-3] for path in paths}
+        kept = (read_yaml(self.output / MARKER).get("record") or {}).get("begins_with")
+        if not begun or kept is None:  # an older version did not write it down
+            return
+        fresh = [seed for seed in self.choices.seeds if f"seed-{seed}" not in begun]
+        if fresh:
+            self._check_beginning(fresh[0], self.begins_with, kept)
+        self.begins_with = kept  # those that have begun go on, whatever became of it
+
+    def _check_beginning(self, seed: int, now: str, kept: str | None) -> None:
+        if now != kept:
+            raise ValueError(
+                f"seed {seed} of {self.output} would begin with other weights than those before "
+                f"it: {self.config['model'][_MODEL]} has changed. Put it back, or choose "
+                "another --run.output")
 
     def prepare(self) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
         if self.resume:
             self._check_finished()
             self.check_same()
+        self._settle_beginning()
+        record = {**provenance(), "begins_with": self.begins_with}
+        self.text = format_yaml({**self.config, "command": "finetune", "record": record})
         told = [describe_task(self.task)] if self.task else []
         told += [self.data.describe(num_rows=1), f"model    {self.description}",
                  f"watched  {self.monitor}"]
@@ -284,6 +350,10 @@ class FinetuningRun:
         found = _read_runs(path, self.monitor) if self.resume and path.exists() else {}
         for seed in run.seeds:
             if seed not in found:
+                place = self.output / f"seed-{seed}" / "checkpoints"
+                if found and not any(place.glob("*.ckpt")):  # it begins, perhaps hours later
+                    now = _name_weights(self.config["model"][_MODEL])
+                    self._check_beginning(seed, now, self.begins_with)
                 found[seed] = self._fit_seed(seed, watch if seed == run.seeds[0] else None)
             done = tuple(one for one in run.seeds if one in found)
             results = SeedResults(done, tuple(found[one] for one in done))
@@ -327,13 +397,14 @@ class FinetuningRun:
         module.configure_model()
         best = read_checkpoint(self.output / f"seed-{seed}" / "best.ckpt")
         module.load_state_dict(best["state_dict"])
+        # The model before its pictures: none of them is worth a run that cannot be written.
+        save_for_pipeline(module.model, self.output, self.tokenizer)
+        write_reading(self.data, self.output)
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
         kind = find_accelerator(self.config["trainer"]["accelerator"])
         module.to(kind if kind in ("cuda", "mps") else "cpu")  # it has no trainer that would
         evaluation = evaluate_split(module, self.data, split)
         evaluation.write(self.output)
-        save_for_pipeline(module.cpu().model, self.output, self.tokenizer)
-        write_reading(self.data, self.output)
         print(f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {self.output}: load it "
               f"with transformers.pipeline, or: bertlab predict {self.output} FILE", flush=True)
 
@@ -363,7 +434,8 @@ def run_finetuning(
 ) -> dict[str, Any]:  # what is in metrics.json
     """Fine-tune as files and flags say: `bertlab finetune`.
 
-    Raises `ValueError` and `OSError` before training, `RunInterrupted` after a signal.
+    Raises `ValueError` and `OSError` before training, `RunInterrupted` after a signal; and
+    `ValueError` before a later seed, where the weights that all begin with have changed.
     """
     asked = ask_for_run("finetune", words, resume)
     run = FinetuningRun(asked.config, bool(asked.resume), overwrite or asked.overwrite)
@@ -379,6 +451,7 @@ def predict(
     output: str | None = None,  # file to write: .jsonl, .csv, .tsv, .conllu or .parquet
     format: str | None = None,  # of what is read: lines, csv, jsonl, ...; null: it is guessed
     header: bool = True,  # of .csv and .tsv; false: columns have numbers instead of names
+    delimiter: str | None = None,  # of .csv and .tsv; null: as in training, or the usual one
     all_probabilities: bool = False,  # of every label, or the best answers
     batch_size: int = 32,  # rows that are predicted at once
     num_best: int = 5,  # answers to show with all_probabilities
@@ -392,7 +465,7 @@ def predict(
     options = PredictionOptions(batch_size, all_probabilities, null_threshold, num_best)
     predictor = load_predictor(directory, max_sequence_length)
     told, found = predict_file(predictor, file, output, text_column, format, options, header,
-                               overwrite)
+                               overwrite, delimiter)
     if output is None:
         sys.stdout.write(WRITERS["jsonl"](told))
         sys.stdout.flush()

@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 def process_number() -> int:  # 0 where there is only one
     "The number of this process among those that torchrun, SLURM or Lightning have started."
-    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")  # one task of SLURM may start more by itself
     return int(next((os.environ[name] for name in names if os.environ.get(name)), 0))
 
 

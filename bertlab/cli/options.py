@@ -192,9 +192,11 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
     names = {kind for kind, _ in _kinds(annotation)}
     if names <= {"str", "PathLike", "None", "Path"}:
         return None if text == "null" and "None" in names else text
-    if names <= {"list", "None"} and not (text == "null" and "None" in names):
+    if names <= {"list", "dict", "None"} and "list" in names \
+            and not (text == "null" and "None" in names):
         inside = next(one for kind, one in _kinds(annotation) if kind == "list")
-        if not text.lstrip().startswith("["):  # a list of one
+        begins = ("[", "{") if "dict" in names else "["
+        if not text.lstrip().startswith(begins):  # a list of one
             return [convert_text(text, inside, name)]
     try:
         value = parse_yaml(text, name)
@@ -726,7 +728,7 @@ COMMANDS = {command.name: command for command in (
     Command("embed encode", "turn texts into vectors: .npy, .parquet, or an index to search in",
             {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"),
             overwrite="write --output anew where that file or index is there already",
-            skip=("overwrite",)),
+            skip=("overwrite",), choices={"prompt": ("embeddings/search.py", "SIDES")}),
     Command("embed search", "find the texts that are most like a query",
             {"": ("cli/embed.py", "embed_search")}, ("model", "place", "*queries")),
     Command("embed evaluate", "measure retrieval beside BM25 and TF-IDF",

@@ -58,8 +58,9 @@ from ..train.model_directories import ModelDirectories, ModelShelf
 from ..train.modules import PretrainingModule, clock_budget, data_objective, load_encoder
 from ..train.modules import pretraining_groups, pretraining_optimizer
 from ..train.monitors import MemoryMonitor, Throughput, get_logger, get_progress
-from ..train.parallel import Launch, batch_options, count_processes, find_launch
-from ..train.parallel import get_strategy
+from ..train.parallel import FullyShardedStrategy, Launch, batch_options, check_precision
+from ..train.parallel import count_processes, find_launch, get_strategy
+from ..train.parallel import launched_options, started_by_first
 from ..train.steps import check_scaler
 from ..train.stopping import LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
 from ..train.trainer import make_trainer, seed_everything
@@ -397,8 +398,9 @@ class Run:
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
         self.chosen_shape: str | None = None  # where nobody named one
         asked = dict(self.config["trainer"])
-        if launch := launch or find_launch():  # who started the processes knows how many
-            self.config["trainer"] |= {"devices": launch.devices, "num_nodes": launch.num_nodes}
+        # Who started the processes knows how many there are.
+        self.config["trainer"] = launched_options(asked) if launch is None else {
+            **asked, "devices": launch.devices, "num_nodes": launch.num_nodes}
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
@@ -476,6 +478,7 @@ class Run:
                                  "a directory that holds files is no place for a new run; choose "
                                  "another one for the tokens")
             strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
+            check_precision(strategy, trainer["precision"])
             if hasattr(strategy, "check"):  # whether so many processes can share this run
                 count = count_processes({name: trainer[name] for name in
                                          ("devices", "num_nodes", "accelerator")})
@@ -489,9 +492,10 @@ class Run:
         seed_everything(seed)
         with naming_options():
             self.data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen below"})
+            written = self.resume or started_by_first()  # which has kept its tokenizer there
             self.tokenizer = choose_tokenizer(
                 [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
-                self.output / "tokenizer" if self.resume else None,
+                self.output / "tokenizer" if written else None,
                 self._own_tokenizer)
             self.data.tokenizer = self.tokenizer
             strategy = get_strategy(build_objects(self.config["trainer"]["strategy"]) or "auto")
@@ -653,9 +657,15 @@ def estimate_run(
         module = PretrainingModule(**{**model, TOKENIZER: named})
         linked = {"objective": data_objective(model["objective"]), TOKENIZER: "not read"}
         collator = PretrainingDataModule(**{**data, **linked}).collator_kwargs
-    return estimate_memory(
+    found = estimate_memory(
         module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
         trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)
+    strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
+    if not isinstance(strategy, FullyShardedStrategy):
+        return found
+    count = count_processes({name: trainer[name] for name in
+                             ("devices", "num_nodes", "accelerator")})
+    return replace(found, shares=count // strategy.mesh_sizes(count)[2])
 
 
 def _without_split(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -680,6 +690,7 @@ def check_one_process(
     check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
     launch = find_launch()
     asked = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+    launch = None if launch and launch.world_size == 1 else launch  # it may start more itself
     try:
         count = launch.world_size if launch else count_processes(asked)
     except (MisconfigurationException, TypeError) as error:  # Lightning's, of devices
@@ -848,7 +859,8 @@ def distill(
     if rank_zero_only.rank == 0:
         check_run_directory(output, resume, overwrite)
     stages, limits = load_stages(config), run_limits(choices)
-    stages = [_split_stage(stage, choices) for stage in stages]
+    stages = [_split_stage(_launched_stage(stage, number), choices)
+              for number, stage in enumerate(stages, 1)]
     for limit in limits if resume else ():
         limit.count_from(*spent_in_stages(stages, output))
 
@@ -864,6 +876,13 @@ def distill(
         return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers)
     except StageStopped as stopped:
         raise ValueError(str(stopped)) from None
+
+
+def _launched_stage(stage: Any, number: int) -> Any:  # a Stage, with the processes of a launch
+    try:
+        return replace(stage, trainer=launched_options(stage.trainer))
+    except ValueError as error:
+        raise ValueError(f"stage {number}: {error}") from None
 
 
 def _split_stage(stage: Any, run: RunChoices) -> Any:  # a Stage

@@ -475,7 +475,8 @@ def tune(
     launch, asked = find_launch(), dict(content.get("trainer") or {})
     asked = {name: asked[name] for name in ("devices", "num_nodes", "accelerator")
              if asked.get(name) is not None}
-    if (count := launch.world_size if launch else count_processes(asked)) > 1:
+    started = launch.world_size if launch else 1
+    if (count := started if started > 1 else count_processes(asked)) > 1:
         raise ValueError(f"bertlab tune runs its trials in one process, and {count} are asked for: "
                          "leave out trainer.devices and num_nodes; several searches at once need "
                          "an --output each")

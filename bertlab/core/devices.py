@@ -46,26 +46,38 @@ def cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in older)
 
 
-def gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for Ampere
-    """Ask a GPU, None the current one, for its compute capability.
+class _GPU(NamedTuple):
+    capability: tuple[int, int]
+    memory: int  # bytes
+    name: str
 
-    In a notebook Lightning forks this process for several GPUs, and CUDA must not have begun in
-    it: there a process of its own asks.
+
+def _told_elsewhere(index: int | None = None) -> _GPU | None:  # None: it is to be asked here
+    """What a process of its own says of a GPU, None the first, where CUDA must not begin here.
+
+    In a notebook Lightning forks this process for several GPUs, and cannot where CUDA has begun.
     """
     notebook = getattr(sys.modules.get("IPython"), "get_ipython", bool)()
     if not notebook or torch.cuda.device_count() < 2 or torch.cuda.is_initialized():
-        return torch.cuda.get_device_capability(index)
-    return _capability_elsewhere(index or 0)
+        return None
+    return _ask_elsewhere(index or 0)
 
 
 @cache
-def _capability_elsewhere(index: int) -> tuple[int, int]:
-    asked = f"import torch; print(*torch.cuda.get_device_capability({index}))"
+def _ask_elsewhere(index: int) -> _GPU | None:  # None: what is wrong is said where it is asked here
+    asked = (f"import torch; gpu = torch.cuda.get_device_properties({index}); "
+             "print(gpu.major, gpu.minor, gpu.total_memory, gpu.name)")
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
-    if said.returncode:  # what is wrong is said where it is asked here
-        return torch.cuda.get_device_capability(index)
-    major, minor = map(int, said.stdout.split())
-    return major, minor
+    if said.returncode:
+        return None
+    major, minor, memory, name = said.stdout.strip().split(" ", 3)
+    return _GPU((int(major), int(minor)), int(memory), name)
+
+
+def gpu_capability(index: int | None = None) -> tuple[int, int]:  # (8, 0) for Ampere
+    "Ask a GPU, None the current one, for its compute capability, and leave CUDA to a notebook."
+    told = _told_elsewhere(index)
+    return torch.cuda.get_device_capability(index) if told is None else told.capability
 
 
 def default_precision(
@@ -347,6 +359,8 @@ def _name_and_memory(kind: str, index: int) -> tuple[str, int]:
         name = os.environ.get("TPU_ACCELERATOR_TYPE", "TPU")
         return name, _TPU_GIB.get(name.lower().split("-")[0], 0) * 2**30
     if kind == "cuda":
+        if (told := _told_elsewhere(index)) is not None:
+            return told.name, told.memory
         return (torch.cuda.get_device_name(index),
                 torch.cuda.get_device_properties(index).total_memory)
     if kind == "mps":

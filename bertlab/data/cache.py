@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['BATCH_CHARS', 'BATCH_TEXTS', 'VERIFIED_BYTES', 'TextDigest', 'serialize_tokenizer', 'hash_tokenizer', 'made_by',
-           'hide_special_pieces', 'Encoder', 'text_batches', 'encode_batches', 'check_cache_directory',
-           'tokenize_documents', 'num_ids_of', 'id_dtype', 'remove_shards']
+           'Encoder', 'text_batches', 'encode_batches', 'check_cache_directory', 'tokenize_documents', 'num_ids_of',
+           'id_dtype', 'remove_shards']
 
 # %% ../../nbs/data/13_cache.ipynb #c685ff6b
 import errno
@@ -22,7 +22,9 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ import numpy as np
 from .packing import TokenizedDocuments
 from .shards import CacheError, StaleCache, StoredDocuments
 from .shards import finish_shards, open_shards, write_part
-from .tokenizers import load_tokenizer
+from .tokenizers import hide_special_pieces, load_tokenizer
 
 # %% ../../nbs/data/13_cache.ipynb #de13d24d
 class TextDigest:
@@ -88,23 +90,6 @@ def made_by(
         return False
 
 # %% ../../nbs/data/13_cache.ipynb #899bb825
-def hide_special_pieces(
-    serialized: str,  # of `serialize_tokenizer`
-) -> str:  # the same ids for all else
-    "Rename the special tokens that a Unigram model would find in a text as pieces."
-    if '"Unigram"' not in serialized:
-        return serialized
-    state = json.loads(serialized)
-    if state["model"]["type"] != "Unigram":
-        return serialized
-    pieces = {piece for piece, _ in state["model"]["vocab"]}
-    hidden = {token["content"] for token in state["added_tokens"] if token["special"]} & pieces
-    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in hidden]
-    state["model"]["vocab"] = [[8 * "\0" + piece if piece in hidden else piece, score]
-                               for piece, score in state["model"]["vocab"]]
-    return json.dumps(state)
-
-
 class Encoder:
     "Turns batches of texts into ids; a copy goes to each process as text, so nothing is shared."
 
@@ -255,28 +240,39 @@ def _rereadable(
         yield (text for _ in sizes for text in pickle.load(spool)) if once else texts, digest
 
 # %% ../../nbs/data/13_cache.ipynb #3d3002a2
+def _own_cores(
+    shared: bool,  # whether the processes of a run that are on this machine all work at once
+) -> int:
+    "How many cores a process may keep busy."
+    # Not every system says which cores a process may use.
+    cores = len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0))
+    # torchrun says how many processes are here; all that Lightning starts are on one machine.
+    number = "WORLD_SIZE" if "LOCAL_RANK" in os.environ else ""
+    beside = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get(number) or 1
+    return max(1, cores // int(beside)) if shared else cores
+
+
 def tokenize_documents(
     texts: Iterable[str],  # one document each; an iterator is read once
     tokenizer: Any,  # a transformers tokenizer with a backend_tokenizer
     *,
     cache_dir: str | os.PathLike | None = None,  # None: nothing is stored, all stays in memory
     content_key: str | None = None,  # says what the texts are (`hash_files`), so none is read
-    num_proc: int | None = None,  # processes; None: one for each core of this process
+    num_proc: int | None = None,  # processes; None: one for each core that is this process's
     progress: bool | None = None,  # a bar; None: where a terminal shows it
 ) -> TokenizedDocuments:
     """Tokenize whole documents without special tokens, in processes, and keep the result.
 
     With a cache_dir the result is a directory of shards, found again by the content of the texts
-    and of the tokenizer. One that is cut or changed is built anew, with a warning. Raises
-    `ValueError` for what is no text, and `CacheError` before and while writing.
+    and of the tokenizer. Of several processes that want it one builds it, and the others wait. One
+    that is cut or changed is built anew, with a warning. Raises `ValueError` for what is no text,
+    and `CacheError` before and while writing.
     """
     if isinstance(texts, str):
         raise ValueError("texts must be several texts, and this is one string: put it in a list")
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc must be 1 or more (None: one for each core), got {num_proc}")
-    # Not every system says which cores a process may use.
-    cores = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-    how = tokenizer, num_proc or len(cores(0)), progress
+    how = tokenizer, num_proc or _own_cores(cache_dir is None), progress
     if cache_dir is None:
         parts = list(_encoded(texts, *how))
         empty = (np.empty(0, np.int32), np.empty(0, np.int64))
@@ -330,39 +326,59 @@ def id_dtype(tokenizer: Any) -> str:  # "uint16" or "int32"
     return "uint16" if num_ids_of(tokenizer) <= 1 << 16 else "int32"
 
 
+# Windows lacks it: there two processes build the same tokens, each by itself.
+_fcntl = import_module("fcntl") if find_spec("fcntl") else None
+
+
+@contextmanager
+def _builder_alone(path: Path) -> Iterator[None]:
+    "Wait for another process that is within; where a drive knows no locks, nobody waits."
+    with ExitStack() as stack:
+        if _fcntl is not None:
+            with suppress(OSError):
+                file = stack.enter_context(open(path, "wb"))
+                stack.callback(path.unlink, missing_ok=True)
+                # Of the process, not of the open file: workers that outlive it keep no lock.
+                _fcntl.lockf(file, _fcntl.LOCK_EX)
+        yield
+
+
 def _find_or_build(
     directory: Path, digest: TextDigest, texts: Iterable[str], tokenizer: Any, num_proc: int,
     progress: bool | None, num_documents: int | None = None, num_bytes: int = 0,
 ) -> StoredDocuments:  # fmt: skip
-    "Two that build at once write equal files under two names; the last one renamed stays."
+    "Without locks two that build at once write equal files; the last one renamed stays."
     fingerprint = hash_tokenizer(tokenizer)
     key = f"{digest.hash.hexdigest()}-{fingerprint}"
     path = directory / f"{key}.tokens"
-    try:
+    with suppress(FileNotFoundError, StaleCache, NotADirectoryError):
         return _open_verified(path, key, num_ids_of(tokenizer))
-    except FileNotFoundError:
-        pass
-    except (StaleCache, NotADirectoryError) as error:
-        warnings.warn(f"{error}; it is built anew", stacklevel=3)
-        remove_shards(path)
-    check_cache_directory(directory, num_bytes)
-    made = not path.exists()
-    for old in path.glob(".*.tmp"):  # left by a process that was killed
-        if time.time() - old.stat().st_mtime > 3600:
-            old.unlink(missing_ok=True)
 
     def encode(first: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         left = None if num_documents is None else num_documents - first
         return _encoded(islice(texts, first, None), tokenizer, num_proc, progress, left)
 
-    try:
-        with _named_failure(directory):
-            write_part(path, 0, encode, key, id_dtype(tokenizer))
-            finish_shards(path, 1, key, {"tokenizer": fingerprint})
-    finally:
-        if made and path.exists() and not any(path.iterdir()):
-            path.rmdir()
-    return _open_verified(path, key, num_ids_of(tokenizer))
+    with _builder_alone(directory / f".{key}.lock"):
+        try:  # somebody may have built it while we waited
+            return _open_verified(path, key, num_ids_of(tokenizer))
+        except FileNotFoundError:
+            pass
+        except (StaleCache, NotADirectoryError) as error:
+            warnings.warn(f"{error}; it is built anew", stacklevel=3)
+            remove_shards(path)
+        check_cache_directory(directory, num_bytes)
+        made = not path.exists()
+        for old in path.glob(".*.tmp"):  # left by a process that was killed
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink(missing_ok=True)
+        try:
+            with _named_failure(directory):
+                write_part(path, 0, encode, key, id_dtype(tokenizer))
+                finish_shards(path, 1, key, {"tokenizer": fingerprint})
+        finally:
+            if made and path.exists() and not any(path.iterdir()):
+                path.rmdir()
+        return _open_verified(path, key, num_ids_of(tokenizer))
 
 
 def remove_shards(path: Path) -> None:

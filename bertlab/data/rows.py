@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from .tokenizers import count_ids, find_missing_ids
+from .tokenizers import count_ids, find_missing_ids, read_plainly
 
 # %% ../../nbs/data/06_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ def encode_rows(
     if texts and tokenizer is None:
         raise ValueError(f"row {min(texts)} is text: give the collator a tokenizer to read it")
     if texts:
-        ids = tokenizer(list(texts.values()), truncation=True, max_length=max_sequence_length,
-                        split_special_tokens=True)  # a text that says [MASK] means the word
+        ids = read_plainly(tokenizer, list(texts.values()), truncation=True,
+                           max_length=max_sequence_length)  # who says [MASK] means the word
         for number, row_ids in zip(texts, ids["input_ids"]):
             encoded[number] = {**encoded[number], "input_ids": row_ids}
     return encoded

@@ -594,6 +594,11 @@ class TokenStream:
     def load_state_dict(self, state: dict) -> None:
         self.position = state["before"], state["given"]
 
+    def check_state(self, state: dict) -> None:
+        "Raise `ValueError` for a state of other files, as iterating would."
+        if state["before"] is not None:
+            self.texts.load_state_dict(state["before"])  # iterating finds its place anew
+
     def reset(self) -> None:
         "Begin with the first text again."
         self.position = None, 0
@@ -787,9 +792,22 @@ class LanedStream(PackingReport, IterableDataset):
                              f"processes with batches of {self.block_size} cannot share evenly: "
                              f"resume with world_size={state['world_size']} and batches of "
                              f"{state.get('batch_size', state['block_size'])}")
+        known = {int(number): lane for number, lane in state["lanes"].items()}
+        self._check_lanes(known)
         self.delivered, self.opened = total // self.world_size, {}
-        self.turn = state["block_size"]
-        self.known = {int(number): lane for number, lane in state["lanes"].items()}
+        self.turn, self.known = state["block_size"], known
+
+    def _check_lanes(self, states: Mapping[int, dict]) -> None:
+        "Raise `ValueError` where a lane has other files than it had, now and not in its turn."
+        for number, state in states.items():
+            source, stood = self.lanes[number], (state["packer"] or {}).get("reader", {})
+            if hasattr(source, "check_state") and stood.get("source") is not None:
+                try:
+                    source.check_state(stood["source"])
+                except ValueError as error:
+                    raise ValueError(f"lane {number + 1} of {self.num_lanes} has other files than "
+                                     f"it had: {error} (where no file was moved, an earlier "
+                                     "version dealt them to lanes in another way)") from error
 
     def __getstate__(self) -> dict:
         known = {**self.known, **self._lane_states()}

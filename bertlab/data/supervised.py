@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from .rows import IGNORED, PADDING, Collator, RowReader, read_column
+from .tokenizers import read_plainly
 
 # %% ../../nbs/data/09_supervised.ipynb #49a92362
 def align_labels(
@@ -82,8 +83,7 @@ def _tokenize(
         raise ValueError("rows of text need a tokenizer, and a fast one, which tells where each "
                          f"token came from; got {type(read.tokenizer).__name__}")
     how = {"truncation": True, "max_length": read.max_sequence_length, **options}
-    how |= {"return_attention_mask": False, "split_special_tokens": True}  # "[SEP]" is a word
-    made = read.tokenizer(*texts, **how)
+    made = read_plainly(read.tokenizer, *texts, return_attention_mask=False, **how)
     names = [name for name in ("input_ids", "token_type_ids") if name in made]
     return [dict(zip(names, values)) for values in zip(*(made[name] for name in names))], made
 

@@ -297,14 +297,19 @@ def make_filter(
 
 
 def hash_filter(name: str) -> str:  # of a key of FILTERS: empty
-    "A hash of the file in which a filter of your own stands."
-    return _hash_file(name, id(find_object(name, "filter"))) if "." in name else ""
+    "A hash of the file in which a filter of your own is named, and of that in which it stands."
+    if "." not in name:
+        return ""
+    found = find_object(name, "filter")
+    home = getattr(getattr(found, "func", found), "__module__", None) or ""  # func: of a partial
+    home = "" if home.partition(".")[0] in sys.stdlib_module_names else home
+    return _hash_files((name.rpartition(".")[0], home), id(found))
 
 
-@cache  # of the file as it was imported: one that changes later is not read again
-def _hash_file(name: str, found: int) -> str:
-    file = Path(getattr(sys.modules[name.rpartition(".")[0]], "__file__", None) or "")
-    data = file.read_bytes() if file.is_file() else b""
+@cache  # of the files as they were imported: one that changes later is not read again
+def _hash_files(modules: tuple[str, ...], found: int) -> str:
+    files = [Path(getattr(sys.modules.get(one), "__file__", None) or "") for one in modules]
+    data = b"".join(file.read_bytes() for file in dict.fromkeys(files) if file.is_file())
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -6,9 +6,11 @@
 __all__ = ['SPECIAL_TOKENS', 'USUAL_ALPHABET', 'COVERAGE', 'MAX_PIECE_LENGTH', 'TOKENIZER_KINDS', 'TOKENIZER_FILES',
            'train_vocabulary', 'count_characters_to_keep', 'smallest_vocabulary', 'gather_texts', 'train_byte_level',
            'byte_letters', 'CutLattice', 'train_unigram', 'has_long_runs', 'share_unknown', 'train_tokenizer',
-           'load_tokenizer', 'count_ids', 'check_vocabularies', 'find_missing_ids', 'choose_tokenizer']
+           'load_tokenizer', 'count_ids', 'check_vocabularies', 'find_missing_ids', 'hide_special_pieces',
+           'read_plainly', 'choose_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
+import copy
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import log
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..core.names import look_up
 from ..core.reading import read_model_settings
@@ -80,22 +83,51 @@ def count_characters_to_keep(
     frequencies: Sequence[int],  # of the characters, falling
     sizes: Sequence[int],  # pieces that each of them needs
     room: int,  # pieces that there is room for
+    words: Sequence[int] = (),  # frequencies, falling, of words of more than one character
 ) -> int:
-    "The usual number; more only where these miss too much of the text, and while there is room."
-    covered, used, whole = 0, 0, sum(frequencies)
+    """The usual number; more only where these miss too much of the text, and while there is room.
+
+    A word that is more frequent than a character comes first: so much room is left to be joined.
+    """
+    covered, used, before, whole = 0, 0, 0, sum(frequencies)
     for number, (frequency, size) in enumerate(zip(frequencies, sizes)):
         used += size
-        if number >= USUAL_ALPHABET and (covered >= COVERAGE * whole or used > room):
+        while before < len(words) and words[before] > frequency:
+            before += 1
+        if number >= USUAL_ALPHABET and (covered >= COVERAGE * whole or used + before > room):
             return number
         covered += frequency
     return len(frequencies)
+
+
+_MAX_WORD_LENGTH = 32  # longer words are counted in parts
+_MAX_WORDS = 200_000  # different words to count, the most frequent ones
+
+
+def _count_words(texts: list[str], cutter: Any) -> list[tuple[str, int]]:  # sorted by the word
+    "Count words as a tokenizer cuts them; long ones in parts."
+    counts: Counter = Counter()
+    for text in texts:
+        normal = cutter.normalizer.normalize_str(text)
+        counts.update(word for word, _ in cutter.pre_tokenizer.pre_tokenize_str(normal))
+    parts: Counter = Counter()
+    for word, number in counts.items():
+        for start in range(0, len(word), _MAX_WORD_LENGTH):
+            parts[word[start : start + _MAX_WORD_LENGTH]] += number
+    frequent = sorted(parts.items(), key=lambda pair: (-pair[1], pair[0]))[:_MAX_WORDS]
+    return sorted(frequent)
+
+
+def _joined_words(words: list[tuple[str, int]]) -> list[int]:  # falling
+    "How often those words come that are more than a character."
+    return sorted((number for word, number in words if len(word) > 1), reverse=True)
 
 
 def smallest_vocabulary(
     texts: list[str],
     lowercase: bool = True,
     limit_alphabet: int | None = None,  # keep so many characters, the most frequent ones
-    room: int = 0,  # without a limit: pieces that are there for more than USUAL_ALPHABET
+    room: int = 0,  # without a limit: pieces, of which words leave some to more characters
     cut_runs: bool = False,  # of letters without a space, see `has_long_runs`
 ) -> tuple[list[str], list[str]]:  # characters, and those that also stand inside words, with ##
     "The pieces that no vocabulary of these texts can do without, in a fixed order."
@@ -110,8 +142,9 @@ def smallest_vocabulary(
             counts.update(normalizer.normalize_str(text))
         characters = sorted(characters, key=lambda c: (-counts[c], c))
         sizes = [1 + (f"##{character}" in pieces) for character in characters]
+        words = [] if limit_alphabet else _count_words(texts, _wordpiece(None, lowercase, cut_runs))
         characters = characters[:limit_alphabet or count_characters_to_keep(
-            [counts[character] for character in characters], sizes, room)]
+            [counts[character] for character in characters], sizes, room, _joined_words(words))]
     inside = {f"##{character}" for character in characters} & pieces
     return sorted(characters), sorted(inside)
 
@@ -185,8 +218,6 @@ def byte_letters() -> dict[str, int]:  # letter: byte
 
 # %% ../../nbs/data/05_tokenizers.ipynb #b4fcec52
 MAX_PIECE_LENGTH = 16  # characters, as in SentencePiece
-_MAX_WORD_LENGTH = 32  # longer words are trained on in parts
-_MAX_WORDS = 200_000  # different words to train on, the most frequent ones
 
 
 class CutLattice:
@@ -264,20 +295,6 @@ def _metaspace(scored: list[tuple[str, float]], lowercase: bool) -> Any:
     return tokenizer
 
 
-def _count_words(texts: list[str], cutter: Any) -> list[tuple[str, int]]:  # sorted by the word
-    "Count words as a tokenizer cuts them; long ones in parts."
-    counts: Counter = Counter()
-    for text in texts:
-        normal = cutter.normalizer.normalize_str(text)
-        counts.update(word for word, _ in cutter.pre_tokenizer.pre_tokenize_str(normal))
-    parts: Counter = Counter()
-    for word, number in counts.items():
-        for start in range(0, len(word), _MAX_WORD_LENGTH):
-            parts[word[start : start + _MAX_WORD_LENGTH]] += number
-    frequent = sorted(parts.items(), key=lambda pair: (-pair[1], pair[0]))[:_MAX_WORDS]
-    return sorted(frequent)
-
-
 def _seed_pieces(
     words: list[tuple[str, int]], characters: list[str], num_seeds: int
 ) -> list[str]:  # characters first
@@ -307,7 +324,7 @@ def train_unigram(
     characters = sorted(sorted(alphabet), key=lambda c: (-alphabet[c], c))
     target = vocab_size - len(SPECIAL_TOKENS)
     characters = characters[:limit_alphabet or count_characters_to_keep(
-        [alphabet[c] for c in characters], [1] * len(characters), target)]
+        [alphabet[c] for c in characters], [1] * len(characters), target, _joined_words(words))]
     if target < len(characters):
         raise ValueError(f"vocab_size={vocab_size} has no room for the {len(SPECIAL_TOKENS)} "
                          "special tokens and the single characters of these texts; give "
@@ -541,6 +558,44 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
             f"tokenizer {name!r} has no {', '.join(missing)}; choose one of a masked language "
             "model, or leave it out and train one"
         )
+
+# %% ../../nbs/data/05_tokenizers.ipynb #5b0hide2
+def hide_special_pieces(
+    serialized: str,  # a tokenizer of `tokenizers` as JSON
+) -> str:  # the same ids for all else
+    "Rename the special tokens that a Unigram model would find in a text as pieces."
+    if '"Unigram"' not in serialized:
+        return serialized
+    state = json.loads(serialized)
+    if state["model"]["type"] != "Unigram":
+        return serialized
+    pieces = {piece for piece, _ in state["model"]["vocab"]}
+    hidden = {token["content"] for token in state["added_tokens"] if token["special"]} & pieces
+    state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in hidden]
+    state["model"]["vocab"] = [[8 * "\0" + piece if piece in hidden else piece, score]
+                               for piece, score in state["model"]["vocab"]]
+    return json.dumps(state)
+
+
+_copies: WeakKeyDictionary = WeakKeyDictionary()  # of a tokenizer: how many ids it had, and a copy
+
+
+def read_plainly(
+    tokenizer: Any,  # of transformers
+    *texts: Any,  # as a call takes them
+    **options: Any,
+) -> Any:  # what the call returns
+    "Call a tokenizer so that nothing that a text says becomes a special token."
+    backend, read = getattr(tokenizer, "backend_tokenizer", None), tokenizer
+    if type(getattr(backend, "model", None)).__name__ == "Unigram":
+        size, (known, read) = len(tokenizer), _copies.get(tokenizer, (None, None))
+        if known != size:  # it is new, or tokens were added to it
+            from tokenizers import Tokenizer
+
+            read = copy.copy(tokenizer)  # to be called only: it knows no special token by its name
+            read._tokenizer = Tokenizer.from_str(hide_special_pieces(backend.to_str()))
+            _copies[tokenizer] = size, read
+    return read(*texts, split_special_tokens=True, **options)
 
 # %% ../../nbs/data/05_tokenizers.ipynb #5b0bcacf
 def choose_tokenizer(

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from ..core.names import find_object, look_up
 from ..data.rows import IGNORED
 from ..data.tokenizers import check_vocabularies, load_tokenizer
-from .bi_encoder import BiEncoder, read_layout
+from .bi_encoder import BiEncoder, read_layout, reading_length
 from .gradcache import gather_numbers, gather_vectors, world
 from .losses import DISTILLATIONS, ContrastiveRule, Embedded, distillation_loss
 from .pooling import POOLINGS
@@ -231,7 +231,9 @@ class EmbeddingModule(TrainingModule):
         if h.adapter is not None:
             add_adapter(encoder, h.adapter)
         freeze_weights(encoder, h.freeze)
-        self.own_length = said.get("max_sequence_length")
+        self.own_length = (  # a plain encoder has learnt nothing of longer texts
+            reading_length(encoder, self.tokenizer, said.get("max_sequence_length"))
+            if said else None)
         model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
                           said.get("normalize", True), self._length(), said.get("conventions"))
         # The loss compares directions alone; other comparisons stay where they rank as it does.
@@ -378,7 +380,7 @@ class EmbeddingModule(TrainingModule):
         said = checkpoint.get("vectors", {})  # earlier versions did not write it, or not all
         self.model.normalize = said.get("normalize", self.model.normalize)
         self.model.conventions |= said.get("conventions", {})
-        self.own_length = said.get("own_length", self.own_length)
+        self.own_length = said.get("own_length") or self.own_length
         if self.max_sequence_length is not None:  # the data says
             self.model.max_sequence_length = self._length()
         else:

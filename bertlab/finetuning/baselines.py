@@ -101,11 +101,30 @@ def _word_weights() -> Any:  # a TfidfVectorizer
 
 
 _PENALTIES = 1e-5, 3e-5, 1e-4, 3e-4  # on squared weights, a row; the best for validation is taken
+_MOST_WEIGHTS = 300_000  # labels times words: with more, finding the minimum takes minutes
+_MOST_TERMS = 200_000_000  # labels times words that stand in rows, in all passes over these
+
+
+def _make_regressions(
+    task: Task,
+    x: Any,  # sparse, a row a training text
+    num_weighed: int,  # labels with weights of their own
+) -> list[Any]:  # of scikit-learn, not fitted
+    "A regression for each penalty; of very many labels one, by a few passes over the rows."
+    from sklearn.linear_model import LogisticRegression, Ridge, SGDClassifier
+
+    if task.problem_type == "regression":
+        return [Ridge(alpha=penalty * x.shape[0]) for penalty in _PENALTIES]
+    if num_weighed * x.shape[1] <= _MOST_WEIGHTS:
+        return [LogisticRegression(C=1 / (penalty * x.shape[0]), max_iter=1000)
+                for penalty in _PENALTIES]
+    passes = min(10, max(2, _MOST_TERMS // max(1, num_weighed * x.nnz)))
+    return [SGDClassifier(loss="log_loss", alpha=_PENALTIES[0], max_iter=passes, tol=None,
+                          random_state=0, n_jobs=-1)]
 
 
 def classify_texts(task: Task) -> list:
     "Logistic regression on weighted words (Bishop 2006, sec. 4.3.4); ridge regression of numbers."
-    from sklearn.linear_model import LogisticRegression, Ridge
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.preprocessing import MultiLabelBinarizer
 
@@ -120,11 +139,8 @@ def classify_texts(task: Task) -> list:
         y = {name: several.fit_transform(labels) for name, labels in y.items()}
     elif task.problem_type != "regression" and len(set(y["train"])) < 2:
         return y["train"][:1] * len(texts["test"])  # there is nothing to tell apart
-    best = None
-    for penalty in _PENALTIES:
-        model = LogisticRegression(C=1 / (penalty * len(texts["train"])), max_iter=1000)
-        if task.problem_type == "regression":
-            model = Ridge(alpha=penalty * len(texts["train"]))
+    best, num_labels = None, len(task.label_names) if several else len(set(y["train"]))
+    for model in _make_regressions(task, x["train"], 1 if num_labels == 2 else num_labels):
         model = OneVsRestClassifier(model) if several else model
         model.fit(x["train"], y["train"])
         right = model.score(x["validation"], y["validation"])
@@ -347,7 +363,7 @@ def own_task(
     max_rows: int = MOST_ROWS,  # of each split; of more, some are drawn
 ) -> Task:  # whose test rows are those of the test split, or of validation
     "The rows of a data module as a task, their labels by name."
-    labels, asked = data.label_column, data.records[_scored_split(data)]
+    labels = data.label_column
     problem = getattr(data.collator, "problem_type", None)
     columns = {"question_answering": ("question", "answers"),
                "span_classification": ("text", "spans")}.get(data.task, ("text", "label"))
@@ -378,8 +394,17 @@ def own_task(
         pairs = [pair for pair in zip(texts[0], name_of(label)) if pair[1] != IGNORED]
         return {"text": [word for word, _ in pairs], "label": [kind for _, kind in pairs]}
 
-    splits = data.records["train"], data.records["validation"], asked
-    rows = [[read(rows[n]) for n in draw_rows(len(rows), max_rows)] for rows in splits]
+    def read_split(split: str) -> list[dict]:
+        "Rows of a split. A long tagged text is as many as the model reads it in."
+        rows, found = data.records[split], []
+        for n in draw_rows(len(rows), max_rows):
+            row, named = rows[n], (*data.text_columns, labels)
+            cuts = data.pieces[split].get(n)
+            found += [read(row)] if cuts is None else [
+                read({name: row[name][first:end] for name in named}) for first, end in cuts]
+        return found
+
+    rows = [read_split(split) for split in ("train", "validation", _scored_split(data))]
     # -100: no label to learn, and none to be judged by. As an amount it is one like any other.
     if data.task == "classification" and problem != "regression":
         rows = [[row for row in some if row["label"] != IGNORED] for some in rows]

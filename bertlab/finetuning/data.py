@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['PROBLEM_OF', 'SPLITS', 'TASKS', 'COLUMNS', 'READING', 'BadRows', 'keep_good', 'merge_columns', 'split_cell',
-           'parse_cells', 'flatten', 'check_labelled_row', 'hold_out_texts', 'LabelNames', 'feature_names',
-           'span_feature', 'guess_problem', 'EncodedRows', 'GroupedRows', 'pack_rows', 'find_overlaps', 'TaskParts',
-           'FinetuningDataModule', 'write_reading', 'load_reading']
+           'parse_cells', 'flatten', 'check_labelled_row', 'group_rows', 'hold_out_texts', 'LabelNames',
+           'feature_names', 'span_feature', 'guess_problem', 'EncodedRows', 'GroupedRows', 'pack_rows', 'Piece',
+           'cut_pieces', 'cut_words', 'find_overlaps', 'TaskParts', 'FinetuningDataModule', 'write_reading',
+           'load_reading']
 
 # %% ../../nbs/finetuning/02_data.ipynb #82fe984e
 import hashlib
@@ -35,11 +36,11 @@ from ..data.readers import parse_json, resolve_column
 from ..data.rows import IGNORED, count_positions, read_column
 from ..data.supervised import QuestionAnsweringCollator, SequenceClassificationCollator
 from ..data.supervised import SpanClassificationCollator, SupervisedCollator
-from ..data.supervised import TokenClassificationCollator, continue_entities, read_answers
-from ..data.supervised import read_spans, read_texts, stack_targets
+from ..data.supervised import TokenClassificationCollator, continue_entities, encode_words
+from ..data.supervised import read_answers, read_spans, read_texts, stack_targets
 from ..data.tokenizers import choose_tokenizer, train_tokenizer
 from .files import CONLLU, LABELLED, LabelledRows, choose_reader
-from .files import find_files, find_split
+from .files import find_files, find_split, is_text_of_list
 from .files import load_hub, read_json_cell, read_labelled, read_number_cell
 from .files import take_split
 
@@ -101,14 +102,16 @@ def merge_columns(
     return [name for name, value in values.items() if value]
 
 # %% ../../nbs/finetuning/02_data.ipynb #6aca4f0c
-def split_cell(cell: str) -> list:
-    "Words or their labels: a list in JSON, or what stands between spaces."
+def split_cell(cell: str) -> list | str:  # the cell itself: a list that cannot be read
+    "Words or their labels: a list, in JSON or as pandas writes it, or what stands between spaces."
     parts = read_json_cell(cell) if cell.lstrip().startswith("[") else None
-    return parts if isinstance(parts, list) else cell.split()
+    if isinstance(parts, list):
+        return parts
+    return cell if is_text_of_list(cell) else cell.split()
 
 
 def parse_cells(
-    splits: Mapping[str, LabelledRows],  # rows of tables, all cells text
+    splits: Mapping[str, LabelledRows],  # of tables: cells that are no text stay as they are
     task: str,
     text_column: str,
     label_column: str,
@@ -116,9 +119,10 @@ def parse_cells(
 ) -> dict[str, LabelledRows]:
     "Read cells as what a task needs: words, answers, names or numbers."
     first = next(iter(splits.values()))
-    cells = [row[label_column] for row in first if row.get(label_column) is not None]
+    cells = [row[label_column] for row in first if isinstance(row.get(label_column), str)]
     tokens = task == "token_classification"
-    labels = flatten(list(map(split_cell, cells))) if tokens else cells
+    split = lambda cell: parts if isinstance(parts := split_cell(cell), list) else []
+    labels = flatten(list(map(split, cells))) if tokens else cells
     read = choose_reader([one for one in labels if isinstance(one, str)])
     if problem_type == "regression" and read is not read_json_cell:
         read = read_number_cell
@@ -126,10 +130,10 @@ def parse_cells(
     readers = {label_column: read_json_cell if records else read}
     if tokens:
         number = lambda one: read(one) if isinstance(one, str) else one
-        split = lambda cell: list(map(number, split_cell(cell)))
-        readers = {text_column: split_cell, label_column: split}
+        tags = lambda cell: list(map(number, split(cell))) or split_cell(cell)
+        readers = {text_column: split_cell, label_column: tags}
     parse = lambda row: {**row, **{name: read(row[name]) for name, read in readers.items()
-                                   if row.get(name) is not None}}
+                                   if isinstance(row.get(name), str)}}
     return {split: LabelledRows([parse(row) for row in rows], rows.places, None, rows.file_format)
             for split, rows in splits.items()}
 
@@ -156,6 +160,10 @@ def check_labelled_row(
     if not isinstance(row, Mapping):
         raise ValueError(f"row 0: {str(row)[:40]!r} is no dict with columns")
     tokens, texts = task == "token_classification", []
+    for name in (*(text_columns if tokens else ()), label_column):
+        if is_text_of_list(row.get(name)):
+            raise ValueError(f"row 0: the column {name!r} holds {row[name][:60]!r}, the text of a "
+                             'list: lists in tables are JSON, as ["a", "b"], in every row')
     for column in text_columns:
         texts += read_texts([row], column, list if tokens else str)
     if label_column is None:
@@ -173,8 +181,26 @@ def check_labelled_row(
         read_spans(row, label_column, texts[0], 0)
 
 # %% ../../nbs/finetuning/02_data.ipynb #2f1c522d
+def group_rows(
+    keys: Sequence[Sequence],  # of each row, one or more
+) -> list:  # a key for each row: rows of one group have the same
+    "Tie rows that share a key, and those that others tie together."
+    leader = {}
+
+    def find(key: Any) -> Any:
+        while leader.setdefault(key, key) != key:
+            leader[key] = leader[leader[key]]  # half the way: the next search is shorter
+            key = leader[key]
+        return key
+
+    for first, *others in keys:
+        for other in others:
+            leader[find(other)] = find(first)
+    return [find(first) for first, *_ in keys]
+
+
 def hold_out_texts(
-    texts: Sequence,  # one a row; rows with one text stay together
+    texts: Sequence,  # one a row, or the key of its group; rows with the same one stay together
     labels: Sequence[Sequence],  # of each row; training keeps one row or more of each label
     fraction: float,  # of the rows
     seed: int,
@@ -207,17 +233,28 @@ class LabelNames:
     multi_hot: bool = False  # each row holds 0 or 1 for each of them
 
     @classmethod
-    def given(cls, names: Sequence[str], values: Sequence) -> "LabelNames":
+    def given(cls, names: Sequence[str] | Mapping, values: Sequence) -> "LabelNames":
         """Give names of one's own to the labels of the training rows, in the order of their ids.
 
-        Numbers are ids from 0 on; where they are not (stars from 1 to 5), names go from the
-        smallest to the largest. Raises `ValueError` where their number is another.
+        A mapping says which label each name is for. In a list numbers are ids from 0 on; where
+        they are not (stars from 1 to 5), names go from the smallest to the largest. Raises
+        `ValueError` where their number is another, or where numbers could be read in both ways.
         """
+        if isinstance(names, Mapping):
+            is_text = any(isinstance(one, str) for one in values)
+            keys = (read_number_cell(key) if isinstance(key, str) and not is_text else key
+                    for key in names)  # keys are text in JSON
+            return cls(tuple(keys), tuple(map(str, names.values())), "label_names")
         names = tuple(map(str, names))
         if any(isinstance(one, str) for one in values):  # beside them "_" may be no tag at all
             return cls(names, names, "label_names")
         found = sorted({one for one in values if not isinstance(one, str)} - {IGNORED})
         if set(found) <= set(range(len(names))):
+            if found and found[0] > 0:  # stars without a 5, or ids without a 0?
+                raise ValueError(f"label_names has {len(names)} names, but the training rows have "
+                                 f"the labels {', '.join(map(repr, found))}, which may count from "
+                                 f"0 or from 1: say which label each name is for, as {{1: "
+                                 f"{names[0]!r}, 2: {names[1]!r}, ...}}")
             return cls(tuple(range(len(names))), names, "label_names")
         if len(found) != len(names):
             known = ", ".join(map(repr, found[:20])) + ", ..." * (len(found) > 20)
@@ -396,6 +433,43 @@ def pack_rows(
         packed.append(row | {"num_dropped_labels": np.asarray(dropped)})
     return packed
 
+# %% ../../nbs/finetuning/02_data.ipynb #c7d2b9e4
+class Piece(NamedTuple):
+    "Words of a text that a model reads at once."
+
+    number: int  # of the text
+    first: int  # word
+    row: dict  # ids
+    words: list[int | None]  # the word of each token, from the piece's first
+
+
+def cut_pieces(
+    texts: Sequence[list[str]],  # the words of each
+    read: Any,  # a RowReader
+) -> list[Piece]:
+    "Begin a long text's next piece with the first word that the last piece could not hold."
+    pieces, waiting = [], [(number, 0) for number in range(len(texts))]
+    while waiting:
+        made = encode_words([texts[number][first:] for number, first in waiting], read)
+        new = [Piece(*place, *parts) for place, *parts in zip(waiting, *made)]
+        held = [max((w + 1 for w in one.words if w is not None), default=0) for one in new]
+        waiting = [(one.number, one.first + n) for one, n in zip(new, held)
+                   if 0 < n < len(texts[one.number]) - one.first]
+        pieces += new
+    return pieces
+
+
+def cut_words(
+    texts: Sequence[list[str]],  # the words of each
+    read: Any,  # a RowReader
+) -> list[list[tuple[int, int]]]:  # of each text: first word and one past the last, piece by piece
+    "Where pieces begin and end: together they hold each word once, also those without a token."
+    firsts = [[0] for _ in texts]
+    for piece in cut_pieces(texts, read):
+        if piece.first and any(word is not None for word in piece.words):
+            firsts[piece.number].append(piece.first)
+    return [[*zip(one, [*one[1:], len(words)])] for one, words in zip(firsts, texts)]
+
 # %% ../../nbs/finetuning/02_data.ipynb #7a69c2ef
 def _draw_histogram(
     lengths: np.ndarray,  # tokens
@@ -471,7 +545,8 @@ class FinetuningDataModule(L.LightningDataModule):
         header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
         reader_kwargs: dict[str, Any] | None = None,  # multiword of CoNLL-U, delimiter of tables
         bad_rows: str = "raise",  # or "skip": left out, and counted by `describe`
-        label_names: list[str] | None = None,  # in the order of ids; None: those of training
+        # In the order of ids, or a name for each label of the data; None: those of training.
+        label_names: list[str] | dict[Any, str] | None = None,
         packing: bool = False,  # several texts a training row, for token_classification
         fixed_shapes: bool = False,  # pad to max_sequence_length, as compilers like it
         validation_fraction: float = 0.1,  # of the training rows, where none are set apart; 0: none
@@ -494,8 +569,9 @@ class FinetuningDataModule(L.LightningDataModule):
         for name, (value, smallest) in least.items():
             if value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
-        if len(set(label_names or ())) < len(label_names or ()):
-            raise ValueError(f"label_names has a name twice: {', '.join(map(str, label_names))}")
+        named = [*(label_names.values() if isinstance(label_names, Mapping) else label_names or ())]
+        if len(set(named)) < len(named):
+            raise ValueError(f"label_names has a name twice: {', '.join(map(str, named))}")
         self.task, self.vocab_size = task, vocab_size
         self.tokenizer = pretrained_tokenizer_name_or_path
         self.source, self.file_format = (dataset_name_or_path, dataset_config_name), file_format
@@ -528,6 +604,8 @@ class FinetuningDataModule(L.LightningDataModule):
         self.collator: SupervisedCollator | None = None
         self.datasets: dict[str, EncodedRows] = {}
         self.num_cut: dict[str, int] = {}  # texts of each split that are longer than a row
+        # Of each split, the pieces of each tagged text that has several: words from and to.
+        self.pieces: dict[str, dict[int, list[tuple[int, int]]]] = {}
         self.batches: EpochBatches | None = None  # the training loader that was made last
         self._hashes: dict[str, str] = {}  # of each split, once `resume_identity` has been asked
 
@@ -619,8 +697,7 @@ class FinetuningDataModule(L.LightningDataModule):
 
     def _hold_out(self, train: LabelledRows) -> dict[str, LabelledRows]:
         "Split the training rows, and say so."
-        key = self.context_column or self.text_columns[0]
-        texts, kinds = list(map(str, train.read_columns([key])[key])), [[]] * len(train)
+        texts, kinds = self._held_texts(train), [[]] * len(train)
         if not self.context_column:  # an answer is no label that training could keep
             values, feature, problem = self._read_labels(train)
             if problem == PROBLEM_OF["several"] and feature_names(feature) is None \
@@ -628,11 +705,38 @@ class FinetuningDataModule(L.LightningDataModule):
                 kinds = [np.flatnonzero(one).tolist() for one in values]
             elif problem != PROBLEM_OF["amounts"]:
                 kinds = [flatten([one]) for one in values]
-        parts = hold_out_texts(texts, kinds, self.validation_fraction, self.seed)
+        parts = self._choose_held(texts, kinds)
         self.note = (f"there is no validation split: {len(parts[1])} of {len(train)} training rows "
                      f"are held out, by seed {self.seed}")
+        known, held = ({text for n in part for text in texts[n]} for part in parts)
+        if shared := len(known & held):
+            self.note += (f"; {shared:,} texts stand on both sides, because pairs tie too many "
+                          "rows together: scores may be better than on new texts")
         rank_zero_warn(self.note)
         return {"train": train.select(parts[0]), "validation": train.select(parts[1])}
+
+    def _held_texts(self, rows: LabelledRows) -> list[tuple[str, ...]]:
+        "What no other split should have of each row: its text, both of a pair, or its context."
+        names = [self.context_column] if self.context_column else self.text_columns
+        return list(zip(*(map(str, column) for column in rows.read_columns(names).values())))
+
+    def _choose_held(
+        self, texts: list[tuple[str, ...]], kinds: Sequence[Sequence]
+    ) -> tuple[list[int], list[int]]:  # rows to train on, rows held out
+        "Hold out whole groups of texts; of pairs that cannot be parted so, those of first texts."
+        how, groups = (kinds, self.validation_fraction, self.seed), group_rows(texts)
+        wanted = len(texts) * self.validation_fraction
+        if all(len(row) == 1 for row in texts):
+            return hold_out_texts(groups, *how)
+        if max(Counter(groups).values()) <= len(texts) / 2:
+            try:
+                parts = hold_out_texts(groups, *how)
+                if wanted / 2 <= len(parts[1]) <= 2 * max(wanted, 1):
+                    return parts
+            except ValueError:  # groups are too large to leave training every label
+                pass
+        # A few documents under many queries are one group. At least no pair is turned round.
+        return hold_out_texts(group_rows([(row[0], frozenset(row)) for row in texts]), *how)
 
     def texts(self) -> list[str]:
         "The texts of the training rows, contexts before questions: what a tokenizer learns from."
@@ -703,15 +807,17 @@ class FinetuningDataModule(L.LightningDataModule):
             raise ValueError(f"no row to train on has a label in {self.label_column!r}")
         named = feature_names(feature) is not None or any(isinstance(one, str) for one in flat)
         if self.label_names or self.label_columns:
-            names = tuple(self.label_names or self.label_columns)
+            names = self.label_names or self.label_columns
             if problem == PROBLEM_OF["amounts"]:
                 raise ValueError(f"label_names are for classes, but {self.label_column!r} holds "
                                  "amounts (problem_type is regression): leave label_names out, or "
                                  "say which problem_type it is in collator_kwargs")
-            if problem == PROBLEM_OF["several"] and not named and _is_multi_hot(values, len(names)):
-                self.labels = LabelNames(tuple(range(len(names))), names, multi_hot=True)
-            else:
-                self.labels = LabelNames.given(names, flat)
+            if problem == PROBLEM_OF["several"] and not named \
+                    and not isinstance(names, Mapping) and _is_multi_hot(values, len(names)):
+                self.labels = LabelNames(tuple(range(len(names))), tuple(names), multi_hot=True)
+            else:  # numbers that `datasets` has names for count from 0, whether it occurs or not
+                counted = [] if feature_names(feature) is None else [0]
+                self.labels = LabelNames.given(names, counted + flat)
         elif plain or problem in (PROBLEM_OF["one"], named and PROBLEM_OF["several"]):
             self.labels = LabelNames.of(flat, feature)
         width = len(self.labels.names) if self.labels else int(np.size(values[0]))
@@ -740,6 +846,7 @@ class FinetuningDataModule(L.LightningDataModule):
         problem = getattr(collator, "problem_type", None)
         if split == "test" and rows.is_unlabelled(label):
             collator.label_column = label = None
+        self.pieces[split] = {}
         columns = rows.read_columns([*self.text_columns, *filter(None, [label])])
 
         def encode(start: int, stop: int) -> list[dict]:
@@ -753,7 +860,11 @@ class FinetuningDataModule(L.LightningDataModule):
                 chunk[label] = self.labels.number_rows(chunk[label], *how)
             if label is not None and problem:
                 stack_targets(chunk[label], problem, collator.num_labels, label)
-            return collator.encode([dict(zip(chunk, row)) for row in zip(*chunk.values())], start)
+            given = [dict(zip(chunk, row)) for row in zip(*chunk.values())]
+            made = collator.encode(given, start)
+            if self.task != "token_classification" or split == "train" or label is None:
+                return made
+            return self._read_on(split, collator, given, made, start)
 
         encoded = []
         for start in range(0, len(rows), 1000):
@@ -769,9 +880,25 @@ class FinetuningDataModule(L.LightningDataModule):
                 return self._encode(split)
         return [{name: np.asarray(value) for name, value in row.items()} for row in encoded]
 
+    def _read_on(
+        self, split: str, collator: SupervisedCollator, given: list[dict], made: list[dict],
+        start: int,  # number of the first row
+    ) -> list[dict]:  # encoded
+        "Replace tagged texts that fill a row by all of their pieces, so that every word counts."
+        read, names = collator.read, (self.text_columns[0], self.label_column)
+        longest = read.max_sequence_length
+        full = [n for n, row in enumerate(made) if len(row["input_ids"]) == longest]
+        parts = {n: [row] for n, row in enumerate(made)}
+        for n, cuts in zip(full, cut_words([[*given[n][names[0]]] for n in full], read)):
+            if len(cuts) > 1:
+                self.pieces[split][start + n] = cuts
+                parts[n] = collator.encode([{name: given[n][name][first:end] for name in names}
+                                            for first, end in cuts])
+        return [row for n in sorted(parts) for row in parts[n]]
+
     def _count_cut(self, split: str, encoded: list[dict]) -> int:
-        "How many texts of a split are longer than a row; contexts are not cut but in windows."
-        if self.context_column or self.task == "span_classification":
+        "How many texts of a split are cut; contexts and documents go into windows, or in pieces."
+        if self.context_column or self.task == "span_classification" or self.pieces[split]:
             return 0
         longest = self.max_sequence_length
         full = [n for n, row in enumerate(encoded) if len(row["input_ids"]) == longest]
@@ -908,15 +1035,29 @@ class FinetuningDataModule(L.LightningDataModule):
                     f"former raise {longer}")
         return [f"  {lost:,} {what}"] * bool(lost)
 
+    def _describe_known(self, split: str) -> list[str]:
+        "A line where rows have texts of the training rows: their scores measure memory, too."
+        if split == "train" or "train" not in self.records:
+            return []
+        known = {text for row in self._held_texts(self.records["train"]) for text in row}
+        rows = self._held_texts(self.records[split])
+        count = sum(not known.isdisjoint(row) for row in rows)
+        what = "a context" if self.context_column else "a text"
+        return [f"  {count:,} rows have {what} that stands in training, too"] * bool(count)
+
     def describe(self, num_rows: int = 2) -> str:
         "Rows, labels and lengths of each split, and a few decoded rows. Call `setup` first."
         lines = [*filter(None, [self.note]), *self.bad_rows.describe()]
         for split, data in self.datasets.items():
             lines.append(f"{split}: {len(self.records[split]):,} examples, {len(data):,} rows, "
                          f"{data.lengths.sum():,} tokens")
+            long = f"texts have more than max_sequence_length={self.max_sequence_length} tokens"
             if cut := self.num_cut[split]:
-                lines.append(f"  {cut:,} texts have more than max_sequence_length="
-                             f"{self.max_sequence_length} tokens; their ends are cut off")
+                lines.append(f"  {cut:,} {long}; their ends are cut off")
+            if pieces := self.pieces[split]:
+                lines.append(f"  {len(pieces):,} {long}; they are read in pieces, and every word "
+                             "counts")
+            lines += self._describe_known(split)
             if self.task == "span_classification" and "labels" in data.rows[0]:
                 lines += self._describe_spans(split)
             lines += self._describe_lost(split)
@@ -943,6 +1084,8 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
         reading["max_answer_tokens"] = data.max_answer_tokens
     if data.reader_kwargs.get("multiword") == "join":  # tags such as AUX+PART are of joined words
         reading["multiword"] = "join"
+    if data.reader_kwargs.get("delimiter"):  # the next table is probably one like those of training
+        reading["delimiter"] = data.reader_kwargs["delimiter"]
     with written_whole(Path(directory) / READING) as temporary:
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
@@ -968,7 +1111,8 @@ def load_reading(
             or not isinstance(reading.get("doc_stride", 0), int) \
             or not isinstance(reading.get("always_answered", False), bool) \
             or not is_count(reading.get("max_answer_tokens", 1)) \
-            or reading.get("multiword", "join") != "join":
+            or reading.get("multiword", "join") != "join" \
+            or not re.fullmatch(r"[^\"\r\n]", str(reading.get("delimiter", ","))):
         raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
                          "columns and length yourself")
     return reading

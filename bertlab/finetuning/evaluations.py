@@ -90,6 +90,10 @@ class Calibration:
             "confidence": clean(self.confidence), "accuracy": clean(self.accuracy)}}
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #6cc41d25
+# A label such as $0_$10 is no formula, which would end in an error.
+_NAMES = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "parse_math": False}
+
+
 def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a figure
     "Shares of each row, so that rare labels are seen as well as frequent ones; numbers are counts."
     counts_CC, num_labels = np.asarray(confusions_CC), len(names)
@@ -99,8 +103,8 @@ def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a
     image = axes.imshow(shares_CC, cmap="Blues", vmin=0, vmax=1)
     axes.grid(False)
     short = [name if len(name) <= 16 else f"{name[:15]}…" for name in names]
-    axes.set_xticks(range(num_labels), short, rotation=60, ha="right", rotation_mode="anchor")
-    axes.set_yticks(range(num_labels), short)
+    axes.set_xticks(range(num_labels), short, **_NAMES)
+    axes.set_yticks(range(num_labels), short, parse_math=False)
     if num_labels <= 20:
         for row, column in np.argwhere(counts_CC):
             shade = "white" if shares_CC[row, column] > 0.5 else "black"
@@ -191,7 +195,7 @@ def plot_spans(rows: Sequence[dict]) -> Any:  # a figure
     for shift, score, colour in ((-0.2, "precision", BLUE), (0.2, "recall", ORANGE)):
         axes.bar(places + shift, [row[score] for row in rows], 0.38, color=colour, label=score)
     axes.set_xticks(places, [f"{row['label'][:16]} ({row['support']:,})" for row in rows],
-                    rotation=60, ha="right", rotation_mode="anchor")
+                    **_NAMES)
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

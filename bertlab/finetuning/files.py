@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['CONLLU', 'LABELLED', 'SUFFIXES', 'LabelledRows', 'read_conllu', 'read_conll2003', 'read_squad', 'guess_lines',
            'guess_format', 'read_labelled', 'split_called', 'find_split', 'find_split_files', 'take_split',
-           'find_files', 'load_hub', 'read_json_cell', 'read_number_cell', 'choose_reader']
+           'find_files', 'load_hub', 'read_json_cell', 'is_text_of_list', 'read_number_cell', 'choose_reader']
 
 # %% ../../nbs/finetuning/01_files.ipynb #7c4f646e
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -431,12 +432,33 @@ _NUMBER = re.compile(r"[+-]?(\d+|\d*\.\d+|\d+\.\d*)([eE][+-]?\d+)?")
 _NOTHING = "", "nan"  # cells, in small letters
 
 
-def read_json_cell(cell: str) -> Any:  # the cell itself where it is no JSON: found out later
-    "Read a cell as JSON, where it is some."
+_ARRAY = re.compile(r"""\[\s*(['"].*|np\..*|[-+.]*\d[-+.\deE]*[\s,][-+.,\deE\s]*)\]""", re.DOTALL)
+
+
+def _read_python(cell: str) -> Any:  # the cell itself where it is neither
+    "Read a list or a dict as Python shows it: pandas puts lists into tables in this way."
+    text, bare = cell.strip(), lambda shown: re.sub(r"\s", "", shown)
+    if not text.startswith(("[", "{")):
+        return cell
+    try:
+        found = ast.literal_eval(text)
+        # Python takes 'a' 'b', which is how numpy shows an array, for the one text 'ab'.
+        return json.loads(json.dumps(found)) if bare(repr(found)) == bare(text) else cell
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return cell
+
+
+def read_json_cell(cell: str) -> Any:  # the cell itself where it is neither
+    "Read a cell as JSON, or as a list or a dict in Python's own form."
     try:
         return json.loads(cell) if cell.strip() else None
     except (ValueError, RecursionError):
-        return cell
+        return _read_python(cell)
+
+
+def is_text_of_list(value: Any) -> bool:
+    "Whether a text was a list once, as `['a' 'b']` or `[0 1]`; words in brackets were none."
+    return isinstance(value, str) and bool(_ARRAY.fullmatch(value.strip()))
 
 
 def read_number_cell(cell: str) -> Any:  # the cell itself where it is no number

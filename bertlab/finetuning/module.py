@@ -379,12 +379,15 @@ class FinetuningModule(TrainingModule):
         "Sums over the labels of a batch."
         return self._loss_parts(self.run_model(batch), batch)
 
-    def _loss_parts(self, output: Any, batch: dict[str, Tensor]) -> LossParts:
+    def _loss_parts(
+        self, output: Any, batch: dict[str, Tensor],
+        weigh: bool = True,  # by `class_weights`
+    ) -> LossParts:
         "Sum and count of a batch's loss. Raises `ValueError` for a batch without labels."
         if output.loss_sum is None:
             raise ValueError("the batch has no labels: trainer.predict is for rows without")
         sums = output.loss_sum, output.num_labels
-        if self.class_weights_C is not None:
+        if weigh and self.class_weights_C is not None:
             sums = weighted_loss(output.logits, batch["labels"], self.class_weights_C)
         nothing = torch.zeros_like(sums[0])
         return LossParts(*sums, nothing, nothing)
@@ -401,7 +404,7 @@ class FinetuningModule(TrainingModule):
     def score_batch(self, batch: dict[str, Tensor], set_number: int = 0) -> None:
         "Add a batch to the sums, and show its predictions to the metrics."
         output = self.run_model(batch)
-        parts = self._loss_parts(output, batch)
+        parts = self._loss_parts(output, batch, weigh=False)  # or no two runs could be compared
         self._loss_sums += torch.stack([part.float() for part in parts[:2]])
         if self._scores is not None:
             self._scores.update(readable(output), readable(batch))

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['HEADS', 'WRITERS', 'TaskPredictor', 'load_predictor', 'run_batches', 'run_sorted', 'PredictionOptions',
-           'predict_labels', 'Piece', 'cut_pieces', 'predict_tags', 'predict_answers', 'predict_spans', 'Predictions',
-           'text_columns', 'predict_rows', 'read_input', 'as_json_lines', 'as_table', 'as_conllu', 'choose_writer',
-           'check_output', 'write_predictions', 'predict_file']
+           'predict_labels', 'predict_tags', 'predict_answers', 'predict_spans', 'Predictions', 'text_columns',
+           'predict_rows', 'read_input', 'as_json_lines', 'as_table', 'as_conllu', 'choose_writer', 'check_output',
+           'write_predictions', 'predict_file']
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #c7109456
 import csv
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,9 @@ from ..core.files import written_whole
 from ..data.plain_models import FAMILIES
 from ..data.readers import read_lines, resolve_column
 from ..data.rows import IGNORED
-from ..data.supervised import SupervisedCollator, encode_words
+from ..data.supervised import SupervisedCollator
 from ..data.tokenizers import load_tokenizer
-from .data import COLUMNS, TASKS, load_reading, split_cell
+from .data import COLUMNS, TASKS, cut_pieces, load_reading, split_cell
 from .files import CONLLU, LABELLED, LabelledRows, guess_format, guess_lines
 from .files import read_labelled
 from .metrics import best_answers, choose_answer, find_spans, merge_spans
@@ -74,6 +74,7 @@ class TaskPredictor:
     null_threshold: float = 0.0  # how far "no answer" led to win in training; inf: it never did
     multiword: str = "split"  # "join": it has learned tokens of CoNLL-U that hold several words
     max_answer_tokens: int = 30  # of an answer: as many as the longest of training had, or more
+    delimiter: str | None = None  # of the tables of training, where it was told
 
     def collate(self, columns: Sequence[str]) -> SupervisedCollator:  # texts; two are a pair
         "What makes batches of rows without labels."
@@ -123,7 +124,8 @@ def load_predictor(
     limit = math.inf if reading.get("always_answered") else 0.0
     return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride,
                          limit, reading.get("multiword", "split"),
-                         reading.get("max_answer_tokens", 30))  # older directories do not say
+                         reading.get("max_answer_tokens", 30),  # older directories do not say
+                         reading.get("delimiter"))
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #d738224a
 def run_batches(
@@ -230,31 +232,6 @@ def predict_labels(
     told = [_tell_label(logits["logits"], predictor, options) for logits in found]
     return told, num_cut
 
-# %% ../../nbs/finetuning/10_predictions.ipynb #2e270044
-class Piece(NamedTuple):
-    "Words of a text that a model reads at once."
-
-    number: int  # of the text
-    first: int  # word
-    row: dict  # ids
-    words: list[int | None]  # the word of each token, from the piece's first
-
-
-def cut_pieces(
-    texts: Sequence[list[str]],  # the words of each
-    read: Any,  # a RowReader
-) -> list[Piece]:
-    "Begin a long text's next piece with the first word that the last piece could not hold."
-    pieces, waiting = [], [(number, 0) for number in range(len(texts))]
-    while waiting:
-        made = encode_words([texts[number][first:] for number, first in waiting], read)
-        new = [Piece(*place, *parts) for place, *parts in zip(waiting, *made)]
-        held = [max((w + 1 for w in one.words if w is not None), default=0) for one in new]
-        waiting = [(one.number, one.first + n) for one, n in zip(new, held)
-                   if 0 < n < len(texts[one.number]) - one.first]
-        pieces += new
-    return pieces
-
 # %% ../../nbs/finetuning/10_predictions.ipynb #4b6e8086
 def predict_tags(
     predictor: TaskPredictor,
@@ -295,16 +272,26 @@ def _shorten(
     return question if len(ends) <= room else question[:ends[room - 1]]
 
 
+_NUM_SHARING = 20  # spans that share the probability, however many are told
+
+
 def _tell_answer(ranked: Sequence, predictor: TaskPredictor, options: PredictionOptions) -> dict:
-    "Read the ranked answers of a question: their scores are logits, and sum up to 1 as shares."
+    "Read the ranked answers of a question: scores are logits, those of the best make shares of 1."
     limit = options.null_threshold
-    best = choose_answer(ranked, predictor.null_threshold if limit is None else limit)
-    shares = _softmax(np.array([one.score for one in ranked])).tolist()
-    told = {"predicted_answer": best.text, "probability": shares[ranked.index(best)],
+    limit = predictor.null_threshold if limit is None else limit
+    best, spans = choose_answer(ranked, limit), [one for one in ranked if one.text]
+    # Where "no answer" can never win, it takes no share from those that can.
+    able = [one for one in ranked if one.text or limit < math.inf or not spans]
+    sharing = spans[:_NUM_SHARING] + [one for one in able if not one.text]
+    total = np.logaddexp.reduce([one.score for one in sharing])
+    share = lambda one: math.exp(one.score - total)
+    told = {"predicted_answer": best.text, "probability": share(best),
             "predicted_start": best.start, "predicted_stop": best.stop}
     if options.all_probabilities:
-        told["n_best"] = [{"answer": one.text, "probability": share, "start": one.start,
-                           "stop": one.stop} for one, share in zip(ranked, shares)]
+        kept = [one for rank, one in enumerate(able) if rank < options.num_best or not one.text
+                or one is spans[0]]
+        told["n_best"] = [{"answer": one.text, "probability": share(one), "start": one.start,
+                           "stop": one.stop} for one in kept]
     return told
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #0757866a
@@ -324,7 +311,7 @@ def predict_answers(
     starts, ends = ([one[f"{side}_logits"] for one in found] for side in ("start", "end"))
     places = ([window[name] for window in windows] for name in ("offsets", "example_index"))
     answers = best_answers(starts, ends, *places, [row[context] for row in rows],
-                           options.num_best, predictor.max_answer_tokens)
+                           max(options.num_best, _NUM_SHARING + 1), predictor.max_answer_tokens)
     told = [_tell_answer(answers[number], predictor, options) for number in range(len(rows))]
     return told, sum(one[asked] != row[asked] for one, row in zip(short, rows))
 
@@ -398,6 +385,7 @@ def _read_cells(
     columns: Sequence[str],
     as_words: bool,  # a text is read as the words between its spaces
     place: str,  # of the row, for messages
+    is_line: bool = False,  # of a plain text, in which brackets are words as others
 ) -> dict[str, Any] | None:  # of those columns; None: one of them is blank
     "Take what is to be read. Raises `ValueError` for a column that is missing or is no text."
     found = {}
@@ -406,6 +394,11 @@ def _read_cells(
             raise ValueError(f"{place} has no column {name!r}; it is {str(row)[:60]}")
         value = [] if row[name] is None and as_words else "" if row[name] is None else row[name]
         value = split_cell(value) if as_words and isinstance(value, str) else value
+        if isinstance(value, str) and is_line and as_words:
+            value = value.split()
+        elif isinstance(value, str) and as_words:
+            raise ValueError(f"{place}: the column {name!r} holds {value[:60]!r}, the text of a "
+                             'list: lists in tables are JSON, as ["a", "b"]')
         value = list(value) if as_words and isinstance(value, (tuple, np.ndarray)) else value
         texts = value if as_words and isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
@@ -461,7 +454,8 @@ def predict_rows(
         return Predictions([])
     names = text_columns(predictor, rows, columns, file_format)
     words = predictor.task == "token_classification"
-    cells = [_read_cells(row, names, words, at) for row, at in zip(rows, rows.places)]
+    line = file_format == "lines"
+    cells = [_read_cells(row, names, words, at, line) for row, at in zip(rows, rows.places)]
     full = [number for number, row in enumerate(cells) if row is not None]
     told = [_blank_prediction(predictor, options) for _ in cells]
     found, num_long = _PREDICTING[predictor.task](
@@ -483,23 +477,38 @@ def _read_standard_input(file_format: str | None, **options: Any) -> tuple[Label
         return read_input(path, file_format or guess, **options)
 
 
+def _find_delimiter(path: Path, usual: str, learned: str) -> str:
+    "The delimiter of training, unless the first line has the usual one alone."
+    first = next((line.text for line in read_lines(path) if line.text.strip()), "")
+    return usual if usual in first and learned not in first else learned
+
+
 def read_input(
     source: str | os.PathLike,  # a file, or "-"
     file_format: str | None = None,  # a key of LABELLED, or "lines"; None: by name and contents
     header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
     multiword: str = "split",  # of CoNLL-U, as in `read_conllu`
+    delimiter: str | None = None,  # of .csv and .tsv; None: `learned`, or the usual one
+    learned: str | None = None,  # delimiter of training, for tables that have it
 ) -> tuple[LabelledRows, str]:  # rows and their format
-    "Read a file whole; what has no format of its own has a text in each line."
+    "Read a file whole; what has no format has a text in each line. Raises `ValueError`."
     if file_format not in (None, "lines", *LABELLED):
         raise ValueError(f"format {file_format!r} is none of lines, {', '.join(LABELLED)}")
     if str(source) == "-":
-        return _read_standard_input(file_format, header=header, multiword=multiword)
+        return _read_standard_input(file_format, header=header, multiword=multiword,
+                                    delimiter=delimiter, learned=learned)
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
     chosen = file_format or guess_format(path) or "lines"
+    usual = {"csv": ",", "tsv": "\t"}.get(chosen)
+    if delimiter and not usual:
+        raise ValueError(f"delimiter={delimiter!r} is for tables, {source} is read as {chosen}: "
+                         'leave it out, or say that the format is "csv"')
     if chosen != "lines":
         asked = {} if header else {"header": False}
+        if usual and (delimiter or learned):
+            asked["delimiter"] = delimiter or _find_delimiter(path, usual, learned)
         if chosen == "conllu":
             asked["multiword"] = multiword
         return read_labelled([path], chosen, **asked), chosen
@@ -642,11 +651,13 @@ def predict_file(
     options: PredictionOptions = PredictionOptions(),
     header: bool = True,  # of .csv and .tsv; False: columns have numbers instead of names
     overwrite: bool = False,  # an output that is there
+    delimiter: str | None = None,  # of .csv and .tsv; None: as in training, or the usual one
 ) -> tuple[list[dict], Predictions]:  # rows as they came, with what is said of them
     "Read, predict, write. Raises `ValueError` before the model is asked, where that is possible."
     if output is not None:
         check_output(output, source, overwrite)
-    rows, chosen = read_input(source, file_format, header, predictor.multiword)
+    rows, chosen = read_input(source, file_format, header, predictor.multiword, delimiter,
+                              predictor.delimiter)
     if output is not None and choose_writer(output, rows) == "conllu":
         read = text_columns(predictor, rows, columns, chosen)[0]
         if predictor.task != "token_classification" or read not in CONLLU:

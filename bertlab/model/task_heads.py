@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import (AutoModelForQuestionAnswering, AutoModelForSequenceClassification,
                           AutoModelForTokenClassification)
@@ -61,11 +62,20 @@ class TaskHead(nn.Module):
         self.norm = make_norm(c, not plain)
         self.dropout = BitDropout(c.classifier_dropout)
         self.classifier = nn.Linear(D, num_outputs)
+        unnamed = c.problem_type is None and num_outputs == 1  # as `text_loss` takes it
+        self.tells_amounts = not per_token and (c.problem_type == "regression" or unnamed)
 
-    def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., C)
+    def forward(self, x: Tensor) -> Tensor:  # (..., D) -> (..., C); amounts in float32 at least
         if self.dense is not None:
             x = self.norm(self.activation(self.dense(x)))
-        return self.classifier(self.dropout(x))
+        x = self.dropout(x)
+        kind = x.device.type
+        if not self.tells_amounts or x.dtype.itemsize > 2 and not torch.is_autocast_enabled(kind):
+            return self.classifier(x)
+        # A score only has to be the highest, but an amount has a unit: in bfloat16 301.3 is 302.
+        weights = {name: p.float() for name, p in self.classifier.named_parameters()}
+        with torch.autocast(kind, enabled=False):
+            return functional_call(self.classifier, weights, (x.float(),))
 
 # %% ../../nbs/model/07_task_heads.ipynb #3973220f
 def class_loss(logits_BC: Tensor, labels_B: Tensor, real_B: Tensor) -> tuple[Tensor, Tensor]:

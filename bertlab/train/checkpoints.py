@@ -48,6 +48,8 @@ def random_states() -> dict[str, Any]:
     states["numpy"] = (name, torch.from_numpy(words.astype(np.int64)), *rest)
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # by a run on the CPU it is not
         states["cuda"] = [torch.cuda.get_rng_state()]  # of this process's device
+    if torch.backends.mps.is_available():
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -62,6 +64,8 @@ def set_random_states(states: dict[str, Any]) -> None:
             kept = states["cuda"]  # older checkpoints have one for each device that was there
             here = torch.cuda.current_device()
             torch.cuda.set_rng_state(kept[here if here < len(kept) else 0])
+        if "mps" in states and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(states["mps"])
     except Exception as error:  # each generator has words of its own for it
         raise ValueError(f"random_states are not those of generators: {error}") from error
 
@@ -93,7 +97,11 @@ class RandomStates(Callback):
         states = checkpoint.get("random_states", [])
         if not isinstance(states, list):
             raise ValueError(f"random_states is {type(states).__name__}, not a list of processes")
-        self._restored = states[trainer.global_rank] if trainer.global_rank < len(states) else None
+        # Who computes one model together must drop the same units; whoever is new goes on as one
+        # that was there.
+        sharers = getattr(trainer.strategy, "tensor", 1)
+        first = trainer.global_rank // sharers * sharers
+        self._restored = states[first % len(states)] if states else None
 
     def on_train_start(self, trainer, pl_module) -> None:
         if self._restored is not None:
@@ -450,12 +458,24 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     made = json.loads(text)
     if isinstance(said := made.get("optimizer_kwargs"), dict):
         # Older versions took these, too: a rate, which may change, and a decay that nobody read.
-        unread = {"lr", *["weight_decay"] * (not reads_decay(made.get("optimizer_class", "adamw")))}
+        name, unread = made.get("optimizer_class", "adamw"), {"lr"}
+        if "weight_decay" in said and not reads_decay(name, said):
+            unread.add("weight_decay")
         left = {name: value for name, value in said.items() if name not in unread}
         made["optimizer_kwargs"] = left or None
     if isinstance(said := made.get("data_kwargs"), dict):
         said.pop("lanes", None)  # older versions: what was asked for, and not what came of it
+        if made.get("streaming") and "max_repetition" in said:
+            said["max_repetition"] = _whole_readings(said["max_repetition"])
     return made
+
+
+def _whole_readings(caps: Any) -> Any:  # of a stream, or of each by its name
+    "As older versions counted them, which took 2.9 for 2, and a part of a reading for one."
+    if isinstance(caps, dict):
+        return {name: _whole_readings(cap) for name, cap in caps.items()}
+    is_part = isinstance(caps, float) and math.isfinite(caps)
+    return max(1, int(caps)) if is_part else caps
 
 
 def _differ(kept: Any, now: Any) -> bool:

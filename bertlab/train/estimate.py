@@ -169,6 +169,7 @@ class MemoryEstimate:
     length: int
     largest_rows: int | None  # of a micro-batch that fits; 0: none does; None: unknown
     device: str
+    shares: int = 1  # processes that will divide weights, gradients and states; not counted
 
     @property
     def peak(self) -> int:  # of the process, or of the GPU's tensors
@@ -188,6 +189,10 @@ class MemoryEstimate:
         lines += [line(part, getattr(self.step, part)) for part in parts]
         lines += [line("process", self.process)] * bool(self.process)
         lines += [line("peak", self.peak)]
+        if self.shares > 1:
+            held = self.step.weights + self.step.gradients + self.step.states
+            lines.append(f"             (of one process that holds everything: {self.shares} will "
+                         f"divide the {held / 2**20:,.0f} MiB of weights, gradients and states)")
         if self.saving > self.step.peak:
             lines.append("             (while a model directory is written)")
         if self.device == "cpu":

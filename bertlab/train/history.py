@@ -272,30 +272,43 @@ class RunProgress(Callback):
         validations_left = trainer.max_steps // self._val_steps - step // self._val_steps
         return per_step * steps_left + one * validations_left
 
+    def _training_line(self, trainer) -> str:
+        self.history.fetch()
+        tokens, seconds = (n - then for n, then in zip(self.history.totals(), self._start))
+        tokens *= count_readers(trainer)  # the others have as many rows
+        return progress_line(self.history.record.rows[-1], tokens, seconds,
+                             self.seconds_left(trainer))
+
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step, last = trainer.global_step, trainer.max_steps
         if step > self._first and self._due(step == last):
-            self.history.fetch()
-            tokens, seconds = (n - then for n, then in zip(self.history.totals(), self._start))
-            tokens *= count_readers(trainer)  # the others have as many rows
-            line = progress_line(self.history.record.rows[-1], tokens, seconds,
-                                 self.seconds_left(trainer))
-            self._display.show(step, last, line)
+            self._display.show(step, last, self._training_line(trainer))
 
     def on_validation_start(self, trainer, pl_module) -> None:
         if self._display is None and not trainer.sanity_checking:  # validated without training
             self._open(trainer)
-        self._validating_since, self._batches = time.perf_counter(), 0
+        self._validating_since, self._batches, self._announced = time.perf_counter(), 0, False
 
     def on_validation_batch_end(self, trainer, pl_module, *_: Any) -> None:
         self._batches += 1
         if self._due(last=False):
             text = f"validating, batch {self._batches} of {sum(trainer.num_val_batches)}"
             self._display.show(trainer.global_step, max(trainer.max_steps, 1), text)
+            self._announced = True
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        fits, step = trainer.state.fn == "fit", trainer.global_step
+        if fits:
             self._validations.append(time.perf_counter() - self._validating_since)
+        loss = trainer.callback_metrics.get("val_loss")  # all processes ask: it may be a sum of all
+        # What said "validating" must not be the last word: the run would look unfinished.
+        if self._due(self._announced or fits and step == trainer.max_steps):
+            text = "validated" if loss is None else f"validation loss {float(loss):.3f}"
+            if fits and self.moves and step > self._first:  # a log has such lines already
+                text = f"{self._training_line(trainer)}, {text}"
+            self._display.show(step, max(trainer.max_steps, 1), text)
 
     def teardown(self, trainer, pl_module, stage: str) -> None:
         if self._display is not None:

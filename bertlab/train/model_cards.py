@@ -362,6 +362,21 @@ def files_to_push(directory: str | os.PathLike) -> list[Path]:
     return sorted(found)
 
 
+def _unsaid(text: str, directory: str | os.PathLike, choices: CardChoices) -> list[str]:
+    "Choices that a card does not say: in its block, in words, or by the energy that watts make."
+    block, as_list = check_card(text), lambda given: given if isinstance(given, list) else [given]
+
+    def is_said(name: str, value: Any) -> bool:
+        if name == "watts":
+            line = re.search("^- energy: about .*$", make_card(directory, choices), re.MULTILINE)
+            return line is None or line[0] in text  # None: no time is known, and watts say nothing
+        in_words = name in ("name", "description", "limits")  # the rest stands in the block
+        return as_list(block.get(name)) == as_list(value) or in_words and value in text
+
+    return [name for name, value in vars(choices).items()
+            if value is not None and not is_said(name, value)]
+
+
 def push_model(
     directory: str | os.PathLike,  # of a model
     repo: str,  # owner/name
@@ -378,11 +393,7 @@ def push_model(
         raise ValueError(f"repo {repo!r} must have the form owner/name")
     own = Path(directory) / "README.md"
     text = own.read_text(encoding="utf-8") if own.exists() else make_card(directory, choices)
-    block = check_card(text)
-    in_words = ("name", "description", "limits")  # the rest stands in the block
-    unsaid = [name for name, value in vars(choices).items() if value is not None
-              and block.get(name) != value and not (name in in_words and value in text)]
-    if own.exists() and unsaid:
+    if unsaid := _unsaid(text, directory, choices) if own.exists() else []:
         raise ValueError(f"{own} is sent as it is, and does not say {', '.join(unsaid)}: write it "
                          "anew first (bertlab card --overwrite), or leave that out")
     files = {path.relative_to(directory).as_posix(): path for path in files_to_push(directory)}

@@ -252,6 +252,8 @@ class ModelDirectories(Callback):
     with averaged weights, where the optimizer keeps them. Raises `ValueError` before training.
     """
 
+    writes_models = True  # the module says so where nobody does
+
     def __init__(
         self,
         directory: str | os.PathLike,  # gets `step-N`, and a link `best`

@@ -56,7 +56,7 @@ from ..model.task_heads import BertLabForSpanClassification, BertLabForTokenClas
 from ..optim.budgets import TimeBudgetLR
 from ..optim.groups import parameter_groups
 from ..optim.optimizers import OPTIMIZERS, get_optimizer, optimizer_facts
-from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler
+from ..optim.schedulers import OTHER_UNITS, SCHEDULES, get_scheduler, own_scheduler
 from .steps import TrainingModule, count_readers, plain_options, reads_decay
 
 # %% ../../nbs/train/02_modules.ipynb #bb3a719c
@@ -316,7 +316,9 @@ def optimizer_options(
     if "lr" in said:
         raise ValueError(f"optimizer_kwargs has lr={said['lr']!r}, which is not its place: say "
                          f"learning_rate={said['lr']!r} beside optimizer_kwargs")
-    if "weight_decay" in said and not reads_decay(hparams.optimizer_class):
+    if "weight_decay" in said:
+        optimizer_facts(hparams.optimizer_class)  # imports the file of one of your own
+    if "weight_decay" in said and not reads_decay(hparams.optimizer_class, said):
         asked = f"weight_decay={said['weight_decay']!r}"
         raise ValueError(f"optimizer_kwargs has {asked}, which is not read there: say {asked} "
                          "beside optimizer_kwargs, or leave it out in a run that was begun with it")
@@ -369,8 +371,8 @@ def pretraining_optimizer(
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
     total = total_steps if math.isfinite(total_steps) else None
     if h.schedule is not None:
-        settled = {"schedule": h.schedule, "total_steps": total}
-        scheduler = get_scheduler(optimizer, **_once(said, settled))
+        _once(said, {"schedule": h.schedule, "total_steps": total})
+        scheduler = own_scheduler(optimizer, h.schedule, total, said)
     else:
         phases = {
             f"{phase}_{part}": h[f"scheduler_{phase}_{part}"]
@@ -671,7 +673,12 @@ class PretrainingModule(TrainingModule):
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
-            if not isinstance(strategy.checkpoint_io, DirectoriesBeside):
+            if getattr(strategy, "_save_distributed_checkpoint", False):  # it asks no checkpoint_io
+                if not any(getattr(c, "writes_models", False) for c in self.trainer.callbacks):
+                    rank_zero_warn("checkpoints in shards have no directories for transformers "
+                                   "beside them: add ModelDirectories to the callbacks, or take "
+                                   "strategy='fsdp'")
+            elif not isinstance(strategy.checkpoint_io, DirectoriesBeside):
                 strategy.checkpoint_io = DirectoriesBeside(strategy.checkpoint_io, self)
 
     def build_fresh(self) -> BertLabPreTrainedModel:

@@ -38,7 +38,7 @@ from ..core.reading import format_yaml, read_json, read_yaml
 from .stopping import NonFiniteGuard
 from .modules import OBJECTIVE_MODELS, PretrainingModule, clock_budget
 from .modules import data_objective, pretraining_optimizer, settle_objective
-from .parallel import count_processes, count_sharers, get_strategy
+from .parallel import count_processes, count_sharers, find_launch, get_strategy
 from .reports import why_stopped
 from .steps import count_readers, dotted_name
 from .checkpoints import CheckpointSeries, check_resume, find_checkpoint
@@ -178,6 +178,13 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
     "Make or find the directory. Raises `ValueError` where another run has begun there."
     if not stages:
         raise ValueError("stages is empty: give one Stage or more")
+    launch = find_launch()
+    for number, stage in enumerate(stages, 1):
+        count = count_processes(stage.trainer)
+        if launch is not None and launch.world_size not in (1, count):
+            raise ValueError(f"stage {number} is for {count} process(es), and {launch.launcher} "
+                             f"has started {launch.world_size}, each of which would train it: say "
+                             f"devices={launch.devices}, num_nodes={launch.num_nodes} in trainer")
     if stages[0].reference == "previous" and not stages[0].module.get(_MODEL):
         raise ValueError("stage 1 has nothing before it: name its reference, or the "
                          "pretrained_model_name_or_path that it goes on with")

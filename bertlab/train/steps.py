@@ -9,7 +9,9 @@ __all__ = ['LOSS_SCALE', 'whole', 'total_norm', 'without_waiting', 'count_reader
            'TrainingModule']
 
 # %% ../../nbs/train/01_steps.ipynb #f4407764
+import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -198,10 +200,11 @@ def validation_metrics(
     "Divide once, at the end."
     loss_sum, divisor, num_right, scored, num_bytes = sums.sum(0)
     loss = loss_sum / divisor
+    # Where a run keeps its numbers in 16 bits, a tensor without a type would be one of those.
     metrics = {"loss": loss, "accuracy": num_right / scored,
-               "perplexity": torch.tensor(perplexity(loss.item()))}  # fmt: skip
+               "perplexity": torch.tensor(perplexity(loss.item()), dtype=torch.float32)}
     if num_bytes > 0:
-        metrics["bits_per_byte"] = loss_sum / num_bytes / torch.log(torch.tensor(2.0))
+        metrics["bits_per_byte"] = loss_sum / num_bytes / math.log(2)
     if len(sums) > 1:
         metrics |= {f"loss_{i}": s[0] / s[1] for i, s in enumerate(sums)}
     return {f"{stage}_{name}": value for name, value in metrics.items()}
@@ -217,14 +220,32 @@ def dotted_name(part: Any) -> str | None:
     return f"{module}.{name}" if is_found else None
 
 
-def reads_decay(optimizer_class: Any) -> bool:  # of a name, a class or function, or its dotted name
+def reads_decay(
+    optimizer_class: Any,  # a name, a class or function, or its dotted name
+    options: Mapping[str, Any],  # with which it is built, besides the rate
+) -> bool:
     """Whether an optimizer may read a `weight_decay` among its options: only one of your own.
 
-    bertlab's and torch's take the decay that each group of weights brings.
+    bertlab's and torch's take the decay that each group of weights brings, and so does a class that
+    hands its options on to torch. A name counts as that of such a class once its file is imported.
     """
     known = optimizer_class
     name = known if isinstance(known, str) else dotted_name(known) or ""
-    return name not in OPTIMIZERS and not name.startswith("torch.optim.")
+    if name in OPTIMIZERS or name.startswith("torch.optim."):
+        return False
+    if isinstance(known, str):  # that of a checkpoint imports nothing
+        module, _, attribute = name.rpartition(".")
+        known = getattr(sys.modules.get(module), attribute, None)
+    if not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
+        return True
+    group = {"params": [torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))], "weight_decay": 0.5,
+             **({"hidden": True} if getattr(known, "hidden_apart", False) else {})}
+    try:
+        made = known([group], **{"lr": 0.1, **options, "weight_decay": 0.125})
+    except Exception:  # what is wrong is said where it is built for the run
+        return True
+    left = all(one.get("weight_decay") == 0.5 for one in made.param_groups)
+    return not (left and made.defaults.get("weight_decay") == 0.125)
 
 
 def plain_options(

@@ -178,6 +178,14 @@ def test_prompts_of_a_model_stand_before_texts_and_queries_and_are_named(place, 
     path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": prompts}))
     status, said, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / "index")
     assert status == 0 and "the model's prompt 'gamma: '" in said, error
+    for side, expected in (("query", "prompt 'alpha beta: ' (otherwise: --prompt document or --prompt none)"), ("none", "")):
+        status, said, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / f"{side}.npy", "--prompt", side)
+        assert status == 0 and expected in said and ("before each" in said) == (side == "query"), error
+    status, _, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--prompt", "passage")
+    assert status == 2 and "prompt 'passage' is unknown" in error
+    status, said, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / "none.npy", "--prompt", "query",
+                              "--overwrite")  # fmt: skip
+    assert status == 0 and "the model has no prompt for queries" in said, error
     for where in (tmp_path / "index", place / "texts"):
         status, said, error = run(capsys, "search", tmp_path / "model", where, "red house", "--as_json", "--top_k", "1")
         assert status == 0, error

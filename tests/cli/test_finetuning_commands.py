@@ -295,6 +295,8 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--run.num_epochs", "0"], "run.num_epochs"),
         (["--run.patience", "-1"], "run.patience"),
         (["--run.average", "2"], "run.average"),
+        (["--run.average", "0.9", "--model.optimizer_class", "splus"], "the optimizer (splus) keeps averages of its own"),
+        (["--run.validations_per_epoch", "5"], "validations_per_epoch=5 is more than the 4 optimizer steps"),
         (["--run.seeds", "[-1]"], "run.seeds"),
         (["--data.validation_fraction", "1.5"], "validation_fraction"),
         (["--data.val_batch_size", "0"], "val_batch_size"),
@@ -337,11 +339,33 @@ def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys,
     assert not (tmp_path / "run").exists()
 
 
+def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(tok, tmp_path, capsys, monkeypatch):
+    import bertlab.cli.finetune as command
+
+    made = command.make_trainer
+
+    def scaled(*args, **options):  # as on a GPU; a CPU refuses 16-mixed
+        trainer = made(*args, **options)
+        trainer.precision_plugin.scaler = torch.amp.GradScaler("cpu")
+        return trainer
+
+    monkeypatch.setattr(command, "make_trainer", scaled)
+    source = write_rows(tmp_path / "rows", "csv")
+    assert by_words(words_for(tok, source, tmp_path / "run", "--model.optimizer_class", "sophiah")) == 2
+    assert "16-mixed" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_a_run_that_was_started_as_several_processes_is_refused_in_each(tok, tmp_path, capsys, monkeypatch):
     for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run")) == 2
+    source = write_rows(tmp_path / "rows", "csv")
+    assert by_words(words_for(tok, source, tmp_path / "run")) == 2
     assert "torchrun has started 2" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # which would start the others itself
+    assert by_words(words_for(tok, source, tmp_path / "run", "--trainer.devices", "2")) == 2
+    assert "trainer.devices and num_nodes make 2" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
@@ -538,3 +562,62 @@ def test_seeds_are_not_averaged_over_rows_that_they_have_not_seen(tok, tmp_path,
     capsys.readouterr()
     assert main(["average", str(output), "--output", str(tmp_path / "other")]) == 2
     assert "there and" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_an_unfinished_seed_does_not_go_on_under_another_monitor(tok, tmp_path, capsys):
+    output = tmp_path / "run"
+    assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output)) == 0
+    (output / "metrics.json").unlink()  # as if it had been killed before its numbers were written
+    kept = (output / "run.yaml").read_text()
+    capsys.readouterr()
+    assert by_words(["--resume", output, "--run.monitor", "val_loss"]) == 2
+    assert "kept the best weights by val_accuracy, and monitor is val_loss now" in capsys.readouterr().err
+    assert (output / "run.yaml").read_text() == kept
+    assert by_words(["--resume", output, "--run.monitor", "val_accuracy"]) == 0, "the task's own, by its name"
+
+
+def test_seeds_begin_with_the_same_weights_or_not_at_all(tok, tmp_path, capsys, monkeypatch):
+    "Pretraining may go on meanwhile, and write under the name that a seed has begun with."
+    source, first, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "first", tmp_path / "run"
+    assert by_words(words_for(tok, source, first, "--run.baselines", "false")) == 0
+    weights, kept = first / "model.safetensors", (first / "model.safetensors").read_bytes()
+    other = kept[:-4] + b"\0\0\0\0"
+    assert other != kept
+    words = ["--data.dataset_name_or_path", source, "--model.pretrained_model_name_or_path", first, "--run.output", output,
+             "--run.baselines", "false", "--run.num_epochs", "1", "--trainer.limit_train_batches", "2", "--trainer.accelerator", "cpu",
+             "--trainer.precision", "32-true", "--data.train_batch_size", "8", "--run.progress", "none"]  # fmt: skip
+    train = FinetuningRun._fit_seed
+
+    def moved_on(run, seed, *more):
+        found = train(run, seed, *more)
+        weights.write_bytes(other)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinetuningRun, "_fit_seed", moved_on)
+        assert by_words([*words, "--run.seeds", "[0, 1]"]) == 2
+    refusal = f"seed 1 of {output} would begin with other weights than those before it: {first} has changed"
+    assert refusal in capsys.readouterr().err and not (output / "seed-1").exists()
+    assert by_words(["--resume", output]) == 2 and refusal in capsys.readouterr().err
+    assert by_words(["--resume", output, "--run.seeds", "[0]"]) == 0, "what has begun does not begin again"
+    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2 and refusal in capsys.readouterr().err
+    weights.write_bytes(kept)
+    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 0
+    weights.write_bytes(other)
+    run = yaml.safe_load((output / "run.yaml").read_text())
+    del run["record"]["begins_with"]  # as an older version wrote it
+    (output / "run.yaml").write_text(yaml.safe_dump(run))
+    assert by_words(["--resume", output, "--run.seeds", "[0, 1, 2]"]) == 0
+
+
+def test_a_picture_that_fails_costs_no_model(tok, tmp_path, monkeypatch):
+    from bertlab.finetuning.evaluations import Evaluation
+
+    def fail(evaluation, directory):
+        raise RuntimeError("no picture")
+
+    monkeypatch.setattr(Evaluation, "write", fail)
+    with pytest.raises(RuntimeError, match="no picture"):
+        by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run"))
+    assert len(predict_rows(load_predictor(tmp_path / "run"), texts_of(3)).rows) == 3
+    assert (tmp_path / "run" / "bertlab_reading.json").exists()

@@ -61,6 +61,7 @@ def test_help_and_mistakes_are_answered_without_torch(words):
     ("[1, 2]", "list[int]", [1, 2]), ("{a: 2e-3}", "dict[str, Any] | None", {"a": 0.002}),
     ("[a, b]", "str | list[str] | None", ["a", "b"]), ("-1", "int", -1), ("x", "Optional[Union[int, str]]", "x"),
     ("2020", "str | list[str] | Corpus | None", "2020"), ("3", "int | float | str", 3), ("3", "float | str", 3.0),
+    ("no way", "list[str] | dict[Any, str] | None", ["no way"]), ("{1: a}", "list[str] | dict[Any, str]", {1: "a"}),
     ("ddp", "str | Strategy", "ddp"), ("{class_path: a.B}", "str | Strategy", {"class_path": "a.B"}),
 ])  # fmt: skip
 def test_a_word_becomes_a_value_of_the_type_that_is_asked_for(text, kind, value):

@@ -180,17 +180,20 @@ def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
     pretend_gpus(bare, A100, A100)
     bare.setattr(torch.cuda, "get_device_capability", lambda index=None: pytest.fail("CUDA would begin here"))
     bare.setattr(torch.cuda, "get_device_properties", lambda index=None: pytest.fail("CUDA would begin here"))
+    bare.setattr(torch.cuda, "get_device_name", lambda index=None: pytest.fail("CUDA would begin here"))
     bare.setattr(torch.cuda, "is_initialized", lambda: False)
     bare.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "a shell"))
     asked = []
-    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(returncode=0, stdout="8 0\n")
+    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(returncode=0, stdout=f"8 0 {80 * 2**30} {A100[0]} or so\n")
     bare.setattr(devices.subprocess, "run", done)
-    devices._capability_elsewhere.cache_clear()
+    devices._ask_elsewhere.cache_clear()
     try:
         assert check_request("auto", "bf16-mixed", 2) == "cuda" and devices.default_precision("cuda")[0] == "bf16-mixed"
+        found = describe_device()  # stands in the record of a run
     finally:
-        devices._capability_elsewhere.cache_clear()
-    assert len(asked) == 1 and "get_device_capability(0)" in asked[0]
+        devices._ask_elsewhere.cache_clear()
+    assert (found.name, found.memory_bytes, found.precision) == (f"{A100[0]} or so", 80 * 2**30, "bf16-mixed")
+    assert len(asked) == 1 and "get_device_properties(0)" in asked[0]
 
 
 @pytest.mark.parametrize("kind, wanted", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])

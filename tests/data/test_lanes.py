@@ -281,6 +281,32 @@ def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_
         refuse_differences("run.ckpt", kept, facts())
 
 
+def test_lanes_that_were_dealt_in_another_way_are_refused_before_a_row_is_read(tmp_path, monkeypatch):
+    "For a time an earlier version dealt files to any number of lanes by their sizes."
+    for n in range(4):
+        (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(40 if n else 20)))
+    tokenizer = train_tokenizer(["text 0 1 2 3 4 5 6 7 8 9"], 60)
+    monkeypatch.setattr("bertlab.data.cache.BATCH_TEXTS", 5)  # places within a file come with a batch of texts
+    options = dict(streaming=True, train_batch_size=1, max_sequence_length=16)
+
+    def opened(lanes=None, **more):
+        data = PretrainingDataModule(str(tmp_path), tokenizer, data_kwargs={"lanes": 3, "buffer_size": 2, "shuffle_buffer": 1}, **options)
+        if lanes is not None:
+            data.stream_lanes = [[str(tmp_path / f"{n}.txt") for n in lane] for lane in lanes]
+        data.setup()
+        return data.train_dataloader()
+
+    begun = opened([[0, 1], [2], [3]])
+    list(islice(iter(begun), 18))
+    state = json.loads(json.dumps(begun.state_dict()))
+    with pytest.raises(ValueError, match="lane 2 of 3 has other files than it had: .*stood in 2.txt .*an earlier version dealt them"):
+        opened().load_state_dict(state)  # which deals [0, 3], [1] and [2]
+    again = opened([[0, 1], [2], [3]])
+    again.load_state_dict(state)
+    assert [batch["input_ids"].tolist() for batch in islice(iter(again), 9)] == [
+        batch["input_ids"].tolist() for batch in islice(iter(begun), 9)]
+
+
 def test_a_stream_whose_lanes_are_too_short_to_hold_anything_out_says_so(tmp_path):
     for n in range(6):
         (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(5)))

@@ -19,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data import cache as token_cache
-from bertlab.data.tokenizers import train_tokenizer
+from bertlab.data.diffusion import writing_rows
+from bertlab.data.rows import encode_rows
+from bertlab.data.supervised import SequenceClassificationCollator
+from bertlab.data.tokenizers import hide_special_pieces, read_plainly, train_tokenizer
 from bertlab.data.packing import PackedDataset
 from bertlab.data.cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer, serialize_tokenizer
-from bertlab.data.cache import hide_special_pieces, text_batches, tokenize_documents
+from bertlab.data.cache import text_batches, tokenize_documents
 from bertlab.data.shards import CacheError, StaleCache, open_shards
 
 TEXTS = [f"Document {i} says [MASK] and {'more ' * (i % 7)}[SEP], {i}." for i in range(50)] + ["", "Ünï ☃", " "]
@@ -305,6 +308,51 @@ def test_processes_that_build_at_once_both_get_whole_tokens(tmp_path, tokenizer)
     assert len(list((tmp_path / "cache").glob("*.tokens"))) == 6 == len(list((tmp_path / "cache").iterdir()))
 
 
+def test_of_processes_that_want_the_same_tokens_one_makes_them_and_the_others_wait(tmp_path, tokenizer):
+    "So do the processes of a run, of which each asks for its tokens."
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    code = f"""
+    import sys, time
+    from pathlib import Path
+    from bertlab.data import cache
+    from bertlab.data.tokenizers import load_tokenizer
+    encode = cache.encode_batches
+    def slowly(*arguments):
+        Path(f"made-{{sys.argv[1]}}").touch()
+        time.sleep(1)
+        yield from encode(*arguments)
+    cache.encode_batches = slowly
+    tokenizer = load_tokenizer({str(tmp_path / "tokenizer")!r})
+    Path(f"ready-{{sys.argv[1]}}").touch()
+    while len(list(Path().glob("ready-*"))) < 2:
+        time.sleep(0.01)
+    documents = cache.tokenize_documents(["some words"] * 50, tokenizer, cache_dir="cache", num_proc=1)
+    print(len(documents), len(documents.tokens))
+    """
+    command, environment = [sys.executable, "-c", textwrap.dedent(code)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = [subprocess.Popen([*command, str(n)], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) for n in range(2)]
+    outputs = {process.communicate(timeout=120)[0] for process in started}
+    assert len(outputs) == 1 and outputs.pop().startswith("50 ") and all(process.returncode == 0 for process in started)
+    assert len(list(tmp_path.glob("made-*"))) == 1 == len(list((tmp_path / "cache").iterdir()))
+
+
+@pytest.mark.parametrize("said, alone, together", [
+    ({}, 8, 8), ({"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}, 8, 2), ({"WORLD_SIZE": "4"}, 8, 8),
+    ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 8, 4), ({"LOCAL_WORLD_SIZE": "16"}, 8, 1),
+])  # fmt: skip
+def test_processes_that_all_tokenize_share_the_cores_and_who_works_for_all_takes_them(tokenizer, tmp_path, monkeypatch, said, alone, together):
+    asked = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(token_cache, "encode_batches", lambda batches, encoder, num_proc: asked.append(num_proc) or map(encoder, batches))
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    tokenize_documents(TEXTS, tokenizer)
+    tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
+    assert asked == [together, alone]
+
+
 # --- reading, processes, progress -----------------------------------------------------------------
 
 
@@ -414,6 +462,32 @@ def test_special_tokens_that_are_pieces_of_the_model_are_words_too_where_a_text_
     assert found[3] == tokenizer(texts[3], add_special_tokens=False).input_ids  # no special token in it, one that is added
     assert len(tokenizer) - 1 in found[3] and tokenizer.unk_token_id in found[3]
     assert tokenizer("<mask>", add_special_tokens=False).input_ids == [tokenizer.mask_token_id]  # the tokenizer is as it was
+
+
+def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers():
+    from tokenizers.processors import RobertaProcessing
+
+    tokenizer, says = sentencepiece_form(), "ab </s> a<mask>b"
+    tokenizer.backend_tokenizer.post_processor = RobertaProcessing(("</s>", 2), ("<s>", 0))
+    inner = {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    collate = SequenceClassificationCollator.from_tokenizer(tokenizer, label_column=None, num_labels=2)
+    for row in (encode_rows([says], "text", tokenizer, 40)[0]["input_ids"], collate.encode([{"text": says}])[0]["input_ids"]):
+        assert not inner & {*row[1:-1]} and tokenizer.decode(row[1:-1]) == says
+        assert [row[0], row[-1]] == [tokenizer.cls_token_id, tokenizer.sep_token_id]  # the frame stays
+    row = writing_rows(tokenizer, ["ab <s> e"], [says], max_ends=1)[0]
+    end = row.index(tokenizer.sep_token_id)
+    assert (tokenizer.decode(row[:end]), tokenizer.decode(row[end + 1:-1])) == (says, "ab <s> e")
+    tokenizer.add_tokens(["new"])  # after a first call
+    assert tokenizer.convert_tokens_to_ids("new") in encode_rows(["ab new"], "text", tokenizer, 40)[0]["input_ids"]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_reading_plainly_is_a_call_with_its_switch_for_tokenizers_without_the_hole(kind):
+    one, says = train_tokenizer(TEXTS, 400, kind=kind), [*TEXTS[:20], "[CLS] of a [MASK]"]
+    how = {"truncation": True, "max_length": 9, "return_offsets_mapping": True}
+    plain, switched = read_plainly(one, says, **how), one(says, split_special_tokens=True, **how)
+    assert dict(plain) == dict(switched)
+    assert [plain.word_ids(n) for n in range(len(says))] == [switched.word_ids(n) for n in range(len(says))]
 
 
 def test_other_tokenizers_are_copied_as_they_are(tokenizer):

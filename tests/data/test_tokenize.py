@@ -1,5 +1,6 @@
 "Text becomes the same shards on any number of processes; what is stopped goes on; what is asked for wrongly is named."
 
+import hashlib
 import importlib
 import json
 import os
@@ -164,6 +165,26 @@ def test_a_filter_that_has_changed_makes_another_job(text, tmp_path, monkeypatch
         made(text, tmp_path / "out", **options)
     made(text, tmp_path / "out", overwrite=True, **options)
     assert len(open_shards(tmp_path / "out")) == sum(" 7 things" in one for one in TEXTS)
+
+
+def test_a_filter_is_known_by_the_file_in_which_it_stands_too_where_another_hands_it_on(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both files may be of one second
+    (tmp_path / "handing_filters").mkdir()
+    (tmp_path / "handing_filters" / "__init__.py").write_text(
+        "from functools import partial\nfrom .quality import Named, keep\nlong, named = partial(keep, least=5), Named()\n")
+    known = {}
+    for least in (1, 2):
+        (tmp_path / "handing_filters" / "quality.py").write_text(
+            f"def keep(text, least={least}):\n    return len(text) >= least\n\n"
+            "class Named:\n    def __call__(self, text):\n        return keep(text)\n")
+        for name in ("handing_filters.quality", "handing_filters"):
+            importlib.reload(importlib.import_module(name))
+        for name in ("keep", "long", "named"):
+            known.setdefault(name, set()).add(module.hash_filter(f"handing_filters.{name}"))
+        plain = (tmp_path / "handing_filters" / "quality.py").read_bytes()
+        assert module.hash_filter("handing_filters.quality.keep") == hashlib.blake2b(plain, digest_size=16).hexdigest()
+    assert [len(some) for some in known.values()] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("append", [False, True])

@@ -239,6 +239,21 @@ def test_more_than_the_usual_characters_are_kept_only_where_they_are_much_of_the
     assert count_characters_to_keep(common, [2] * 4000, room=5001) == 2500
     assert count_characters_to_keep(common, [2] * 4000, room=100) == 1000  # as ever: the caller says what it needs
     assert count_characters_to_keep([5] * 80, [2] * 80, room=0) == 80
+    words = [20] * 500 + [10] * 500 + [5] * 9000
+    assert count_characters_to_keep(common, [1] * 4000, room=3000, words=words) == 2500  # behind words more frequent
+    assert count_characters_to_keep(common, [1] * 4000, room=9000, words=words) == 3998
+    assert count_characters_to_keep(common, [1] * 4000, room=400, words=words) == 1000
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_rare_characters_leave_frequent_words_their_room(kind):
+    lots = random.Random(0)
+    words = ["".join(lots.choices("abcdefghij", k=8)) for _ in range(300)]
+    chinese = ["".join(chr(0x4E00 + lots.randrange(3000)) for _ in range(200)) for _ in range(50)]
+    texts = [" ".join(lots.choices(words, k=100)) for _ in range(300)] + chinese  # each word 100 times, a character thrice
+    tokenizer = train_tokenizer(texts, 2200, kind=kind)
+    assert len(tokenizer(" ".join(words), add_special_tokens=False, verbose=False).input_ids) < 5 * len(words)  # not 8
+    assert 1000 <= sum(piece[-1] >= "\u4e00" for piece in tokenizer.get_vocab() if len(piece) == 1) < 1950
 
 
 def test_byte_level_text_is_never_unknown_and_warns_nobody(recwarn):

@@ -411,6 +411,33 @@ def test_a_model_reads_as_far_as_the_one_it_began_with_though_pairs_are_cut_shor
     assert fresh.model.max_sequence_length == 16
 
 
+def say_length(place, length, tokenizer_length=None):
+    "What a directory says of its length: RoBERTas count two positions too many, sentence-transformers 6 asks the tokenizer."
+    (place / "sentence_bert_config.json").write_text(json.dumps({} if length is None else {"max_seq_length": length}))
+    path = place / "tokenizer_config.json"
+    said = json.loads(path.read_text())
+    path.write_text(json.dumps({**said, "model_max_length": tokenizer_length or said["model_max_length"]}))
+
+
+@pytest.mark.parametrize("said, of_tokenizer, reads", [(514, None, 512), (None, 24, 24), (None, 10**30, 512), (None, 10, 16)])
+def test_a_length_that_is_said_elsewhere_or_counts_positions_that_are_left_free_is_kept(tmp_path, said, of_tokenizer, reads):
+    first = small_module(model_config_kwargs={**small_config(), "max_position_embeddings": 512}).model
+    place = BiEncoder(first.encoder, first.tokenizer).save(tmp_path / "first")
+    say_length(place, said, of_tokenizer)
+    assert BiEncoder.load(place).max_sequence_length == min(reads, of_tokenizer or reads)
+    module = EmbeddingModule(str(place))
+    module.check_parts()
+    trainer = fit(module, small_data(), 1)  # of pairs that are cut at 16
+    assert BiEncoder.load(module.save(tmp_path / "trained")).max_sequence_length == reads
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=False)
+    checkpoint["vectors"]["own_length"] = None  # as it was where the length was not found
+    torch.save(checkpoint, tmp_path / "x.ckpt")
+    again = EmbeddingModule(str(place))
+    make_trainer(2, "32-true", accelerator="cpu").fit(again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+    assert again.model.max_sequence_length == reads
+
+
 def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
     first, said = small_module().model, {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"}
     BiEncoder(first.encoder, first.tokenizer, conventions=said).save(tmp_path / "first")

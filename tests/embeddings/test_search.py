@@ -216,6 +216,36 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
         index.check_model(other)
 
 
+@pytest.mark.parametrize("side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")])
+def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_path, side, before):
+    model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
+    encode_texts(model, lambda: docs, tmp_path / "v.npy", prompt=side)
+    expected = plain.encode([before + d.text for d in docs])
+    assert np.abs(np.load(tmp_path / "v.npy") - expected).max() < 2e-6
+    encode_texts(model, lambda: docs, tmp_path / "index", prompt=side)
+    index, again = TextIndex.open(tmp_path / "index"), make_model(conventions={"prompts": PROMPTS})
+    index.prepare_model(again)
+    index.check_model(again)  # and its queries have their own prompt, whatever stands before the texts
+    (hits,) = index.search(again, ["one two"], 20)
+    asked = plain.encode([PROMPTS["query"] + "one two"])[0]
+    assert np.allclose([hit.score for hit in hits], [expected[hit.number] @ asked for hit in hits], atol=1e-5)
+
+
+def test_another_prompt_is_another_encoding(tmp_path):
+    def stop(count):
+        if count:
+            raise KeyboardInterrupt
+
+    model, docs = make_model(conventions={"prompts": PROMPTS}), documents(20)
+    with pytest.raises(KeyboardInterrupt):
+        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query")
+    with pytest.raises(ValueError, match="another document_prompt .'alpha beta: ', not 'gamma delta: '"):
+        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5)
+    with pytest.raises(ValueError, match="prompt='nobody' is unknown.*document, query, none"):
+        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="nobody")
+    assert encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
+
+
 def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(tmp_path):
     model = stopped_model(tmp_path / "v.npy")
     path = tmp_path / ".v.npy.parts/state.json"

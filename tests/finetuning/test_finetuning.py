@@ -532,6 +532,36 @@ def test_balanced_weights_come_from_the_training_rows():
     assert module.class_weights_C.tolist() == [3.0, 1.0]  # fruit, tool; only their ratio counts
 
 
+@pytest.mark.parametrize("kind", ["class", "tags"])
+def test_weights_of_classes_are_for_learning_and_the_loss_of_a_split_is_without_them(kind):
+    rows = [texts_of(n, seed, kind) for seed, n in enumerate((48, 19, 11))]
+    found = []
+    for weights_C in (None, [1.0, 7.0]):
+        module, data = module_for(class_weights=weights_C, learning_rate=0.0), data_for(train=rows[0], val=rows[1], test=rows[2])
+        trainer = fit(module, data, 1)
+        batch = next(iter(data.val_dataloader()))
+        learned = module.label_loss(batch).mean().item()
+        found.append((logged(trainer)["val_loss"], trainer.test(module, data, verbose=False)[0]["test_loss"], learned))
+    assert found[0][:2] == found[1][:2] and found[0][2] != pytest.approx(found[1][2])
+
+
+def test_a_number_is_scored_as_the_saved_model_says_it_under_bfloat16():
+    rows = [texts_of(n, seed, "number") for seed, n in enumerate((96, 64, 5))]
+    rows = [[{**row, "label": row["label"] + 2000} for row in split] for split in rows]  # here bfloat16 counts by eights
+    module, data = module_for(learning_rate=0.0), data_for(train=rows[0], val=rows[1], test=rows[2])
+    module.settle(data.setup() or data)
+    module.configure_model()
+    torch.nn.init.constant_(module.model.task_head.classifier.bias, 2000.0)
+    trainer = fit(module, data, 1, precision="bf16-mixed")
+    predicted = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
+    truth = torch.tensor([row["label"] for row in rows[1]])
+    scores = make_scores("classification", module.labels)
+    scores.score(predicted, truth)
+    told = logged(trainer)
+    for name, value in scores.compute().items():
+        assert told[f"val_{name}"] == pytest.approx(value.item(), abs=0.03)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

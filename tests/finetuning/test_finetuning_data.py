@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.data import FinetuningDataModule, LabelNames, hold_out_texts, load_reading, write_reading
+from bertlab.finetuning.data import FinetuningDataModule, LabelNames, group_rows, hold_out_texts, load_reading, write_reading
 from bertlab.finetuning.metrics import best_answers, choose_answer
 from bertlab.data.module import EpochBatches
 
@@ -173,6 +173,54 @@ def test_questions_on_one_context_stay_together():
     data = given_rows(rows, task="question_answering", validation_fraction=0.2, collator_kwargs={"doc_stride": 4})
     sides = [{row["context"] for row in data.records[split]} for split in ("train", "validation")]
     assert len(sides[1]) == 1 and not sides[0] & sides[1]
+
+
+def paired(pairs, **options):
+    rows = [{"a": a, "b": b, "label": i % 2} for i, (a, b) in enumerate(pairs)]
+    return given_rows(rows, text_column=["a", "b"], **options)
+
+
+def sides_of(data) -> list[set]:
+    return [{text for row in data.records[split] for text in (row["a"], row["b"])} for split in ("train", "validation")]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neither_text_of_a_pair_stands_on_both_sides(seed):
+    # Four documents to a topic, and each pair of them in both orders: no first text alone keeps them apart.
+    pairs = [(f"text {t} {a}", f"text {t} {b}") for t in range(20) for a in range(4) for b in range(4) if a != b]
+    data = paired(pairs, seed=seed)
+    assert len(data.records["validation"]) == 24 and set.isdisjoint(*sides_of(data))
+    assert "both sides" not in data.note and "in training, too" not in data.describe()
+
+
+def test_pairs_of_few_documents_are_turned_round_on_no_side_and_the_rest_is_said():
+    pairs = [(f"text {i % 40}", f"number {i // 40}") for i in range(120)] + [(f"number {i % 3}", f"text {i}") for i in range(40)]
+    with pytest.warns(UserWarning, match="held out, by seed 0; [0-9]+ texts stand on both sides"):
+        data = paired(pairs)
+    held, kept = ({frozenset((row["a"], row["b"])) for row in data.records[split]} for split in ("validation", "train"))
+    assert held and not held & kept
+    shared = len(set.intersection(*sides_of(data)))
+    assert shared and f"; {shared} texts stand on both sides" in data.describe()
+
+
+@many
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=20))
+def test_rows_of_two_groups_share_no_key_and_groups_are_no_larger_than_that(pairs):
+    groups, rows = group_rows(pairs), range(len(pairs))
+    reached = [{j for j in rows if set(pairs[i]) & set(pairs[j])} for i in rows]
+    for _ in rows:
+        reached = [set().union(*(reached[j] for j in row)) for row in reached]
+    assert [{j for j in rows if groups[j] == groups[i]} for i in rows] == reached
+
+
+def test_rows_whose_texts_stand_in_training_are_counted():
+    rows = rows_of(12)
+    said = given_rows(rows, rows[:3] + [{"text": "text", "label": "bad"}], rows_of(1)).describe()
+    assert "  3 rows have a text that stands in training, too" in said.split("validation:")[1].split("test:")[0]
+    assert "  1 rows have" in said.split("test:")[1] and "too" not in said.split("validation:")[0]
+    asked = [question(i, f"Context {i} is good.") for i in range(6)]
+    said = given_rows(asked, [question(9, "Context 2 is good.")], task="question_answering", collator_kwargs={"doc_stride": 4}).describe()
+    assert "  1 rows have a context that stands in training, too" in said
 
 
 REGRESSION = {"collator_kwargs": {"problem_type": "regression"}}
@@ -653,6 +701,29 @@ def test_names_that_do_not_fit_the_numbers_are_refused(labels):
         given_rows(rows_of(24, labels), rows_of(6, labels), label_names=STARS, bad_rows="skip")
 
 
+def test_names_of_numbers_that_may_count_from_0_or_from_1_are_refused_until_a_mapping_says_which():
+    labels = (1, 2, 3, 4)  # stars, of which nobody gave five
+    with pytest.raises(ValueError, match="has 5 names, .* the labels 1, 2, 3, 4, which may count from 0 or from 1: .* {1: 'one', 2: 'two', ...}"):
+        given_rows(rows_of(20, labels), rows_of(4, labels), label_names=STARS)
+    for names in (dict(enumerate(STARS, 1)), {str(n): name for n, name in enumerate(STARS, 1)}):  # keys of JSON are text
+        data = given_rows(rows_of(20, labels), rows_of(5, (*labels, 5)), label_names=names)
+        assert data.count_labels("train") == {**dict.fromkeys(STARS, 5), "five": 0} and data.count_labels("validation") == dict.fromkeys(STARS, 1)
+    named = given_rows(rows_of(8), rows_of(2), label_names={"good": "like", "bad": "dislike"})
+    assert named.id2label == {0: "like", 1: "dislike"} and named.datasets["validation"].rows[0]["labels"] == 1
+    with pytest.raises(ValueError, match="train row 3: 'label' has the label 4, .*label_names; known are 1, 2, 3"):
+        given_rows(rows_of(20, labels), rows_of(4, labels), label_names={1: "one", 2: "two", 3: "three"})
+    with pytest.raises(ValueError, match="label_names has a name twice: low, low"):
+        module(label_names={1: "low", 2: "low"})
+
+
+def test_ids_that_a_dataset_has_names_for_count_from_0_even_without_one():
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b", "c"])})
+    rows = datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(8)], "label": [1, 2] * 4}, features)
+    assert given_rows(rows, rows, label_names=["x", "y", "z"]).count_labels("train") == {"x": 0, "y": 4, "z": 4}
+
+
 def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
     names = ["low", "middle", "high"]
     marks = ([0, 0, 1], [1, 0, 0], [0, 1, 1])
@@ -661,6 +732,67 @@ def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
     assert data.id2label == dict(enumerate(names)) and data.count_labels("train") == {"low": 4, "middle": 4, "high": 8}
     data = given_rows(rows_of(12, ([0], [1, 2])), rows_of(2, ([0], [1, 2])), label_names=names)
     assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[1, 0, 0], [0, 1, 1]]
+
+
+# --- lists in tables --------------------------------------------------------------------------------
+
+
+def table_of(path, rows) -> str:
+    import pandas
+
+    pandas.DataFrame(rows).to_csv(path, index=False)
+    return str(path)
+
+
+def test_lists_that_pandas_wrote_are_the_same_lists(tmp_path):
+    words = [{"text": ["text", "isn't", f"{i}"], "label": ["O", "B", "I"]} for i in range(12)]
+    numbers = [{**row, "label": [0, 1, 2]} for row in words]
+    for rows, names in ((words, {0: "B", 1: "I", 2: "O"}), (numbers, {0: "0", 1: "1", 2: "2"})):
+        data = tagger(table_of(tmp_path / "train.csv", rows))
+        assert sorted(row["text"] for split in data.records.values() for row in split) == sorted(row["text"] for row in rows)
+        assert data.id2label == names
+    several = module(source=table_of(tmp_path / "train.csv", rows_of(12, (["a", "b"], ["c"]))))
+    several.setup()
+    assert several.id2label == {0: "a", 1: "b", 2: "c"}
+    spans = [{"text": f"text {i}", "spans": [{"start": 0, "end": 4, "label": "X"}]} for i in range(12)]
+    found = module("span_classification", table_of(tmp_path / "train.csv", spans), max_sequence_length=16)
+    found.setup()
+    assert found.count_labels("train")["X"] == len(found.records["train"])
+
+
+@pytest.mark.parametrize("task", ["token_classification", "classification"])
+@pytest.mark.parametrize("cell", [np.array(["a", "b"]), np.array([0, 1]), "['a', b]"], ids=["names", "numbers", "half"])
+def test_a_list_that_cannot_be_read_is_a_bad_row_and_no_class(tmp_path, task, cell):
+    label = ["a", "b"] if task == "token_classification" else "a"
+    rows = [{"text": ["text", f"{i}"], "label": label} for i in range(12)]
+    rows[4] = {**rows[4], "label": cell}
+    path = table_of(tmp_path / "train.csv", rows)
+    with pytest.raises(ValueError, match="train.csv line 6: the column 'label' holds .*, the text of a list: lists in tables are JSON"):
+        module(task, path).setup()
+    data = module(task, path, bad_rows="skip")
+    data.setup()
+    assert set(data.id2label.values()) == set(label) and len(data.bad_rows.skipped["train"]) == 1
+
+
+def test_words_in_brackets_are_no_list(tmp_path):
+    texts = ["[1] see", "[ sic ]", "[1] see [2]", "so"]
+    lines = "".join(f"{text},{' '.join('O' * len(text.split()))}\n" for text in texts * 3)
+    data = tagger(save(tmp_path / "train.csv", "text,label\n" + lines))
+    found = [row["text"] for split in data.records.values() for row in split]
+    assert sorted(map(" ".join, found)) == sorted(texts * 3)
+    with pytest.raises(ValueError, match="line 2: the column 'text' holds .*, the text of a list"):
+        tagger(save(tmp_path / "train.csv", "text,label\n['see' 'it'],O O\n"))
+
+
+@pytest.mark.parametrize("labels", ["01", ("[1, 0]", "[1, 1]")], ids=["numbers", "lists"])
+def test_a_table_and_json_lines_may_be_one_split(tmp_path, labels):
+    rows = rows_of(12, [json.loads(one) for one in labels])
+    save(tmp_path / "train_1.csv", "text,label\n" + "".join(f'{row["text"]},"{row["label"]}"\n' for row in rows[:6]))
+    save(tmp_path / "train_2.jsonl", "".join(json.dumps(row) + "\n" for row in rows[6:]))
+    data = module(source=str(tmp_path))
+    data.setup()
+    found = {row["text"]: row["label"] for split in data.records.values() for row in split}
+    assert found == {row["text"]: row["label"] for row in rows}
 
 
 # --- bad rows -------------------------------------------------------------------------------------
@@ -852,6 +984,31 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
 
 
+def test_every_word_of_a_tagged_text_is_scored_and_training_reads_beginnings(monkeypatch):
+    long = lambda n: {"text": ["good", "bad", "text", "number", ""][:n % 5 + 1] * 12, "label": ["A", "B", "C", "D", "E"][:n % 5 + 1] * 12}
+    rows = [long(n) for n in range(9)] + [{"text": ["good", " ", " "], "label": ["A", "B", "C"]}]
+    rows[4]["text"][-1] = rows[4]["text"][-6] = " "  # words without a token behind the last piece, and within
+    data = given_rows(rows, rows, rows, task="token_classification", max_sequence_length=16)
+    whole = given_rows(rows, rows, rows, task="token_classification", max_sequence_length=99)
+    assert len(data.datasets["train"]) == len(rows) and data.num_cut == {"train": 7, "validation": 0, "test": 0}
+    kept = lambda data, split: [int(one) for row in data.datasets[split].rows for one in row["labels"] if one >= 0]
+    for split in ("validation", "test"):
+        assert kept(data, split) == kept(whole, split) and data.count_labels(split) == whole.count_labels(split)
+        assert max(len(row["input_ids"]) for row in data.datasets[split].rows) == 16
+        assert sum(row["num_dropped_labels"] for row in data.datasets[split].rows) == sum(words.isspace() or not words for row in rows
+                                                                                          for words in row["text"])
+        for number, cuts in data.pieces[split].items():
+            assert [first for first, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][1] == len(rows[number]["text"])
+    assert "7 texts have more than max_sequence_length=16 tokens; they are read in pieces, and every word counts" in data.describe()
+    assert "their ends are cut off" in data.describe(), "of training"
+
+
+def test_a_test_split_without_labels_has_a_row_a_text():
+    rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 40)]
+    data = given_rows(rows, rows, [{"text": row["text"]} for row in rows], task="token_classification", max_sequence_length=16)
+    assert len(data.datasets["test"]) == 3 and data.num_cut["test"] == 2 and len(data.datasets["validation"]) == 1 + 3 + 3
+
+
 def test_labels_that_are_lost_are_counted_with_what_helps():
     said = lambda data: [line for line in data.describe().splitlines() if " lost" in line or "no window" in line]
     tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
@@ -908,7 +1065,7 @@ def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
     for how in ("split", "join"):
         write_reading(tagger(save(tmp_path / "train.conllu", text), reader_kwargs={"multiword": how}), tmp_path)
         assert load_reading(tmp_path).get("multiword", "split") == how
-    for damaged in ({"task": 3}, {**load_reading(tmp_path), "multiword": "cut"}):
+    for damaged in ({"task": 3}, {**load_reading(tmp_path), "multiword": "cut"}, {**load_reading(tmp_path), "delimiter": ";;"}):
         (tmp_path / "bertlab_reading.json").write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
             load_reading(tmp_path)

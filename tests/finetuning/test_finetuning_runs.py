@@ -17,6 +17,7 @@ from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds, rank_metric
 from bertlab.finetuning.task_models import load_task_model
+from bertlab.train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
 from bertlab.train.stopping import NonFiniteGuard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,6 +50,65 @@ def test_a_run_without_gains_stops_early(tmp_path):
 def test_validations_within_an_epoch_are_counted_in_steps(tmp_path):
     run = finetune(module_for(), data_for(), tmp_path, num_epochs=2, validations_per_epoch=2, **PLAIN)
     assert [point["step"] for point in run.record.validation] == [3, 6, 9, 12]
+
+
+class StopAfter(Callback):
+    "Ask a run to stop after a step, as a signal does; with None, in the validation that ends it."
+
+    def __init__(self, series, step=None):
+        self.series, self.step = series, step
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.series.signals.asked |= trainer.global_step == self.step
+
+    def on_validation_end(self, trainer, pl_module):
+        self.series.signals.asked |= self.step is None and trainer.current_epoch == 1
+
+
+def test_validations_are_as_many_as_asked_for_with_the_last_at_the_epochs_end_and_a_run_goes_on_between_them(tmp_path):
+    more = {"num_epochs": 2, "validations_per_epoch": 3, "limit_train_batches": 5, "monitor": "val_loss", **PLAIN}
+    whole = finetune(module_for(), data_for(), tmp_path / "whole", **more)
+    assert [point["step"] for point in whole.record.validation] == [2, 3, 5, 7, 8, 10]
+    for step in (4, 7):  # between two validations, and at one
+        series = CheckpointSeries(tmp_path / f"{step}" / "checkpoints")
+        with pytest.raises(RunInterrupted):
+            finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[StopAfter(series, step), series], **more)
+        again = finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[CheckpointSeries(series.directory)],
+                         checkpoint=find_checkpoint(series.directory), **more)  # fmt: skip
+        assert again.record.validation == whole.record.validation and again.metrics == whole.metrics, step
+
+
+def test_validations_are_spread_over_whole_steps_and_more_of_them_than_steps_are_refused(tmp_path):
+    assert runs.validation_places(6, 3) == [2, 4, 6] and runs.validation_places(98, 49) == list(range(2, 99, 2))
+    assert runs.validation_places(11, 4) == [3, 6, 8, 11] and runs.validation_places(11, 3, window=2) == [4, 8, 11]
+    with pytest.raises(ValueError, match="validations_per_epoch=7 is more than the 6 optimizer steps"):
+        finetune(module_for(), data_for(), tmp_path, num_epochs=1, validations_per_epoch=7, **PLAIN)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
+    "It was killed behind its training, or stopped by a signal in the validation that ended it."
+    series, more = CheckpointSeries(tmp_path / "checkpoints"), {"num_epochs": 9, "patience": 1, **PLAIN}
+    module = lambda: module_for(learning_rate=0.0)
+    if interrupted:
+        with pytest.raises(RunInterrupted):
+            finetune(module(), data_for(), tmp_path, callbacks=[StopAfter(series), series], **more)
+    else:
+        assert finetune(module(), data_for(), tmp_path, callbacks=[series], **more).stopped_early
+    best = (tmp_path / "best.ckpt").stat().st_mtime_ns
+    run = finetune(module(), data_for(), tmp_path, callbacks=[CheckpointSeries(series.directory)],
+                   checkpoint=find_checkpoint(series.directory), **more)  # fmt: skip
+    assert run.stopped_early and run.best_step == 6 and run.record.column("step")[-1] == 12
+    assert (tmp_path / "best.ckpt").stat().st_mtime_ns == best
+    assert find_checkpoint(series.directory).name == "step-00000012.ckpt"
+
+
+def test_a_run_does_not_go_on_under_another_monitor(tmp_path):
+    "Lightning would forget which weights were best so far."
+    finetune(module_for(), data_for(), tmp_path, num_epochs=1, callbacks=[CheckpointSeries(tmp_path / "checkpoints")], **PLAIN)
+    with pytest.raises(ValueError, match="kept the best weights by val_accuracy, and monitor is val_loss now"):
+        finetune(module_for(), data_for(), tmp_path, num_epochs=2, monitor="val_loss", checkpoint=find_checkpoint(tmp_path / "checkpoints"),
+                 callbacks=[CheckpointSeries(tmp_path / "checkpoints")], **PLAIN)  # fmt: skip
 
 
 def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):

@@ -224,6 +224,9 @@ def test_a_broken_line_of_json_is_named_and_may_be_left_out(tmp_path):
         (["1", "2", "many"], ["1", "2", "many"]),  # a name among whole numbers may be meant
         (["NA", "null", " "], ["NA", "null", None]),
         (['["a", "b"]', "[]", ""], [["a", "b"], [], None]),
+        (["['a', \"isn't\"]", "[]"], [["a", "isn't"], []]),  # as pandas writes lists
+        (["['a' 'b']", "[0 1]"], ["['a' 'b']", "[0 1]"]),  # arrays stay texts, which are refused later
+        (["[{1, 2}]", "['" + "[" * 300], ["[{1, 2}]", "['" + "[" * 300]),
         (["-1", "1e3"], [-1, 1000.0]),
         (["1_0"], ["1_0"]),
         (["007", "7", "0101", "12"], ["007", "7", "0101", "12"]),  # codes are no numbers

@@ -85,7 +85,7 @@ def test_answers_are_those_of_the_module_and_stand_where_they_say(trained):
     for number, (row, one) in enumerate(zip(rows, found, strict=True)):
         assert one["predicted_answer"] == theirs[number]
         assert row["context"][one["predicted_start"] : one["predicted_stop"]] == one["predicted_answer"]
-        assert sum(best["probability"] for best in one["n_best"]) == pytest.approx(1)
+        assert "" not in [best["answer"] for best in one["n_best"]] and len(one["n_best"]) <= 7
 
 
 def test_a_pipeline_of_transformers_says_the_same(trained):
@@ -149,6 +149,22 @@ def test_every_word_of_a_long_text_has_its_tag(trained):
     # A piece is what the model would say of it alone: words 8 to 15 are the second piece.
     assert found.rows[0]["predicted_tags"][8:16] == found.rows[1]["predicted_tags"]
     assert found.rows[1] == found.rows[2], "a text is read as the words between its spaces"
+
+
+def test_words_of_a_table_may_be_lists_that_pandas_wrote_and_no_arrays(trained, tmp_path):
+    import pandas
+
+    predictor, words = load_predictor_once(trained["token_classification"][2]), ["the", "apple", "isn't", "here"]
+    expected = predict_rows(predictor, [words]).rows
+    for shown in (words, json.dumps(words), " ".join(words)):
+        pandas.DataFrame({"text": [shown]}).to_csv(tmp_path / "in.csv", index=False)
+        told, _ = predict_file(predictor, tmp_path / "in.csv")
+        assert told[0]["predicted_tags"] == expected[0]["predicted_tags"]
+    pandas.DataFrame({"text": [words, np.array(words)]}).to_csv(tmp_path / "in.csv", index=False)
+    with pytest.raises(ValueError, match="in.csv line 3: the column 'text' holds .*the text of a list: lists in tables are JSON"):
+        predict_file(predictor, tmp_path / "in.csv")
+    (tmp_path / "in.txt").write_text("['the' apple]\n")  # a line of code, say
+    assert len(predict_file(predictor, tmp_path / "in.txt")[0][0]["predicted_tags"]) == 2
 
 
 def test_words_without_tokens_have_no_tag(trained):
@@ -226,6 +242,19 @@ def test_a_single_answer_that_is_told_is_the_one_that_won(trained):
     predictor = dataclasses.replace(load_predictor_once(trained["question_answering"][2]), null_threshold=math.inf)
     one, five = (predict_rows(predictor, asked(12), options=PredictionOptions(num_best=n)).rows for n in (1, 5))
     assert [row["predicted_answer"] for row in one] == [row["predicted_answer"] for row in five] and all(row["predicted_answer"] for row in one)
+
+
+@pytest.mark.parametrize("threshold", [0.0, math.inf])
+def test_the_probability_of_an_answer_does_not_depend_on_how_many_are_told(trained, threshold):
+    predictor = dataclasses.replace(load_predictor_once(trained["question_answering"][2]), null_threshold=threshold)
+    rows = [{**row, "context": f"{row['context']} and {row['context']}"} for row in asked(6)]
+    told = {n: predict_rows(predictor, rows, options=PredictionOptions(num_best=n, all_probabilities=True)).rows for n in (1, 5, 20, 100)}
+    for one, *others in zip(*told.values()):
+        assert all(other["probability"] == one["probability"] for other in others)
+        few, twenty, many = ({(best["start"], best["stop"]): best["probability"] for best in row["n_best"]} for row in others)
+        assert few.items() <= twenty.items() <= many.items() and len(few) < len(twenty) < len(many)
+        shares = sorted(share for place, share in many.items() if place != (0, 0))[-20:] + [many.get((0, 0), 0)]
+        assert sum(shares) == pytest.approx(1) and ((0, 0) in many) == (threshold < math.inf)
 
 
 def test_numbers_and_several_labels(tmp_path):
@@ -405,6 +434,34 @@ def test_a_table_without_a_header_is_predicted_by_numbers(trained, tmp_path):
     assert [row["predicted_label"] for row in told] == [row["predicted_label"] for row in expected]
 
 
+def test_a_table_is_predicted_with_the_delimiter_of_its_training(trained, tmp_path, monkeypatch):
+    rows = texts_of(24)
+    (tmp_path / "train.csv").write_text("said;label\n" + "".join(f"{row['text']};{row['label']}\n" for row in rows))
+    data = data_for()
+    data.given, data.source, data.reader_kwargs = {}, (tmp_path / "train.csv", None), {"delimiter": ";"}
+    data.columns_given = "said", None
+    run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
+    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    expected = [{"said": row["text"], **one} for row, one in zip(rows, predict_rows(predictor, [row["text"] for row in rows]).rows)]
+    said = lambda told: [{name: value for name, value in row.items() if name not in ("label", "more")} for row in told]  # noqa: E731
+    assert said(predict_file(predictor, tmp_path / "train.csv")[0]) == expected
+    for mark in ",|":  # the usual one is known by the first line, another is asked for
+        text = "".join(f"{row['said']}{mark}1\n" for row in expected)
+        (tmp_path / "other.csv").write_text(f"said{mark}more\n{text}")
+        told, _ = predict_file(predictor, tmp_path / "other.csv", delimiter=None if mark == "," else mark)
+        assert said(told) == expected
+    (tmp_path / "alone.csv").write_text("said\nthe apple, the saw\n")  # a single column
+    assert predict_file(predictor, tmp_path / "alone.csv")[0][0]["said"] == "the apple, the saw"
+    with pytest.raises(ValueError, match="no column 'text'; its columns are|there is no column"):
+        predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "train.csv")
+    piped = (tmp_path / "train.csv").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    assert said(predict_file(predictor, "-", file_format="csv")[0]) == expected
+    (tmp_path / "in.jsonl").write_text('{"said": "the apple"}\n')
+    with pytest.raises(ValueError, match="delimiter=';' is for tables, .*in.jsonl is read as jsonl: leave it out"):
+        predict_file(predictor, tmp_path / "in.jsonl", delimiter=";")
+
+
 def test_a_batch_is_padded_to_its_longest_text_and_no_further(trained):
     predictor, widths = load_predictor(trained["classification"][2]), []
     predictor.model.register_forward_pre_hook(lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
@@ -514,6 +571,18 @@ def test_the_calibration_error_by_hand():
 
 def test_an_edge_belongs_to_the_bin_below_it():
     assert ev.Calibration.of([0.2, 1.0, 0.0], [1, 1, 0], 5).counts == (2, 0, 0, 0, 1)
+
+
+def test_labels_with_dollars_are_drawn_as_they_stand(tmp_path):
+    names = ["$0_$10", "$10_$20", r"a\b$^$"]
+    gold, shares = np.array([0, 1, 2, 2]), np.eye(3)[[0, 1, 1, 2]]
+    spans = torch.tensor([[0, 0, 2, 0], [0, 3, 4, 1], [1, 0, 1, 2]])
+    for found in (ev.evaluate_labels(gold, shares, names), ev.evaluate_spans(spans, spans, names)):
+        found.write(tmp_path)
+        for name, figure in found.figures.items():
+            assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+            if name != "calibration":
+                assert {one.get_text().split(" (")[0] for one in figure.axes[0].get_xticklabels()} == {*names}
 
 
 def test_answers_are_grouped_by_the_words_of_the_shortest():

@@ -451,3 +451,48 @@ def test_a_sentence_without_a_label_on_any_word_is_no_obstacle():
     known = {"text": ["red", "fish"], "label": ["ADJ", "NOUN"]}
     data = own_data("token_classification", [{"text": ["a", "dog"], "label": [-100, -100]}, *[known] * 11])
     assert compute_baselines(data)["bag of words"]["val_accuracy"] == 1
+
+
+def test_models_and_opponents_are_judged_by_the_same_words_of_texts_that_are_longer_than_a_row():
+    rows = [{"text": ["red", "fish", "is", "a", "dog"] * n, "label": ["B-X", "I-X", "O", "O", "B-Y"] * n} for n in (1, 9, 14)]
+    data = own_data("token_classification", rows * 4)
+    task, names = own_task(data), data.labels.names
+    judged = [[names[one] for one in row["labels"].tolist() if one >= 0] for row in data.datasets["validation"].rows]
+    assert [row["label"] for row in task.test] == judged and len(judged) > 10
+    assert sum(map(len, judged)) == sum(len(row["label"]) for row in (rows * 4)[:10]), "every word"
+    assert len(task.train) == 12 and {row["text"][-1] for row in task.train} == {"dog"}, "opponents learn from whole texts"
+
+
+def many_labels(num_labels: int, several: bool) -> Task:
+    "Each label has two words of its own among others that all share."
+    rng = np.random.default_rng(0)
+
+    def rows(num: int) -> list[dict]:
+        labels = [f"label{n % num_labels}" for n in range(num)]
+        common = rng.integers(0, 900, (num, 6))
+        texts = [f"{one}a {one}b " + " ".join(f"word{n}" for n in words) for one, words in zip(labels, common)]
+        return [{"text": text, "label": [one] if several else one} for text, one in zip(texts, labels)]
+
+    names = tuple(f"label{n}" for n in range(num_labels))
+    problem = "multi_label_classification" if several else None
+    return Task("many", "classification", "", "text", "label", names, "f1_macro", rows(6 * num_labels), rows(num_labels), rows(num_labels),
+                problem_type=problem)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_of_very_many_labels_a_bag_of_words_learns_by_a_few_passes_and_is_the_same_each_time(several, monkeypatch):
+    from sklearn.linear_model import LogisticRegression
+
+    task = many_labels(300 if not several else 60, several)
+    monkeypatch.setattr(baselines, "_MOST_WEIGHTS", 40_000)
+    refuse = lambda *_, **__: pytest.fail("the minimum of so many weights takes minutes")
+    monkeypatch.setattr(LogisticRegression, "fit", refuse)
+    found, again = bag_of_words_baseline(task), bag_of_words_baseline(task)
+    assert found == again and found.scores["accuracy" if not several else "f1_micro"] > 0.9
+
+
+def test_with_few_labels_the_regression_goes_to_its_minimum(monkeypatch):
+    from sklearn.linear_model import SGDClassifier
+
+    monkeypatch.setattr(SGDClassifier, "fit", lambda *_, **__: pytest.fail("there is time for the minimum"))
+    assert bag_of_words_baseline(many_labels(12, False)).scores["accuracy"] > 0.9

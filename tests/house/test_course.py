@@ -108,6 +108,12 @@ ONE_EACH = """def likeliest_pair(words):
     parts = Counter(piece for pieces in words for piece in pieces)
     pairs = Counter(pair for pieces in words for pair in zip(pieces, pieces[1:]))
     return min(pairs, key=lambda pair: (-pairs[pair] / (parts[pair[0]] * parts[pair[1]]), pair))"""
+THE_FIRST = """def likeliest_pair(words):
+    parts, pairs = Counter(), Counter()
+    for pieces, times in words.items():
+        for piece in pieces: parts[piece] += times
+        for pair in zip(pieces, pieces[1:]): pairs[pair] += times
+    return max(pairs, key=lambda pair: pairs[pair] / (parts[pair[0]] * parts[pair[1]]))"""
 BY_LETTERS = """def price(nats, pieces):
     return sum(nats) / math.log(2) / len("".join(pieces))"""
 MEAN_OF_RATES = """def price(nats, pieces):
@@ -125,6 +131,7 @@ WRONG = [
     ("01_inside_the_encoder", "find_number", CARDS, WHISPERS, "loud"),
     (PIECES, "likeliest_pair", ("def likeliest_pair",), FREQUENT, "divide by its parts"),
     (PIECES, "likeliest_pair", ("def likeliest_pair",), ONE_EACH, "as often as it occurs"),
+    (PIECES, "likeliest_pair", ("def likeliest_pair",), THE_FIRST, "the pair that sorts first"),
     (PIECES, "price", ("def price",), BY_LETTERS, "two bytes each"),
     (PIECES, "price", ("def price",), MEAN_OF_RATES, "add up first"),
     *MORE_WRONG,
@@ -143,6 +150,21 @@ def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(pag
     assert said() == "right"
     exec(wrong, space)
     assert hint in said()
+
+
+SINGLE = [
+    (PIECES, "price", "return float(np.float32(sum(nats) / math.log(2) / len(''.join(pieces).encode())))"),
+    ("walkthroughs/07_writing_by_unmasking", "broken_share", "return np.float32(np.abs(joint - np.outer(joint.sum(1), joint.sum(0))).sum() / 2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("page, exercise, body", SINGLE)
+def test_a_right_answer_of_single_precision_is_right(page, exercise, body):
+    space, _ = load(page, f"def {exercise}")
+    check = space[f"check_{exercise}"]
+    arguments = ", ".join(signature(space[exercise]).parameters)
+    exec(f"def {exercise}({arguments}):\n    {body}", space)
+    assert check(space[exercise]) == "right"
 
 
 CHECKED = [*sorted(COURSE.glob("*.ipynb")), *sorted((ROOT / "nbs/walkthroughs").glob("*.ipynb"))]

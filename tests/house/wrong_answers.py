@@ -79,6 +79,15 @@ MORE_WRONG = [
     return np.interp(goal, scores, counts)""", "over the logarithm"),
     (ONE_LABEL, "labels_needed", ("def labels_needed",), """def labels_needed(counts, scores, goal):
     return counts[0] if goal <= scores[0] else math.exp(np.interp(goal, scores, np.log(counts)))""", "never reached"),
+    (ONE_LABEL, "labels_needed", ("def labels_needed",), """def labels_needed(counts, scores, goal):
+    if scores[0] > goal:
+        return counts[0]
+    for place in range(1, len(counts)):
+        low, high = scores[place - 1], scores[place]
+        if high > goal:
+            share = (goal - low) / (high - low)
+            return counts[place - 1] * (counts[place] / counts[place - 1]) ** share
+    return math.inf""", "equals the goal"),
     (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
     return expand.chunk(W, 1)[rank], contract.chunk(W, 0)[rank]""", "has no gates"),
     (PROCESSES, "cut_gated", ("def gated(",), """def cut_gated(expand, contract, rank, W):
@@ -118,7 +127,9 @@ MORE_WRONG = [
     ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
     return float((guesses == labels).mean())""", "counting the -100s"),
     ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
-    return float((guesses == labels)[labels != -100].sum())""", "one of the two labels"),
+    return float((guesses == labels)[labels != -100].sum())""", "two of the four labels"),
+    ("walkthroughs/01_three_minutes", "right_share", ("def right_share",), """def right_share(labels, guesses):
+    return float((guesses == labels)[labels > 0].mean())""", "a token like any other"),
     ("walkthroughs/02_optimizers", "nesterov", ("def nesterov", "def difference"), """def nesterov(w, g, state, lr, mu=0.9):
     state["m"] = mu * state.get("m", 0) + g
     return w - lr * state["m"]""", "plain momentum"),
@@ -160,6 +171,18 @@ MORE_WRONG = [
     (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
     factors = [schedule(step) for step in range(num_steps)]
     return ["first step lost"] * (factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "compare neighbours"),
+    (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
+    factors = [schedule(step) for step in range(num_steps)]
+    return ["jump up"] * any(b - a > 0.8 for a, b in zip(factors, factors[1:])) + ["first step lost"] * (
+        factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "more than 0.2 up"),
+    (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
+    factors = [schedule(step) for step in range(num_steps)]
+    return ["jump up"] * any(b - a > 0.1 for a, b in zip(factors, factors[1:])) + ["first step lost"] * (
+        factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "0.2 is allowed"),
+    (RATE, "faults", ("def faults", "def make_schedule"), """def faults(schedule, num_steps):
+    factors = [schedule(step) for step in range(num_steps)]
+    return ["jump up" for a, b in zip(factors, factors[1:]) if b - a > 0.2] + ["first step lost"] * (
+        factors[0] == 0) + ["above 1"] * (max(factors) > 1)""", "each fault once"),
     (RATE, "best_rate_now", ("def best_rate_now",), """def best_rate_now(v, h, noise):
     return 1 / h""", "without noise"),
     (RATE, "best_rate_now", ("def best_rate_now",), """def best_rate_now(v, h, noise):
@@ -169,6 +192,11 @@ MORE_WRONG = [
     return max(shares, key=lambda name: shares[name] - given[name] / total)""", "nothing to divide by"),
     (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
     return ("new", "old")[sum(given.values()) >= 30]""", "spread them"),
+    (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
+    return min(shares, key=lambda name: (given[name] + 1) / shares[name])""", "gives the fifth row"),
+    (OWN, "who_is_next", ("def who_is_next",), """def who_is_next(given, shares):
+    total = max(1, sum(given.values()))
+    return max(shares, key=lambda name: shares[name] - given[name] / total)""", "gives the fifth row"),
     (OWN, "forgotten", ("def forgotten",), """def forgotten(before, after, line):
     return (after - before) / before""", "against the line"),
     (OWN, "forgotten", ("def forgotten",), """def forgotten(before, after, line):
@@ -200,6 +228,10 @@ MORE_WRONG = [
     return interval(a_M - b_M, np.arange(len(a_M)), rounds)""", "too narrow"),
     (LEARN, "better", ("def interval", "def better"), """def better(a_M, b_M, doc_M, rounds=2000):
     return interval(b_M - a_M, doc_M, rounds)""", "a - b"),
+    (LEARN, "better", ("def interval", "def better"), """def better(a_M, b_M, doc_M, rounds=2000):
+    sums, counts = np.bincount(doc_M, a_M - b_M), np.bincount(doc_M)
+    draws = np.random.default_rng(1).integers(len(sums), size=(rounds, len(sums)))
+    return np.quantile(sums[draws].sum(1) / counts[draws].sum(1), (0.05, 0.95))""", "0.025 and 0.975"),
     (LEARN, "cool", ("def cool",), """def cool(scores_MV, truth_M):
     tried = np.geomspace(0.25, 4, 81)
     return 1 / min(tried, key=lambda t: F.cross_entropy(scores_MV / t, truth_M).item())""", "not multiplied"),

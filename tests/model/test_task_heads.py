@@ -124,6 +124,28 @@ def test_dropout_stands_before_the_classifier_in_training_only():
     assert torch.equal(model.eval()(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize("shape", [dict(problem_type="regression"), dict(num_labels=1), dict(num_labels=1, classifier_head="tanh")])
+@pytest.mark.parametrize("mixed", [True, False])
+def test_amounts_are_not_rounded_to_the_eight_bits_of_bfloat16(shape, mixed):
+    model = lively(BertLabForSequenceClassification(small(**shape))).bfloat16().float()
+    torch.nn.init.constant_(model.task_head.classifier.bias, 300.0)  # where bfloat16 counts by twos
+    ids = some_ids(40, L)
+    exact = model(ids).logits
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        rounded = (model if mixed else model.bfloat16())(ids).logits
+    assert rounded.dtype == torch.float32 and exact.std() > 0.1
+    assert len(rounded.unique()) > 0.9 * rounded.numel()
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.08)
+
+
+def test_scores_of_classes_stay_in_sixteen_bits_and_amounts_have_a_gradient():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert BertLabForSequenceClassification(small())(some_ids(2, L)).logits.dtype == torch.bfloat16
+        model = BertLabForSequenceClassification(small(num_labels=1))
+        model(some_ids(2, L), labels=torch.tensor([300.0, 310.0])).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.task_head.classifier.parameters())
+
+
 # ---- losses of texts -------------------------------------------------------------------------
 
 LOGITS = torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, -1.0], [9.0, 9.0, 9.0]])

@@ -525,6 +525,10 @@ def halves(step, every=1):
     return 0.5 ** (step // every)
 
 
+def held(step, warmup_steps=10, cooldown_decay=0.0):
+    return 0.5 if step < warmup_steps else cooldown_decay
+
+
 class Ramp:
     def __init__(self, total_steps):
         self.total_steps = total_steps
@@ -542,6 +546,7 @@ def test_a_users_own_schedule_is_a_function_a_class_an_object_or_its_name(monkey
         "object": (dict(schedule=Ramp(2)), [1, 0.5, 0, -0.5]),
         "name": (dict(schedule="my_rates.flat"), [0.25] * 4),
         "torch": (dict(schedule="torch.optim.lr_scheduler.StepLR", step_size=2, gamma=0.1), [1, 1, 0.1, 0.1]),
+        "names of phases": (dict(schedule=held, warmup_steps=1, cooldown_decay=0.2), [0.5, 0.2, 0.2, 0.2]),
     }
     for options, rates in makes.values():
         np.testing.assert_allclose(follow(get_scheduler(an_optimizer(), **options), 4), rates)
@@ -552,6 +557,11 @@ def test_a_users_own_schedule_is_a_function_a_class_an_object_or_its_name(monkey
             get_scheduler(an_optimizer(), schedule=wrong)
     with pytest.raises(ValueError, match="budget"):
         get_scheduler(an_optimizer(), schedule="time_budget", hours=2)
+    for unknown in ({"warmup_steps": 3}, {"evry": 3}):  # said here, before the first step
+        with pytest.raises(ValueError, match=f"halves.*{next(iter(unknown))}.*every"):
+            get_scheduler(an_optimizer(), schedule=halves, **unknown)
+    with pytest.raises(ValueError, match="halves.*cooldown_steps"):
+        get_scheduler(an_optimizer(), "linear", 0, 0.0, "constant", -1, 1.0, "linear", 5, schedule=halves)
 
 
 def test_an_inverse_sqrt_cooldown_needs_a_step():

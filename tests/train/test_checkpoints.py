@@ -7,6 +7,7 @@ import random
 import signal
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -41,6 +42,7 @@ from bertlab.train.modules import PretrainingModule
 from bertlab.core import files
 from bertlab.train.checkpoints import (
     CheckpointSeries,
+    RandomStates,
     RunCheckpoint,
     check_resume,
     find_checkpoint,
@@ -465,6 +467,35 @@ def test_generators_go_on_as_they_were_through_a_file(tmp_path):
     assert draw() == want
 
 
+@pytest.mark.parametrize("kept, world, sharers, found", [
+    (1, 2, 2, [0, 0]), (2, 2, 2, [0, 0]), (2, 4, 4, [0, 0, 0, 0]), (4, 4, 2, [0, 0, 2, 2]), (2, 4, 2, [0, 0, 0, 0]),
+    (2, 2, 1, [0, 1]), (1, 2, 1, [0, 0]), (4, 2, 1, [0, 1]), (3, 5, 1, [0, 1, 2, 0, 1]),
+])  # fmt: skip
+def test_who_computes_a_layer_together_goes_on_with_one_generator_and_nobody_begins_anew(monkeypatch, kept, world, sharers, found):
+    states, put_back = list(range(kept)), []
+    monkeypatch.setattr("bertlab.train.checkpoints.set_random_states", put_back.append)
+    for rank in range(world):
+        trainer = SimpleNamespace(global_rank=rank, strategy=SimpleNamespace(tensor=sharers))
+        callback = RandomStates()
+        callback.on_load_checkpoint(trainer, None, {"random_states": states})
+        callback.on_train_start(trainer, None)
+    assert put_back == found
+
+
+def test_the_generator_of_an_apple_gpu_goes_on_too(monkeypatch):
+    apple = torch.Generator().manual_seed(5)  # a pretended one
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.mps.get_rng_state", apple.get_state)
+    monkeypatch.setattr("torch.mps.set_rng_state", apple.set_state)
+    states, draw = random_states(), lambda: torch.rand(1, generator=apple).item()
+    want = draw()
+    set_random_states(states)
+    assert draw() == want
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    set_random_states(states)  # a run may go on elsewhere
+    assert "mps" not in random_states()
+
+
 def test_a_run_on_the_cpu_leaves_a_gpu_that_is_there_alone(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
@@ -665,14 +696,30 @@ def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong
         refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None))
 
 
+@pytest.mark.parametrize("said, now, other", [(2.9, 2, 3), (2.9, 2.0, 1), (0.5, 1, 2), (float("inf"), float("inf"), 2),
+                                               ({"a": 2.9, "b": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 1})])
+def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_with_the_whole_ones(said, now, other):
+    facts = lambda cap, streaming=True: {"streaming": streaming, "data_kwargs": {"max_repetition": cap}}  # noqa: E731
+    refuse_differences("run.ckpt", facts(said), facts(now))
+    with pytest.raises(ValueError, match="data_kwargs is"):
+        refuse_differences("run.ckpt", facts(said), facts(other))
+    if said != now:  # a planned mixture takes a part of a reading at its word
+        with pytest.raises(ValueError, match="data_kwargs is"):
+            refuse_differences("run.ckpt", facts(said, False), facts(now, False))
+
+
 def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begun):
     _, _, make_module = begun
-    for own in (momentum, "test_checkpoints.Momentum"):
+    for own in (momentum, "test_checkpoints.momentum"):
         kept, now = (run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs={"weight_decay": decay}), None)
                      for decay in (0.1, 0.2))
         refuse_differences("run.ckpt", kept, kept)
         with pytest.raises(ValueError, match="optimizer_kwargs is {'weight_decay': 0.1} there and {'weight_decay': 0.2} here"):
             refuse_differences("run.ckpt", kept, now)
+    for own in (Momentum, "test_checkpoints.Momentum"):  # which hands it on to torch, where nobody reads it
+        kept, now = (run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs=said), None)
+                     for said in ({"weight_decay": 0.1, "momentum": 0.9}, {"momentum": 0.9}))
+        refuse_differences("run.ckpt", kept, now)
 
 
 @pytest.mark.parametrize("older", [None, 39])

@@ -38,7 +38,7 @@ def run(tokenizer, evaluators, steps=6, more=(), budget=None, kept=None, **optio
     data.set_datasets(TEXTS, TEXTS[:6])
     history = History()
     callback = Evaluators(evaluators, quiet=True)
-    trainer = make_trainer(steps, callbacks=[history, callback, *more], precision="32-true", **options)
+    trainer = make_trainer(steps, callbacks=[history, callback, *more], **{"precision": "32-true", **options})
     trainer.fit(module, data, ckpt_path=kept, weights_only=True)
     return module, data, history, callback, trainer
 
@@ -51,6 +51,12 @@ def test_a_named_set_has_the_loss_of_a_validation_over_the_same_rows(tokenizer):
         for name in ("loss", "accuracy", "perplexity", "bits_per_byte"):
             assert last[name] == pytest.approx(found[f"val_{name}"], rel=1e-5), (spec, name)
         assert history.record.evaluations == callback.results
+
+
+def test_numbers_of_a_named_set_are_not_rounded_where_a_run_computes_in_16_bits(tokenizer):
+    *_, callback, _ = run(tokenizer, [LossEvaluator("held", TEXTS[:6])], steps=1, precision="bf16-true", accelerator="cpu")
+    last = callback.results[-1]
+    assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
 
 
 def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):

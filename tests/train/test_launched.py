@@ -15,7 +15,8 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from bertlab.train.parallel import find_launch
+from bertlab.data.tokenizers import load_tokenizer
+from bertlab.train.parallel import find_launch, launched_options, started_by_first
 
 ROWS = 8  # of an optimizer step, over all processes
 
@@ -92,6 +93,77 @@ def test_launchers_are_read_as_they_say_it():
         find_launch({"SLURM_NTASKS": "3", "SLURM_NNODES": "2"})
 
 
+def launched(monkeypatch, launcher: str, world: int, nodes: int = 1):
+    "Variables of a launcher in this process."
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "SLURM_JOB_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // nodes}
+    slurm = {"SLURM_NTASKS": world, "SLURM_NNODES": nodes, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}
+    for name, value in (torchrun if launcher == "torchrun" else slurm).items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize("launch, asked, found", [
+    (("torchrun", 8, 2), {}, {"devices": 4, "num_nodes": 2}),
+    (("torchrun", 8), {"devices": 1, "num_nodes": 1, "strategy": "ddp"}, {"devices": 8, "num_nodes": 1, "strategy": "ddp"}),
+    (("torchrun", 2), {"devices": 2}, {"devices": 2}),
+    (("torchrun", 2), {"devices": "auto"}, {"devices": 2}),
+    (("torchrun", 2), {"devices": [2, 3]}, {"devices": [2, 3]}),
+    (("SLURM", 4, 2), {"num_nodes": 2}, {"devices": 2, "num_nodes": 2}),
+    (("SLURM", 1), {"devices": 4}, {"devices": 4}),  # one task with four GPUs, which starts the other three
+    (("SLURM", 1), {"devices": 1}, {"devices": 1}),
+])  # fmt: skip
+def test_a_launcher_says_how_many_processes_there_are(monkeypatch, launch, asked, found):
+    launched(monkeypatch, *launch)
+    assert launched_options(asked) == found
+
+
+@pytest.mark.parametrize("launch, asked, words", [
+    (("torchrun", 4), {"devices": 8}, "4 process.es. on each machine, and devices=8 asks for 8.*say devices=4"),
+    (("torchrun", 1), {"devices": 4}, "torchrun has started 1"), (("torchrun", 2), {"devices": "0,1,2"}, "asks for 3"),
+    (("SLURM", 2, 2), {"devices": 4, "num_nodes": 2}, "SLURM has started 1 process.es. on each machine"),
+    (("SLURM", 1), {"devices": 4, "num_nodes": 2}, "one task, and num_nodes=2.*srun --nodes=2"),
+])  # fmt: skip
+def test_a_number_of_devices_that_is_not_the_launchers_is_refused(monkeypatch, launch, asked, words):
+    launched(monkeypatch, *launch)
+    with pytest.raises(ValueError, match=words):
+        launched_options(asked)
+
+
+def test_machines_that_are_not_there_are_a_warning(monkeypatch):
+    launched(monkeypatch, "torchrun", 8)
+    with pytest.warns(UserWarning, match="num_nodes=2, and torchrun has started processes on 1"):
+        assert launched_options({"devices": 8, "num_nodes": 2}) == {"devices": 8, "num_nodes": 1}
+
+
+def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monkeypatch, tmp_path):
+    from bertlab.train.stages import Stage, train_stages
+
+    launched(monkeypatch, "torchrun", 2)
+    (tmp_path / "text.txt").write_text("some words\n" * 50)
+    stage = Stage(steps=1, data={"train_dataset_name_or_path": str(tmp_path / "text.txt")}, trainer={"accelerator": "cpu"})
+    with pytest.raises(ValueError, match="stage 1 is for 1 process.es., and torchrun has started 2.*devices=2"):
+        train_stages([stage], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written(tmp_path, monkeypatch):
+    from bertlab.cli.pretrain import Run, ask_for_run, pretrain
+
+    launched(monkeypatch, "SLURM", 1)
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"some words and {n} more\n" for n in range(60)))
+    words = words_of("run", 4, 1)[3:]
+    pretrain(words)
+    monkeypatch.setattr("bertlab.cli.pretrain.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    run = Run(ask_for_run("pretrain", words).config, overwrite=True)
+    run.build()
+    assert len(run.tokenizer) == len(load_tokenizer("run/tokenizer"))
+    monkeypatch.setenv("RANK", "1")
+    assert not started_by_first(), "this launcher starts all of them at once"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-shards"])
 def test_fsdp2_has_the_losses_of_one(place, strategy):
@@ -119,6 +191,7 @@ def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
     (["--trainer.strategy", "tensor", "--trainer.devices", "2", "--model.optimizer_class", "muon"], ["muon", "adamw"]),
     (["--trainer.strategy", "context", "--trainer.devices", "3"], ["max_sequence_length=64", "63 or 66"]),
     (["--trainer.strategy", "tensors"], ["tensors", "tensor", "context"]),
+    (["--trainer.strategy", "fsdp", "--trainer.precision", "64-true"], ["precision='64-true'", "precision='32-true'"]),
 ])  # fmt: skip
 def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(tmp_path, monkeypatch, more, words):
     from bertlab.cli.pretrain import pretrain
@@ -145,6 +218,17 @@ def test_two_nodes_of_slurm_have_the_losses_of_one(place):
     said = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said[0][-2000:] + said[1][-2000:]
     same(place, "slurm")
+
+
+@pytest.mark.slow
+def test_one_task_of_slurm_starts_the_processes_of_its_devices_and_has_the_losses_of_one(place):
+    slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
+             "SLURM_NODEID": "0", "SLURM_JOB_ID": "79", "SLURM_JOB_NAME": "bert", "SLURM_NODELIST": "127.0.0.1"}  # fmt: skip
+    command = [sys.executable, *words_of("task", ROWS // 2, 8, "--trainer.devices", "2")]
+    done = subprocess.run(command, cwd=place, env={**ENVIRONMENT, **slurm}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
+    same(place, "task")
 
 
 @pytest.mark.slow
@@ -177,23 +261,27 @@ def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(place, ha
 
 
 @pytest.mark.slow
-def test_stages_over_two_devices_that_lightning_starts_have_the_losses_of_one(place):
+def test_stages_over_two_devices_that_lightning_or_torchrun_starts_have_the_losses_of_one(place):
     stage = {"steps": 3, "trainer": {"accelerator": "cpu", "precision": "32-true"},
              "data": {"train_dataset_name_or_path": "text.txt", "max_sequence_length": 64}}  # fmt: skip
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
     found = {}
-    for devices in (1, 2):
-        one = {**stage, "trainer": {**stage["trainer"], "devices": devices}, "data": {**stage["data"], "train_batch_size": ROWS // devices}}
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    for devices, launcher in ((1, []), (2, []), ("torchrun", torchrun)):
+        said = {"devices": devices} if not launcher else {}  # a launcher knows
+        rows = ROWS // (1 if devices == 1 else 2)
+        one = {**stage, "trainer": {**stage["trainer"], **said}, "data": {**stage["data"], "train_batch_size": rows}}
         stages = [{**one, "module": {"model_config_kwargs": shape}}, {**one, "reference": "previous", "module": {"kl_weight": 0.1}}]
         (place / "stages.yaml").write_text(yaml.safe_dump({"stages": stages}))
-        done = subprocess.run([sys.executable, "-m", "bertlab.cli", "distill", "stages.yaml", "--output", f"stages-{devices}"], cwd=place,
+        done = subprocess.run([sys.executable, *launcher, "-m", "bertlab.cli", "distill", "stages.yaml", "--output", f"stages-{devices}"], cwd=place,
                               env=ENVIRONMENT, capture_output=True, text=True, timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         found[devices] = []
         for number in (1, 2):
             with open(place / f"stages-{devices}" / f"stage-{number}" / "history.csv") as file:
                 found[devices] += [float(row["loss"]) for row in csv.DictReader(file)]
-    assert len(found[1]) == 6 and found[2] == pytest.approx(found[1], abs=2e-5)
+    assert len(found[1]) == 6
+    assert found[2] == pytest.approx(found[1], abs=2e-5) and found["torchrun"] == pytest.approx(found[1], abs=2e-5)
 
 
 def child_of(process: subprocess.Popen) -> list[int]:

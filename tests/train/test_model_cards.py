@@ -304,6 +304,21 @@ def test_what_a_push_says_beside_a_card_that_is_there_is_refused_unless_it_stand
         assert push_model(place, "me/cats", choices, dry_run=True)["commit"] is None
 
 
+def test_a_push_may_say_again_what_a_card_was_made_with_or_says_as_a_list(run):
+    place = place_of(run)
+    pushed = lambda **options: push_model(place, "me/cats", CardChoices(**options), dry_run=True)["commit"] is None  # noqa: E731
+    write_card(place, CardChoices(watts=300.0, language="en", datasets=["me/mice"], base_model="me/kittens"))
+    for _ in range(2):
+        assert pushed(watts=300.0) and pushed(language=["en"], datasets="me/mice", base_model="me/kittens")
+        for options, word in (({"watts": 30.0}, "watts"), ({"language": ["en", "de"]}, "language"), ({"datasets": "me/rats"}, "datasets")):
+            with pytest.raises(ValueError, match=f"does not say {word}: "):
+                pushed(**options)
+        text = (place / "README.md").read_text()
+        (place / "README.md").write_text(text.replace("\nlanguage: en\n", "\nlanguage:\n- en\n"))  # as a person writes it
+    (run / "metrics.json").write_text("{}")  # without a time of training watts say nothing
+    assert pushed(watts=30.0)
+
+
 def test_a_card_states_what_the_test_split_says_where_there_is_one(run):
     write_seeds(run, "val_accuracy", [{"val_accuracy": 0.9, "test_accuracy": 0.75, "val_loss": 0.2, "test_loss": 0.5}])
     card = make_card(place_of(run))

@@ -20,6 +20,7 @@ from bertlab.train.history import History
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import CheckpointSeries
+from bertlab.train.model_directories import ModelDirectories
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, bert_base, count_matrices
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM, score_vectors
@@ -651,6 +652,37 @@ def decayed(groups, lr, weight_decay=0.0):
     return torch.optim.SGD([{"params": group["params"], "weight_decay": weight_decay} for group in groups], lr)
 
 
+class HandsOn(torch.optim.AdamW):
+    "Somebody's own optimizer, whose options are torch's: each group of weights brings its decay."
+
+
+class DecaysItself(torch.optim.SGD):
+    "Somebody's own optimizer, which decays by what it was told."
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, lr)
+        self.decay = weight_decay
+
+
+class Fixed(torch.optim.SGD):
+    "One that sets the decay of its groups."
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__([{**group, "weight_decay": weight_decay} for group in params], lr, weight_decay=weight_decay)
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.3, 0.5])
+def test_a_decay_that_an_optimizer_of_ones_own_hands_on_to_torch_is_refused(asked):
+    build = lambda own: pretraining_optimizer(module.model, module_of(optimizer_class=own, optimizer_kwargs={  # noqa: E731
+        "weight_decay": asked}).hparams, 10)["optimizer"]
+    module = module_of()
+    module.configure_model()
+    for own in (HandsOn, "test_modules.HandsOn"):
+        with pytest.raises(ValueError, match=f"weight_decay={asked}, which is not read there: say .* beside optimizer_kwargs"):
+            build(own)
+    assert build(DecaysItself).decay == asked and {group["weight_decay"] for group in build(Fixed).param_groups} == {asked}
+
+
 @pytest.mark.parametrize("own", [decayed, "test_modules.decayed"])
 def test_an_optimizer_of_ones_own_takes_a_decay_among_its_options(own):
     module = module_of(optimizer_class=own, optimizer_kwargs={"weight_decay": 0.25})
@@ -925,6 +957,16 @@ def test_own_optimizer_schedule_and_overrides_reach_the_run():
     assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
 
 
+@pytest.mark.parametrize("held, factor", [(0, 1.0), (5, 0.25)])
+def test_an_own_schedule_gets_its_options_also_where_a_phase_has_one_of_that_name(held, factor):
+    def steady(step, warmup_steps=3):
+        return 0.25 if step < warmup_steps else 1.0
+
+    module = module_of(schedule=steady, scheduler_kwargs={"warmup_steps": held})
+    _, record = fit(module, data_of(), 1)
+    assert record.column("learning_rate")[0] == pytest.approx(factor * module.hparams.learning_rate)
+
+
 @pytest.mark.parametrize("schedule, budget", [("time_budget", "1h"), (TimeBudgetLR, "1h"), ("bertlab.optim.budgets.TimeBudgetLR", "1h"),
                                               (None, None), (lambda step: 0.5, None), ("torch.optim.lr_scheduler.LinearLR", None)])  # fmt: skip
 def test_the_budget_of_a_schedule_is_known_however_the_schedule_is_named(schedule, budget):
@@ -1030,6 +1072,16 @@ def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpo
         keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
         torch.testing.assert_close(theirs(**keys).logits, module.model.eval()(**keys).logits, atol=1e-5, rtol=1e-4)
         np.testing.assert_array_equal(losses, train(0, **dropout)[1])  # no generator was moved
+
+
+def test_checkpoints_in_shards_have_no_directories_beside_them_and_the_run_says_so(tmp_path, recwarn):
+    for more, words in (([], ["add ModelDirectories"]), ([ModelDirectories(tmp_path, TOKENIZER, 1)], [])):
+        module = module_of()
+        module.trainer = make_trainer(1, "32-true", "cpu", strategy="fsdp-shards", callbacks=[ModelCheckpoint(tmp_path), *more])
+        module.setup("fit")
+        said = [str(one.message) for one in recwarn.list if "in shards" in str(one.message)]
+        assert len(said) == len(words) and all(word in line for line, word in zip(said, words))
+        recwarn.clear()
 
 
 def test_a_bert_whose_configuration_names_no_ends_takes_them_from_its_tokenizer(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import time
 from mmap import mmap
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.loggers import CSVLogger
 from test_training import CONFIG, Texts, equal, train
 
+import bertlab.train.history as module_of_progress
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History, RunProgress
 from bertlab.model.config import BertLabConfig, count_matrices
@@ -339,12 +341,74 @@ def test_validations_are_part_of_the_time_left_and_show_how_far_they_are(capsys)
     assert f"validating, batch 2 of {batches}" in said
 
 
-def test_validating_alone_shows_how_far_it_is(capsys):
-    history = History()
-    trainer = make_trainer(1, "32-true", "cpu", val_check_steps=1,
-                           callbacks=[history, RunProgress(history, 0.01, plain=True), SlowValidation()])
-    trainer.validate(tiny(), Texts(batch_size=2), verbose=False)
-    assert "validating, batch 1 of" in capsys.readouterr().out
+class Silent(PretrainingModule):
+    "It validates and logs nothing."
+
+    def validation_step(self, *_):
+        pass
+
+    on_validation_epoch_end = validation_step
+
+
+def test_validating_alone_shows_how_far_it_is_and_in_the_end_what_it_found(capsys):
+    for module in (tiny(), Silent(CONFIG, scheduler_warmup_steps=1)):
+        history = History()
+        trainer = make_trainer(1, "32-true", "cpu", val_check_steps=1,
+                               callbacks=[history, RunProgress(history, 0.01, plain=True), SlowValidation()])
+        found = trainer.validate(module, Texts(batch_size=2), verbose=False)
+        said = capsys.readouterr().out
+        assert "validating, batch 1 of" in said
+        end = f"validation loss {found[0]['val_loss']:.3f}" if found[0] else "validated"
+        assert said.splitlines()[-1] == f"step 0/1: {end}"
+
+
+def shown_in(display, monkeypatch, pause, sets=1):
+    "What six steps with a validation after every third one show on a display of this name, and their history."
+    shown, history, data = [], History(), Texts()
+    data.val_datasets *= sets
+
+    class Screen(getattr(module_of_progress, display)):
+        def __init__(self):
+            pass
+
+        def show(self, step, max_steps, text):
+            shown.append((step, text))
+
+        close = __init__
+
+    class Paced(RunProgress):
+        def _open(self, trainer):
+            super()._open(trainer)
+            self._pause = pause
+
+    monkeypatch.setattr(module_of_progress, display, Screen)
+    monkeypatch.setattr(module_of_progress, "in_notebook", lambda: display == "NotebookBar")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: display == "TerminalBar", raising=False)
+    seed_everything(0)
+    make_trainer(6, "32-true", "cpu", val_check_steps=3,
+                 callbacks=[history, Paced(history), SlowValidation()]).fit(tiny(), data)  # fmt: skip
+    return shown, history.record
+
+
+@pytest.mark.parametrize("sets", [1, 2])
+@pytest.mark.parametrize("display", ["NotebookBar", "TerminalBar", "LogLines"])
+def test_behind_a_validation_the_run_is_shown_again_with_what_was_found(display, sets, monkeypatch):
+    shown, record = shown_in(display, monkeypatch, 0.04, sets)  # a batch of a validation takes 0.05 s
+    for step, found in zip((3, 6), record.validation, strict=True):
+        texts, end = [text for at, text in shown if at == step], f"validation loss {found['val_loss']:.3f}"
+        assert any("validating, batch" in text for text in texts)
+        loss = f"loss {record.column('loss')[step - 1]:.3f}, rate"
+        if display == "LogLines":  # each line stays, so none says again what another said
+            assert texts[-1] == end and sum(text.startswith(loss) for text in texts) <= 1
+        else:
+            assert texts[-1].startswith(loss) and texts[-1].endswith(f" left, {end}")
+    assert shown[-1][0] == 6 and len(set(shown)) == len(shown)
+
+
+def test_a_log_stays_short_where_validations_are_shorter_than_its_pause(monkeypatch):
+    shown, record = shown_in("LogLines", monkeypatch, math.inf)
+    assert [step for step, _ in shown] == [1, 6, 6] and len(record.validation) == 2
+    assert shown[-1][1] == f"validation loss {record.validation[-1]['val_loss']:.3f}"
 
 
 @pytest.mark.parametrize("name", ["tqdm", "rich"])

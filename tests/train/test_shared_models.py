@@ -230,6 +230,7 @@ def worker(folder):
         results[f"{way} variants"] = {name: apart(name, way) for name in QUICK}
         results[f"{way} rules"] = {"all terms": apart("plain", way, rule=RULES["all terms"])}
         results[f"{way} of one"] = run(way, 2, steps=4, seed=99, resume=folder / "one")
+        results[f"{way} of one"]["next draw"] = torch.rand(()).item()  # by which units are dropped
     results["types of sums"] = types_of_sums()
     torch.save(results, folder / f"result-{os.environ['RANK']}.pt")
 
@@ -296,6 +297,11 @@ def test_sharing_changes_no_sum_and_no_gradient(results, way, variant):
 def test_a_sum_over_processes_has_the_type_of_the_product_with_its_bias_too(results):
     for result in results:
         assert len(result["types of sums"]) >= 4 and set(result["types of sums"]) == {torch.bfloat16}
+
+
+def test_processes_that_share_layers_go_on_from_one_process_with_one_generator(results):
+    first, second = (result["tensor of one"]["next draw"] for result in results)
+    assert first == second
 
 
 @pytest.mark.slow

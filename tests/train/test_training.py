@@ -1,5 +1,6 @@
 """The engine: loss as sum and count, exact resume, whole checkpoints."""
 
+import math
 import os
 import signal
 import subprocess
@@ -20,8 +21,8 @@ from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
 from bertlab.train.history import History
 from bertlab.data.module import EpochBatches, PretrainingDataModule, filled_batches
 from bertlab.train.modules import PretrainingModule
-from bertlab.train.steps import check_scaler
-from bertlab.train.trainer import make_trainer, seed_everything
+from bertlab.train.steps import check_scaler, validation_metrics
+from bertlab.train.trainer import HalfWeights, make_trainer, seed_everything
 
 CONFIG = dict(
     vocab_size=256, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
@@ -285,3 +286,38 @@ def test_a_trainer_of_impossible_options_is_a_value_error_of_one_line(options, w
     with pytest.raises(ValueError, match=words) as refused:
         make_trainer(**{"max_steps": 1, **options})
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_weights_in_16_bits_leave_what_they_are_compared_with_as_it_is(precision):
+    numbers = torch.tensor([1906.25, 1911.25, 70_000.0])
+    batch = {name: numbers for name in ("labels", "loss_weights", "token_shares", "teacher_scores")}
+    convert = make_trainer(1, precision, "cpu", plugins=[]).precision_plugin.convert_input if precision[0] == "b" else (
+        HalfWeights(precision).convert_input)  # a CPU has no float16
+    for found in (convert(batch), convert([batch])[0]):
+        assert all(torch.equal(found[name], numbers) for name in batch)
+    given = convert({"inputs_embeds": numbers, "input_ids": torch.tensor([3])})
+    assert given["inputs_embeds"].dtype == HalfWeights(precision)._desired_input_dtype
+    assert given["input_ids"].dtype == torch.int64 and convert("a text") == "a text"
+
+
+def test_what_a_validation_says_is_not_rounded_where_a_run_computes_in_16_bits():
+    sums = torch.tensor([[800.0, 200, 40, 160, 900]], dtype=torch.float64)
+    want = validation_metrics(sums)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = validation_metrics(sums)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {name: float(value) for name, value in found.items()} == {name: float(value) for name, value in want.items()}
+    assert float(found["val_bits_per_byte"]) == 800 / 900 / math.log(2)
+    assert float(found["val_perplexity"]) == pytest.approx(math.exp(4), rel=1e-7)
+
+
+def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_bfloat16(monkeypatch):
+    monkeypatch.setattr("bertlab.train.trainer.default_precision", lambda kind: ("16-mixed", "older than Ampere"))
+    with pytest.warns(UserWarning, match="computes in float32"):
+        assert make_trainer(1, accelerator="cpu", strategy="fsdp").precision == "32-true"
+    monkeypatch.setattr("bertlab.train.trainer.check_request", lambda *asked: "cuda")
+    with pytest.raises(ValueError, match="no loss scale for float16; set precision='32-true'.*strategy='ddp'"):
+        make_trainer(1, "16-mixed", strategy="tensor:2", devices=2)
