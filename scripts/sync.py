@@ -169,10 +169,7 @@ NEEDED_EXTRAS = re.compile(r'needs? `pip install "bertlab(\[[a-z,]+\])"`')
 
 
 def setup_source(address: Address, extras: str = "") -> str:
-    """The hidden set-up cell: installs bertlab where it is missing, which is Colab or a bare kernel.
-
-    It imports bertlab before a cell imports torch, whose threads learn only then how briefly to spin while they wait.
-    """
+    "The hidden set-up cell: installs bertlab where it is missing, which is Colab or a bare kernel."
     return "\n".join(
         [
             "#| hide",
@@ -181,7 +178,6 @@ def setup_source(address: Address, extras: str = "") -> str:
             "from importlib.util import find_spec",
             'if find_spec("bertlab") is None:',
             f'    %pip install --quiet "bertlab{extras} @ {address.pip}"',
-            "import bertlab  # before torch, whose waiting threads are to rest: see the guide to devices",
         ]
     )
 

@@ -565,16 +565,6 @@ def test_declared_dependencies_are_those_that_the_package_imports():
 BROUGHT_ALONG = {"pandas", "zmq", "jupyter_client", "IPython", "mpl_toolkits"}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=id_of)
-def test_a_page_imports_bertlab_before_torch(path):
-    "What torch's threads read as it is imported comes too late afterwards: they would spin on a busy machine."
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    code = [sync.source_of(cell) for cell in cells if cell["cell_type"] == "code"]
-    first = next(n for n, source in enumerate(code) if re.search(r"^\s*(import|from) (torch|lightning|transformers)\b", source, re.M)
-                 or sync.is_setup(source))  # fmt: skip
-    assert sync.is_setup(code[first]) and "\nimport bertlab" in code[first]
-
-
 def test_pages_can_be_staged_with_the_docs_extra_alone():
     "Staging runs every cell that imports; exported cells import inside functions what is optional."
     runtime, extras = requirements()
