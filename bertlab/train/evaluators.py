@@ -197,10 +197,10 @@ class ProbeEvaluator(Evaluator):
                                    truncation=True, max_length=self.length)  # fmt: skip
             ids_BL = batch["input_ids"].to(module.device)
             mask_BL = batch["attention_mask"].to(module.device)
-            x_BLD = self.encode(module.model, ids_BL, mask_BL)
+            x_BLD = self.encode(module.model, ids_BL, mask_BL).float()  # 16 bits round long sums
             weight_BL1 = mask_BL[..., None].to(x_BLD.dtype)
             mean_BD = (x_BLD * weight_BL1).sum(1) / weight_BL1.sum(1)
-            found.append(mean_BD.float().cpu().numpy())
+            found.append(mean_BD.cpu().numpy())
         return np.concatenate(found)
 
     def encode(self, model: torch.nn.Module, ids_BL, mask_BL) -> torch.Tensor:  # (B, L, D)

@@ -151,6 +151,11 @@ def launched_options(
                              f"machines: let it start one for each GPU, as by srun --nodes={nodes} "
                              "--ntasks-per-node=8")
         return options
+    if launch.launcher == "SLURM" and "SLURM_STEP_NUM_TASKS" not in os.environ:
+        raise ValueError(f"SLURM gives this job {launch.world_size} tasks, and only srun starts "
+                         "them; without it this process would wait for the others for ever: begin "
+                         "the command with srun, or ask for one task, which starts the processes "
+                         "of its devices itself")
     try:
         named = _count_named(asked)
     except (TypeError, ValueError):

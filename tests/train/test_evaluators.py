@@ -148,6 +148,17 @@ def test_a_probe_has_the_same_answer_where_weights_are_divided(tokenizer, tmp_pa
     np.testing.assert_allclose(vectors["fsdp"], vectors["auto"], atol=1e-5)
 
 
+def test_a_probe_takes_the_means_of_16_bit_vectors_in_more(tokenizer, tmp_path):
+    (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS))
+    module, data, *_ = run(tokenizer, [])
+    probe = ProbeEvaluator("p", tmp_path / "nouns.csv")
+    probe.prepare(tokenizer, data.collator, 32)
+    module.model.bfloat16().eval()
+    with torch.no_grad():
+        found = torch.tensor(probe.vectors(module))
+    assert found.dtype == torch.float32 and not found.equal(found.bfloat16().float())
+
+
 def test_a_probe_leaves_out_rows_without_a_text_and_refuses_what_is_none(tokenizer, tmp_path):
     rows = [{"text": text, "label": n % 2} for n, text in enumerate([*TEXTS, None, "  "])]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -95,10 +95,11 @@ def test_launchers_are_read_as_they_say_it():
 
 def launched(monkeypatch, launcher: str, world: int, nodes: int = 1):
     "Variables of a launcher in this process."
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "SLURM_JOB_NAME"):
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "SLURM_JOB_NAME", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // nodes}
-    slurm = {"SLURM_NTASKS": world, "SLURM_NNODES": nodes, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}
+    slurm = {"SLURM_NTASKS": world, "SLURM_NNODES": nodes, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
+             "SLURM_STEP_NUM_TASKS": world}  # fmt: skip
     for name, value in (torchrun if launcher == "torchrun" else slurm).items():
         monkeypatch.setenv(name, str(value))
 
@@ -128,6 +129,14 @@ def test_a_number_of_devices_that_is_not_the_launchers_is_refused(monkeypatch, l
     launched(monkeypatch, *launch)
     with pytest.raises(ValueError, match=words):
         launched_options(asked)
+
+
+def test_several_tasks_of_slurm_that_srun_has_not_started_are_refused(monkeypatch):
+    launched(monkeypatch, "SLURM", 4)
+    assert launched_options({})["devices"] == 4
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")  # as in the script of an sbatch --ntasks=4
+    with pytest.raises(ValueError, match="4 tasks, and only srun starts.*begin the command with srun"):
+        launched_options({})
 
 
 def test_machines_that_are_not_there_are_a_warning(monkeypatch):
@@ -211,7 +220,7 @@ def test_two_nodes_of_slurm_have_the_losses_of_one(place):
         slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": str(rank),
                  "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "bert",
                  "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port)}  # fmt: skip
+                 "MASTER_PORT": str(port), "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
         command = [sys.executable, *words_of("slurm", ROWS // 2, 8)]
         started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True))  # fmt: skip
@@ -320,7 +329,8 @@ def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(place):
     for rank in range(2):
         slurm = {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": str(rank),
                  "SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_JOB_ID": "78", "SLURM_JOB_NAME": "bert",
-                 "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+                 "SLURM_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                 "SLURM_STEP_NUM_TASKS": "2"}  # fmt: skip
         command = [sys.executable, *words_of("lost", ROWS // 2, 4000)]
         started.append(subprocess.Popen(command, cwd=place, env={**ENVIRONMENT, **slurm}, stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True))  # fmt: skip
