@@ -158,7 +158,8 @@ def lengthen(
     read_uses(place)  # or refuse, before any work, what `copy_uses` would leave behind
     model: Any = load_encoder(place)
     learned = model.config.embedding_positions == "learned"
-    how = how or ("repeat" if learned else "yarn")
+    has = "learned" if learned else model.config.attention_positions
+    how = how or {"learned": "repeat", "rope": "yarn"}.get(has, "keep")  # others have no end
     longer, tokenizer = extend_context(model, length, how, theta), None
     reads = longer.config.max_position_embeddings  # with how="base" never fewer than before
     if any((place / file).exists() for file in TOKENIZER_FILES):

@@ -112,7 +112,8 @@ def finetune_embeddings(
         check_resume(checkpoint, module, data, steps, trainer=trainer,
                      may_be_finished=not (output / "metrics.json").exists())
     prepare_run_directory(output, again, overwrite)
-    notes = {"command": "embed finetune", "record": provenance()}
+    record = provenance(config["trainer"]["accelerator"])
+    notes = {"command": "embed finetune", "record": record}
     with written_whole(output / MARKER) as temporary:
         text = format_yaml({**config, **notes})
         temporary.write_text(text, encoding="utf-8")

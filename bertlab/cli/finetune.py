@@ -329,7 +329,8 @@ class FinetuningRun:
             self._check_finished()
             self.check_same()
         self._settle_beginning()
-        record = {**provenance(), "begins_with": self.begins_with}
+        device = provenance(self.config["trainer"]["accelerator"])
+        record = {**device, "begins_with": self.begins_with}
         self.text = format_yaml({**self.config, "command": "finetune", "record": record})
         told = [describe_task(self.task)] if self.task else []
         told += [self.data.describe(num_rows=1), f"model    {self.description}",

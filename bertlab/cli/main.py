@@ -321,10 +321,12 @@ def _distill(asked: Asked) -> None:
     read_yaml(config)  # says where it is none; what it holds is checked later
     if not process_number():  # the first of several processes looks
         check_run_directory(output, bool(asked.resume), asked.overwrite)
-    from bertlab.cli.pretrain import distill  # torch: seconds
+    from bertlab.cli.pretrain import distill, stages_run  # torch: seconds
 
     quieten()
-    work = lambda: distill(config, output, bool(asked.resume), asked.overwrite, asked.config["run"])
+    said = {"run": stages_run(config, output if asked.resume else None)}
+    run = COMMANDS["distill"].parse(asked.words, said).config["run"]
+    work = lambda: distill(config, output, bool(asked.resume), asked.overwrite, run)
     summaries = go_on_with(same_with_resume(asked), work)
     for number, summary in enumerate(summaries, 1):
         found = ", ".join(f"{name} {value:.5g}" for name, value in summary.items())

@@ -6,7 +6,7 @@
 __all__ = ['TOKENIZER', 'MODEL', 'PARTS', 'SHAPES', 'RunChoices', 'run_limits', 'run_guards', 'run_monitors', 'run_watchers',
            'run_trainer', 'naming_options', 'check_parts', 'shape_settings', 'settle_shape', 'build_objects',
            'trainer_options', 'validation_entropy', 'Run', 'provenance', 'estimate_run', 'check_one_process',
-           'check_beginning', 'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate', 'distill']
+           'check_beginning', 'ask_for_run', 'pretrain', 'find_model', 'fill_gaps', 'validate', 'stages_run', 'distill']
 
 # %% ../../nbs/cli/02_pretrain.ipynb #c0ab7218
 import json
@@ -405,6 +405,8 @@ class Run:
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
             check_run_directory(self.output, resume, overwrite, option="--run.output")
+        if overwrite:
+            check_beginning(self.output, [self.config["model"][MODEL]])
         if self.choices.batch_tokens is not None:
             self._split_batch()
         given = self.config["model"]["model_config_kwargs"]
@@ -493,14 +495,16 @@ class Run:
         with naming_options():
             self.data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen below"})
             written = self.resume or started_by_first()  # which has kept its tokenizer there
-            self.tokenizer = choose_tokenizer(
-                [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
-                self.output / "tokenizer" if written else None,
-                self._own_tokenizer)
+            with self._naming_beginning():
+                self.tokenizer = choose_tokenizer(
+                    [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
+                    self.output / "tokenizer" if written else None,
+                    self._own_tokenizer)
             self.data.tokenizer = self.tokenizer
             strategy = get_strategy(build_objects(self.config["trainer"]["strategy"]) or "auto")
             later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
-            with torch.device("meta" if later else "cpu"):  # weights are read in shares, or here
+            # Weights are read in shares, or here.
+            with torch.device("meta" if later else "cpu"), self._naming_beginning():
                 self.module = PretrainingModule(**{**model, TOKENIZER: self.tokenizer})
             if model[MODEL] is not None:
                 check_parts(self.module)
@@ -521,6 +525,19 @@ class Run:
         for watcher in self.trainer.callbacks:
             if hasattr(watcher, "check_run"):  # else it would refuse when all is written
                 watcher.check_run(self.module, self.data)
+
+    @contextmanager
+    def _naming_beginning(self) -> Iterator[None]:
+        "Say of a run that goes on elsewhere what it misses: the model that it began with."
+        name = self.config["model"][MODEL]
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if not self.resume or name is None or Path(name).expanduser().exists():
+                raise
+            raise ValueError(f"the run began with {name}, which is not here, and its shape and "
+                             f"tokenizer are read at a resume: say where it is now, as --model."
+                             f"{MODEL} DIRECTORY ({one_line(error)})") from None
 
     def _own_tokenizer(self) -> Any:
         "The one that made the tokens, where the data is shards; else one that is trained here."
@@ -580,7 +597,8 @@ class Run:
         fresh = "" if self.checkpoint else self.module.describe_fresh()  # else it has them all
         fresh = f"\nfresh   {fresh}" if fresh else ""
         rate = self.module.hparams.learning_rate
-        return (f"device  {describe_device()}\n{self.data.describe(num_rows=1)}\n"
+        device = describe_device(kind=find_accelerator(self.config["trainer"]["accelerator"]))
+        return (f"device  {device}\n{self.data.describe(num_rows=1)}\n"
                 f"model   {size}{fresh}\nrate    {rate:.3g} at its peak{line}\n"
                 f"output  {self.output}")
 
@@ -624,9 +642,12 @@ class Run:
         return read_json(self.output / "metrics.json", finite=False)
 
 
-def provenance() -> dict[str, str]:
+def provenance(
+    accelerator: str = "auto",  # that the run asks for; others on this machine took no part
+) -> dict[str, str]:
     "What a reader of run.yaml needs to know about where the numbers came from."
-    return {"device": str(describe_device()), "python": platform.python_version(),
+    device = describe_device(kind=find_accelerator(accelerator))
+    return {"device": str(device), "python": platform.python_version(),
             "torch": str(torch.__version__), "bertlab": bertlab.__version__}
 
 # %% ../../nbs/cli/02_pretrain.ipynb #f48184b5
@@ -703,7 +724,8 @@ def check_one_process(
 
 def check_beginning(
     output: str | os.PathLike,  # what is there is moved into previous-N
-    names: Sequence[Any],  # of models that the run begins with; None for none
+    names: Sequence[Any],  # of what the run begins with; None for nothing
+    option: str = "--run.output",  # what names the directory, for messages
 ) -> None:
     "Raise `ValueError` where a run that starts anew would move its own beginning aside."
     home = Path(output).resolve()
@@ -712,7 +734,7 @@ def check_beginning(
         inside = place.relative_to(home).parts if place.is_relative_to(home) else ("previous-",)
         if place.exists() and not (inside and inside[0].startswith("previous-")):
             raise ValueError(f"{name} is what the run begins with, and --overwrite would move it "
-                             "aside: choose another --run.output, or copy the model first")
+                             f"aside: choose another {option}, or copy it first")
 
 
 def ask_for_run(
@@ -748,7 +770,8 @@ def pretrain(
         print(found.describe(), flush=True)
         return {"peak_bytes": found.peak, "largest_rows": found.largest_rows}
     run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
-              {"command": "pretrain", "record": provenance()})
+              {"command": "pretrain",
+               "record": provenance(asked.config["trainer"]["accelerator"])})
     run.build()
     run.prepare()
     if rank_zero_only.rank == 0:
@@ -842,6 +865,39 @@ def validate(
     return rows
 
 # %% ../../nbs/cli/02_pretrain.ipynb #f745b648
+def stages_run(
+    config: str | os.PathLike,  # YAML file with stages
+    output: str | os.PathLike | None = None,  # directory of a run that goes on
+) -> dict[str, Any]:  # of RunChoices
+    "What the file says in `run`, and over it what a run that goes on was begun with."
+    kept = [] if output is None else [Path(output) / MARKER]  # where words won over the file
+    found: dict[str, Any] = {}
+    for file in [config, *(one for one in kept if one.exists())]:
+        said = {"run": read_yaml(file).get("run")}  # older runs have kept nothing
+        try:
+            given = COMMANDS["distill"].parse(["stages"], said).given
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        found |= {key.removeprefix("run."): value for key, value in given.items()
+                  if key.startswith("run.")}
+    return found
+
+
+def _recorded(run: RunChoices) -> dict[str, Any]:
+    "The options that `bertlab distill` takes, for run.yaml."
+    return {key.removeprefix("run."): getattr(run, key.removeprefix("run."))
+            for key in COMMANDS["distill"].options() if key.startswith("run.")}
+
+
+def _beginnings(stages: Sequence[Any]) -> Iterator[Any]:  # each a Stage
+    "The models and tokenizers that stages name; a reference may be the stage before."
+    for stage in stages:
+        yield from (stage.module.get(MODEL), stage.module.get(TOKENIZER),
+                    stage.data.get(TOKENIZER))
+        if stage.reference != "previous":
+            yield stage.reference
+
+
 def distill(
     config: str,  # YAML file with stages, such as configs/kl-two-stage.yaml
     output: str = "bertlab-stages",  # directory of the run
@@ -851,14 +907,18 @@ def distill(
 ) -> list[dict[str, float]]:  # of each stage: steps, tokens, and what its validation said
     """Train in stages, as a file says: `bertlab distill`.
 
-    The limits of `run` are of all stages and sessions; `ValueError` where one ends a stage.
+    The limits of `run` are of all stages and sessions; `ValueError` where one ends a stage. A run
+    that goes on keeps the options of `run` that are not said anew.
     """
     from bertlab.train.stages import StageStopped, load_stages, spent_in_stages, train_stages
 
-    choices = RunChoices(**{**(run or {}), "output": output})
+    said = stages_run(config, output if resume else None)
+    choices = RunChoices(**{**said, **(run or {}), "output": output})
     if rank_zero_only.rank == 0:
         check_run_directory(output, resume, overwrite)
     stages, limits = load_stages(config), run_limits(choices)
+    if overwrite:
+        check_beginning(output, list(_beginnings(stages)), "--output")
     stages = [_split_stage(_launched_stage(stage, number), choices)
               for number, stage in enumerate(stages, 1)]
     for limit in limits if resume else ():
@@ -873,7 +933,8 @@ def distill(
                 *run_monitors(own, module), *averages]
 
     try:
-        return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers)
+        return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers,
+                            notes={"run": _recorded(choices)})
     except StageStopped as stopped:
         raise ValueError(str(stopped)) from None
 
@@ -889,6 +950,11 @@ def _split_stage(stage: Any, run: RunChoices) -> Any:  # a Stage
     "A stage whose rows and accumulation follow from run.batch_tokens, where that is said."
     if run.batch_tokens is None:
         return stage
-    data, trainer = batch_options(run.batch_tokens, run.microbatch_tokens, stage.data,
-                                  stage.trainer)
+    rows, window = "train_batch_size", "accumulate_grad_batches"
+    data = {name: value for name, value in stage.data.items() if name != rows}
+    trainer = {name: value for name, value in stage.trainer.items() if name != window}
+    data, trainer = batch_options(run.batch_tokens, run.microbatch_tokens, data, trainer)
+    # run.yaml holds a stage as it was split; what is said otherwise is refused.
+    if (stage.data.get(rows), stage.trainer.get(window)) != (data[rows], trainer[window]):
+        batch_options(run.batch_tokens, run.microbatch_tokens, stage.data, stage.trainer)
     return replace(stage, data=data, trainer=trainer)

@@ -147,7 +147,8 @@ def _make_run(settings: Mapping[str, Any]) -> Run:
     config, job = settings["config"], settings["job"]
     output = Path(config["run"]["output"])
     again = _first_says(_agree(lambda: _is_ours(output / MARKER, job)))
-    notes = {"command": "pretrain", "record": {**provenance(), "ray": job}}
+    record = {**provenance(config["trainer"]["accelerator"]), "ray": job}
+    notes = {"command": "pretrain", "record": record}
     run = _agree(lambda: Run(config, settings["resume"] or again,
                              settings["overwrite"] and not again, notes, launch))
     check_shared(output)

@@ -12,10 +12,12 @@ __all__ = ['TRACKS', 'FORMAT', 'CURVE_POINTS', 'Interval', 'Track', 'check_recip
 # %% ../../nbs/cli/07_speedrun.ipynb #90de9304
 import copy
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import platform
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -89,7 +91,8 @@ _OF_THE_TRACK = {
     "model": ("pretrained_tokenizer_name_or_path", "objective"),
     "run": ("output", "val_every_steps", "validate_first", "models", "keep_last", "keep_best",
             "report", "loggers", "stop_at_loss"),
-    "trainer": ("accelerator", "devices", "num_nodes", "limit_train_batches", "limit_val_batches"),
+    "trainer": ("accelerator", "devices", "num_nodes", "limit_train_batches", "limit_val_batches",
+                "overfit_batches", "fast_dev_run", "barebones"),
 }
 _DATA_KWARGS = ("overflow", "overlap")  # how long documents are cut; everything else names text
 
@@ -134,18 +137,21 @@ def seconds_of_run(
     directory: str | os.PathLike,  # of a model, in a run's directory or being one
     text_sha256: str,  # of the track
     argument: str = "directory",  # what the directory was given as, for the message
-) -> float | None:  # of training; None: no run.yaml and metrics.json are beside it
+) -> float | None:  # of training; None: no run.yaml, or no metrics.json of that run, says it
     "How long a model was trained. Raises `ValueError` where it has read another text."
     directory = Path(directory)
     home = next((place for place in (directory, *list(directory.resolve().parents)[:2])
-                 if (place / "run.yaml").is_file() and (place / "metrics.json").is_file()), None)
-    if home is None:
+                 if (place / "run.yaml").is_file()), None)
+    said = {} if home is None else read_yaml(home / "run.yaml")
+    if home is None or "speedrun" in said:  # a race's own; each of its seeds has one, too
         return None
-    record = read_yaml(home / "run.yaml").get("record") or {}
+    record = said.get("record") or {}
     if record.get("corpus_sha256") != text_sha256:
         raise ValueError(f"{argument}={str(directory)!r} has read "
                          f"{record.get('corpus', 'a text without a name')}, which is not the text "
                          "of this track: it may know what is held out")
+    if not (home / "metrics.json").is_file():  # it is running, was killed, or writes no report
+        return None
     seconds = read_json(home / "metrics.json", finite=False).get("train_seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ValueError(f"{argument}={str(directory)!r}: its metrics.json has "
@@ -167,18 +173,21 @@ def seconds_before(
     return seconds
 
 # %% ../../nbs/cli/07_speedrun.ipynb #73bdd72e
-def measure_machine(precision: str) -> dict[str, Any]:
+def measure_machine(
+    precision: str,
+    accelerator: str = "cpu",  # of the track: others on this machine take no part
+) -> dict[str, Any]:
     "Which machine this is, and the rate of matrix products that it reaches now."
     import torch
 
     from bertlab.cli.pretrain import provenance
-    from bertlab.core.devices import describe_device, measured_peak_flops, multiplied_type
+    from bertlab.core.devices import find_accelerator, measured_peak_flops, multiplied_type
 
-    device = describe_device()
     kind = multiplied_type(precision)
-    return {**provenance(), "processor": platform.processor() or platform.machine(),
+    return {**provenance(accelerator), "processor": platform.processor() or platform.machine(),
             "threads": torch.get_num_threads(), "precision": precision,
-            "matmul_type": kind, "matmul_flops": measured_peak_flops(kind, device=device.kind)}
+            "matmul_type": kind,
+            "matmul_flops": measured_peak_flops(kind, device=find_accelerator(accelerator))}
 
 
 @dataclass
@@ -236,7 +245,8 @@ class Judge:
         return bits_per_byte(self.track.target * labels, num_bytes)
 
     def score(self, module: Any, trainer: Any) -> dict[str, float]:
-        "Validate a module, with its averaged weights where its optimizer keeps them."
+        "Validate a module on all rows, with its averaged weights where its optimizer keeps them."
+        trainer.limit_val_batches = 1.0  # whatever the run has left out
         return trainer.validate(module, self.data, verbose=False)[0]
 
 
@@ -306,7 +316,8 @@ def run_seed(
     before = seconds_before(first, corpus.sha256) if first else 0.0
     config = speedrun_config(track, recipe, output, seed, before)
     notes = {"command": "speedrun", "record": {
-        "corpus": corpus.name, "corpus_sha256": corpus.sha256, "track": track.name, **provenance()}}
+        "corpus": corpus.name, "corpus_sha256": corpus.sha256, "track": track.name,
+        **provenance(track.accelerator)}}
     run = Run(config, resume=(Path(output) / "run.yaml").exists(), notes=notes)
     run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": {
         name: value for name, value in (run.data_options["data_kwargs"] or {}).items()
@@ -317,9 +328,10 @@ def run_seed(
     run.prepare(may_be_finished=True)
     if run.module.fresh and run.checkpoint is None:
         print(f"seed {seed}: {run.module.describe_fresh()}", flush=True)
-    rates = [measure_machine(run.trainer.precision)["matmul_flops"]]
+    rate = lambda: measure_machine(run.trainer.precision, track.accelerator)["matmul_flops"]
+    before_it = rate()
     run.fit()
-    rates.append(measure_machine(run.trainer.precision)["matmul_flops"])
+    rates = before_it, rate()
     with run.module.evaluation_weights():  # averages, where they are kept: these are judged
         save_model(run.module.model, run.tokenizer, output)
     judge = Judge(track, corpus, run.tokenizer)
@@ -342,7 +354,48 @@ CURVE_POINTS = 200  # of each seed that a log keeps
 
 def recipe_sha256(recipe: Mapping[str, Any]) -> str:
     "A hash of a recipe, whatever the order of its keys."
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    as_read = json.loads(json.dumps(recipe))  # from a log: keys of YAML may be numbers
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def _own_names(said: Any) -> Iterator[str]:
+    "Dotted names in a recipe that are of no installed package: my_file.MyOptimizer."
+    if isinstance(said, (Mapping, list)):
+        for value in said.values() if isinstance(said, Mapping) else said:
+            yield from _own_names(value)
+    elif isinstance(said, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", said):
+        top = said.partition(".")[0]
+        here = bool(_own_files(top)) or top == "__main__"
+        found = None if here else importlib.util.find_spec(top)
+        if found is None or not {"bertlab", "site-packages", "dist-packages"} & {
+                top, *Path(found.origin or "").parts}:
+            yield said
+
+
+def _own_files(top: str) -> list[Path]:
+    "The files of a module in this directory, where a run looks for code of one's own."
+    one, package = Path(f"{top}.py"), Path(top)
+    return [one] if one.is_file() else sorted(package.rglob("*.py"))
+
+
+def _sha256_of(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _needs(recipe: Mapping[str, Any], text_sha256: str) -> dict[str, Any]:
+    "What a recipe needs and a log does not hold, by hashes: a trained model, code of one's own."
+    needs: dict[str, Any] = {}
+    if first := recipe.get("model", {}).get("pretrained_model_name_or_path"):
+        weights = [path for end in ("safetensors", "bin") for path in Path(first).glob(f"*.{end}")]
+        needs["model"] = {"train_seconds": seconds_before(first, text_sha256),
+                          "sha256": _sha256_of(sorted(weights))}
+    tops = {name.partition(".")[0] for name in _own_names(recipe)}
+    if code := {top: _sha256_of(_own_files(top)) for top in sorted(tops) if _own_files(top)}:
+        needs["code"] = code
+    return needs
 
 
 def _thinned(curve: Sequence[Any], most: int = CURVE_POINTS) -> list[Any]:
@@ -416,17 +469,21 @@ def speedrun(
     if earlier.get("text_sha256", corpus.sha256) != corpus.sha256:
         raise ValueError(f"{place} was begun on another text, because each version of Python has "
                          "its own: resume it with that Python, or give another --output")
-    first = said.get("model", {}).get("pretrained_model_name_or_path")
-    if first:
-        course.seconds_left(seconds_before(first, corpus.sha256))
+    needs = _needs(said, corpus.sha256)
+    if earlier.get("needs", needs) != needs:
+        raise ValueError(f"{place} was begun with other weights or other code than its recipe "
+                         "names now: put them back, or give another --output")
+    if "model" in needs:
+        course.seconds_left(needs["model"]["train_seconds"])
     if left := [seed for seed in seeds if not (place / f"seed-{seed}" / "attempt.json").exists()]:
         _check_run(course, said, place / f"seed-{left[0]}", left[0])
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
         temporary.write_text(format_yaml({"speedrun": {
-            **key, "text_sha256": corpus.sha256, "seeds": seeds, "recipe": said}}), "utf-8")
-    log = {"format": FORMAT, **key, "recipe": said, "text": corpus.name,
+            **key, "text_sha256": corpus.sha256, "seeds": seeds, "recipe": said,
+            "needs": needs}}), "utf-8")
+    log = {"format": FORMAT, **key, "recipe": said, "needs": needs, "text": corpus.name,
            "text_sha256": corpus.sha256, "target": target, "hidden_sha256": "",
            "machine": {}, "attempts": []}
     for seed in seeds:
@@ -434,13 +491,17 @@ def speedrun(
         done = home / "attempt.json"
         if not done.exists():
             attempt, hidden = run_seed(course, said, home, seed, corpus)
-            machine = measure_machine(_precision(course, said))
+            machine = measure_machine(_precision(course, said), course.accelerator)
             kept = {**vars(attempt), "curve": _thinned(attempt.curve)}
             with written_whole(done) as temporary:
                 temporary.write_text(json.dumps({"attempt": kept, "hidden_sha256": hidden,
                                                  "machine": machine}) + "\n", "utf-8")
         found = read_json(done, finite=False)  # a run may have ended in NaN
-        log["attempts"].append(found["attempt"])
+        if log["attempts"] and found["hidden_sha256"] != log["hidden_sha256"]:
+            raise ValueError(f"seed {seed} of {place} was asked other gaps than the seeds before "
+                             "it, as by another version of a library: race all of them with one, "
+                             "in another --output")
+        log["attempts"].append({**found["attempt"], "machine": found["machine"]})
         log |= {"hidden_sha256": found["hidden_sha256"], "machine": found["machine"]}
         print(_format_attempt(log, found["attempt"]), flush=True)
     with written_whole(place / "log.json") as temporary:
@@ -489,7 +550,7 @@ def _precision(track: Track, recipe: Mapping[str, Any]) -> str:
     from bertlab.core.devices import describe_device
 
     said = recipe.get("trainer", {}).get("precision", "auto")
-    return describe_device().precision if said in (None, "auto") else said
+    return describe_device(kind=track.accelerator).precision if said in (None, "auto") else said
 
 
 def _format_attempt(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> str:
@@ -504,7 +565,10 @@ def format_speedrun(log: Mapping[str, Any]) -> str:
     "The result of an attempt, for a person."
     found, target = summarize_speedrun(log), log["target"]
     if target["nats"] is None:
-        verdict = f"the worst of {found['seeds']} seeds reached {found['worst_loss']:.3f} nats"
+        verdict = (f"the worst of {found['seeds']} seeds reached {found['worst_loss']:.3f} nats, "
+                   f"{found['worst_bits_per_byte']:.4f} bits per byte")
+        if log["hidden_sha256"] != target["hidden_sha256"]:
+            verdict += " (a tokenizer of its own: only its bits compare with others)"
     elif found["arrived"] == found["seeds"]:
         verdict = "every seed arrived" + ("" if found["seeds"] >= 3 else
                                           "; a record needs three of them")
@@ -599,6 +663,85 @@ def _check_attempt(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"the curve of seed {seed} has a loss below 0"
 
 
+def _check_together(log: Mapping[str, Any]) -> Iterator[str]:
+    "What no runs can have written that one judge has asked."
+    target, bits, told = log["target"], {}, {}
+    for one in log["attempts"]:
+        seed, loss = one["seed"], one["validation_loss"]
+        losses = (loss, *(point[2] for point in one["curve"]))
+        if math.isfinite(loss) and told.setdefault(losses, seed) != seed:
+            yield f"seeds {told[losses]} and {seed} have equal losses from their first step on"
+        if all(math.isfinite(value) and value > 0 for value in (loss, one["bits_per_byte"])):
+            bits[seed] = one["bits_per_byte"] / loss  # of a nat: the same for the same gaps
+    own = log["hidden_sha256"] == target["hidden_sha256"] and target["nats"]
+    right = target["bits_per_byte"] / target["nats"] if own else (
+        statistics.median(bits.values()) if bits else 0)
+    for seed, found in bits.items():
+        if not math.isclose(found, right, rel_tol=1e-3):
+            yield (f"seed {seed} has {found:.4f} bits per byte for each nat of its loss, and its "
+                   f"hidden tokens make {right:.4f} of it")
+
+
+def _check_by_recipe(
+    log: Mapping[str, Any],
+    track: Track,
+    recipe: Mapping[str, Mapping[str, Any]],  # of `check_recipe`
+) -> Iterator[str]:
+    "What no run of this recipe can have written."
+    typed = COMMANDS["pretrain"].parse([], recipe).config
+
+    def option(section: str, name: str, otherwise: Any) -> Any:
+        found = typed[section][name] if name in recipe.get(section, {}) else None
+        return otherwise if found is None else found
+
+    shape = option("model", "model_config_kwargs", {})
+    if not option("model", "pretrained_model_name_or_path", None) and "vocab_size" not in shape:
+        usual = track.vocab_size, "wordpiece"
+        own = (option("run", "vocab_size", usual[0]), option("run", "tokenizer_kind", usual[1]))
+        if (own == usual) != (log["hidden_sha256"] == log["target"]["hidden_sha256"]):
+            yield ("its recipe has the tokenizer of the track, and its hidden tokens are others"
+                   if own == usual else
+                   "its recipe has a tokenizer of its own, and the hidden tokens of the track's")
+    most = option("trainer", "max_steps", FIRST_RECIPE.steps)
+    positions = (option("data", "train_batch_size", FIRST_RECIPE.batch_size)
+                 * option("data", "max_sequence_length", track.max_sequence_length)
+                 * option("trainer", "accumulate_grad_batches", 1))
+    if any(option(*name, None) for name in (("run", "batch_tokens"), ("data", "collator"),
+                                            ("trainer", "callbacks"))):
+        positions = math.inf  # of a step: these decide it
+    needs = log.get("needs")
+    model = needs.get("model") if isinstance(needs, Mapping) else None
+    before = model.get("train_seconds") if isinstance(model, Mapping) else None
+    for one in log["attempts"]:
+        seed, steps, tokens, seconds = (one[name] for name in (
+            "seed", "steps", "tokens", "train_seconds"))
+        if steps > most:
+            yield f"seed {seed} has made {steps} steps, and its recipe {most}"
+        if not steps <= tokens <= steps * positions:
+            yield f"seed {seed} has {tokens} tokens, which {steps} steps of its recipe cannot have"
+        if _is_number(before) and seconds < before:
+            yield (f"seed {seed} trained for {seconds:.1f} s, less than the {before:.1f} s of the "
+                   "model that its recipe begins with")
+
+
+def _not_held(log: Mapping[str, Any]) -> Iterator[str]:
+    "What a recipe names and a log does not hold, without which nobody runs it again."
+    try:
+        recipe = check_recipe(log["recipe"])
+    except ValueError:  # `check_log` says it
+        return
+    needs = log.get("needs") if isinstance(log.get("needs"), Mapping) else {}
+    model, code = ({} if not isinstance(needs.get(name), Mapping) else needs[name]
+                   for name in ("model", "code"))
+    lacking = {str(first): model.get("sha256") for first in [
+        recipe.get("model", {}).get("pretrained_model_name_or_path")] if first}
+    lacking |= {name: code.get(name.partition(".")[0]) for name in _own_names(recipe)
+                if name.partition(".")[0] in code or name.rpartition(".")[2][0].isupper()}
+    for name, sha256 in lacking.items():
+        known = f"sha256 {str(sha256)[:12]}" if sha256 else "no hash is known"
+        yield f"its recipe names {name}, which the log does not hold ({known})"
+
+
 @lru_cache(maxsize=8)
 def _text_here(track: Track) -> tuple[str, str]:
     "Name and hash of a track's text on this Python, once a process: it takes seconds."
@@ -644,8 +787,12 @@ def _compare_text(log: Mapping[str, Any]) -> tuple[list[str], str]:
 def not_compared(
     log: Mapping[str, Any] | str | os.PathLike,  # or the file
 ) -> str:  # empty: everything was compared
-    "What `check_log` does not compare here, as another Python's text. Raises `ValueError`, too."
-    return _compare_text(_read_log(log))[1]
+    """What `check_log` does not compare here, as another Python's text. Raises `ValueError`, too.
+
+    Models and files that the recipe names are among it: a log has hashes of them alone.
+    """
+    log = _read_log(log)
+    return "; ".join(filter(None, [_compare_text(log)[1], *_not_held(log)]))
 
 
 def check_log(
@@ -664,7 +811,8 @@ def check_log(
     elif log["target"]["nats"] != track.target:
         wrong.append(f"the target {log['target']['nats']} is not the track's")
     try:
-        check_recipe(log["recipe"])
+        recipe = check_recipe(log["recipe"])
+        wrong += [] if track is None else _check_by_recipe(log, track, recipe)
     except ValueError as error:
         wrong.append(f"its recipe is refused: {error}")
     if recipe_sha256(log["recipe"]) != log["recipe_sha256"]:
@@ -679,7 +827,7 @@ def check_log(
             wrong.append(f"seed {one['seed']} trained for {one['train_seconds']:.0f} s, and the "
                          f"track allows {track.seconds:.0f} s")
         wrong += _check_attempt(one)
-    return wrong + _compare_text(log)[0]
+    return [*wrong, *_check_together(log), *_compare_text(log)[0]]
 
 # %% ../../nbs/cli/07_speedrun.ipynb #562983a0
 Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % interval
@@ -789,7 +937,7 @@ def score_model(
 def format_score(score: ModelScore) -> str:
     "A score, for a person."
     limit = TRACKS[score.track].seconds
-    known = "unknown: no run.yaml says what it has read, and for how long"
+    known = "unknown: no run.yaml and metrics.json say what it has read, and for how long"
     time = known if score.seconds is None else f"{score.seconds:.0f} s"
     if score.seconds is not None and limit is not None:
         time += f" of {limit:.0f} s" + ("" if score.in_time else ": over time")

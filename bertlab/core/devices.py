@@ -395,9 +395,10 @@ def find_devices(
 
 def describe_device(
     measure: bool = False,  # a peak that the table does not have
+    kind: str | None = None,  # "cpu", "cuda", "mps" or "tpu"; None: what a run takes here
 ) -> Device:
-    "Find the accelerator that a run takes here, and what it can do."
-    kind = next(kind for kind in ("tpu", "cuda", "mps", "cpu") if count_devices(kind))
+    "Find the first accelerator of a kind, and what it can do."
+    kind = kind or next(kind for kind in ("tpu", "cuda", "mps", "cpu") if count_devices(kind))
     return _describe(kind, 0, measure)
 
 # %% ../../nbs/core/05_devices.ipynb #6e25d77d

@@ -97,11 +97,12 @@ def plot_loss(
     validation_loss: Sequence[float] = (),  # nats per label
     unigram_entropy: float | None = None,  # nats; the line that needs no context
     title: str = "",  # above the axes; empty: none
+    unit: str = "nats per masked token",  # of the losses
 ) -> Figure:
     "Draw training and validation loss over the steps, with the unigram baseline."
     if len(steps) != len(loss) or len(validation_steps) != len(validation_loss):
         raise ValueError("steps and losses must come in pairs of equal length")
-    figure, axes = new_axes("optimizer step", "loss (nats per masked token)")
+    figure, axes = new_axes("optimizer step", f"loss ({unit})")
     axes.plot(steps, loss, color=GREY, alpha=0.3, linewidth=0.7)
     span = max(1, len(loss) / 25)
     axes.plot(steps, smooth(loss, span), color=BLUE, label="training (smoothed)")

@@ -164,7 +164,8 @@ def share_tokens(
     shares_BL = find_ordinary(tokenized, vocabulary).astype(np.float32)
     if end_token_id is None:
         return shares_BL
-    ids_BL, documents_BL = (np.asarray(tokenized[name]) for name in ("input_ids", "attention_mask"))
+    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
+                            for name in ("input_ids", "attention_mask"))
     prompt_BL, ends_BL = find_parts(ids_BL, documents_BL, end_token_id)
     shares_BL[prompt_BL] = 0
     rows, columns = np.nonzero(ends_BL)
@@ -212,14 +213,16 @@ def noise_tokens(
 ) -> dict[str, np.ndarray]:
     """Hide tokens at a random time per document: what `mask_tokens` returns, and loss_weights.
 
-    loss_weights (B, L) float32 is 1 / t (or the schedule's) where a label is and 0 elsewhere: the
-    sum of weight times cross-entropy, over the number of ordinary tokens, estimates the bound;
-    without weights it is BERT's loss at a random share. A rule with an end token adds
+    loss_weights (B, L) float32 is 1 / t (or the schedule's, times what makes the weights of a token
+    1 on average whatever sampling_eps is) where a label is and 0 elsewhere: the sum of weight times
+    cross-entropy, over the number of ordinary tokens, estimates the bound; without weights it is
+    BERT's loss at a random share. A rule with an end token adds
     token_shares (B, L), of `share_tokens`: their sum is what the loss is divided by. Where
     max_predictions is set, what loses its label stays hidden, the labels that are left weigh more,
     so that the sum is right on average, and original_ids (B, L) has the text.
     """
-    ids_BL, documents_BL = (np.asarray(tokenized[name]) for name in ("input_ids", "attention_mask"))
+    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
+                            for name in ("input_ids", "attention_mask"))
     shares_BL = share_tokens(tokenized, vocabulary, rule.end_token_id)
     keys_B = key_rows(rule.seed, *addresses)
     times_BL = draw_times(addresses, documents_BL, rule)
@@ -229,6 +232,10 @@ def noise_tokens(
     nothing_BL = np.zeros_like(hidden_BL)  # every hidden token is as likely to keep its label
     asked_BL, dropped_B = drop_excess(hidden_BL, nothing_BL, keys_B, limit, columns_BL)
     weights_BL = shares_BL * weigh_times(times_BL, rule.schedule)
+    # Times are drawn from 1 - sampling_eps of the circle, and a token is hidden by the rest of the
+    # share: with the line these are the same, with the cosine they are not.
+    drawn, rest = 1 - rule.sampling_eps, 1 - NOISE[rule.schedule].share(rule.sampling_eps)
+    weights_BL *= drawn / rest
     # Those that are asked stand for all that are hidden (Horvitz and Thompson 1952).
     weights_BL *= (hidden_BL.sum(1) / np.maximum(1, asked_BL.sum(1)))[:, None]
     return {

@@ -14,6 +14,7 @@ import hashlib
 import math
 import re
 import unicodedata
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,7 @@ def _first_characters(token: str, mark: str) -> str:
     elif mark == "Ġ" and all(letter in _BYTE_LETTERS for letter in token):
         raw = bytes(_BYTE_LETTERS[letter] for letter in token)
     else:
-        return token.removeprefix(mark if mark == "##" else "")[:1]
+        return token.removeprefix("" if mark in BEGINNINGS else mark)[:1]
     length = 1 + sum(raw[:1] >= bytes([lead]) for lead in (0xC0, 0xE0, 0xF0))
     missing = max(0, length - len(raw))
     ends = (raw[:length] + bytes([rest]) * missing for rest in (0x80, 0xBF))
@@ -159,20 +160,23 @@ def find_continuations(
 ) -> np.ndarray:  # (V,) bool
     """Tell from a vocabulary which ids go on with the word before them.
 
-    WordPiece marks these with `##`. Byte-level BPE and SentencePiece mark beginnings instead, with
-    the space before a word, so that a comma belongs to what it follows. In scripts that write no
-    spaces each piece is a word. Raises `ValueError` where no token has any of these marks.
+    WordPiece marks these with `##`, or with the prefix that its model names. Byte-level BPE and
+    SentencePiece mark beginnings instead, with the space before a word, so that a comma belongs to
+    what it follows. In scripts that write no spaces each piece is a word. Raises `ValueError` where
+    no token has any of these marks.
     """
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count_ids(tokenizer)))]
-    counts = {mark: sum(token.startswith(mark) for token in tokens) for mark in WORD_MARKS}
-    mark = max(counts, key=counts.get)
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    prefix = getattr(model, "continuing_subword_prefix", None) or WORD_MARKS[0]
+    marks = (prefix, *WORD_MARKS[1:])
+    counts = {mark: sum(token.startswith(mark) for token in tokens) for mark in marks}
+    mark = max(counts, key=counts.get)
     if not counts[mark] and type(model).__name__ == "WordPiece":
-        mark = "##"  # as of a vocabulary of ideographs alone: nothing goes on
+        mark = prefix  # as of a vocabulary of ideographs alone: nothing goes on
     elif not counts[mark]:
-        raise ValueError(f"no token begins with one of {WORD_MARKS}: tell which ids go on with the "
-                         "word before them by continues_word, one bool for each id")
-    goes_on = (lambda t: t.startswith(mark)) if mark == "##" else (
+        raise ValueError(f"no token begins with one of {marks}: tell which ids go on with the word "
+                         "before them by continues_word, one bool for each id")
+    goes_on = (lambda t: t.startswith(mark)) if mark == prefix else (
         lambda t: not t.startswith(BEGINNINGS))
     return np.array([goes_on(token) and not _begins_unspaced(token, mark) for token in tokens])
 
@@ -219,6 +223,7 @@ def rank_in_documents(
     if length > 2**17:
         raise ValueError(f"a row of {length} positions is too long to rank: 131,072 at most")
     # One integer holds document, draw (30 bits) and column, so sorting it needs no indices.
+    members_BL = np.asarray(members_BL, dtype=np.int64)
     keys_BL = (members_BL << 30) | (draws_BL * 2**30).astype(np.int64)
     keys_BL = np.sort((keys_BL << 17) | np.arange(length), axis=1)
     rows_B1 = np.arange(len(members_BL))[:, None]
@@ -328,6 +333,7 @@ def bound_labels(
     length: int,  # positions in a row, L
     selection: str = "bernoulli",  # or "exact"
     unit: str = "token",  # or "word", "span"
+    promise: int = 0,  # labels that each document gets, `min_labels_per_document`
 ) -> int:  # labels per row, M: a multiple of 8, or `length`
     "Bound the labels of a row by four standard deviations, so that shapes can be static."
     if selection == "exact":
@@ -339,6 +345,11 @@ def bound_labels(
     # A coin for several tokens scatters more: E[n^2] / E[n] of words is below 4 in most texts.
     variance *= 1 if unit == "token" else 4
     bound = math.ceil(length * probability + 4 * math.sqrt(variance))
+    if promise:
+        # At worst a row is full of documents of [CLS], what was promised, and [SEP]. A promised
+        # word is hidden whole, and may be as long as its document.
+        full = length * promise / (promise + 2) if unit == "token" else length
+        bound = max(bound, math.ceil(full))
     return min(-(-bound // 8) * 8, length)
 
 # %% ../../nbs/data/07_masking.ipynb #916037c4
@@ -352,7 +363,8 @@ def limit_labels(
     if rule.max_predictions is not None:
         return min(rule.max_predictions, length)
     if static:
-        return bound_labels(rule.mlm_probability, length, rule.selection, rule.unit)
+        return bound_labels(rule.mlm_probability, length, rule.selection, rule.unit,
+                            rule.min_labels_per_document)
     return min(math.ceil(max(chosen_BL.sum(1).max(), 1) / 8) * 8, length)
 
 # %% ../../nbs/data/07_masking.ipynb #abfb672a
@@ -418,12 +430,19 @@ def mask_tokens(
     Labels are the original ids where a token was chosen and -100 elsewhere. label_positions lists
     the chosen positions in order and then, up to M, positions without a label.
     """
-    ids_BL, documents_BL = (np.asarray(tokenized[name]) for name in ("input_ids", "attention_mask"))
+    # Arithmetic with numbers of 8 or 16 bits would overflow.
+    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
+                            for name in ("input_ids", "attention_mask"))
     ordinary_BL, keys_B = find_ordinary(tokenized, vocabulary), key_rows(rule.seed, *addresses)
     table_V = None if rule.unit == "token" else continues_V
     words_BL = find_words(ids_BL, documents_BL, ordinary_BL, table_V)
     chosen_BL, promised_BL = choose_positions(documents_BL, ordinary_BL, keys_B, rule, words_BL)
     limit = limit_labels(chosen_BL, rule, static)
+    promised = int(promised_BL.sum(1).max(initial=0))
+    if rule.max_predictions is None and promised > limit:
+        warnings.warn(f"a row promises {promised} labels (min_labels_per_document) and has room "
+                      f"for {limit}, which is right for documents with [CLS] and [SEP]: set "
+                      "max_predictions", stacklevel=2)
     chosen_BL, dropped_B = drop_excess(chosen_BL, promised_BL, keys_B, limit, words_BL)
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),

@@ -410,6 +410,10 @@ class MixedStream:
         while True:
             name = self._next_source()
             for item in iterators[name]:
+                if self.size_of is len and isinstance(item, Mapping):
+                    raise ValueError(f"stream {name!r} gives rows of the columns {list(item)}, and "
+                                     "their number is no size: say size_of=lambda row: "
+                                     "len(row['text']), or what column is to be measured")
                 self.items[name] += 1
                 self.sizes[name] += self.size_of(item)
                 yield item

@@ -10,6 +10,7 @@ __all__ = ['IGNORED', 'BOOKKEEPING', 'PADDING', 'Vocabulary', 'count_positions',
 # %% ../../nbs/data/06_rows.ipynb #c5a625d8
 import hashlib
 import math
+import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -262,7 +263,10 @@ def read_addresses(
     tokenized: Mapping[str, Any],  # with or without epoch and index, one of each a row
     epoch: int,  # of rows that name none
 ) -> tuple[Sequence[int], Sequence[int]]:  # epochs (B,), indices (B,)
-    "Find the address of each row's draws; a row without an index goes by a hash of its tokens."
+    """Find the address of each row's draws; a row without an index goes by a hash of its tokens.
+
+    Raises `ValueError` for an epoch or an index that is no whole number, 0 or more.
+    """
     ids_BL, mask_BL = np.asarray(tokenized["input_ids"]), np.asarray(tokenized["attention_mask"])
     epochs, indices = tokenized.get("epoch", [epoch] * len(ids_BL)), tokenized.get("index")
     if indices is None:
@@ -270,8 +274,15 @@ def read_addresses(
         digests = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         indices = [int.from_bytes(digest, "little") for digest in digests]
     for name, values in {"epoch": epochs, "index": indices}.items():
-        if min(values) < 0:
-            raise ValueError(f"{name} of a row must be 0 or more, got {min(values)}")
+        for number, value in enumerate(values):
+            try:
+                fits = operator.index(value) >= 0
+            except TypeError:  # text, or a number with a fraction
+                fits = False
+            if not fits:
+                raise ValueError(f"row {number}: {name} must be a whole number, 0 or more, got "
+                                 f"{value!r}: it is the address of the row's draws, so a column "
+                                 "of another meaning needs another name")
     return epochs, indices
 
 # %% ../../nbs/data/06_rows.ipynb #c0a1e61d

@@ -27,11 +27,15 @@ def ask_checkpoints(
     text: str,  # with one or more GAPs
     top_k: int = 5,  # guesses for each mask
 ) -> dict[str, list[Guesses]]:  # name -> gap -> guesses
-    "Put one sentence to each checkpoint. Raises `ValueError` for a sentence without a gap."
+    "Put one sentence to each checkpoint. Raises `ValueError` where there is no gap or no mask."
     if not text.strip():
         raise ValueError(f"type a sentence with a gap in it: {GAP}")
     if GAP not in text:
         raise ValueError(f"the sentence needs a gap: write {GAP} for the word to guess")
+    for name, (_, tokenizer) in checkpoints.items():
+        if tokenizer.mask_token is None:
+            raise ValueError(f"the tokenizer of {name!r} has no mask token: take a masked language "
+                             "model with its own tokenizer")
     return {name: fill_each_mask(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)],
                                  top_k)[0]
             for name, (model, tokenizer) in checkpoints.items()}

@@ -21,19 +21,29 @@ import numpy as np
 import torch
 from matplotlib.image import imsave
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from ..core.plots import BLUE, GREY, ORANGE, svg_box, svg_figure, svg_line, svg_text
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, tiles
+from ..model.causal import BertLabForCausalLM
 from ..model.generate import evaluating
 from ..model.huggingface import check_tokenizer
 
 # %% ../../nbs/explorers/05_models.ipynb #a2304c99
+def _check_kind(model: Any) -> None:
+    "Raise `ValueError` for what only has a model in it, such as a `BiEncoder`."
+    if not (hasattr(model, "base_model") and hasattr(model, "config")):
+        raise ValueError(f"{type(model).__name__} is no model of transformers, nor one of ours: "
+                         "give the model in it, such as its .encoder")
+
+
 def untrained_twin(
     model: Any,  # a model of transformers, or one of ours
     seed: int = 0,
 ) -> Any:  # on the CPU
     "Build the same model with fresh weights; the generators go on as if nothing had happened."
-    with torch.random.fork_rng(devices=[]):
+    _check_kind(model)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # that of the CPU alone
         return type(model)(copy.deepcopy(model.config)).eval()
 
@@ -52,6 +62,9 @@ def run_quietly(model: Any, batch: dict[str, Tensor]) -> Any:  # the output, att
     "Run a model without dropout and without a gradient, and leave it as it was."
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     with evaluating(model):
+        if isinstance(model, BertLabForCausalLM):  # the encoder in it would look ahead
+            model.read(**inputs, seen=(seen := []))
+            return BaseModelOutput(attentions=tuple(seen))
         return model.base_model(**inputs, output_attentions=True)
 
 # %% ../../nbs/explorers/05_models.ipynb #8bed1889
@@ -63,13 +76,16 @@ def attention_maps(
     tokenizer: Any,
     text: str,
 ) -> tuple[list[str], np.ndarray]:  # tokens (L,); weights (layers, heads, L, L), rows add up to 1
-    "Run a text through the plain kernel and keep who looks at whom."
+    "Run a text through the plain kernel and keep who looks at whom. Raises `ValueError`."
+    _check_kind(model)
     if not text.strip():
         raise ValueError("type a sentence: there is no token to look at")
     batch = tokenizer(text, return_tensors="pt", verbose=False)
     num_tokens = batch["input_ids"].shape[1]
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"the sentence has {num_tokens} tokens, {MAX_TOKENS} fit: shorten it")
+    if int(batch["input_ids"].max()) >= (size := len(model.get_input_embeddings().weight)):
+        check_tokenizer(tokenizer, size, needs_mask=False)  # which says what to do
     config, device = model.base_model.config, next(model.parameters()).device
     asked = config._attn_implementation
     try:
@@ -77,6 +93,10 @@ def attention_maps(
         out = run_quietly(model, batch.to(device))
     finally:
         config._attn_implementation = asked
+    if any(layer.shape[2:] != (num_tokens, num_tokens) for layer in out.attentions):
+        raise ValueError(f"{type(model).__name__} gives no weight to each pair of {num_tokens} "
+                         f"tokens but {tuple(out.attentions[0].shape[2:])}: its attention has no "
+                         "map; take a model in which each token may look at all")
     weights = torch.stack([layer[0] for layer in out.attentions]).float().cpu().numpy()
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), weights
 
@@ -287,6 +307,7 @@ def embedding_map(
     "Look up tokens on a map of the embedding table, beside that of an untrained twin."
     if isinstance(words, str) or not words:
         raise ValueError("words must be a list of one token or more")
+    _check_kind(model)
     check_tokenizer(tokenizer, len(model.get_input_embeddings().weight), needs_mask=False)
     ids_V, laid_out = np.unique([*tokenizer.get_vocab().values()]), {}
     for name, one in (("this model", model), ("untrained twin", untrained_twin(model))):

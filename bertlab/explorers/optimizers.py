@@ -72,9 +72,13 @@ def save_runs(
     runs: Sequence[OptimizerRun],
     path: str | os.PathLike,  # JSON
 ) -> None:
-    "Write recorded runs, whole."
+    "Write recorded runs, whole. A number that is not finite is written as None."
+    finite = lambda values: [v if v is not None and math.isfinite(v) else None for v in values]
+    rows = [asdict(run) | {name: finite(getattr(run, name)) for name in ("losses", "update_sizes")}
+            for run in runs]
+    text = json.dumps(rows, allow_nan=False)  # JSON has no NaN, and `load_runs` would refuse it
     with written_whole(path) as temporary:
-        Path(temporary).write_text(json.dumps([asdict(run) for run in runs]), encoding="utf-8")
+        Path(temporary).write_text(text, encoding="utf-8")
 
 
 def load_runs(path: str | os.PathLike) -> list[OptimizerRun]:
@@ -122,6 +126,12 @@ def _reached(runs: Sequence[OptimizerRun], update: int) -> int:
     return min(update, *(len(run.losses) for run in runs))
 
 
+def _named(rule: str, runs: Sequence[OptimizerRun], update: int) -> str:
+    "A rule, with the update at which it stopped where it did not get so far."
+    reached = _reached(runs, update)
+    return rule if reached == update else f"{rule}, update {reached}"
+
+
 def _race_charts(
     by_rule: dict[str, list[OptimizerRun]],
     update: int,  # where the mark stands
@@ -134,7 +144,8 @@ def _race_charts(
     loss = {rule: mean_curve(runs, "losses", points) for rule, runs in by_rule.items()}
     values = {rule: last_spectrum(runs, _reached(runs, update)) for rule, runs in by_rule.items()}
     kept = {rule: keep_points(len(v), points) for rule, v in values.items() if v}
-    spectra = {rule: (at + 1, np.array(values[rule])[at]) for rule, at in kept.items()}
+    spectra = {_named(rule, by_rule[rule], update): (at + 1, np.array(values[rule])[at])
+               for rule, at in kept.items()}
     charts = [
         svg_chart(loss, "update", "loss (nats per label)", "Loss of each rule", update),
         svg_chart(log, "update", "update size (log10 of RMS)", "Size of the updates", update),
@@ -159,7 +170,7 @@ def _race_table(
         size, values = runs[0].update_sizes[at], last_spectrum(runs, last)
         moved = "not finite" if size is None else f"{size:.2e}"
         directions = f"{num_directions(values)} of {len(values)}"
-        cells = (rule, f"{runs[0].rate:g}", mean, moved, directions)
+        cells = (_named(rule, runs, update), f"{runs[0].rate:g}", mean, moved, directions)
         rows.append("".join(f"<td style='padding:0 .8em'>{html.escape(cell)}</td>"
                             for cell in cells))
     heads = ("rule", "rate", "loss, mean of seeds", "update size", "directions")

@@ -25,7 +25,8 @@ from torch.utils.module_tracker import ModuleTracker
 from ..core.devices import measured_bandwidth, measured_peak_flops, wait_function
 
 # %% ../../nbs/explorers/08_profiling.ipynb #438d40c9
-_ROWS_ALONE = {"embedding", "index_select", "gather"}  # they read what they take, not the table
+# They read what they take, and not the table.
+_ROWS_ALONE = {"embedding", "index", "index_select", "gather"}
 
 
 def count_operation_flops(
@@ -86,6 +87,30 @@ class Operation(NamedTuple):
     seconds: float
 
 # %% ../../nbs/explorers/08_profiling.ipynb #3640eb04
+class _LayerTracker(ModuleTracker):
+    "Knows which layer runs; in inference mode it waits for no backward pass, as none can come."
+
+    def _fw_pre_hook(self, mod, input):
+        super()._fw_pre_hook(mod, () if torch.is_inference_mode_enabled() else input)
+
+    def _fw_post_hook(self, mod, input, output):
+        super()._fw_post_hook(mod, input, () if torch.is_inference_mode_enabled() else output)
+
+
+def _run_in_parts(
+    mode: TorchDispatchMode,  # sees the parts
+    func: Any,  # an operator of ATen
+    args: tuple,
+    kwargs: dict,
+) -> Any:  # what it gives; NotImplemented: it is one piece, or torch can count it whole
+    "Run an operator that is made of others, which arrives whole in inference mode alone."
+    packet = getattr(func, "_overloadpacket", None)
+    if packet is None or packet in flop_registry or func.namespace != "aten":
+        return NotImplemented
+    with mode:
+        return func.decompose(*args, **kwargs)
+
+
 class OperationClock(TorchDispatchMode):
     "Inside, every operation is timed by itself; the list is in `operations`."
 
@@ -93,10 +118,12 @@ class OperationClock(TorchDispatchMode):
 
     def __init__(self, device: str | torch.device = "cpu"):
         super().__init__()
-        self.wait, self.tracker, self.operations = wait_function(device), ModuleTracker(), []
+        self.wait, self.tracker, self.operations = wait_function(device), _LayerTracker(), []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if (out := _run_in_parts(self, func, args, kwargs)) is not NotImplemented:
+            return out
         self.wait()
         start = time.perf_counter()
         out = func(*args, **kwargs)
@@ -119,13 +146,17 @@ def record_operations(
     repeats: int = 1,  # the best time of each operation counts
 ) -> list[Operation]:
     "Run a step and return what it did. Raises `ValueError` where repeats do different work."
-    runs = []
-    for _ in range(repeats):
-        clock = OperationClock(device)
-        # torch compiles FlexAttention by itself, and a mode cannot look into what is compiled.
-        with torch.compiler.set_stance("force_eager"), clock.tracker, clock:
-            step()
-        runs.append(clock.operations)
+    runs, fused = [], torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # a layer of torch's would be one operation
+    try:
+        for _ in range(repeats):
+            clock = OperationClock(device)
+            # torch compiles FlexAttention by itself, and a mode cannot look into compiled code.
+            with torch.compiler.set_stance("force_eager"), clock.tracker, clock:
+                step()
+            runs.append(clock.operations)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
     if len({tuple(o.name for o in run) for run in runs}) > 1:
         raise ValueError("the step does other work each time; give it one batch of fixed shape")
     return [min(same, key=lambda o: o.seconds) for same in zip(*runs)]
@@ -180,6 +211,8 @@ class HostReadCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "_overloadpacket", func).__name__
         kwargs = kwargs or {}
+        if (out := _run_in_parts(self, func, args, kwargs)) is not NotImplemented:
+            return out
         # x[mask] with a bool mask looks like any index, and asks how many there are; to write one
         # number there needs no count.
         masks = name in ("index", "index_put", "index_put_") and any(

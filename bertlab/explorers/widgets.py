@@ -20,6 +20,8 @@ import numpy as np
 
 from ..data.collators import get_collator_cls
 from ..data.diffusion import draw_times, hidden_share
+from ..data.masking import find_ordinary
+from ..data.tokenizers import read_plainly
 from ..core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, svg_box, svg_figure, svg_line
 from ..core.plots import svg_text
 
@@ -70,8 +72,7 @@ def mask_text(
     "Mask one text as training would. Raises `ValueError` for a text without a token."
     collate = _dial_collator(tokenizer, objective, probability, unit)
     # As in training, a text that says [MASK] means the word.
-    ids = tokenizer(text, truncation=True, max_length=_DIAL_LENGTH, split_special_tokens=True)
-    ids = ids["input_ids"]
+    ids = read_plainly(tokenizer, text, truncation=True, max_length=_DIAL_LENGTH)["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
         raise ValueError("type a sentence: there is no token to hide")
     batch = collate([{"input_ids": ids, "epoch": draw, "index": 0}])
@@ -148,12 +149,14 @@ def masked_html(
     "Draw a sentence as training would see it, and count. Raises `ValueError` for nonsense."
     inputs, labels = mask_text(tokenizer, text, probability, draw, objective, unit)
     fates = token_fates(inputs, labels, tokenizer.mask_token_id)
-    seen, true = (tokenizer.convert_ids_to_tokens(ids.tolist())
-                  for ids in (inputs, np.where(labels == -100, inputs, labels)))
+    original = np.where(labels == -100, inputs, labels)
+    seen, true = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (inputs, original))
     words = [f'<span style="{STYLES[fate]}" title="{fate}: {html.escape(was)}">'
              f"{html.escape(now)}</span>" for fate, was, now in zip(fates, true, seen)]
     chosen = len(fates) - fates.count("plain")
-    counts = {"chosen": (chosen, len(fates) - tokenizer.num_special_tokens_to_add())}
+    row = {"input_ids": original[None], "attention_mask": np.ones((1, len(original)), int)}
+    vocabulary = _dial_collator(tokenizer, objective, probability, unit).vocabulary
+    counts = {"chosen": (chosen, int(find_ordinary(row, vocabulary).sum()))}  # without [UNK]
     counts |= {fate: (fates.count(fate), chosen) for fate in ("hidden", "replaced", "kept")}
     asked = asked_rates(tokenizer, probability, draw, objective)
     return f'<p style="line-height:2">{" ".join(words)}</p>{rates_html(counts, asked)}'
@@ -263,6 +266,22 @@ def static_steps(
                       "</div></fieldset>")
 
 # %% ../../nbs/explorers/01_widgets.ipynb #6ccfa641
+def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) -> str:  # HTML
+    "Lay frames behind each other as `static_steps` does; where all are too large, fewer."
+    kept, said = range(len(frames)), title
+    while True:
+        try:
+            return static_steps([frames[i] for i in kept], said, [labels[i] for i in kept])
+        except ValueError as mistake:
+            if not frames:
+                raise
+            if len(kept) == 1:
+                return alert(f"{title}: {mistake}")
+        kept = keep_points(len(frames), len(kept) - 1)
+        said = (f"{title} ({len(kept)} of {len(frames)} steps: all of them are too large for a "
+                "page without a kernel)")
+
+
 CONTROL_LOOK = {  # of a control: relative sizes, so that text may grow and windows shrink
     "style": {"description_width": "8em"},
     "layout": {"width": "min(100%, 46em)"},
@@ -301,7 +320,7 @@ def explore(
     # A control that somebody keeps in a variable must not keep the model as well.
     forget = [partial(control.unobserve, redraw, names="value") for control in controls.values()]
     on_close = [*forget, *(link.close for link in links)]
-    return Explorer(children, static_steps(frames, title, list(steps)), on_close)
+    return Explorer(children, _steps_that_fit(frames, title, list(steps)), on_close)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #c484eaf1
 DASHES = ("", "6 3", "2 3", "10 3 2 3")  # a curve is told by its dash as well as by its colour

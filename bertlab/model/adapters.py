@@ -25,7 +25,7 @@ from ..core.names import did_you_mean, look_up
 from .config import count_matrices
 from .huggingface import has_adapter, to_huggingface
 from .loading import SECOND_NAMES, find_ending
-from .loading import key_table, their_names
+from .loading import key_table, their_names, written_weights
 
 # %% ../../nbs/model/18_adapters.ipynb #fc191f84
 @dataclass(frozen=True)
@@ -372,7 +372,8 @@ def save_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     with written_whole(directory / _FILES[0]) as temporary:
         temporary.write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
-    with written_whole(directory / _FILES[1]) as temporary:
+    file = directory / _FILES[1]
+    with written_whole(file) as temporary, written_weights(temporary, file):
         save_file(found, temporary, metadata={"format": "pt"})
     return directory
 

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import IGNORED, Vocabulary
-from .attention import document_mask
+from .attention import Scoring, attention_weights, document_mask
 from .config import BertLabConfig
 from .encoder import BertLabModel, Block, add_to_stream, make_rows, split_heads
 from .generate import evaluating
@@ -61,6 +61,7 @@ def read_block(
     mask_B1QL: Tensor,  # bool; a row without any True gives zeros
     memory: Memory | None = None,
     layer: int = 0,
+    seen: list[Tensor] | None = None,  # gets who looks at whom, (B, H, Q, L); at padding anything
 ) -> Tensor:  # (B, Q, D)
     "Run a block of the encoder under a mask of one's own, with what is remembered."
     attention, c = block.attention, block.attention.config
@@ -75,7 +76,10 @@ def read_block(
     dropout = c.attention_dropout if attention.training else 0.0
     # Padding sees nobody; it is given itself to look at, because a softmax of nothing is NaN.
     blind_B1Q1 = ~mask_B1QL.any(-1, keepdim=True)
-    y_BHQK = F.scaled_dot_product_attention(q, k, v, mask_B1QL | blind_B1Q1, dropout_p=dropout)
+    open_B1QL = mask_B1QL | blind_B1Q1
+    y_BHQK = F.scaled_dot_product_attention(q, k, v, open_B1QL, dropout_p=dropout)
+    if seen is not None:
+        seen.append(attention_weights(q, k, Scoring(open_B1QL)))
     y_BQHK = y_BHQK.transpose(1, 2)
     if attention.gate is not None:
         y_BQHK = y_BQHK * attention.gate(normed_BQD).sigmoid().unflatten(-1, (q.shape[1], -1))
@@ -106,6 +110,7 @@ class BertLabForCausalLM(BertLabTokenPredictor):
         attention_mask: Tensor | None = None,  # (B, Q); None: no padding, one document a row
         position_ids: Tensor | None = None,  # (B, Q)
         memory: Memory | None = None,  # of what stands before; rows without padding alone
+        seen: list[Tensor] | None = None,  # gets who looks at whom, layer by layer: (B, H, Q, L)
     ) -> Tensor:  # (B, Q, D)
         "Vectors of tokens, each of what stands before it."
         c, start = self.config, 0 if memory is None else memory.length
@@ -130,7 +135,7 @@ class BertLabForCausalLM(BertLabTokenPredictor):
                             if rope else None)
         x_BQD = self.encoder.embeddings(rows.tokens, rows.positions, rows.segments)
         for layer, (block, kind) in enumerate(zip(self.encoder.blocks, c.layer_kinds)):
-            x_BQD = read_block(block, x_BQD, tables[kind], masks[kind], memory, layer)
+            x_BQD = read_block(block, x_BQD, tables[kind], masks[kind], memory, layer, seen)
         if memory is not None:
             memory.length += input_ids.shape[1]
         return self.encoder.final_norm(x_BQD)

@@ -8,13 +8,14 @@ __all__ = ['AXES', 'MUST_AGREE', 'MAY_GROW', 'READERS', 'tile_places', 'spread_p
 
 # %% ../../nbs/model/15_growth.ipynb #85fd6167
 import copy
+import logging
 import re
 
 import torch
 from torch import Tensor
 
 from .config import BertLabConfig
-from .huggingface import check_merged
+from .huggingface import check_merged, unread_settings
 
 # %% ../../nbs/model/15_growth.ipynb #149a45f1
 def tile_places(
@@ -102,6 +103,9 @@ MUST_AGREE = (
     "rope_share", "attention_bias", "qk_norm", "output_gate", "mlp", "hidden_activation",
     "mlp_bias", "norm", "norm_position", "norm_bias", "classifier_head", "num_labels",
 )  # fmt: skip
+# The weights fit, and mean something else.
+_READ_BY = ("global_rope_theta", "local_rope_theta", "rope_stretch", "local_attention",
+            "global_attention_every_n_layers")  # fmt: skip
 MAY_GROW = ("hidden_size", "intermediate_size", "num_hidden_layers")
 _SAID = {  # what says something of labels: whether a configuration says it
     "id2label": lambda config: any(
@@ -184,12 +188,20 @@ def grow(
     """Fill a larger model with repeated weights (Warner et al. 2024, sec. 2.2.2; Rae et al. 2021).
 
     Heads stay whole. Rescaled to a multiple of each width, the model computes what it computed,
-    unless its norm ("group") or its positions (ALiBi, sinusoidal) depend on the width themselves.
-    Names of labels are taken along. Raises `ValueError` for configurations that tiling cannot
-    connect, and for a model with an adapter.
+    unless its norm ("group") or its positions (ALiBi, sinusoidal) depend on the width themselves,
+    or the configuration reads positions otherwise, which is said. Names of labels are taken along.
+    Raises `ValueError` for configurations that tiling cannot connect, and for a model with an
+    adapter.
     """
     check_merged(model)
     check_growth(model.config, config)
+    unread = unread_settings(model.config, "Model") & unread_settings(config, "Model")
+    pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in _READ_BY}
+    if other := [f"{name} was {have!r} and is {want!r}" for name, (have, want) in pairs.items()
+                 if have != want and name not in unread]:
+        logging.getLogger(__name__).warning(
+            "the larger model reads positions otherwise than its weights have learned: %s",
+            "; ".join(other))
     if not 0 <= jitter < float("inf"):
         raise ValueError(f"jitter must be finite, 0 or more, got {jitter}")
     config = copy.deepcopy(config)  # its owner's stays as it is

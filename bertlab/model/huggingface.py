@@ -34,7 +34,7 @@ from .encoder import BertLabModel, BertLabPreTrainedModel
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
 from .loading import MODEL_KINDS, SECOND_NAMES, check_finite, check_torch_file
 from .loading import find_ending, find_weight_files, key_table, read_weights
-from .loading import their_names
+from .loading import their_names, written_weights
 from .loading import load_weights as copy_weights
 from .task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification
 from .task_heads import BertLabForTokenClassification, pool_rows
@@ -593,6 +593,10 @@ def match_tokens(
         tokenizer.backend_tokenizer.no_padding()
     if (getattr(config, "type_vocab_size", 0) or 0) < 2:  # a model that tells no segments apart
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    positions = config.max_position_embeddings
+    if config.model_type == "roberta":  # its table has rows that no token of a text takes
+        positions -= config.pad_token_id + 1
+    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
     return tokenizer
 
 # %% ../../nbs/model/09_huggingface.ipynb #db56dc36
@@ -692,7 +696,8 @@ def save_model(
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
     def write(place: Path) -> None:
-        written.save_pretrained(place)
+        with written_weights(place, directory):
+            written.save_pretrained(place)
         if tokenizer is not None:
             tokenizer.save_pretrained(place)
 

@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['WEIGHT_FILES', 'MODEL_KINDS', 'SECOND_NAMES', 'check_torch_file', 'numpy_allowed', 'read_torch_file',
-           'find_weight_files', 'read_weights', 'key_table', 'their_names', 'rename_key', 'map_keys', 'find_ending',
-           'match_names', 'LoadReport', 'check_finite', 'map_weights', 'load_weights']
+           'written_weights', 'find_weight_files', 'read_weights', 'key_table', 'their_names', 'rename_key', 'map_keys',
+           'find_ending', 'match_names', 'LoadReport', 'check_finite', 'map_weights', 'load_weights']
 
 # %% ../../nbs/model/08_loading.ipynb #7e039612
 import difflib
 import os
 import re
+import shutil
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,32 @@ def _read_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from None
+
+
+@contextmanager
+def written_weights(
+    place: str | os.PathLike,  # a file, or a new directory of files, that is written inside
+    name: str | os.PathLike | None = None,  # what users know it by; None: place itself
+) -> Iterator[None]:
+    "Let others read weights like any file. Raises `OSError` with the name where a drive is full."
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        name = os.fspath(name or place)
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
+            raise OSError(f"{name} cannot be written: {error}") from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), name) from None
+    place = Path(place)
+    for path in sorted(place.iterdir()) if place.is_dir() else [place]:
+        if path.is_file() and not path.stat().st_mode & 0o077:
+            # Safetensors makes files for their owner alone; a new one has what the umask leaves.
+            usual = path.with_name(f".{path.name}.{token_hex(4)}")
+            usual.touch(exist_ok=False)
+            with suppress(OSError):  # a mounted drive may know no permissions
+                shutil.copymode(usual, path)
+            usual.unlink()
 
 
 def _read_index(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ from .config import BertLabConfig
 from .encoder import SelfAttention
 from .heads import BertLabTokenPredictor
 from .layers import PlainMLP
-from .losses import LossParts, LossRule
+from .losses import UNREACHABLE, LossParts, LossRule
 
 # %% ../../nbs/model/21_tensor_parallel.ipynb #796bc8ec
 @dataclass(frozen=True)
@@ -217,12 +217,14 @@ class VocabularySplit:
         here_N = (labels != IGNORED) & (own_N >= 0) & (own_N < logits.shape[-1])
         of_label_N = shifted.gather(1, own_N.masked_fill(~here_N, 0)[:, None])[:, 0]
         sums = [shifted.exp().sum(-1), of_label_N.masked_fill(~here_N, 0.0)]
-        sums += [shifted.sum(-1)] if smoothing else []
+        if smoothing:
+            entries = logits > UNREACHABLE / 2
+            sums += [shifted.masked_fill(~entries, 0.0).sum(-1), entries.sum(-1).to(shifted)]
         total_N, of_label_N, *all_N = leave(torch.stack(sums), self.group)
         log_total_N = total_N.log()
         losses_N = log_total_N - of_label_N
         if smoothing:
-            even_N = log_total_N - all_N[0] / self.vocab_size
+            even_N = log_total_N - all_N[0] / all_N[1]
             losses_N = (1 - smoothing) * losses_N + smoothing * even_N
         scored_N = labels != IGNORED
         losses_N = losses_N.masked_fill(~scored_N, 0.0)

@@ -19,7 +19,7 @@ from ..core.names import did_you_mean, look_up
 from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
 from ..data.tokenizers import count_ids, find_missing_ids
-from .generate import evaluating
+from .generate import evaluating, longest_row
 from .samplers import SamplingRule, Step, sampling_steps, score_gaps
 
 # %% ../../nbs/model/12_writing.ipynb #6ffe5bc8
@@ -163,13 +163,6 @@ def seam_scores(
 _RULE_NAMES = tuple(SamplingRule.__dataclass_fields__)
 
 
-def _longest(model: Any) -> int:
-    "How many tokens a model reads."
-    config = model.config
-    offset = "roberta" in config.model_type or config.model_type == "camembert"
-    return config.max_position_embeddings - (config.pad_token_id + 1 if offset else 0)
-
-
 def _check_writing(model, tokenizer, prompts, mode, numbers: dict[str, int], options) -> None:
     "Raise `ValueError` before anything is written."
     if isinstance(prompts, str) or not len(prompts):
@@ -185,8 +178,10 @@ def _check_writing(model, tokenizer, prompts, mode, numbers: dict[str, int], opt
     if not hasattr(model, "config") or not hasattr(model.config, "max_position_embeddings"):
         raise ValueError(f"{type(model).__name__} is no masked language model: it has no "
                          "configuration with max_position_embeddings")
-    if tokenizer.mask_token_id is None:
-        raise ValueError("tokenizer has no mask token: take that of a masked language model")
+    for kind in ("mask", "cls", "sep", "pad"):
+        if getattr(tokenizer, f"{kind}_token_id") is None:
+            raise ValueError(f"tokenizer has no {kind} token: take that of a masked language "
+                             "model, or name the token that stands for it")
 
 
 def write(
@@ -220,10 +215,10 @@ def write(
         for length in lengths:
             task = read_prompt(tokenizer, prompt, mode, max_new_tokens, length, rewrite_share,
                                (sampling.seed, number))
-            if len(task.ids) > _longest(model):
+            if len(task.ids) > longest_row(model):
                 raise ValueError(f"prompt {number} needs {len(task.ids)} tokens and the model "
-                                 f"reads {_longest(model)} (max_position_embeddings): shorten it, "
-                                 "or write fewer tokens")
+                                 f"reads {longest_row(model)} (max_position_embeddings): shorten "
+                                 "it, or write fewer tokens")
             tried.append((number, task))
     # Rows of like length and as many steps go together; their order does not matter.
     plans = [_steps_of(task, sampling, vocabulary, "num_steps" in rule) for _, task in tried]

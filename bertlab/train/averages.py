@@ -23,7 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..model.config import BertLabConfig
 from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
-from ..model.loading import check_finite, read_weights
+from ..model.loading import check_finite, read_weights, written_weights
 from ..model.tensor_parallel import find_cuts
 from .model_directories import ModelShelf, read_uses, written_directory
 
@@ -314,6 +314,7 @@ def write_average(
             shutil.copy2(path, target)
         note = {"average_of": [str(m) for m in models], "how": "mean of weights"}
         (temporary / "average.json").write_text(json.dumps(note, indent=1) + "\n")
-        save_file({name: weight.contiguous().clone() for name, weight in weights.items()},
-                  temporary / "model.safetensors", metadata={"format": "pt"})
+        with written_weights(temporary / "model.safetensors", output):
+            save_file({name: weight.contiguous().clone() for name, weight in weights.items()},
+                      temporary / "model.safetensors", metadata={"format": "pt"})
     return output

@@ -165,15 +165,20 @@ def _bare(content: Any) -> Any:
     return type(content)(map(_bare, content)) if type(content) in (list, tuple) else content
 
 
-def _refusal(content: Any) -> str:  # nothing where safe loading takes it
+def _refusal(
+    content: Any,
+    beside: str | os.PathLike,  # a checkpoint
+) -> str:  # nothing where safe loading takes it
     "What `read_torch_file` would say of content, read from a small file without its tensors."
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "parts")
+    path = Path(beside)
+    path = path.with_name(f".{path.name}.parts.tmp")  # a name that the next run clears away
+    try:
         torch.save(_bare(content), path)
-        try:
-            read_torch_file(path)
-        except ValueError as error:
-            return str(error).removeprefix(f"{path} ").partition(";")[0]
+        read_torch_file(path)
+    except ValueError as error:
+        return str(error).removeprefix(f"{path} ").partition(";")[0]
+    finally:
+        path.unlink(missing_ok=True)
     return ""
 
 
@@ -183,8 +188,19 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
     _has_looked = False  # at a checkpoint with the state of callbacks: later ones are alike
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
-        with written_whole(path) as temporary:
-            super().save_checkpoint(checkpoint, temporary, storage_options)
+        if storage_options is not None:
+            raise TypeError("storage_options are for places that are no drive: leave them out")
+        try:
+            # Lightning would write to the system's temporary directory first, which may be small.
+            with written_whole(path) as temporary, open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            # Torch has words of its own for a file that a full drive cuts short.
+            cause = error if isinstance(error, OSError) else error.__context__
+            if isinstance(cause, OSError):
+                cause.filename = os.fspath(path)  # which a user knows, and not the temporary one
+                raise cause from None
+            raise
         if not self._has_looked and "callbacks" in checkpoint:
             self._has_looked = True
             self._announce(checkpoint, path)
@@ -194,8 +210,8 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         parts = {name: part for name, part in checkpoint.items()
                  if name not in ("callbacks", "state_dict", "optimizer_states")}
         parts |= {f"the state of {name}": state for name, state in checkpoint["callbacks"].items()}
-        if why := _refusal(parts):
-            where = next((name for name, part in parts.items() if _refusal(part)), "a part")
+        if why := _refusal(parts, path):
+            where = next((name for name, part in parts.items() if _refusal(part, path)), "a part")
             say(f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
                 "texts, and lists and dicts of them there, or resume with weights_only=False")
 

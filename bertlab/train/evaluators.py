@@ -356,9 +356,9 @@ class Evaluators(Callback):
         if not evaluators or not (spread or trainer.is_global_zero):
             return
         history = next((c for c in trainer.callbacks if isinstance(c, History)), None)
-        stop_clocks(trainer)
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
-        with undisturbed(pl_module), weights(), trainer.precision_plugin.forward_context():
+        with (stop_clocks(trainer), undisturbed(pl_module), weights(),
+              trainer.precision_plugin.forward_context()):
             pl_module.eval()
             with torch.compiler.set_stance("force_eager"), torch.no_grad():
                 found = {one.name: one.measure(pl_module) for one in evaluators}

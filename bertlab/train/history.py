@@ -12,6 +12,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,18 +38,28 @@ class RunRecord:
         "One column over all steps."
         return np.array([row[self.COLUMNS.index(name)] for row in self.rows])
 
-    def write_csv(self, path: str | os.PathLike) -> None:
-        "Write the steps as CSV, whole."
+    def write_csv(
+        self,
+        path: str | os.PathLike,
+        readers: int = 1,  # processes with rows of their own, as many as those of the record
+    ) -> None:
+        "Write the steps as CSV, whole, with the tokens of all processes."
+        rows = [(*row[:4], row[4] * readers, *row[5:]) for row in self.rows]
         with written_whole(path) as temporary, open(temporary, "w", newline="") as f:
-            csv.writer(f).writerows([self.COLUMNS, *self.rows])
+            csv.writer(f).writerows([self.COLUMNS, *rows])
 
 # %% ../../nbs/train/03_history.ipynb #4ba89f03
 class Clock(Callback):
-    "Count real tokens and training seconds; a validation or a checkpoint stops the clock."
+    """Count real tokens and training seconds; a validation or a checkpoint stops the clock.
+
+    It goes on behind them. Behind a checkpoint that a trainer of somebody else's writes, which is
+    not `make_trainer`'s, it goes on with the next batch: Lightning has no hook before.
+    """
 
     def __init__(self):
         self._tokens, self._seconds = 0, 0.0
         self._since: float | None = None  # time.perf_counter() of the last look; None: stopped
+        self._ran = False  # when the validation began that is under way
 
     def look(self) -> float:  # training seconds so far
         "Look at the clock, without waiting for the device."
@@ -61,24 +73,41 @@ class Clock(Callback):
         self._tokens = int(self._tokens)
         return self._tokens, self.look()
 
-    def stop(self, *_: Any) -> None:  # the trainer and the like, where it is a hook
+    def stop(self, *_: Any) -> bool:  # whether it ran; given is the trainer, where it is a hook
+        "Stand still until `go_on`."
         self.totals()
-        self._since = None
+        ran, self._since = self._since is not None, None
+        return ran
 
-    on_validation_start = on_save_checkpoint = stop
+    on_save_checkpoint = on_train_end = stop
+
+    def go_on(self) -> None:
+        "Count from now on, or as before, where the clock runs."
+        self._since = self._since or time.perf_counter()
+
+    def on_validation_start(self, trainer, pl_module) -> None:
+        self._ran = self.stop()
+
+    def on_validation_end(self, trainer, pl_module) -> None:
+        if self._ran:  # else nobody trains: before the first step, and behind the last one
+            self.go_on()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        self._since = self._since or time.perf_counter()  # else it has been running all along
+        self.go_on()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self._tokens = self._tokens + (batch["attention_mask"] > 0).sum()
 
 
-def stop_clocks(trainer: Any) -> None:  # of Lightning
-    "Say to all clocks of this process that what follows, up to the next batch, is no training."
-    for callback in trainer.callbacks:
-        if isinstance(callback, Clock):
-            callback.stop()
+@contextmanager
+def stop_clocks(trainer: Any) -> Iterator[None]:  # of Lightning
+    "Stop all clocks of this process that run: what is done inside of `with` is no training."
+    stopped = [one for one in trainer.callbacks if isinstance(one, Clock) and one.stop()]
+    try:
+        yield
+    finally:
+        for clock in stopped:
+            clock.go_on()
 
 # %% ../../nbs/train/03_history.ipynb #874f886f
 class History(Clock):
@@ -116,13 +145,14 @@ class History(Clock):
             self.record.rows += [*rows[:-1], (*rows[-1][:-1], self.totals()[1])]
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        if trainer.state.fn == "fit":
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if "val_" in k}
             self.record.validation.append({"step": trainer.global_step, **metrics})
+        super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer, pl_module) -> None:
         self.fetch()
-        self.stop()
+        super().on_train_end(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         self.fetch()
@@ -207,11 +237,12 @@ def progress_line(
     row: tuple[float, ...],  # the last of a `RunRecord`
     tokens: float,  # of this session, of all processes
     seconds: float,  # of training, in this session
-    seconds_left: float,
+    seconds_left: float,  # math.inf: nobody knows
 ) -> str:
     "Say in words where a run stands."
     speed = f"{tokens / max(seconds, 1e-9):,.0f} tokens/s"
-    return f"loss {row[1]:.3f}, rate {row[2]:.2e}, {speed}, {duration(seconds_left)} left"
+    left = f", {duration(seconds_left)} left" if math.isfinite(seconds_left) else ""
+    return f"loss {row[1]:.3f}, rate {row[2]:.2e}, {speed}{left}"
 
 # %% ../../nbs/train/03_history.ipynb #81845bd9
 class RunProgress(Callback):
@@ -258,19 +289,37 @@ class RunProgress(Callback):
         validates = trainer.enable_validation and math.isfinite(every)
         self._val_steps = max(1, every // self._window) if validates else None  # between two
 
-    def seconds_left(self, trainer) -> float:
-        "Steps at the pace of this session, and the validations that lie between them."
-        step, steps_left = trainer.global_step, trainer.max_steps - trainer.global_step
+    def seconds_left(self, trainer) -> float:  # math.inf: nobody knows
+        "Time of the steps and validations to come, or what a limit of the run leaves of it."
         spent = time.perf_counter() - self._started_at - sum(self._validations)
+        tokens = (self.history.totals()[0] - self._start[0]) * count_readers(trainer)
+        limits = [one for one in trainer.callbacks if hasattr(one, "time_left")]  # of 08_stopping
+        return min([self._of_steps(trainer, spent),
+                    *(one.time_left(trainer, tokens / max(spent, 1e-9)) for one in limits)])
+
+    @staticmethod
+    def _last_step(trainer) -> int:  # below 0: nobody knows
+        "The last step of a run, also where a trainer counts epochs."
+        a_pass = trainer.num_training_batches / trainer.accumulate_grad_batches
+        counts = trainer.max_steps < 0 and (trainer.max_epochs or -1) > 0
+        if counts and math.isfinite(a_pass):
+            return math.ceil(a_pass) * trainer.max_epochs
+        return trainer.max_steps
+
+    def _of_steps(self, trainer, spent: float) -> float:
+        "Steps at the pace of this session, and the validations that lie between them."
+        step, last = trainer.global_step, self._last_step(trainer)
+        if last < 0:
+            return math.inf
         per_step = spent / max(1, step - self._first)
         if self._val_steps is None:
-            return per_step * steps_left
+            return per_step * (last - step)
         batches = sum(trainer.num_val_batches)
         one = batches * per_step / self._window * self.FORWARD_SHARE
         if self._validations or not math.isfinite(batches):
             one = sum(self._validations) / max(1, len(self._validations))
-        validations_left = trainer.max_steps // self._val_steps - step // self._val_steps
-        return per_step * steps_left + one * validations_left
+        validations_left = last // self._val_steps - step // self._val_steps
+        return per_step * (last - step) + one * validations_left
 
     def _training_line(self, trainer) -> str:
         self.history.fetch()
@@ -280,7 +329,7 @@ class RunProgress(Callback):
                              self.seconds_left(trainer))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        step, last = trainer.global_step, trainer.max_steps
+        step, last = trainer.global_step, self._last_step(trainer)
         if step > self._first and self._due(step == last):
             self._display.show(step, last, self._training_line(trainer))
 
@@ -293,22 +342,22 @@ class RunProgress(Callback):
         self._batches += 1
         if self._due(last=False):
             text = f"validating, batch {self._batches} of {sum(trainer.num_val_batches)}"
-            self._display.show(trainer.global_step, max(trainer.max_steps, 1), text)
+            self._display.show(trainer.global_step, max(self._last_step(trainer), 1), text)
             self._announced = True
 
     def on_validation_end(self, trainer, pl_module) -> None:
         if trainer.sanity_checking:
             return
-        fits, step = trainer.state.fn == "fit", trainer.global_step
+        fits, step, last = trainer.state.fn == "fit", trainer.global_step, self._last_step(trainer)
         if fits:
             self._validations.append(time.perf_counter() - self._validating_since)
         loss = trainer.callback_metrics.get("val_loss")  # all processes ask: it may be a sum of all
         # What said "validating" must not be the last word: the run would look unfinished.
-        if self._due(self._announced or fits and step == trainer.max_steps):
+        if self._due(self._announced or fits and step == last):
             text = "validated" if loss is None else f"validation loss {float(loss):.3f}"
             if fits and self.moves and step > self._first:  # a log has such lines already
                 text = f"{self._training_line(trainer)}, {text}"
-            self._display.show(step, max(trainer.max_steps, 1), text)
+            self._display.show(step, max(last, 1), text)
 
     def teardown(self, trainer, pl_module, stage: str) -> None:
         if self._display is not None:

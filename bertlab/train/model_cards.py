@@ -7,6 +7,7 @@ __all__ = ['DEVICE_WATTS', 'OVERHEAD', 'PUSHED', 'estimate_energy', 'CardChoices
            'write_card', 'files_to_push', 'push_model']
 
 # %% ../../nbs/train/19_model_cards.ipynb #1e480f4f
+import csv
 import math
 import os
 import re
@@ -91,10 +92,21 @@ def _note(path: Path) -> dict[str, Any]:  # empty where there is none
     return read_json(path, finite=False) if path.is_file() else {}
 
 
-def _of_the_run(metrics: dict[str, Any], marker: dict[str, Any]) -> dict[str, Any]:
+def _tokens_by(step: int, home: Path, tokens: Any) -> dict[str, int]:  # empty: nobody knows
+    "Tokens that a run had seen at a step, of those that it saw in all, by its history.csv."
+    if not (home / "history.csv").is_file() or not isinstance(tokens, int):
+        return {}
+    with open(home / "history.csv", newline="", encoding="utf-8") as file:
+        seen = [(float(row["step"]), float(row["tokens"])) for row in csv.DictReader(file)]
+    at = next((count for number, count in seen if number == step), None)
+    return {} if at is None else {"tokens": round(at * tokens / seen[-1][1])}
+
+
+def _of_the_run(home: Path, marker: dict[str, Any]) -> dict[str, Any]:
     "Facts from the metrics of a run, about its last weights or those of a marker's step."
     # As demo and speedrun call what all others call val_.
-    found = {re.sub("^validation_", "val_", name): value for name, value in metrics.items()}
+    found = {re.sub("^validation_", "val_", name): value
+             for name, value in _note(home / "metrics.json").items()}
     last, facts = found.get("steps"), {}
     if marker and last is not None:
         if marker["step"] != found.get("validated_step", last):  # measured were other weights
@@ -102,6 +114,7 @@ def _of_the_run(metrics: dict[str, Any], marker: dict[str, Any]) -> dict[str, An
             found = kept | ({} if marker["value"] is None else {"val_loss": marker["value"]})
         if marker["step"] != last:
             facts["step"] = f"{marker['step']:,} of {last:,}"
+            found |= _tokens_by(marker["step"], home, found.pop("tokens", None))
     return facts | {"metrics": found}
 
 
@@ -152,7 +165,7 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
         other = place.parent if stage and place.parent != home else place
         facts["name"] = home.name if own else f"{home.name}-{other.name}"
         if own:
-            facts |= _of_the_run(_note(home / "metrics.json"), marker)
+            facts |= _of_the_run(home, marker)
     facts |= _of_the_mean(mean) if mean else {}
     facts |= _of_the_stage(place, facts["run"]) if stage else {}
     from safetensors import safe_open
@@ -299,8 +312,10 @@ def _card_text(
             "languages, or in decisions about people; do not use it there unmeasured."),
         "Machine and energy": _bullets({
             "device": device or unknown, "devices": devices,
-            "training time": f"{seconds / 3600:.2f} h" if seconds else unknown,
-            "energy": f"about {energy:.3g} kWh, an upper estimate: power limit x time x {OVERHEAD}"
+            f"training time{' of the whole run' * ('step' in facts)}":
+            f"{seconds / 3600:.2f} h" if seconds else unknown,
+            "energy": f"about {energy:.3g} kWh at the most for that time, which validation and "
+            f"saving come on top of: power limit x time x {OVERHEAD}"
             if energy else "unknown: no power is known for this device; give watts"}),
         "Recipe": f"```yaml\n{recipe}```" if recipe else unknown,
     }

@@ -31,7 +31,8 @@ from ..model.tensor_parallel import find_cuts
 from .parallel import gather_weights
 from .checkpoints import check_writable, documents_identity, same_random_states
 from .checkpoints import validation_follows
-from .history import say
+from .history import say, stop_clocks
+from .steps import count_readers
 
 # %% ../../nbs/train/07_model_directories.ipynb #473c4443
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -129,12 +130,22 @@ def _keep_additions(old: Path, new: Path) -> None:
 def _point_to(link: Path, target: Path) -> None:
     "Make `link` a link to a directory beside it, in one stroke; a drive may know no links."
     temporary = link.with_name(f".{link.name}.link")
+    # What follows links when a run is moved, as scp -r does, has made a model of one.
+    copied = None if link.is_symlink() else read_marker(link)
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target.name, target_is_directory=True)
+        if copied:
+            remove_model(link)
         os.replace(temporary, link)
     except OSError:  # then the marker files alone say which one is best
         temporary.unlink(missing_ok=True)
+        if copied and read_marker(link) not in (None, read_marker(target)):
+            remove_model(link)
+        if copied and read_marker(link) is None:
+            why = "beside what else is in there: move it away" if link.exists() else "on this drive"
+            say(f"{link} was a copy of a model and is none any more. The best one is "
+                f"{target.name}, and no link to it can be made {why}")
 
 # %% ../../nbs/train/07_model_directories.ipynb #c29da25f
 class ModelShelf:
@@ -217,6 +228,8 @@ class ModelShelf:
             _point_to(self.directory / "best", best[0])
         elif others and (link := self.directory / "best").is_symlink():
             link.unlink()
+        elif others and read_marker(link) is not None:
+            remove_model(link)
         return list(others)
 
     def tidy(self, step: int) -> None:
@@ -237,12 +250,17 @@ class ModelShelf:
             shutil.rmtree(path)
 
 # %% ../../nbs/train/07_model_directories.ipynb #343f7c40
-def _validation_identity(data: Any) -> str | None:  # None: nothing that can be told apart
-    "Hash the texts of a data module that models are validated on."
+def _validation_identity(trainer: Any) -> str | None:  # None: nothing that can be told apart
+    "Hash the texts that models are validated on; where only their first rows are read, say so."
+    data, limit = trainer.datamodule, trainer.limit_val_batches
     held = getattr(data, "val_datasets", None) or []
     if not held or not all(isinstance(rows, PackedDataset) for rows in held):
         return None
-    return "-".join(documents_identity(rows.documents) for rows in held)
+    texts = "-".join(documents_identity(rows.documents) for rows in held)
+    at_once = getattr(data, "val_batch_size", 1) * count_readers(trainer)
+    is_whole = (limit == 1.0 if isinstance(limit, float)
+                else all(limit * at_once >= len(rows) for rows in held))
+    return texts if is_whole else f"{texts}-{limit}x{at_once}"
 
 
 class ModelDirectories(Callback):
@@ -277,12 +295,12 @@ class ModelDirectories(Callback):
         if trainer.is_global_zero:
             check_writable(self.shelf.directory)
             self.shelf.clear_leftovers()
-            self._text = _validation_identity(trainer.datamodule)
+            self._text = _validation_identity(trainer)
             if self._text is not None and (others := self.shelf.forget(self._text)):
                 named = ", ".join(path.name for path in others)
                 say(f"the validation text is another one than that of {named} in "
-                    f"{self.shelf.directory}: models are ranked anew from here on, and an older "
-                    "one stays as long as it is among the last")
+                    f"{self.shelf.directory}, or more or less of it is read: models are ranked "
+                    "anew from here on, and an older one stays as long as it is among the last")
         self._seen = self._written = trainer.global_step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -309,18 +327,20 @@ class ModelDirectories(Callback):
     def write(self, trainer, pl_module, value: float | None) -> None:
         "Gather the weights in all processes, and write them in one."
         # A module whose optimizer averages weights puts the averages in place for this.
-        with getattr(pl_module, "evaluation_weights", nullcontext)():
-            weights = whole_weights(pl_module.model)
-        self._written = trainer.global_step
-        if trainer.is_global_zero:
-            trained = pl_module.model
+        with stop_clocks(trainer):
+            with getattr(pl_module, "evaluation_weights", nullcontext)():
+                weights = whole_weights(pl_module.model)
+            self._written = trainer.global_step
+            if trainer.is_global_zero:
+                self._put(pl_module.model, weights, value)
 
-            def fill(directory: Path) -> None:
-                save_model(rebuild(trained, weights), self.tokenizer, directory)
-                if has_adapter(trained):
-                    save_adapter(trained, directory / "adapter", weights)
+    def _put(self, trained: nn.Module, weights: dict[str, Tensor], value: float | None) -> None:
+        def fill(directory: Path) -> None:
+            save_model(rebuild(trained, weights), self.tokenizer, directory)
+            if has_adapter(trained):
+                save_adapter(trained, directory / "adapter", weights)
 
-            self.shelf.put(self._written, value, fill, self._text)
+        self.shelf.put(self._written, value, fill, self._text)
 
     def on_train_end(self, trainer, pl_module) -> None:
         if self._written != trainer.global_step:

@@ -116,9 +116,9 @@ class Preview(Callback, ABC):
         spread = trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy)
         if not (spread or trainer.is_global_zero):
             return  # where weights are spread, all processes take part; else the first one
-        stop_clocks(trainer)
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
-        with undisturbed(pl_module), weights(), trainer.precision_plugin.forward_context():
+        with (stop_clocks(trainer), undisturbed(pl_module), weights(),
+              trainer.precision_plugin.forward_context()):
             # Other shapes than the run's would be compiled, and the run's steps with them.
             with torch.compiler.set_stance("force_eager"):
                 answers = self.ask(pl_module.model)
@@ -181,8 +181,10 @@ class FillMaskPreview(Preview):
         text: int = 0,  # which sentence
         gap: int = 0,  # which of its masks
     ) -> tuple[np.ndarray, np.ndarray]:  # steps; probabilities, NaN where not among the top_k
-        "What became of one word over the run: arrays for a figure."
-        found = [dict(map(tuple, e["answers"][text][gap])).get(word, np.nan) for e in self.history]
+        "What became of one word over the run; tokens that read alike, as with a space, add up."
+        of_word = [[p for token, p in entry["answers"][text][gap] if token == word]
+                   for entry in self.history]  # fmt: skip
+        found = [sum(each) if each else np.nan for each in of_word]
         return np.array([e["step"] for e in self.history]), np.array(found, dtype=float)
 
 # %% ../../nbs/train/11_previews.ipynb #b978f6a5

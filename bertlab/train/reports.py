@@ -55,10 +55,14 @@ def markdown_table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/train/12_reports.ipynb #5886bf93
-def environment() -> dict[str, str]:
+def environment(
+    kind: str | None = None,  # of the run's device: "cpu", "cuda", ...; None: what a run takes here
+) -> dict[str, str]:
     "What a run depends on besides its configuration: device, precision, system, versions."
+    kind = None if kind == "xla" else kind  # as torch calls a TPU, and what stands in for one
     return {
-        "device": str(describe_device()), "system": f"{platform.system()} {platform.machine()}",
+        "device": str(describe_device(kind=kind)),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(), "torch": str(torch.__version__),
         "lightning": L.__version__, "transformers": version("transformers"),
         "bertlab": bertlab.__version__,
@@ -86,6 +90,8 @@ def data_facts(
     sets |= {f"validation {i}" if len(held) > 1 else "validation": v for i, v in enumerate(held)}
     facts = []
     for name, rows in sets.items():
+        if name == "train" and getattr(data, "streaming", False):
+            facts.append({"set": name, "documents": "a stream, not counted"})
         if isinstance(rows, PackedDataset):
             counts = rows.describe()
             names = ("documents", "tokens", "rows", "capacity")
@@ -107,11 +113,15 @@ def cost_facts(
             "flops_per_token": module.num_flops_per_token(context, rate)}  # fmt: skip
 
 # %% ../../nbs/train/12_reports.ipynb #74299235
-def plot_record(record: RunRecord, title: str = "") -> Figure:
+def plot_record(
+    record: RunRecord,
+    title: str = "",
+    unit: str = "nats per masked token",  # of the losses
+) -> Figure:
     "Draw training and validation loss of a run."
     points = {key: [p[key] for p in record.validation] for key in ("step", "val_loss")}
     return plot_loss(record.column("step"), record.column("loss"), points["step"],
-                     points["val_loss"], title=title)  # fmt: skip
+                     points["val_loss"], title=title, unit=unit)  # fmt: skip
 
 
 def plot_rate(record: RunRecord, title: str = "") -> Figure:
@@ -234,12 +244,20 @@ def report_sections(
         "Data": markdown_table(data_facts(trainer.datamodule)),
         "Cost": pairs(_cost_section(module, trainer.datamodule, metrics)),
         "Guards": markdown_table(guards),
-        "Environment": pairs({**environment(), "precision of this run": trainer.precision,
+        "Environment": pairs({**environment(trainer.strategy.root_device.type),
+                              "precision of this run": trainer.precision,
                               "processes": trainer.world_size}),
         "Configuration": f"```yaml\n{configuration.strip()}\n```" if configuration else "none",
     }  # fmt: skip
 
 # %% ../../nbs/train/12_reports.ipynb #5768f1f0
+def _unit_of(module: L.LightningModule) -> str:
+    "What the losses of a module are divided by."
+    hparams = getattr(module, "hparams", {})
+    weighted = hparams.get("objective") == "diffusion" and not hparams.get("plain_mean")
+    return f"nats per {'token that may be hidden' if weighted else 'masked token'}"
+
+
 def write_run_report(
     directory: str | os.PathLike,
     trainer: L.Trainer,  # that has trained
@@ -252,11 +270,12 @@ def write_run_report(
 ) -> Path:  # report.md
     "Write report.md, metrics.json, history.csv, loss.png and rate.png, each whole."
     directory = Path(directory)
-    figures = {"loss.png": plot_record(record), "rate.png": plot_rate(record)}
+    figures = {"loss.png": plot_record(record, unit=_unit_of(module)),
+               "rate.png": plot_rate(record)}  # fmt: skip
     for name, figure in figures.items():
         with written_whole(directory / name) as temporary:
             figure.savefig(temporary, format="png")
-    record.write_csv(directory / "history.csv")
+    record.write_csv(directory / "history.csv", count_readers(trainer) if record.rows else 1)
     head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {reason}.\n"
     sections = report_sections(trainer, module, metrics, record, configuration)
     text = "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in sections.items())])
@@ -281,6 +300,10 @@ class RunReport(Callback):
     ):
         self.directory, self.history, self.configuration = directory, history, configuration
         self.reason: str | None = None  # why the run ended, once it has
+        self._data: Any = None  # the data module that the run trained on
+
+    def on_fit_start(self, trainer, pl_module) -> None:
+        self._data = trainer.datamodule
 
     def write(self, trainer, pl_module, validation: dict[str, float] | None = None) -> None:
         "Write all files; one process does it."
@@ -304,6 +327,8 @@ class RunReport(Callback):
             self.write(trainer, pl_module)
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        if trainer.state.fn == "validate" and self.reason is not None:
+        # Other text, or the weights of a checkpoint, say nothing of what the run has reached.
+        same = trainer.datamodule is self._data and trainer.ckpt_path is None
+        if trainer.state.fn == "validate" and self.reason is not None and same:
             metrics = trainer.callback_metrics
             self.write(trainer, pl_module, {k: v.item() for k, v in metrics.items() if "val_" in k})

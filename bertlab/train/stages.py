@@ -10,7 +10,7 @@ import csv
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -134,12 +134,13 @@ class Stage:
 
 # %% ../../nbs/train/15_stages.ipynb #39f17d57
 def load_stages(
-    path: str | os.PathLike,  # YAML: `stages`, a list of mappings with the fields of `Stage`
+    # YAML: `stages`, a list of mappings with the fields of `Stage`; `run` is for bertlab distill.
+    path: str | os.PathLike,
 ) -> list[Stage]:
     "Read a run of several stages. Raises `ValueError` in one line that names stage and key."
     content = read_yaml(path)
-    if list(content) != ["stages"]:
-        raise ValueError(f"{path} must hold `stages:` and nothing else beside it")
+    if set(content) - {"run"} != {"stages"}:
+        raise ValueError(f"{path} must hold `stages:` and nothing else beside it but `run:`")
     if not isinstance(content["stages"], list) or not content["stages"]:
         raise ValueError(f"{path}: stages must be a list of one or more")
     known, stages = {choice.name for choice in fields(Stage)}, []
@@ -174,7 +175,10 @@ def _has_begun(output: Path, number: int) -> bool:
     return (place / "model").exists() or any((place / "checkpoints").glob("*.ckpt"))
 
 
-def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: bool) -> None:
+def _prepare(
+    stages: Sequence[Stage], output: Path, resume: bool, overwrite: bool,
+    notes: Mapping[str, Any] | None = None,  # as of `train_stages`
+) -> None:
     "Make or find the directory. Raises `ValueError` where another run has begun there."
     if not stages:
         raise ValueError("stages is empty: give one Stage or more")
@@ -201,7 +205,8 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
         return  # one process looks after the files
     check_run_directory(output, resume, overwrite)
     now = _describe(stages)
-    kept = read_yaml(output / MARKER).get("stages") if resume else []
+    written = read_yaml(output / MARKER) if resume else {}
+    kept = written.get("stages") if resume else []
     if not isinstance(kept, list) or not all(isinstance(old, dict) for old in kept):
         raise ValueError(f"{output / MARKER} holds no list of stages, so it is no run of stages")
     begun = [number for number, _ in enumerate(kept, 1) if _has_begun(output, number)]
@@ -217,7 +222,8 @@ def _prepare(stages: Sequence[Stage], output: Path, resume: bool, overwrite: boo
                              f"{'' if begun else ', or overwrite: nothing is trained yet'}")
     prepare_run_directory(output, resume, overwrite)
     with written_whole(output / MARKER) as temporary:
-        temporary.write_text(format_yaml({"stages": now}), encoding="utf-8")
+        text = format_yaml({**written, **(notes or {}), "stages": now})
+        temporary.write_text(text, encoding="utf-8")
 
 # %% ../../nbs/train/15_stages.ipynb #92cf9a99
 _TOKENIZER, _MODEL = "pretrained_tokenizer_name_or_path", "pretrained_model_name_or_path"
@@ -365,10 +371,11 @@ class _StageEnd(Callback):
         with pl_module.evaluation_weights():
             weights = whole_weights(pl_module.model)
         if trainer.is_global_zero:
-            tokens = self.history.totals()[0] * count_readers(trainer)
+            readers = count_readers(trainer) if self.history.record.rows else 1
+            tokens = self.history.totals()[0] * readers
             summary = {"steps": trainer.global_step, "tokens": tokens,
                        **(self.history.record.validation or [{}])[-1]}  # fmt: skip
-            self.history.record.write_csv(self.directory.with_name("history.csv"))
+            self.history.record.write_csv(self.directory.with_name("history.csv"), readers)
             with written_directory(self.directory) as temporary:
                 save_model(rebuild(pl_module.model, weights), self.tokenizer, temporary)
                 (temporary / "stage.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -413,6 +420,7 @@ def train_stages(
     progress: bool = True,  # show how far each stage is
     overwrite: bool = False,  # start anew; what is there is moved into previous-N
     watchers: Watchers | None = None,  # callbacks of each stage; None: progress, non-finite steps
+    notes: Mapping[str, Any] | None = None,  # kept in run.yaml beside the stages
 ) -> list[dict[str, float]]:  # of each stage: steps, tokens, and what its validation said
     """Train in stages, each with its text, budget, rates and reference; exact after any kill.
 
@@ -424,7 +432,7 @@ def train_stages(
         place = output / f"stage-{number}" / "model"
         finished = resume and place.exists()
         before = place if finished else _check_values(stages, number, before)
-    _prepare(stages, output, resume, overwrite)
+    _prepare(stages, output, resume, overwrite, notes)
 
     def usual(module: PretrainingModule, place: Path, history: History) -> list[Callback]:
         return [*[RunProgress(history)] * progress, NonFiniteGuard()]

@@ -34,6 +34,10 @@ class RunLimit(Callback):
     def count_from(self, tokens: int, seconds: float) -> None:  # of all processes; of training
         "Count what earlier runs have used that this one goes on with. Subclasses that count do."
 
+    def time_left(self, trainer, tokens_per_second: float) -> float:  # seconds
+        "How long the run may go on, as far as this process knows. Subclasses that count say it."
+        return math.inf
+
     def stop(self, trainer, reason: str | None) -> None:
         "Ask the trainer to stop, if there is a reason. The Trainer's `min_steps` comes first."
         if reason and self.reason is None:
@@ -88,6 +92,9 @@ class TimeLimit(RunLimit):
         whose = "this session" if self.per_session else "all sessions"
         return f"{self.seconds:g} seconds of {whose} are over (limit={self.limit!r})"
 
+    def time_left(self, trainer, tokens_per_second: float) -> float:
+        return max(0.0, self.seconds - self.stopwatch.elapsed)
+
     def teardown(self, trainer, pl_module, stage: str) -> None:
         if stage == "fit" and not self.per_session:
             self._before = self.stopwatch.elapsed
@@ -123,6 +130,10 @@ class TokenLimit(RunLimit):
             new = int(self._sum(own, reduce_op="sum")) // self._sharers
             self._total, self._own = self._total + new, 0
         return self._total
+
+    def time_left(self, trainer, tokens_per_second: float) -> float:
+        seen = self._total + int(self._own) * count_readers(trainer)  # others have as many
+        return max(0, self.limit - seen) / max(tokens_per_second, 1e-9)
 
     def on_train_start(self, trainer, pl_module) -> None:
         self._sum, self._device = trainer.strategy.reduce, pl_module.device

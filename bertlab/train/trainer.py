@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoints import RandomStates, WholeFileCheckpointIO
+from .history import stop_clocks
 from ..core.devices import check_request, default_precision, keep_freed_memory
 from ..core.reading import one_line
 from .parallel import check_precision, count_processes, get_strategy, is_lone_task
@@ -44,6 +45,14 @@ class HalfWeights(HalfPrecision):
         if isinstance(found, MutableMapping):  # 1911.25 would be 1912 in bfloat16
             found.update({name: data[name] for name in TARGETS if name in data})
         return found
+
+
+class _Trainer(L.Trainer):
+    "Lightning's, where writing a checkpoint is no training, whoever asks for it."
+
+    def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        with stop_clocks(self):
+            super().save_checkpoint(*arguments, **options)
 
 
 class ValidateWhenAsked(Callback):
@@ -108,7 +117,7 @@ def make_trainer(
                   if _among(part, theirs))
     ours = [plugin for plugin in settings["plugins"] if not isinstance(plugin, kinds)]
     try:
-        trainer = L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
+        trainer = _Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {one_line(error)}") from None
     if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too

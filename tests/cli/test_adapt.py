@@ -155,6 +155,16 @@ def test_a_longer_model_says_what_it_reads(finetuned, tmp_path):
     assert load_encoder(tmp_path / "base").config.max_position_embeddings == 32
 
 
+@pytest.mark.parametrize("positions, way", [("alibi", "keep"), ("none", "keep"), ("rope", "yarn")])
+def test_a_model_is_made_longer_as_its_positions_allow_where_nobody_says_how(positions, way, tmp_path):
+    tokenizer = train_tokenizer([TEXT], 45)
+    config = shape(tokenizer)
+    config.attention_positions = positions
+    save_model(BertLabModel(config), tokenizer, tmp_path / "short")
+    assert f"positions ({way})" in lengthen(str(tmp_path / "short"), 64, output=str(tmp_path / "long"))
+    assert load_encoder(tmp_path / "long").config.max_position_embeddings == 64
+
+
 def test_a_damaged_tokenizer_is_not_left_out_without_a_word(finetuned, tmp_path):
     (finetuned / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer"):

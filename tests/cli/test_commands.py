@@ -376,6 +376,33 @@ def test_a_run_that_goes_on_with_other_validation_texts_says_so_ranks_anew_and_r
     assert "val_loss_1" in table[0] and len({line.count("|") for line in table}) == 1 and table[3].endswith("|  |  |")
 
 
+def test_models_that_were_judged_by_fewer_rows_are_ranked_anew(words, tmp_path, capsys):
+    run = tmp_path / "run"
+    values = lambda: {m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()}  # noqa: E731
+    more = ["--run.keep_last", "9"]
+    pretrain([*words, *more, "--trainer.max_steps", "2", "--trainer.limit_val_batches", "1", "--data.val_batch_size", "1"])
+    pretrain(["--trainer.max_steps", "3"], resume=str(run))
+    assert "ranked anew" not in capsys.readouterr().out and values() == {2: True, 3: True}
+    pretrain(["--trainer.max_steps", "4", "--trainer.limit_val_batches", "1.0"], resume=str(run))
+    assert "or more or less of it is read" in capsys.readouterr().out and values() == {2: False, 3: False, 4: True}
+    pretrain(["--trainer.max_steps", "5", "--trainer.limit_val_batches", "9999"], resume=str(run))  # all of them, too
+    assert "ranked anew" not in capsys.readouterr().out and values()[4]
+
+
+def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_name(place, tmp_path, capsys):
+    run, base = tmp_path / "run", tmp_path / "base"
+    shutil.copytree(find_model(place / "run"), base)
+    pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
+              "--model.pretrained_model_name_or_path", str(base), "--trainer.max_steps", "2"])  # fmt: skip
+    base.rename(tmp_path / "moved")
+    capsys.readouterr()
+    more = ["pretrain", "--resume", str(run), "--trainer.max_steps", "3"]
+    message = said(capsys, *more)
+    assert f"the run began with {base}, which is not here" in message
+    assert "--model.pretrained_model_name_or_path DIRECTORY" in message
+    assert main([*more, "--model.pretrained_model_name_or_path", str(tmp_path / "moved")]) == 0
+
+
 def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(words, tmp_path, capsys):
     found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
     assert found["steps"] == 4 and "val_loss" not in found
@@ -491,6 +518,23 @@ def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, 
     sizes = [len(json.loads((home / "tokenizer" / "tokenizer.json").read_text())["model"]["vocab"])
              for home in (run / "previous-1", run)]  # fmt: skip
     assert sizes[0] <= 40 < sizes[1]
+
+
+def test_a_run_that_begins_with_a_model_of_its_own_place_does_not_move_it_aside(place, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(place / "run", run, symlinks=True)
+    begun = ["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
+             "--model.pretrained_model_name_or_path", str(run / "models" / "best"), "--overwrite"]  # fmt: skip
+    message = said(capsys, "pretrain", *begun)
+    assert "--overwrite would move it aside" in message and "choose another --run.output" in message
+    stages = yaml.safe_load(STAGES.replace("TEXT", str(place / "text.txt")))
+    part, own = {"data": stages["stages"][0]["data"], "steps": 1}, str(run / "models" / "best")
+    for stage in ({"module": {"pretrained_model_name_or_path": own}}, {"reference": own},
+                  {"data": {**part["data"], "pretrained_tokenizer_name_or_path": own}}):  # fmt: skip
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump({"stages": [{**part, **stage}]}))
+        message = said(capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(run), "--overwrite")
+        assert "--overwrite would move it aside" in message and "choose another --output" in message
+    assert not (run / "previous-1").exists() and (run / "models" / "best" / "config.json").exists()
 
 
 def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsys):
@@ -615,6 +659,52 @@ def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_sessi
     shutil.rmtree(tmp_path / "run" / "stage-2" / "model")
     assert main([*words, "--output", str(tmp_path / "run"), "--resume"]) == 0
     assert all(torch.equal(wanted[name], value) for name, value in written("stage-2").items())
+
+
+def test_a_distill_that_goes_on_keeps_the_options_of_its_run_and_words_win(place, tmp_path, capsys):
+    plan, run = tmp_path / "s.yaml", tmp_path / "run"
+    plan.write_text(STAGES.replace("TEXT", str(place / "text.txt")))
+    go_on = ["distill", str(plan), "--output", str(run), "--resume"]
+    kept = lambda: yaml.safe_load((run / "run.yaml").read_text())  # noqa: E731
+
+    def written_again(*more):
+        shutil.rmtree(run / "stage-2" / "model")
+        assert main([*go_on, *more]) == 0
+        return load_file(run / "stage-2" / "model" / "model.safetensors")
+
+    assert main([*go_on[:-1], "--run.progress", "none", "--run.average", "0.9"]) == 0
+    averages = load_file(run / "stage-2" / "model" / "model.safetensors")
+    same = lambda found: all(torch.equal(averages[name], value) for name, value in found.items())  # noqa: E731
+    assert kept()["run"]["average"] == 0.9 and "output" not in kept()["run"]
+    assert same(written_again())
+    assert not same(written_again("--run.average", "null")) and kept()["run"]["average"] is None
+    assert not same(written_again()), "what the last session was asked for is what the next one does"
+    assert same(written_again("--run.average=0.9", "--run.histograms+", "['*.bias']"))
+    assert same(written_again("--run.histograms+", "['*.weight']")) and kept()["run"]["histograms"] == ["*.bias", "*.weight"]
+    (run / "run.yaml").write_text(yaml.safe_dump({"stages": kept()["stages"]}))  # as older versions wrote it
+    assert not same(written_again())
+    (run / "run.yaml").write_text(yaml.safe_dump({**kept(), "run": {"averages": 1}}))
+    message = said(capsys, *go_on)
+    assert "run.yaml" in message and "run.averages" in message
+
+
+def test_a_file_of_stages_says_options_of_its_run_and_that_of_a_run_is_one(place, tmp_path, capsys):
+    plan, run = yaml.safe_load(STAGES.replace("TEXT", str(place / "text.txt"))), tmp_path / "run"
+    for stage in plan["stages"]:
+        del stage["data"]["train_batch_size"]
+    plan["run"] = {"batch_tokens": 256, "microbatch_tokens": 128, "average": 0.5}
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(plan))
+    words = ["--output", str(run), "--run.progress", "none"]
+    assert main(["distill", str(tmp_path / "s.yaml"), *words, "--run.average", "0.9"]) == 0
+    kept = yaml.safe_load((run / "run.yaml").read_text())
+    assert kept["run"]["average"] == 0.9 and kept["stages"][1]["data"]["train_batch_size"] == 4
+    assert main(["distill", str(run / "run.yaml"), *words, "--resume"]) == 0  # the batch is in both, and agrees
+    assert main(["distill", str(tmp_path / "s.yaml"), *words, "--resume"]) == 0
+    assert yaml.safe_load((run / "run.yaml").read_text()) == kept, "a word that began it wins over the file, later too"
+    kept["stages"][0]["data"]["train_batch_size"] = 3
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump(kept))
+    message = said(capsys, "distill", str(tmp_path / "other.yaml"), "--output", str(tmp_path / "new"))
+    assert "leave train_batch_size=3 out" in message
 
 
 @pytest.mark.parametrize("limit", ["token_limit", "time_limit"])

@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -48,6 +49,9 @@ RECIPE = {
         ({"data": {"data_kwargs": {"level": "installed"}}}, ["data.data_kwargs.level"]),
         ({"data": {"data_kwargs": {"validation_fraction": 0}}}, ["validation_fraction"]),
         ({"trainer": {"accelerator": "cuda"}}, ["trainer.accelerator"]),
+        ({"trainer": {"overfit_batches": 0.5}}, ["trainer.overfit_batches"]),
+        ({"trainer": {"fast_dev_run": True}}, ["trainer.fast_dev_run"]),
+        ({"trainer": {"barebones": True}}, ["trainer.barebones"]),
         ({"run": {"output": "elsewhere"}}, ["run.output"]),
         ({"model": {"objective": "diffusion"}}, ["model.objective"]),
         ({"modle": {}}, ["modle", "did you mean 'model'"]),
@@ -101,6 +105,18 @@ def test_a_model_that_may_have_read_the_held_out_text_is_refused(record, tmp_pat
         seconds_before(tmp_path, "this")
 
 
+def test_the_text_of_the_nearest_run_counts_also_where_it_has_no_numbers_yet(tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": "this"}}))
+    (tmp_path / "metrics.json").write_text('{"train_seconds": 61.5}')
+    inner = tmp_path / "more"
+    inner.mkdir()
+    for sha, message in (("other", "not the text of this track"), ("this", "may begin")):
+        (inner / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": sha}}))
+        with pytest.raises(ValueError, match=message):
+            seconds_before(inner, "this")
+    assert races.seconds_of_run(inner, "this") is None, "the seconds of the run around it are not its own"
+
+
 def test_the_seconds_of_the_model_that_a_recipe_begins_with_count(tmp_path):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": "this"}}))
     (tmp_path / "metrics.json").write_text('{"train_seconds": 61.5}')
@@ -118,9 +134,39 @@ def test_the_judge_hides_the_same_tokens_for_every_recipe_with_the_same_tokenize
     assert abs(share - 0.3) < 0.02
 
 
+def test_the_judge_asks_all_of_its_rows_whatever_the_run_has_left_out(small, corpus):
+    judge = Judge(small, corpus, train_tokenizer(corpus.train_texts, small.vocab_size))
+    trainer = SimpleNamespace(limit_val_batches=3, validate=lambda *_, **__: [{"limit": trainer.limit_val_batches}])
+    assert judge.score(None, trainer) == {"limit": 1.0}
+
+
+def test_a_race_measures_the_device_of_its_track_and_no_other_of_the_machine(monkeypatch):
+    from bertlab.core import devices
+
+    asked = []
+    monkeypatch.setattr(devices, "count_devices", lambda kind: int(kind in ("mps", "cpu")))  # a MacBook
+    monkeypatch.setattr(devices, "measured_peak_flops", lambda kind, device: asked.append(device) or 1e9)
+    machine = races.measure_machine("32-true", TRACKS["laptop"].accelerator)
+    assert asked == ["cpu"] and machine["device"].startswith("CPU")
+    assert races._precision(TRACKS["laptop"], {}) == devices.default_precision("cpu")[0]
+
+
+def test_the_record_of_a_run_names_the_device_that_it_asks_for(monkeypatch, tmp_path):
+    from bertlab.cli import pretrain as runs
+    from bertlab.core import devices
+
+    noted = []
+    monkeypatch.setattr(devices, "count_devices", lambda kind: int(kind in ("mps", "cpu")))  # a MacBook
+    monkeypatch.setattr(runs, "Run", lambda config, resume, overwrite, notes: noted.append(notes) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runs.pretrain(["--trainer.accelerator", "cpu", "--run.output", str(tmp_path / "run")])
+    assert noted[0]["record"]["device"].startswith("CPU")
+
+
 def attempt(seed=0, loss=4.2, **changes):
-    made = {"seed": seed, "validation_loss": loss, "validation_accuracy": 0.3, "bits_per_byte": loss / 2.4,
-            "train_seconds": 100.0, "steps": 400, "tokens": 10**6, "matmul_flops": 2e11,
+    loss = loss + seed / 100
+    made = {"seed": seed, "validation_loss": loss, "validation_accuracy": 0.3, "bits_per_byte": loss * 1.8 / 4.25,
+            "train_seconds": 100.0, "steps": 400, "tokens": 800_000, "matmul_flops": 2e11,
             "curve": [[200, 50.0, 5.0], [400, 100.0, 4.3]]}  # fmt: skip
     return {**made, **changes}
 
@@ -189,6 +235,16 @@ def test_an_honest_log_passes():
         (in_attempt("seed", 0.5), "seed 0.5 is no whole number"),
         (in_attempt("seed", -7), "seed -7 is no whole number"),
         (lambda log: (in_ten_minutes(600.0)(log), in_attempt("validation_loss", float("nan"))(log)), "did not arrive"),
+        (in_attempt("bits_per_byte", 0.5), "seed 1 has 0.1188 bits per byte for each nat"),
+        (lambda log: (in_ten_minutes(600.0)(log), in_attempt("bits_per_byte", 0.5)(log)), "seed 1 has 0.1188 bits"),
+        (lambda log: log.update(hidden_sha256="b"), "its recipe has the tokenizer of the track"),
+        (with_recipe({"run": {"vocab_size": 512}}), "its recipe has a tokenizer of its own"),
+        (with_recipe({"run": {"tokenizer_kind": "bpe"}}), "its recipe has a tokenizer of its own"),
+        (lambda log: log["attempts"].__setitem__(2, {**log["attempts"][0], "seed": 2}), "seeds 0 and 2 have equal losses"),
+        (with_recipe({"trainer": {"max_steps": 399}}), "seed 0 has made 400 steps, and its recipe 399"),
+        (in_attempt("tokens", 399), "seed 1 has 399 tokens"),
+        (in_attempt("tokens", 400 * 16 * 128 + 1), "seed 1 has 819201 tokens"),
+        (lambda log: log.update(needs={"model": {"train_seconds": 101.0}}), "seed 0 trained for 100.0 s, less than the 101.0 s"),
     ],
 )  # fmt: skip
 def test_a_forged_log_is_found_out(change, named):
@@ -202,8 +258,9 @@ def test_text_and_target_are_compared_where_this_python_has_the_text_and_else_it
     monkeypatch.setitem(TRACKS, "few", track)
     corpus = track.text()
     target = measure_target(track, corpus)
-    attempts = [attempt(seed, bits_per_byte=target["bits_per_byte"] - 0.1) for seed in range(3)]
-    log = {**log_of(*attempts, hidden="b"), "track": "few", "text_sha256": corpus.sha256, "target": target}
+    bits = target["bits_per_byte"] - 0.1
+    attempts = [attempt(seed, loss=4.2, tokens=400_000, bits_per_byte=bits * (1 + seed / 420)) for seed in range(3)]
+    log = {**log_of(*attempts, recipe={"run": {"vocab_size": 500}}, hidden="b"), "track": "few", "text_sha256": corpus.sha256, "target": target}
     assert check_log(log) == [] and not_compared(log) == ""
     forged = {**log, "target": {**target, "bits_per_byte": 99.0}}
     assert check_log(forged) == [f"the target of 99.0 bits per byte is not the track's {target['bits_per_byte']:.4f}"]
@@ -213,6 +270,31 @@ def test_text_and_target_are_compared_where_this_python_has_the_text_and_else_it
     monkeypatch.setitem(TRACKS, "few", replace(track, source="somebody/text"))
     assert "somebody/text" in check_log(log)[0]
     assert check_log({**log, "text": "somebody/text"}) == [] and "somebody/text" in not_compared(log)
+
+
+def test_a_recipe_has_one_hash_before_and_behind_a_log():
+    recipe = {"trainer": {"callbacks": [{"class_path": "my_file.Own", "init_args": {"at": {2: "a", 10: "b"}}}]}}
+    assert recipe_sha256(recipe) == recipe_sha256(json.loads(json.dumps(recipe)))
+
+
+def test_what_a_recipe_names_and_a_log_does_not_hold_is_said():
+    first = {"model": {"pretrained_model_name_or_path": "race/earlier", "optimizer_class": "my_file.Own"}}
+    log = log_of(attempt(0), attempt(1), attempt(2), recipe=first)
+    assert check_log(log) == [], "earlier logs have no hashes"
+    said = not_compared(log)
+    assert "race/earlier, which the log does not hold (no hash is known)" in said and "names my_file.Own" in said
+    needs = {"model": {"train_seconds": 5.0, "sha256": "ab" * 32}, "code": {"my_file": "cd" * 32}}
+    said = not_compared({**log, "needs": needs})
+    assert "(sha256 abababababab)" in said and "(sha256 cdcdcdcdcdcd)" in said
+    ours = {"model": {"optimizer_class": "torch.optim.AdamW"}}
+    assert "torch" not in not_compared(log_of(attempt(0), recipe=ours)), "what is installed has a version"
+
+
+def test_the_lowest_loss_is_told_in_bits_per_byte_too():
+    log = log_of(attempt(0), attempt(1), attempt(2))
+    in_ten_minutes(600.0)(log)
+    assert "reached 4.220 nats, 1.7873 bits per byte\n" in format_speedrun(log)
+    assert "1.7873 bits per byte (a tokenizer of its own" in format_speedrun({**log, "hidden_sha256": "b"})
 
 
 def test_a_log_of_no_attempt_is_one_sentence():
@@ -303,12 +385,42 @@ def quick(small, monkeypatch):
     def run(track, said, home, seed, corpus):
         home.mkdir(parents=True, exist_ok=True)
         loss = 7.0 if seed < 2 else 6.0 if seed < 9 else float("nan")
-        return races.Attempt(seed, loss, 0.1, 0.8 * loss, 10.0, 2, 99, 1e9, [(1, 5.0, loss), (2, 10.0, loss)]), "gaps"
+        gaps = "gaps" if seed < 20 else "others"
+        return races.Attempt(seed, loss, 0.1, 0.8 * loss, 10.0, 2, 99, 1e9, [(1, 5.0, loss), (2, 10.0, loss)]), gaps
 
     monkeypatch.setitem(TRACKS, "quick", replace(small, name="quick", max_documents=600))
     monkeypatch.setattr(races, "run_seed", run)
-    monkeypatch.setattr(races, "measure_machine", lambda precision: {})
-    return lambda place, *seeds, **more: speedrun(None, "quick", str(place), seeds=seeds or None, **more)
+    monkeypatch.setattr(races, "measure_machine", lambda precision, accelerator: {})
+    return lambda place, *seeds, recipe=None, **more: speedrun(recipe, "quick", str(place), seeds=seeds or None, **more)
+
+
+def test_seeds_that_were_asked_other_gaps_are_in_no_log_together(quick, tmp_path):
+    quick(tmp_path / "race", 2)
+    with pytest.raises(ValueError, match="seed 20 of .* was asked other gaps"):
+        quick(tmp_path / "race", 20, resume=True)
+
+
+def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_with_others(quick, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(races, "_check_run", lambda *_: None)
+    model = tmp_path / "earlier"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    sha256 = TRACKS["quick"].text().sha256
+    (model / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": sha256}}))
+    (model / "metrics.json").write_text('{"train_seconds": 2.5}')
+    Path("my_file.py").write_text("raise RuntimeError('nobody imports this here')\n")
+    Path("r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": "earlier", "optimizer_class": "my_file.Own"}}))
+    log = quick(tmp_path / "race", 2, recipe="r.yaml")
+    assert log["needs"]["model"]["train_seconds"] == 2.5 and list(log["needs"]["code"]) == ["my_file"]
+    assert log["needs"]["code"]["my_file"][:12] in not_compared(log) and "earlier" in not_compared(log)
+    quick(tmp_path / "race", resume=True, recipe="r.yaml")
+    for path in (Path("my_file.py"), model / "model.safetensors"):
+        kept = path.read_bytes()
+        path.write_bytes(kept + b"#")
+        with pytest.raises(ValueError, match="other weights or other code"):
+            quick(tmp_path / "race", resume=True, recipe="r.yaml")
+        path.write_bytes(kept)
 
 
 def test_a_race_that_is_resumed_keeps_the_seeds_that_did_not_arrive(quick, tmp_path):

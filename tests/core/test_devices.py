@@ -213,6 +213,7 @@ def test_every_device_is_found_and_a_run_takes_the_first(bare):
     assert [d.name for d in find_devices()][:2] == [A100[0], T4[0]] and find_devices()[-1].kind == "cpu"
     assert [d.precision for d in find_devices()][:2] == ["bf16-mixed", "16-mixed"]
     assert describe_device() == find_devices()[0]
+    assert describe_device(kind="cpu") == find_devices()[-1], "a run may train on the CPU beside them"
 
 
 def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):

@@ -484,7 +484,9 @@ def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
     ([[5] * 9], "row 0 has 9 tokens, max_sequence_length is 8"),
     ([built([5]), built([5, 6])], "packed rows share one length, but row 0 has 1"),
     ([{"input_ids": [5], "index": 1}, {"input_ids": [5]}], "row 1 has no column 'index'"),
-    ([{"input_ids": [5], "index": -1}], "index of a row must be 0 or more, got -1"),
+    ([{"input_ids": [5], "index": -1}], "row 0: index must be a whole number, 0 or more, got -1"),
+    ([{"input_ids": [5], "index": 1}, {"input_ids": [5], "index": "a-1"}], "row 1: index must be .* got 'a-1'.*another name"),
+    ([{"input_ids": [5], "epoch": 1.5}], "row 0: epoch must be a whole number, 0 or more, got 1.5"),
 ])
 def test_a_wrong_row_is_named_with_its_number(rows, message):
     with pytest.raises(ValueError, match=message):

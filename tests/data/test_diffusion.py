@@ -194,6 +194,26 @@ def test_weights_add_up_to_the_ordinary_tokens(rule):
     assert abs(sums.mean() - (1 - rule.noise_eps)) < 5 * sums.std() / math.sqrt(len(sums))
 
 
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("sampling_eps", [0.0, 0.1, 0.5])
+def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_eps):
+    batch, _, words = noised(DiffusionRule(noise_eps=0.0, sampling_eps=sampling_eps, schedule=schedule))
+    sums = batch["loss_weights"].sum(1) / words.sum(1)
+    # The grid of 1,000 times rounds them up: less than 0.002 of the sum.
+    assert abs(sums.mean() - 1) < 5 * sums.std() / math.sqrt(len(sums)) + 0.002
+
+
+def test_integers_of_any_width_are_noised_alike():
+    documents = np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0)
+    rows = {"input_ids": np.where(np.arange(40) % 10 > 7, 3, 9)[None].repeat(6, 0), "attention_mask": documents}
+    for rule in (DiffusionRule(min_masked=2, max_masked=4), DiffusionRule(end_token_id=3)):
+        wide = noise_tokens(rows, ([0] * 6, range(6)), V, rule)
+        for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32):
+            narrow = {name: values.astype(kind) for name, values in rows.items()}
+            found = noise_tokens(narrow, ([0] * 6, range(6)), V, rule)
+            assert all(np.array_equal(found[name], values) for name, values in wide.items()), kind
+
+
 def test_the_bound_of_letters_without_order_is_their_entropy():
     # Independent letters with known frequencies: -log p(x) is the entropy, and so is the bound.
     rng = np.random.default_rng(0)

@@ -164,6 +164,50 @@ def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(ro
             assert now not in (7, 8, 39)
 
 
+@many
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.sampled_from(WAYS), st.integers(1, 5), st.booleans())
+def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, promise, cut):
+    "Documents of a few words, each between two special tokens, one after the other in a row of 96."
+    ids, documents = [], []
+    for number, size in enumerate(sizes, start=1):
+        ids += [7, *[9 if cut or n == 0 else 10 for n in range(size)], 8]
+        documents += [number] * (size + 2)
+    rows = {name: np.array([(values + [0] * 96)[:96]])
+            for name, values in (("input_ids", ids), ("attention_mask", documents))}
+    rule = MaskingRule(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise)
+    out = mask_tokens(rows, ([0], [len(ids)]), V, rule, True, CONTINUES)
+    for number in range(1, len(sizes) + 1):
+        words = (rows["attention_mask"] == number) & np.isin(rows["input_ids"], (9, 10))
+        assert (out["labels"][words] >= 0).sum() >= min(promise, words.sum())
+    assert out["label_positions"].shape[1] == bound_labels(0.05, 96, *way, promise)
+
+
+def test_a_promise_of_one_label_leaves_the_bound_of_the_recipes_as_it_was():
+    assert [bound_labels(0.4, length, "exact", "token", 1) for length in (128, 256)] == [
+        bound_labels(0.4, length, "exact") for length in (128, 256)]
+    assert bound_labels(0.05, 96, "exact", "token", 1) == 32  # a third of the row: [CLS] word [SEP]
+    assert bound_labels(0.05, 96, "exact", "word", 1) == 96  # a word may be as long as its document
+
+
+def test_a_row_that_promises_more_than_fits_says_so():
+    rows = {"input_ids": np.full((1, 48), 9), "attention_mask": np.arange(1, 49)[None]}  # no special tokens
+    rule = MaskingRule(0.05, min_labels_per_document=1)
+    with pytest.warns(UserWarning, match="promises 48 labels .* has room for 16.*set max_predictions"):
+        mask_tokens(rows, ([0], [0]), V, rule)
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+@pytest.mark.parametrize("way", WAYS)
+def test_integers_of_any_width_are_masked_alike(kind, way):
+    rows = {"input_ids": np.full((6, 40), 9), "attention_mask": np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0)}
+    narrow = {name: values.astype(kind) for name, values in rows.items()}
+    rule = MaskingRule(0.3, selection=way[0], unit=way[1], min_labels_per_document=1)
+    wide, found = (mask_tokens(some, addresses_of(rows), V, rule, True, CONTINUES) for some in (rows, narrow))
+    for name, values in wide.items():
+        assert np.array_equal(found[name], values), name
+    assert set(np.unique(found["labels"])) == {-100, 9}
+
+
 def one_document(length, ids=None):
     ids = np.full(length, 9) if ids is None else ids
     return {"input_ids": np.tile(ids, (4000, 1)), "attention_mask": np.ones((4000, length), int)}
@@ -332,6 +376,18 @@ def test_whole_words_need_marks_in_the_vocabulary():
     collate = MaskedLanguageModelingCollator.from_tokenizer(
         tokenizer_of("WordLevel"), unit="word", continues_word=table, max_sequence_length=16)
     assert (collate(TEXTS)["labels"] >= 0).any()
+
+
+def test_the_mark_of_a_wordpiece_is_that_of_its_model():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = {name: n for n, name in enumerate(["[PAD]", "[UNK]", "[MASK]", "ca", "@@t", "do", "@@g", "##"])}
+    inner = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]", continuing_subword_prefix="@@"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+    assert tokenizer.tokenize("cat dog") == ["ca", "@@t", "do", "@@g"]
+    assert np.flatnonzero(find_continuations(tokenizer)).tolist() == [4, 6]
 
 
 # --- beside transformers --------------------------------------------------------------------------

@@ -282,6 +282,15 @@ def test_stream_mistakes_are_named():
         MixedStream({"b": ["x"]}, {"b": 1}).load_state_dict(state)
 
 
+def test_rows_with_columns_are_measured_by_what_the_user_says_and_never_by_their_number_of_columns():
+    streams = {"a": [{"text": "x" * 100}] * 2, "b": [{"text": "y"}] * 200}
+    with pytest.raises(ValueError, match=r"stream 'a' gives rows of the columns \['text'\].*size_of=lambda row"):
+        list(MixedStream(streams, {"a": 1, "b": 1}))
+    measured = MixedStream(streams, {"a": 1, "b": 1}, size_of=lambda row: len(row["text"]))
+    taken = Counter("".join(row["text"] for row in measured))
+    assert taken == {"x": 200, "y": 200}
+
+
 class Resumable:
     "A stream that goes on where it was left, until it is reset."
 

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -42,7 +43,8 @@ from bertlab.explorers.models import (
 )
 from bertlab.train.modules import PretrainingModule, pretraining_optimizer
 from bertlab.train.reports import why_stopped
-from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, save_runs
+from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, race_html
+from bertlab.explorers.optimizers import save_runs
 from bertlab.explorers.schedules import (
     full_rate_steps,
     phase_options,
@@ -259,6 +261,24 @@ def test_recordings_that_cannot_be_replayed_are_refused(runs):
         optimizer_race(runs)
 
 
+def test_a_run_that_stopped_is_shown_with_the_update_of_its_numbers():
+    long = OptimizerRun("a", 0.1, 0, [4.0] * 100, [0.1] * 100, {1: [1.0, 0.5], 90: [1.0, 0.9]})
+    short = OptimizerRun("b", 0.1, 0, [3.0] * 20, [0.1] * 20, {1: [1.0, 0.2], 20: [1.0, 0.3]})
+    drawn = race_html([long, short], 100, ["a", "b"])
+    assert re.search(r">b, update 20</td><td[^>]*>0.1</td><td[^>]*>3.000<", drawn) and ">a</td>" in drawn
+    assert drawn.count("b, update 20</text>") == 1  # in the legend of the singular values alone
+    assert "update 20" not in race_html([long, short], 20, ["a", "b"]).replace("<caption>update 20", "").replace(
+        "values at update 20", "")
+
+
+def test_recordings_of_a_run_that_diverged_can_be_read_again(tmp_path):
+    run = OptimizerRun("x", 1.0, 0, [2.0, math.nan, math.inf, None], [0.1, math.nan, 0.3, None], {1: [1.0]})
+    save_runs([run], tmp_path / "runs.json")
+    [found] = load_runs(tmp_path / "runs.json")
+    assert found.losses == [2.0, None, None, None] and found.update_sizes == [0.1, None, 0.3, None]
+    assert found.spectra == {1: [1.0]} and "nan" in str(run.losses)  # the user's own is left alone
+
+
 def test_a_race_of_wide_matrices_still_fits_on_a_page():
     values = np.linspace(1, 0.1, 768).tolist()
     runs = [OptimizerRun(f"rule{n}", 1, s, [1.0] * 5000, [0.1] * 5000, {1: values}) for n in range(5) for s in (0, 1)]
@@ -306,6 +326,51 @@ def test_a_transformers_bert_can_be_browsed_too(room):
     with torch.no_grad():
         out = plain(**room["tokenizer"](text, return_tensors="pt"), output_attentions=True)
     np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
+
+
+def test_a_causal_twin_is_shown_as_it_reads_and_never_looks_ahead(room):
+    from bertlab.model.causal import BertLabForCausalLM
+
+    torch.manual_seed(0)
+    model = BertLabForCausalLM(room["small_model"](5).config).eval()
+    tokens, weights = attention_maps(model, room["tokenizer"], "the name of the string")
+    assert weights.shape == (2, 2, len(tokens), len(tokens)) and np.triu(weights, 1).max() == 0
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+def test_attention_without_a_weight_for_each_pair_is_refused(room):
+    from transformers import LongformerConfig, LongformerForMaskedLM
+
+    small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, attention_window=4)
+    model = LongformerForMaskedLM(LongformerConfig(vocab_size=len(room["tokenizer"]), **small)).eval()
+    with pytest.raises(ValueError, match="LongformerForMaskedLM gives no weight to each pair"):
+        attention_maps(model, room["tokenizer"], "the name of the string and the length of the name")
+
+
+def test_a_model_that_cannot_be_browsed_is_answered_with_what_to_give(room):
+    import copy
+
+    from bertlab.embeddings.bi_encoder import BiEncoder
+
+    model, tokenizer = room["small_model"](5), room["tokenizer"]
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["zebra"])
+    attention_maps(model, larger, "the name of")
+    with pytest.raises(ValueError, match=f"tokenizer has {len(larger)} entries"):
+        attention_browser(model, larger, "the zebra")
+    inside = BiEncoder(model.base_model, tokenizer)
+    for explorer, text in ((attention_browser, "the name of"), (embedding_map, ["the"])):
+        with pytest.raises(ValueError, match="BiEncoder is no model .* such as its .encoder"):
+            explorer(inside, tokenizer, text)
+        explorer(inside.encoder, tokenizer, text).close()
+
+
+def test_a_twin_is_on_the_cpu_whatever_the_default_device_is(room):
+    with torch.device("meta"):  # as a GPU would be
+        other = untrained_twin(room["small_model"](1))
+    assert {p.device.type for p in other.parameters()} == {"cpu"}
+    same = untrained_twin(room["small_model"](1))
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), same.parameters()))
 
 
 def test_a_twin_has_the_shape_and_none_of_the_weights_and_moves_no_generator(room):

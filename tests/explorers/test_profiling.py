@@ -44,6 +44,41 @@ def test_a_lookup_moves_the_rows_it_takes_and_not_the_table():
     assert only(record_operations(lambda: expanded + 1)).bytes_moved == 32 + 1000 * 8 * 4
 
 
+def test_indexing_moves_the_rows_it_takes_and_not_the_table():
+    table, ids = torch.randn(1000, 8), torch.tensor([3, 5])
+    assert only(record_operations(lambda: table[ids])).bytes_moved == 2 * (2 * 8 * 4)
+
+
+@pytest.mark.parametrize("kind", ["layer of torch", "ours"])
+def test_inference_mode_is_counted_like_no_grad_part_by_part(kind):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if kind == "ours":
+        ids = torch.randint(64, (2, 8))
+        model = BertLabForMaskedLM(modernbert_tiny(**SHAPE)).eval()
+        forward = lambda: model(ids)  # noqa: E731
+    else:
+        layer, x = torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True), torch.randn(2, 8, 32)
+        model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+        forward = lambda: model(x)  # noqa: E731
+
+    def under(mode):
+        with mode():
+            forward()
+
+    with_grad, told = record_operations(forward), {}
+    for mode in (torch.no_grad, torch.inference_mode):
+        found = record_operations(lambda: under(mode))
+        told[mode] = sum(o.flops for o in found)
+        assert {"addmm", "mm"} & {o.name for o in found} and not {"linear", "matmul"} & {o.name for o in found}
+        assert {o.layer for o in found} >= {o.layer for o in with_grad}
+        assert told[mode] == pytest.approx(sum(o.flops for o in with_grad), rel=0.02)  # but for a copy here and there
+    with FlopCounterMode(display=False) as counter:
+        forward()
+    assert told[torch.no_grad] > counter.get_total_flops() > 0.5 * told[torch.no_grad]
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_fused_attention_on_a_cpu_is_counted_like_its_products():
     q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
     found = record_operations(lambda: F.scaled_dot_product_attention(q, k, v).sum().backward())
@@ -142,6 +177,16 @@ def test_whatever_makes_the_host_wait_is_found():
     assert host_reads(lambda: (x[mask], x[mask.long()])) == {"index": 1}
     assert host_reads(lambda: 1 if x.sum() > 0 else 0)  # truth is a number, too
     assert host_reads(lambda: torch.where(mask, x, 0.0).cumsum(0)) == {}
+
+
+def test_the_host_waits_for_the_same_in_inference_mode():
+    x = torch.arange(4.0)
+
+    def step():
+        with torch.inference_mode():
+            torch.where(x > 2), x.repeat_interleave(2), x.sum().item()
+
+    assert host_reads(step) == {"nonzero": 1, "_local_scalar_dense": 1}
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")

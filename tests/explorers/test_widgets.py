@@ -141,6 +141,56 @@ def test_a_static_form_above_150_kb_is_refused():
         widgets.static_steps(["a", "b"], "Title", ["one"])
 
 
+def test_an_explorer_whose_steps_are_too_large_keeps_fewer_and_says_so():
+    control = ipywidgets.IntText(0)
+    steps = {f"step {n}": {"n": n} for n in range(9)}
+    explorer = widgets.explore({"n": control}, lambda n: f"<p>{n}</p>" + "x" * 40_000, steps, "Steps")
+    assert "Steps (3 of 9 steps" in explorer.static_html and len(explorer.static_html) <= 150_000
+    assert re.findall(r"<p>(\d)</p>", explorer.static_html) == ["0", "4", "8"]
+    assert explorer.children[-1].value.startswith("<p>0</p>")
+    one = widgets.explore({"n": control}, lambda n: "x" * 200_000, steps, "Steps")  # the live form is there all the same
+    assert 'role="alert"' in one.static_html and "150 KB at most" in one.static_html and len(one.children[-1].value) == 200_000
+    small = widgets.explore({"n": control}, lambda n: f"<p>{n}</p>", steps, "Steps")
+    assert "<legend>Steps</legend>" in small.static_html and small.static_html.count("<figure>") == 9
+
+
+def test_the_dial_takes_a_text_of_the_length_it_names(tokenizer):
+    dial = widgets.mask_dial(tokenizer, " ".join(["the list of strings is sorted"] * 100))
+    assert re.search(r"\(\d of 7 steps", dial.static_html) and len(dial.static_html.encode()) <= 150_000
+
+
+def test_what_can_never_be_hidden_is_not_counted(tokenizer):
+    text = "the list \N{GRINNING FACE} of \N{GRINNING FACE} strings"
+    drawn = widgets.masked_html(tokenizer, text, 0.3, 0, "enhanced_mlm")
+    count = len(tokenizer(text)["input_ids"]) - 2 - 2
+    assert tokenizer(text)["input_ids"].count(tokenizer.unk_token_id) == 2
+    assert f"chosen</span> {count} of {count}: 100%, asked 100%" in drawn
+
+
+def test_a_typed_mask_is_read_as_in_training():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from bertlab.data.tokenizers import read_plainly
+
+    letters = [("[PAD]", 0.0), ("[UNK]", 0.0), ("[MASK]", 0.0), *((one, -3.0) for one in "\u2581[MASK]catheo")]
+    inner = Tokenizer(models.Unigram(letters, unk_id=1))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+    inputs, labels = widgets.mask_text(unigram, "the cat [MASK] the cat", 0.3, 0, "enhanced_mlm")
+    assert np.where(labels == -100, inputs, labels).tolist() == read_plainly(unigram, "the cat [MASK] the cat")["input_ids"]
+    assert unigram.mask_token_id not in labels
+
+
+def test_a_checkpoint_whose_tokenizer_has_no_mask_is_named(tokenizer):
+    bare = train_tokenizer(["the list of strings"] * 9, vocab_size=60)
+    bare.mask_token = None
+    shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    model = BertLabForMaskedLM(modernbert_tiny(vocab_size=len(tokenizer), **shape))
+    with pytest.raises(ValueError, match="the tokenizer of 'two' has no mask token"):
+        fill_mask_box.ask_checkpoints({"one": (model, tokenizer), "two": (model, bare)}, "the [MASK]")
+
+
 def test_what_a_user_typed_is_text_and_never_markup():
     evil = "<img src=x onerror=alert(1)>"
     frame = plots.svg_figure([plots.svg_box(0, 0, 9, 9, text=evil, tip=evil)], 9, 9, alt=evil + '"')

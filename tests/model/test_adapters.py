@@ -112,6 +112,7 @@ def test_what_cannot_be_split_is_written_for_our_own_class(tmp_path):
     add_adapter(model, "loha")
     move(model)
     save_adapter(model, tmp_path)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # weights are not for their owner alone
     opened = PeftModel.from_pretrained(ours, tmp_path).eval()
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 

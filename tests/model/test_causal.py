@@ -40,6 +40,29 @@ def test_no_score_knows_its_own_token_or_a_later_one(kind):
         assert place == 19 or moved[place + 1] > 1e-4
 
 
+@pytest.mark.parametrize("kind", ["modernbert", "bert"])
+def test_who_looks_at_whom_is_told_as_the_vectors_are_made(kind):
+    model, text, seen = twin(kind), ids(2, 20), []
+    documents = torch.tensor([[1] * 20, [1] * 9 + [2] * 8 + [0] * 3])
+    with torch.no_grad():
+        plain, told = model.read(text, documents), model.read(text, documents, seen=seen)
+    assert torch.equal(plain, told) and len(seen) == len(model.encoder.blocks)
+    for weights_BHLL in seen:
+        torch.testing.assert_close(weights_BHLL.sum(-1), torch.ones(2, 2, 20))
+        assert weights_BHLL[0].triu(1).max() == 0 and weights_BHLL[1, :, :17].triu(1).max() == 0
+        assert weights_BHLL[1, :, 9:17, :9].max() == 0  # nothing of another document
+    # The first block's answer is made of the values with these shares.
+    block, c = model.encoder.blocks[0], model.config
+    values = []
+    block.attention.out.register_forward_pre_hook(lambda module, args: values.append(args[0]))
+    block.attention.qkv.register_forward_hook(lambda module, args, out: values.append(out))
+    with torch.no_grad():
+        model.read(text, documents)
+    heads, y_BLD = values[0].unflatten(-1, (-1, c.head_size)).transpose(1, 2), values[1]
+    v_BHLK = heads[:, -c.num_kv_heads:].repeat_interleave(c.num_attention_heads // c.num_kv_heads, 1)
+    torch.testing.assert_close((seen[0] @ v_BHLK).transpose(1, 2).flatten(2), y_BLD, atol=1e-5, rtol=1e-4)
+
+
 def test_packed_documents_are_computed_as_if_alone_with_their_gradients():
     model, text = twin(), ids(1, 18)
     numbers = torch.tensor([[1] * 7 + [2] * 8 + [0] * 3])

@@ -7,7 +7,7 @@ import torch
 
 from bertlab.model.config import modernbert_tiny
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.model.generate import fill_each_mask, fill_mask
+from bertlab.model.generate import fill_each_mask, fill_mask, longest_row
 from bertlab.model.heads import BertLabForMaskedLM
 
 torch.set_num_threads(1)
@@ -92,6 +92,16 @@ def test_fill_mask_refuses_two_masks_and_names_the_function_that_takes_them(mode
         fill_mask(model, tokenizer, ["a [MASK]", "[MASK] [MASK]"])
 
 
+def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
+    import copy
+
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["zebra"])
+    assert fill_mask(model, larger, ["the [MASK] sat"]) == fill_mask(model, tokenizer, ["the [MASK] sat"])
+    with pytest.raises(ValueError, match=f"tokenizer has {len(tokenizer) + 1} entries"):
+        fill_mask(model, larger, ["the [MASK] zebra"])
+
+
 def test_a_text_as_long_as_the_model_is_read(model, tokenizer):
     assert len(fill_mask(model, tokenizer, ["cat " * 21 + "[MASK]"])) == 1
 
@@ -162,3 +172,18 @@ def test_a_text_that_a_model_of_transformers_cannot_read_is_refused_by_its_lengt
     words = "[MASK]" + " the" * 40
     with pytest.raises(ValueError, match="the model reads 24"):
         fill_mask(model, tokenizer, [words])
+
+
+@pytest.mark.parametrize("family, longest", [("MPNet", 16), ("Roberta", 16), ("XLMRoberta", 16), ("Camembert", 16),
+                                             ("Longformer", 16), ("Data2VecText", 16), ("Bert", 18), ("Electra", 18)])
+def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
+    import transformers
+
+    shape = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, pad_token_id=1)
+    config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=18)
+    model = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
+    assert longest_row(model) == longest
+    if family != "Longformer":  # which pads rows to its window
+        model(torch.full((1, longest), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, longest + 1), 5))

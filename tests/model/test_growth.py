@@ -315,6 +315,19 @@ def test_a_longer_table_of_learned_positions_is_refused_and_a_longer_rotary_reac
     check_growth(shape(), shape(max_position_embeddings=32, global_rope_theta=1e6, norm_eps=1e-6, hidden_dropout=0.1))
 
 
+@pytest.mark.parametrize("name, value", [
+    ("rope_stretch", {"rope_type": "linear", "factor": 2.0}), ("global_rope_theta", 1e6), ("local_rope_theta", 5e3),
+    ("local_attention", 2), ("global_attention_every_n_layers", 1)])  # fmt: skip
+def test_a_larger_model_that_reads_positions_otherwise_is_said_to(name, value, caplog):
+    grow(lively(shape()), doubled({}))
+    assert not caplog.records
+    grow(lively(shape()), doubled({}, **{name: value}))
+    (record,) = caplog.records
+    assert f"{name} was {getattr(shape(), name)!r} and is {value!r}" in record.getMessage()
+    grow(lively(shape(attention_positions="none")), doubled({"attention_positions": "none"}, global_rope_theta=1e6))
+    assert len(caplog.records) == 1  # which nobody reads
+
+
 @pytest.mark.parametrize("jitter", [-0.1, float("nan"), float("inf")])
 def test_a_jitter_that_is_no_deviation_is_refused(jitter):
     with pytest.raises(ValueError, match="jitter must be finite"):

@@ -1,5 +1,6 @@
 "BERT, RoBERTa and ModernBERT in and out: settings, names, weights, and the directory that loads without bertlab."
 
+import errno
 import json
 import os
 import subprocess
@@ -761,6 +762,50 @@ def test_saving_leaves_the_owner_everything_as_it_was(saved, tmp_path):
     assert model.config.mask_token_id is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in saved[1].iterdir()} | {"notes.txt"}
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_weights_are_read_by_whoever_reads_the_other_files(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        for place in (tmp_path / "new", tmp_path / "run"):
+            save_model(ours(), tokenizer(), place)
+    finally:
+        os.umask(before)
+    files = [*tmp_path.glob("*/model.safetensors"), *tmp_path.glob("*/config.json")]
+    modes = {path: path.stat().st_mode & 0o777 for path in files}
+    assert set(modes.values()) == {mode} and len(modes) == 4
+
+
+def test_a_drive_that_is_too_small_for_a_model_is_one_error_with_its_name(tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))  # less than the weights, more than the rest
+    try:
+        with pytest.raises(OSError) as refused:
+            save_model(ours(), None, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.errno == errno.EFBIG and str(tmp_path / "model") in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+def test_a_written_tokenizer_cuts_a_text_where_the_model_ends(kind, tmp_path):
+    own = tokenizer()
+    if kind == "roberta":  # which it stays with its own padding
+        own.pad_token = own.unk_token
+    length = {"max_position_embeddings": L} if kind == "modernbert" else {}  # the others have that many
+    for said, written in ((8192, L), (7, 7)):
+        own.model_max_length = said
+        save_model(from_huggingface(theirs(kind, **length)), own, tmp_path)
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert again.model_max_length == written and own.model_max_length == said
+        cut = again(" ".join(["w7"] * 3 * L), truncation=True, return_tensors="pt")
+        model = their_class(kind, "ForMaskedLM").from_pretrained(tmp_path)
+        assert cut.input_ids.shape[1] == written and model(**cut).logits.shape[1] == written
 
 
 def test_saving_that_fails_keeps_the_files_that_were_there(saved, tmp_path, monkeypatch):

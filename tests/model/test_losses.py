@@ -21,6 +21,7 @@ from bertlab.model.losses import (
     score_in_chunks,
     score_logits,
     shapes_are_free,
+    token_bytes,
     unigram_counts,
     unigram_entropy,
     z_loss,
@@ -378,6 +379,24 @@ def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
     assert perplexity(math.log(30_522)) == pytest.approx(30_522)
     assert perplexity(0.0) == 1.0
     assert perplexity(1e4) == math.inf
+
+
+def test_the_bytes_of_a_token_are_those_of_its_text_however_a_tokenizer_marks_its_pieces():
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ends = models.BPE({"the</w>": 0, "c": 1, "at</w>": 2, "##": 3}, [], end_of_word_suffix="</w>")
+    other = models.WordPiece({"ca": 0, "@@t": 1, "\u00e9t": 2, "[UNK]": 3}, unk_token="[UNK]", continuing_subword_prefix="@@")
+    usual = models.WordPiece({"ca": 0, "##t": 1, "##\u00e9": 2, "[UNK]": 3}, unk_token="[UNK]")
+    for model, known in ((ends, [3, 1, 2, 2]), (other, [2, 1, 3, 5]), (usual, [2, 1, 2, 5])):
+        found = token_bytes(PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)), 4)
+        assert found.tolist() == known
+    # Byte-level: a space with an a, and the two bytes of an e with its accent.
+    inner = Tokenizer(models.BPE({"\u0120a": 0, "\u00c3\u00a9": 1}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer.add_tokens([AddedToken("\u00e9t\u00e9"), AddedToken("na\u00efve")])
+    assert token_bytes(tokenizer, 5).tolist() == [1, 2, 5, 6, 0]
 
 
 def test_bits_per_byte_by_hand():

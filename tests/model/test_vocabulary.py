@@ -30,6 +30,7 @@ from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import from_huggingface, save_model
+from bertlab.model.losses import LossRule, score_logits
 from bertlab.model.vocabulary import (
     TABLES,
     TRANSPLANTS,
@@ -448,3 +449,26 @@ def test_a_transplanted_model_tells_segments_apart_as_it_did():
     assert set(pair["token_type_ids"]) == {0, 1} and "token_type_ids" not in TOKENIZERS["bpe"].model_input_names
     plain = transplant_vocabulary(model, TOKENIZERS["wordpiece"], theirs)
     assert "token_type_ids" not in plain.tokenizer("return the value")
+
+
+def test_a_transplanted_model_reads_as_far_as_it_did():
+    model, old = make_model(TOKENIZERS["wordpiece"]), copy.deepcopy(TOKENIZERS["wordpiece"])
+    new = copy.deepcopy(TOKENIZERS["bpe"])
+    for before, theirs, after in ((64, 8192, 64), (64, 16, 64), (10**30, 8192, 64), (32, 8192, 32)):
+        old.model_max_length, new.model_max_length = before, theirs
+        moved = transplant_vocabulary(model, old, new)
+        assert moved.tokenizer.model_max_length == after and new.model_max_length == theirs
+    assert len(moved.tokenizer(" ".join(HOME), truncation=True).input_ids) == 32
+
+
+def test_rows_to_spare_of_a_trimmed_model_have_no_share_of_a_smoothed_target():
+    model, old = make_model(TOKENIZERS["wordpiece"]), TOKENIZERS["wordpiece"]
+    exact, _ = trim_vocabulary(model, old, AWAY, multiple_of=1)
+    spare, tokenizer = trim_vocabulary(model, old, AWAY, multiple_of=256)
+    assert spare.config.vocab_size > exact.config.vocab_size == count_ids(tokenizer)
+    labels = encode(tokenizer, AWAY[:4]).input_ids
+    want, got = (score_logits(logits(one, tokenizer, AWAY[:4]), labels, LossRule(label_smoothing=0.1)) for one in (exact, spare))
+    torch.testing.assert_close(got.loss_sum, want.loss_sum)
+    plain = torch.nn.functional.cross_entropy(logits(exact, tokenizer, AWAY[:4]).flatten(0, 1), labels.flatten(),
+                                              reduction="sum", label_smoothing=0.1)  # fmt: skip
+    torch.testing.assert_close(want.loss_sum, plain)

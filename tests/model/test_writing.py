@@ -196,6 +196,14 @@ def test_what_cannot_be_written_is_refused(options, said):
         generate(MODEL, TOKENIZER, **{"prompts": ["the cat"], **options})
 
 
+@pytest.mark.parametrize("kind", ["mask", "cls", "sep", "pad"])
+def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monkeypatch):
+    other = train_tokenizer(TEXTS, vocab_size=90)
+    setattr(other, f"{kind}_token", None)
+    with pytest.raises(ValueError, match=f"no {kind} token"):
+        generate(MODEL, other, ["the cat"])
+
+
 def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
     state, first = read_state(TOKENIZER), 30
     state["model"]["vocab"] = {piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()}

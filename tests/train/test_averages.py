@@ -181,6 +181,7 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
         (paths[0] / name).write_text('{"val_loss": 1.0}')
     place = write_average(paths, tmp_path / "mean")
     assert not measured & {path.name for path in place.iterdir()}
+    assert len({path.stat().st_mode for path in place.iterdir()}) == 1  # weights are not for their owner alone
     mean, *parts = (transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (place, *paths))
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)

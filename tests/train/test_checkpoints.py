@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
+import tempfile
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ from bertlab.train.checkpoints import (
     CheckpointSeries,
     RandomStates,
     RunCheckpoint,
+    WholeFileCheckpointIO,
     check_resume,
     find_checkpoint,
     random_states,
@@ -175,6 +178,57 @@ def test_a_drive_without_links_still_keeps_the_best(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "symlink_to", refuse)
     shelf = ModelShelf(tmp_path, 1, 1, "min")
     assert fill(shelf, [1, 2, 3]) == [1, 3] and [p.name for p in shelf.best()] == ["step-00000001"]
+
+
+def moved_shelf(place):
+    "A shelf whose link to the best of two models has become a model, as scp -r makes it."
+    fill(ModelShelf(place / "old", 2, 1, "min"), [2, 3])
+    shutil.copytree(place / "old", place / "new")
+    assert read_marker(place / "new" / "best")["step"] == 1 and not (place / "new" / "best").is_symlink()
+    return ModelShelf(place / "new", 2, 1, "min")
+
+
+def better(shelf):
+    shelf.put(3, 1, lambda directory: (directory / "w").write_text("better"))
+    return shelf.directory / "best"
+
+
+def test_a_copy_that_was_made_of_the_link_to_the_best_gives_way_to_a_link(tmp_path, capsys):
+    shelf = moved_shelf(tmp_path)
+    shelf.forget("some text")  # as when a run begins
+    assert (shelf.directory / "best").is_symlink() and read_marker(shelf.directory / "best")["step"] == 1
+    assert (better(shelf) / "w").read_text() == "better" and capsys.readouterr().out == ""
+    once = moved_shelf(tmp_path / "again")
+    assert better(once).is_symlink() and read_marker(better(once))["step"] == 3
+
+
+def test_what_somebody_put_into_such_a_copy_stays_and_is_said(tmp_path, capsys):
+    shelf = moved_shelf(tmp_path)
+    (shelf.directory / "best" / "README.md").write_text("mine")
+    assert names(better(shelf)) == ["README.md"]
+    said = capsys.readouterr().out
+    assert f"{shelf.directory / 'best'} was a copy" in said and "step-00000003" in said and "move it away" in said
+    better(shelf)
+    assert capsys.readouterr().out == "" and names(shelf.directory / "best") == ["README.md"]
+
+
+def test_such_a_copy_goes_with_the_model_that_it_shows_where_a_drive_knows_no_links(tmp_path, monkeypatch, capsys):
+    def refuse(*args, **kwargs):
+        raise OSError("no links on this drive")
+
+    shelf = moved_shelf(tmp_path)
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    shelf.tidy(2)
+    assert read_marker(shelf.directory / "best")["step"] == 1 and capsys.readouterr().out == ""
+    assert not better(shelf).exists() and "step-00000003" in capsys.readouterr().out
+
+
+def test_such_a_copy_goes_where_no_model_is_known_to_be_the_best_any_more(tmp_path):
+    shelf = ModelShelf(tmp_path / "old", 2, 1, "min")
+    shelf.put(1, 2, lambda directory: (directory / "w").write_text("w"), "one text")
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    assert len(ModelShelf(tmp_path / "new", 2, 1, "min").forget("another text")) == 1
+    assert names(tmp_path / "new") == ["step-00000001"]
 
 
 @pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_best": -1}, {"mode": "low"},
@@ -400,6 +454,25 @@ def test_what_a_killed_write_left_is_removed_by_the_next_run(tmp_path):
     (tmp_path / ".other.tmp").write_bytes(b"not ours")
     train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=3)])
     assert names(tmp_path) == [".other.tmp", "step-00000003.ckpt"]
+
+
+def test_a_checkpoint_is_written_beside_its_place_and_nowhere_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))  # a small or full one is as good as none
+    train(Texts(), 3, [Keeps(Path("x")), CheckpointSeries(tmp_path / "run", every_steps=3)])
+    assert names(tmp_path / "run") == ["step-00000003.ckpt"]
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_drive_is_named_and_leaves_nothing(tmp_path):
+    resource = pytest.importorskip("resource")
+    path, before = tmp_path / "step-00000003.ckpt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            WholeFileCheckpointIO().save_checkpoint({"weight": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.filename == str(path) and str(path) in str(refused.value)
+    assert names(tmp_path) == []
 
 
 def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):

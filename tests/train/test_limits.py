@@ -3,9 +3,11 @@
 import os
 from contextlib import nullcontext
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from test_guards import NAN, Line, Numbered, fit, same_weights
 from ranks import run_on_ranks
 
@@ -66,6 +68,36 @@ def test_time_counts_over_all_sessions_or_in_each(tmp_path, per_session, steps):
         _, _, trainer = fit(18, Numbered(range(200)), callbacks, ckpt_path=kept)
         got.append(trainer.global_step)
     assert got == steps
+
+
+def test_the_time_left_is_what_a_limit_leaves():
+    watch, tokens, seen = Watch(), TokenLimit(1000), []
+
+    class Seen(RunProgress):
+        def on_train_batch_end(self, trainer, *arguments):
+            super().on_train_batch_end(trainer, *arguments)
+            seen.append((self.seconds_left(trainer), tokens.time_left(trainer, 10.0)))
+
+    clock = Wind(watch, 1)
+    make_trainer(10**8, "32-true", "cpu", callbacks=[clock, Seen(clock), TimeLimit(5, clock=watch), tokens]).fit(
+        Line(), Numbered(range(200)))
+    assert [left <= most for (left, _), most in zip(seen, (4, 3, 2, 1, 0), strict=True)] == [True] * 5
+    # 10 real tokens a batch, and the limit counts a batch behind the progress.
+    assert [left for _, left in seen] == [100, 99, 98, 97, 96]
+
+
+@pytest.mark.parametrize("epochs, said", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3/-1: "])])
+def test_a_trainer_that_counts_epochs_has_a_last_step_or_no_time_left(epochs, said, capsys):
+    class Enough(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop = epochs < 0 and trainer.global_step == 3
+
+    history = History()
+    L.Trainer(accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+              enable_model_summary=False, callbacks=[history, RunProgress(history, 0.0, plain=True), Enough()]
+              ).fit(Line(), Numbered(range(5)))  # fmt: skip
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert all(words in lines[-1] for words in said) and (" left" in lines[-1]) == (epochs > 0)
 
 
 def test_two_time_limits_stand_side_by_side(tmp_path):

@@ -63,6 +63,17 @@ def test_energy_is_that_of_all_nodes_and_of_the_devices_that_were_counted(run):
     assert "devices: 24\n" in make_card(place_of(run))
 
 
+def test_a_card_of_an_earlier_step_names_the_tokens_of_that_step_and_the_time_of_the_run(run):
+    metrics = json.loads((run / "metrics.json").read_text())
+    (run / "metrics.json").write_text(json.dumps({**metrics, "steps": 20, "tokens": 2000}))
+    card = make_card(place_of(run))
+    assert "weights of step: 10 of 20" in card and "tokens seen: unknown" in card, "2,000 are those of step 20"
+    assert "training time of the whole run: 1.00 h" in card and "validation and saving come on top" in card
+    # Earlier versions wrote the tokens of one process.
+    (run / "history.csv").write_text("step,loss,tokens\n5.0,3.0,200.0\n10.0,2.8,600.0\n20.0,2.5,1000.0\n")
+    assert "tokens seen: 1,200\n" in make_card(place_of(run))
+
+
 def test_the_block_goes_through_the_hubs_own_class_and_comes_back(run):
     text = make_card(place_of(run), CardChoices(name="Cats", license="mit"))
     card = ModelCard(text)

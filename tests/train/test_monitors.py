@@ -13,15 +13,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from test_training import CONFIG, Texts, equal, train
 
 import bertlab.train.history as module_of_progress
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.history import History, RunProgress
+from bertlab.train.history import History, RunProgress, RunRecord, stop_clocks
 from bertlab.model.config import BertLabConfig, count_matrices
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
+from bertlab.train.model_directories import ModelDirectories
 from bertlab.train.modules import PretrainingModule
 from bertlab.train.monitors import MemoryMonitor, StepFlops, Throughput
 from bertlab.train.monitors import count_lengths, find_peak, get_logger, get_progress
@@ -318,6 +319,72 @@ def test_trackio_gets_the_numbers_and_a_run_that_goes_on_stays_one_run(tmp_path,
 class SlowValidation(Callback):
     def on_validation_batch_start(self, *arguments, **options):
         time.sleep(0.05)
+
+
+class SlowCollator:
+    "A collator that takes a twentieth of a second for a batch."
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, rows):
+        time.sleep(0.05)
+        return self.inner(rows)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class SlowSaving(Callback):
+    def on_save_checkpoint(self, *_):
+        time.sleep(0.2)
+
+
+class Pauses(Callback):
+    "Does something else than training behind each batch."
+
+    def on_train_batch_end(self, trainer, *_):
+        with stop_clocks(trainer):
+            time.sleep(0.2)
+
+
+class SlowModels(ModelDirectories):
+    def _put(self, *_):
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("pause", ["checkpoint", "lightning's checkpoint", "validation", "question", "model"])
+def test_waiting_for_a_batch_is_on_every_clock_whatever_comes_before_it_and_the_pause_is_on_none(pause, tmp_path):
+    parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_steps=1), SlowSaving()],
+             "lightning's checkpoint": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1), SlowSaving()],
+             "validation": [SlowValidation()], "question": [Pauses()], "model": [SlowModels(tmp_path, None, 1)]}  # fmt: skip
+    data, history, throughput = Texts(), History(), Throughput(1)
+    data.collator = SlowCollator(data.collator)
+    seed_everything(0)
+    trainer = make_trainer(11, "32-true", "cpu", val_check_steps=1 if pause == "validation" else None,
+                           callbacks=[history, throughput, *parts[pause]])  # fmt: skip
+    begun = time.perf_counter()
+    trainer.fit(tiny(), data)
+    most = time.perf_counter() - begun - 11 * (trainer.num_val_batches[0] * 0.05 if pause == "validation" else 0.2)
+    for clock in (history, throughput):
+        assert 10 * 0.05 <= clock.totals()[1] < most, "the first batch is there before the clock"
+    seconds = clock.totals()[1]
+    time.sleep(0.1)
+    assert clock.totals()[1] == seconds == pytest.approx(history.totals()[1], abs=0.2), "training is over"
+
+
+def test_the_sanity_check_is_no_validation_of_the_run():
+    _, record = train(Texts(), 4, num_sanity_val_steps=1, val_check_steps=2)
+    assert [found["step"] for found in record.validation] == [2, 4]
+
+
+def test_the_tokens_of_a_written_history_are_those_of_all_processes(tmp_path):
+    record = RunRecord()
+    record.rows = [(1, 6.9, 5e-4, 1.2, 310, 0.4), (2, 6.8, 5e-4, 1.2, 620, 0.8)]
+    record.write_csv(tmp_path / "history.csv", readers=8)
+    with open(tmp_path / "history.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["tokens"]) for row in rows] == [2480, 4960] and [row["seconds"] for row in rows] == ["0.4", "0.8"]
 
 
 def test_validations_are_part_of_the_time_left_and_show_how_far_they_are(capsys):

@@ -221,6 +221,14 @@ def test_the_bar_of_a_run_is_a_bar(capsys):
     assert ONE not in capsys.readouterr().out
 
 
+def test_tokens_that_read_alike_are_one_word_of_a_preview():
+    preview = FillMaskPreview([ONE], TOKENIZER)
+    preview.history = [{"step": 0, "answers": [[[["the", 0.25], ["a", 0.125], ["the", 0.125]]]]},
+                       {"step": 2, "answers": [[[["a", 0.5], ["b", 0.25]]]]}]  # fmt: skip
+    steps, found = preview.probability("the")
+    assert steps.tolist() == [0, 2] and found[0] == 0.375 and np.isnan(found[1])
+
+
 def test_generators_modes_gradients_and_buffers_come_back_also_after_an_error():
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Dropout())
     model.train()

@@ -1,6 +1,8 @@
 "The page that a run leaves: true numbers, every reason to stop, nothing of the machine's folders."
 
+import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from test_training import word_tokenizer
 
 from bertlab.explorers.training_monitor import TrainingMonitor
+from bertlab.train import reports
 from bertlab.train.checkpoints import RunInterrupted
 from bertlab.train.history import History, RunRecord
 from bertlab.data.module import PretrainingDataModule
@@ -92,6 +95,50 @@ def test_data_facts_count_documents_and_tokens_of_each_set():
     assert train["documents"] == 60 and validation["documents"] == 7
     assert train["tokens"] == sum(len(text.split()) for text in TEXTS)
     assert validation["tokens"] == sum(len(text.split()) for text in TEXTS[:7])
+
+
+def test_a_stream_has_a_row_that_counts_nothing():
+    _, data = parts()
+    data.setup()
+    stream = SimpleNamespace(streaming=True, train_dataset=iter(()), val_datasets=data.val_datasets)
+    train, validation = data_facts(stream)
+    assert train["set"] == "train" and "stream" in train["documents"] and validation["documents"] == 7
+
+
+def test_a_report_names_the_device_of_its_run_and_counts_the_tokens_of_all_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "describe_device", lambda kind=None: f"the {kind}")
+    monkeypatch.setattr(reports, "count_readers", lambda trainer: 3)
+    run(tmp_path)
+    assert "| device | the cpu |" in (tmp_path / "report.md").read_text()
+    with open(tmp_path / "history.csv", newline="") as file:
+        tokens = [float(row["tokens"]) for row in csv.DictReader(file)]
+    assert tokens[-1] == json.loads((tmp_path / "metrics.json").read_text())["tokens"]
+
+
+@pytest.mark.parametrize("objective, plain, unit", [
+    ("mlm", False, "nats per masked token"), ("diffusion", False, "nats per token that may be hidden"),
+    ("diffusion", True, "nats per masked token")])  # fmt: skip
+def test_the_picture_of_the_loss_says_what_it_is_divided_by(tmp_path, monkeypatch, objective, plain, unit):
+    drawn, draw = [], reports.plot_loss
+    monkeypatch.setattr(reports, "plot_loss", lambda *given, **options: drawn.append(draw(*given, **options)) or drawn[-1])
+    trainer, module, _ = run(tmp_path, objective=objective)
+    module.hparams["plain_mean"] = plain
+    trainer.callbacks[1].write(trainer, module)
+    assert drawn[-1].axes[0].get_ylabel() == f"loss ({unit})"
+
+
+def test_a_validation_on_another_text_or_of_a_checkpoint_is_in_no_report_of_the_run(tmp_path):
+    trainer, module, data = run(tmp_path / "run")
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    _, other = parts()
+    other.set_datasets(TEXTS, TEXTS[:3])
+    trainer.validate(module, other, verbose=False)
+    trainer.validate(module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    trainer.validate(module, data, verbose=False)
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["validated_step"] == 4
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} != before
 
 
 class Trouble(NonFiniteGuard):
