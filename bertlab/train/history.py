@@ -52,14 +52,13 @@ class RunRecord:
 class Clock(Callback):
     """Count real tokens and training seconds; a validation or a checkpoint stops the clock.
 
-    It goes on behind them. Behind a checkpoint that a trainer of somebody else's writes, which is
-    not `make_trainer`'s, it goes on with the next batch: Lightning has no hook before.
+    It goes on behind them, where `make_trainer` made the trainer. With a trainer of somebody else's
+    it goes on with the next batch: Lightning has no hook before.
     """
 
     def __init__(self):
         self._tokens, self._seconds = 0, 0.0
         self._since: float | None = None  # time.perf_counter() of the last look; None: stopped
-        self._ran = False  # when the validation began that is under way
 
     def look(self) -> float:  # training seconds so far
         "Look at the clock, without waiting for the device."
@@ -79,18 +78,11 @@ class Clock(Callback):
         ran, self._since = self._since is not None, None
         return ran
 
-    on_save_checkpoint = on_train_end = stop
+    on_validation_start = on_save_checkpoint = on_train_end = stop
 
     def go_on(self) -> None:
         "Count from now on, or as before, where the clock runs."
         self._since = self._since or time.perf_counter()
-
-    def on_validation_start(self, trainer, pl_module) -> None:
-        self._ran = self.stop()
-
-    def on_validation_end(self, trainer, pl_module) -> None:
-        if self._ran:  # else nobody trains: before the first step, and behind the last one
-            self.go_on()
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
         self.go_on()
@@ -148,7 +140,6 @@ class History(Clock):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if "val_" in k}
             self.record.validation.append({"step": trainer.global_step, **metrics})
-        super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer, pl_module) -> None:
         self.fetch()

@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.plugins import HalfPrecision, Precision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -47,8 +48,20 @@ class HalfWeights(HalfPrecision):
         return found
 
 
+class _Validation(_EvaluationLoop):
+    "Lightning's validation within a fit, which is no training, nor what callbacks do behind it."
+
+    def run(self) -> list:
+        with stop_clocks(self.trainer):
+            return super().run()
+
+
 class _Trainer(L.Trainer):
-    "Lightning's, where writing a checkpoint is no training, whoever asks for it."
+    "Lightning's, where validating and writing a checkpoint are no training, whoever asks for it."
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        self.fit_loop.epoch_loop.val_loop.__class__ = _Validation  # it is made deep inside
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         with stop_clocks(self):

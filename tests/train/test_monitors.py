@@ -321,20 +321,6 @@ class SlowValidation(Callback):
         time.sleep(0.05)
 
 
-class SlowCollator:
-    "A collator that takes a twentieth of a second for a batch."
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, rows):
-        time.sleep(0.05)
-        return self.inner(rows)
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-
 class SlowSaving(Callback):
     def on_save_checkpoint(self, *_):
         time.sleep(0.2)
@@ -354,12 +340,14 @@ class SlowModels(ModelDirectories):
 
 
 @pytest.mark.parametrize("pause", ["checkpoint", "lightning's checkpoint", "validation", "question", "model"])
-def test_waiting_for_a_batch_is_on_every_clock_whatever_comes_before_it_and_the_pause_is_on_none(pause, tmp_path):
+def test_waiting_for_a_batch_is_on_every_clock_whatever_comes_before_it_and_the_pause_is_on_none(
+        pause, tmp_path, monkeypatch):
     parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_steps=1), SlowSaving()],
              "lightning's checkpoint": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1), SlowSaving()],
              "validation": [SlowValidation()], "question": [Pauses()], "model": [SlowModels(tmp_path, None, 1)]}  # fmt: skip
     data, history, throughput = Texts(), History(), Throughput(1)
-    data.collator = SlowCollator(data.collator)
+    quick = type(data.collator).__call__
+    monkeypatch.setattr(type(data.collator), "__call__", lambda *given: [time.sleep(0.05), quick(*given)][1])
     seed_everything(0)
     trainer = make_trainer(11, "32-true", "cpu", val_check_steps=1 if pause == "validation" else None,
                            callbacks=[history, throughput, *parts[pause]])  # fmt: skip
