@@ -1,7 +1,6 @@
 """Model directories and checkpoint series: written whole, kept by rule, refused by name."""
 
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from ranks import run_on_ranks
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -1123,9 +1123,10 @@ def test_a_function_of_ones_own_is_the_same_at_another_address(begun):
 
 # ---- spread over processes ------------------------------------------------------------------------
 
-def gather_in_process(rank, meeting):
+def gather_in_process():
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
     torch.manual_seed(0)
     model = lively(BertLabForMaskedLM(modernbert_tiny(**SHAPE)))
     want = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -1138,14 +1139,8 @@ def gather_in_process(rank, meeting):
     torch.distributed.destroy_process_group()
 
 
-def test_a_model_spread_over_two_processes_is_gathered_whole(tmp_path):
-    context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=gather_in_process, args=(rank, tmp_path / "meet")) for rank in (0, 1)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(60)
-    assert [job.exitcode for job in jobs] == [0, 0]
+def test_a_model_spread_over_two_processes_is_gathered_whole():
+    run_on_ranks(gather_in_process)
 
 
 def test_an_ordinary_model_is_copied_and_not_shared():
