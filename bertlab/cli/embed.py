@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from .options import Asked
 from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
+from ..core.devices import count_devices
 from ..core.files import MARKER, check_new_file, check_run_directory
 from ..core.files import prepare_run_directory, written_whole
 from ..core.reading import format_yaml, read_json
@@ -145,7 +145,7 @@ def load_bi_encoder(
         raise ValueError(f"there is no model {model}")
     given = {"max_sequence_length": max_sequence_length, "pooling": pooling}
     loaded = BiEncoder.load(model, **{k: v for k, v in given.items() if v is not None})
-    return loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    return loaded.to(next(kind for kind in ("cuda", "mps", "cpu") if count_devices(kind)))
 
 
 def _count_lines(notes: Counter) -> list[str]:

@@ -7,17 +7,20 @@ __all__ = ['Stopped', 'process_number', 'answer', 'go_on_with', 'same_with_resum
            'check_text', 'check_model_place', 'join_family', 'family_usage', 'usage', 'main']
 
 # %% ../../nbs/cli/12_main.ipynb #9b9dbcb3
+import codecs
 import glob
 import json
 import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,10 +101,15 @@ def go_on_with(command: str, work: Callable[[], Any]) -> Any:  # what the work g
                       f"  bertlab {command}") from None
 
 
+def _typed(words: list[str]) -> str:
+    "Words as one types them in a shell; that of Windows knows double quotes alone."
+    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+
+
 def same_with_resume(asked: Asked) -> str:  # after `bertlab`, as it is typed in a shell
     "The command that goes on: the same words with --resume, and without --overwrite."
     words = [word for word in asked.words if word.partition("=")[0] != "--overwrite"]
-    return shlex.join([*asked.command.split(), *words, *["--resume"] * (not asked.resume)])
+    return _typed([*asked.command.split(), *words, *["--resume"] * (not asked.resume)])
 
 
 def quieten() -> None:
@@ -129,7 +137,7 @@ def _demo(asked: Asked) -> None:
     corpus = recipe.load_corpus()
     quieten()
     prepared = prepare_demo(recipe, output, bool(asked.resume), asked.overwrite, corpus)
-    again = shlex.join(["demo", "--resume", "--output", output])  # which has its recipe
+    again = _typed(["demo", "--resume", "--output", output])  # which has its recipe
     go_on_with(again, lambda: run_prepared(*prepared, started))
 
 
@@ -155,7 +163,7 @@ def _pretrain(asked: Asked) -> None:
     from bertlab.cli.pretrain import pretrain  # torch: seconds
 
     quieten()
-    again = shlex.join(["pretrain", "--resume", str(output)])
+    again = _typed(["pretrain", "--resume", str(output)])
     metrics = go_on_with(again, lambda: pretrain(asked))
     if asked.estimate:
         return
@@ -252,7 +260,7 @@ def _finetune(asked: Asked) -> None:
     from bertlab.cli.finetune import run_finetuning  # torch: seconds
 
     quieten()
-    go_on_with(shlex.join(["finetune", "--resume", output]), lambda: run_finetuning(asked))
+    go_on_with(_typed(["finetune", "--resume", output]), lambda: run_finetuning(asked))
 
 
 def _predict(asked: Asked) -> None:
@@ -471,7 +479,7 @@ def _embed(asked: Asked) -> None:
 
     quieten()
     if trains:
-        again = shlex.join(["embed", "finetune", "--resume", output])
+        again = _typed(["embed", "finetune", "--resume", output])
         go_on_with(again, lambda: embed.finetune_embeddings(asked))
         return
     work = {"embed encode": embed.embed_encode, "embed search": embed.embed_search,
@@ -530,8 +538,32 @@ def _run(words: Sequence[str]) -> None:
         _WORK[words[0]](asked)
 
 
+def _escape(error: UnicodeError) -> tuple[str, int]:  # what is written instead; where to go on
+    "Characters that a stream lacks, as JSON writes them: lines of JSON stay what they are."
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return json.dumps(error.object[error.start:error.end])[1:-1], error.end
+
+
+def _prepare_streams() -> None:
+    """Let no character that is printed end a run, and let pipes carry UTF-8, as files do.
+
+    Windows gives pipes and redirected files the machine's code page, which lacks most characters.
+    """
+    codecs.register_error("bertlab", _escape)
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        if not hasattr(stream, "reconfigure"):  # a notebook's; None: a program without a console
+            continue
+        if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
+            with suppress(OSError):  # somebody has read from it already
+                stream.reconfigure(encoding="utf-8")
+        if stream is not sys.stdin and stream.errors == "strict":
+            stream.reconfigure(errors="bertlab")
+
+
 def main(argv: Sequence[str] | None = None) -> int:  # the exit status
     "The program `bertlab`."
+    _prepare_streams()
     words = join_family(list(sys.argv[1:] if argv is None else argv))
     if not words or words[0] in ("--help", "-h", "--version"):
         print(f"bertlab {__version__}" if words[:1] == ["--version"] else usage())

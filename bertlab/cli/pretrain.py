@@ -46,7 +46,7 @@ from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert
 from ..model.config import modernbert_base, modernbert_large, modernbert_tiny, neobert
 from ..model.config import roberta_base
 from ..model.heads import BertLabForMaskedLM, BertLabTokenPredictor
-from ..model.huggingface import check_tokenizer
+from ..model.huggingface import check_tokenizer, read_shape
 from ..model.layers import own_layers
 from ..model.losses import unigram_counts, unigram_entropy
 from ..optim.optimizers import OPTIMIZERS, backward_options, optimizer_facts
@@ -535,9 +535,13 @@ class Run:
         except (ValueError, OSError) as error:
             if not self.resume or name is None or Path(name).expanduser().exists():
                 raise
-            raise ValueError(f"the run began with {name}, which is not here, and its shape and "
-                             f"tokenizer are read at a resume: say where it is now, as --model."
-                             f"{MODEL} DIRECTORY ({one_line(error)})") from None
+            try:
+                read_shape(name)  # on the hub, or in its cache here: what is wrong is another thing
+            except ValueError:
+                raise ValueError(f"the run began with {name}, which is not here, and its shape and "
+                                 f"tokenizer are read at a resume: say where it is now, as --model."
+                                 f"{MODEL} DIRECTORY ({one_line(error)})") from None
+            raise
 
     def _own_tokenizer(self) -> Any:
         "The one that made the tokens, where the data is shards; else one that is trained here."

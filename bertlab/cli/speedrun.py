@@ -375,7 +375,15 @@ def _own_names(said: Any) -> Iterator[str]:
 def _own_files(top: str) -> list[Path]:
     "The files of a module in this directory, where a run looks for code of one's own."
     one, package = Path(f"{top}.py"), Path(top)
-    return [one] if one.is_file() else sorted(package.rglob("*.py"))
+    if top in ("bertlab", "__main__"):  # a checkout of bertlab is no code of one's own
+        return []
+    if one.is_file():
+        return [one]
+    if not (package / "__init__.py").is_file():  # Python takes such a folder last
+        found = importlib.util.find_spec(top)
+        if found is not None and found.origin is not None:
+            return []
+    return sorted(package.rglob("*.py"))
 
 
 def _sha256_of(files: Sequence[Path]) -> str:
@@ -446,6 +454,7 @@ def speedrun(
     A resumed race keeps all of its seeds, so that nobody chooses among them when they are known.
     Raises `ValueError` before any training for a recipe that a track does not admit.
     """
+    from bertlab.cli.pretrain import check_beginning
     from bertlab.core.devices import check_request
     from bertlab.core.files import check_run_directory, prepare_run_directory
 
@@ -455,6 +464,9 @@ def speedrun(
         _check_seeds(seeds)
     check_request(course.accelerator, "auto", 1)
     check_run_directory(place, resume, overwrite)
+    if overwrite:
+        first = said.get("model", {}).get("pretrained_model_name_or_path")
+        check_beginning(place, [first], "--output")
     key = {"track": course.name, "recipe_sha256": recipe_sha256(said)}
     marker, begun = place / "run.yaml", []
     earlier = _read_race(marker) if resume else {}

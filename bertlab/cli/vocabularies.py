@@ -19,7 +19,8 @@ from ..core.names import look_up
 from ..data.corpus import embedded_corpus
 from ..data.sources import TextStream
 from ..data.tokenizer_measures import compare_tokenizers, measures_table
-from ..data.tokenizers import TOKENIZER_KINDS, load_tokenizer, train_tokenizer
+from ..data.tokenizers import TOKENIZER_KINDS, load_tokenizer, note_normalizing
+from ..data.tokenizers import train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
 from ..model.heads import BertLabTokenPredictor
 from ..model.huggingface import save_model
@@ -50,10 +51,12 @@ def train(
     output: str = "bertlab-tokenizer",  # directory of the tokenizer
     kind: str = "wordpiece",  # the family
     vocab_size: int = 4096,  # entries at most
-    lowercase: bool | None = None,  # null: for wordpiece, where it also takes accents off
+    lowercase: bool | None = None,  # null: for wordpiece
     limit_alphabet: int | None = None,  # characters; null: 1000, or more if needed; not of bpe
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     text_column: str = "text",  # of tables and datasets
+    # Of wordpiece that lowers; null: true, unless a hundredth of the letters would lose a sign.
+    strip_accents: bool | None = None,
 ) -> Path:  # the directory
     "Train a tokenizer on text: `bertlab tokenizer train`."
     look_up(kind, TOKENIZER_KINDS, "kind")
@@ -63,7 +66,7 @@ def train(
         yield from read_text(sources or None, text_column)
 
     tokenizer = train_tokenizer(texts(), vocab_size, lowercase, limit_alphabet, model_max_length,
-                                kind)
+                                kind, strip_accents=strip_accents)
     with written_directory(output, new=True) as whole:
         tokenizer.save_pretrained(whole)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
@@ -96,6 +99,8 @@ def compare(
         if length < _ROW_LENGTH:
             notes.append(f"{name} reads {length} positions: its bits per byte are of rows of "
                          f"{length} tokens, and not of {_ROW_LENGTH}")
+    notes += [f"{name}: {note}" for name, one in loaded.items()
+              if (note := note_normalizing(texts, one))]
     measures = compare_tokenizers(loaded, texts, more)
     print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:

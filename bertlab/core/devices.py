@@ -410,11 +410,11 @@ def _missing_tpu() -> str:
     xla = installed_version("torch_xla")
     if xla is None:
         return ("torch_xla is not installed; make an environment of its own for it with "
-                "pip install 'bertlab[tpu]', which brings torch 2.9")
+                'pip install "bertlab[tpu]", which brings torch 2.9')
     wanted, have = ".".join(xla.split(".")[:2]), torch.__version__
     if have.split(".")[:2] != xla.split(".")[:2]:
         return (f"torch_xla {xla} needs torch {wanted}, and this is torch {have}; install both "
-                f"of one version: pip install 'torch~={wanted}.0' 'torch_xla[tpu]~={wanted}.0'")
+                f'of one version: pip install "torch~={wanted}.0" "torch_xla[tpu]~={wanted}.0"')
     if os.environ.get("PJRT_DEVICE") == "CPU" or count_tpus():
         return ""  # XLA's own CPU device stands in for a TPU in tests
     return "no TPU is visible; choose a TPU machine (in Colab: Runtime, Change runtime type)"
@@ -465,7 +465,7 @@ def object_to_precision(
         if kind != "cuda" or capability < (8, 9):
             return "float8 products need an NVIDIA GPU of Ada, Hopper or newer"
         missing = installed_version("transformer-engine") is None
-        return "install it: pip install 'transformer-engine[pytorch]'" if missing else ""
+        return 'install it: pip install "transformer-engine[pytorch]"' if missing else ""
     if precision.startswith("16") and kind in ("cpu", "tpu"):
         return f"float16 and its loss scaling are for GPUs, this is a {kind.upper()}"
     if precision.startswith("bf16") and kind == "cuda" and capability < AMPERE:

@@ -10,6 +10,7 @@ __all__ = ['MARKER', 'written_whole', 'recover_directory', 'written_directory', 
 import ctypes
 import os
 import shutil
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -112,6 +113,18 @@ def _take_free_place(directory: Path, temporary: Path) -> None:
                          f"what was written is in {beside}") from None
 
 
+def _flush(path: Path) -> None:
+    "Bring a file, or the names in a directory, to the disk."
+    windows = sys.platform == "win32"  # it flushes what may be written to, and that is no directory
+    if windows and (path.is_dir() or not os.access(path, os.W_OK)):
+        return
+    handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def written_directory(
     directory: str | os.PathLike,  # where the directory shall be
@@ -134,9 +147,7 @@ def written_directory(
     try:
         yield temporary
         for path in [*temporary.iterdir(), temporary]:  # content first, then the new name
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+            _flush(path)
         if new:
             _take_free_place(directory, temporary)
             return

@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -166,28 +167,41 @@ def _quiet_fork() -> Iterator[None]:
                 os.environ["TOKENIZERS_PARALLELISM"] = _parallel_before
 
 # %% ../../nbs/data/13_cache.ipynb #914346d2
+def _forks() -> bool:
+    "Whether processes begin as copies; where they are spawned, each runs the script once more."
+    return sys.platform == "linux"
+
+
 def encode_batches(
     batches: Iterable[list[str]],
     encoder: Encoder,
-    num_proc: int,  # 1: in this process
+    num_proc: int,  # 1: in this process, with the threads of tokenizers
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:  # of `Encoder`, in the order of the batches
-    "Tokenize batches in processes. Only two batches for each process are in memory."
+    """Tokenize batches in processes. Only two batches for each process are in memory.
+
+    Raises `ValueError` where a process dies. Off Linux, where processes are spawned, each does if
+    the script has no `if __name__ == "__main__":` before its work.
+    """
     batches = iter(batches)
     first = list(islice(batches, 2))
     if num_proc == 1 or len(first) < 2:  # a single batch is done before a process has started
         yield from map(encoder, chain(first, batches))
         return
-    # Linux forks, so that a script needs no `if __name__ == "__main__"`.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    context = multiprocessing.get_context("fork" if _forks() else "spawn")
     with _quiet_fork(), ProcessPoolExecutor(num_proc, context, _start_process, (encoder,)) as pool:
-        waiting = deque(pool.submit(_encode, batch) for batch in first)
         try:
+            waiting = deque(pool.submit(_encode, batch) for batch in first)
             for batch in batches:
                 if len(waiting) == 2 * num_proc:
                     yield waiting.popleft().result()
                 waiting.append(pool.submit(_encode, batch))
             while waiting:
                 yield waiting.popleft().result()
+        except BrokenProcessPool:
+            spawned = 'a script needs `if __name__ == "__main__":` before its work; or it was '
+            raise ValueError(f"a process that tokenizes has died ({'' if _forks() else spawned}"
+                             "killed, or out of memory); tokenize in one process: num_proc=1 (of a "
+                             "data module num_shards=1, of `tokenize_shards` workers=1)") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -258,7 +272,7 @@ def tokenize_documents(
     *,
     cache_dir: str | os.PathLike | None = None,  # None: nothing is stored, all stays in memory
     content_key: str | None = None,  # says what the texts are (`hash_files`), so none is read
-    num_proc: int | None = None,  # processes; None: one for each core that is this process's
+    num_proc: int | None = None,  # processes; None: one for each core that is ours; see below
     progress: bool | None = None,  # a bar; None: where a terminal shows it
 ) -> TokenizedDocuments:
     """Tokenize whole documents without special tokens, in processes, and keep the result.
@@ -267,12 +281,16 @@ def tokenize_documents(
     and of the tokenizer. Of several processes that want it one builds it, and the others wait. One
     that is cut or changed is built anew, with a warning. Raises `ValueError` for what is no text,
     and `CacheError` before and while writing.
+
+    Off Linux processes are spawned, which needs `if __name__ == "__main__":` in a script. There
+    num_proc=None stands for this process alone, and tokenizers starts threads.
     """
     if isinstance(texts, str):
         raise ValueError("texts must be several texts, and this is one string: put it in a list")
     if num_proc is not None and num_proc < 1:
         raise ValueError(f"num_proc must be 1 or more (None: one for each core), got {num_proc}")
-    how = tokenizer, num_proc or _own_cores(cache_dir is None), progress
+    # What is spawned runs a script once more: only who asks for processes has to provide for it.
+    how = tokenizer, num_proc or (_own_cores(cache_dir is None) if _forks() else 1), progress
     if cache_dir is None:
         parts = list(_encoded(texts, *how))
         empty = (np.empty(0, np.int32), np.empty(0, np.int64))

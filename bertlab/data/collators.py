@@ -63,7 +63,9 @@ class MaskedLanguageModelingCollator(Collator):
         random_replace_prob: float = 0.1,  # share that become a random word; the rest is kept
         selection: str = "bernoulli",  # or "exact": p n tokens of a document of n
         unit: str = "token",  # what is hidden together: "token", "word" or "span"
-        min_labels_per_document: int = 0,  # promised to every document
+        # Promised to every document. The room that this takes has its price in every row (with
+        # words, the head scores all of it): where documents are long, set max_predictions.
+        min_labels_per_document: int = 0,
         seed: int = 0,  # of the draws, with epoch and row
         max_predictions: int | None = None,  # labels a row at most, M; None: `bound_labels`
         continues_word: Sequence[bool] | None = None,  # per id; None: `find_continuations`

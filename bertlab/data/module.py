@@ -49,7 +49,7 @@ from .rows import PADDING
 from .sources import TextStream, check_outside, list_files
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
 from .streaming import leave_group, text_key
-from .tokenizers import choose_tokenizer
+from .tokenizers import choose_tokenizer, note_normalizing
 
 # %% ../../nbs/data/16_module.ipynb #df577d66
 def _read_batches(
@@ -357,7 +357,7 @@ class Source:
         names = [path.relative_to(root).as_posix() for path in paths] if root.is_dir() \
             else [kind_of(root)]
         # Tokens of an earlier version may be of text that it read by other rules.
-        return hash_files(paths, part=part, names=names, rules=READING_RULES, **self.options)
+        return hash_files(paths, part=part, names=names, rules=READING_RULES[part], **self.options)
 
 
 def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> None:
@@ -1185,7 +1185,9 @@ class PretrainingDataModule(L.LightningDataModule):
         read = [vars(source).get("corpus") for source in (*self.sources, *self.val_sources)]
         return [line for corpus in read if corpus for line in (
             *(f"{corpus.name}: left out {n:,}: {why}" for why, n in corpus.num_dropped.items()),
-            *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()))]
+            *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()),
+            *(f"{corpus.name}: {note}" for note in
+              [note_normalizing(corpus.train_texts, self.tokenizer)] if note))]
 
 # %% ../../nbs/data/16_module.ipynb #5a3e71c9
 def training_texts(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..core.names import did_you_mean
+from ..core.reading import check_utf8
 
 # %% ../../nbs/data/02_readers.ipynb #97801f08
 def _open_zstd(path: Path) -> BinaryIO:
@@ -509,10 +510,7 @@ def _check_text(value: object, column: str | int, where: str) -> str:
             f"{where}: column {column!r} holds {type(value).__name__}, not text; "
             "pass the name of the column that holds the text as text_column"
         )
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where}: column {column!r} holds half of a surrogate pair") from None
+    check_utf8(value, f"{where}: column {column!r}")
     return value
 
 
@@ -541,19 +539,28 @@ def error_policy(
     "What readers do with a malformed row. Raises `ValueError` for an unknown word."
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    first = []
+    return _refuse if on_error == "raise" else _Skip(notes, warn)
 
-    def refuse(error: ValueError) -> None:
-        if isinstance(error, NotText):
-            raise error
-        raise ValueError(f'{error} (on_error="skip" leaves such rows out, and counts them)')
 
-    def skip(error: ValueError) -> None:
-        if warn and not first:
+# No closures: a stream goes to the workers of a loader with its policy, and is pickled where
+# they are spawned.
+def _refuse(error: ValueError) -> None:
+    if isinstance(error, NotText):
+        raise error
+    raise ValueError(f'{error} (on_error="skip" leaves such rows out, and counts them)')
+
+
+@dataclass
+class _Skip:
+    "Leave out and count; the first row stands for all."
+
+    notes: Counter
+    warn: bool
+    first: str | None = None
+
+    def __call__(self, error: ValueError) -> None:
+        if self.warn and self.first is None:
             warnings.warn(f"a malformed row is left out, and so are all others: {error}",
                           stacklevel=2)
-        first.append(str(error))
-        del first[1:]
-        notes[f"malformed rows, left out; the first: {first[0]}"] += 1
-
-    return refuse if on_error == "raise" else skip
+        self.first = self.first or str(error)
+        self.notes[f"malformed rows, left out; the first: {self.first}"] += 1

@@ -9,16 +9,21 @@ __all__ = ['IOB2', 'PROBLEMS', 'align_labels', 'continue_entities', 'read_texts'
            'SpanClassificationCollator']
 
 # %% ../../nbs/data/09_supervised.ipynb #10116c48
+import copy
+import json
 import re
 import unicodedata
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from ..core.reading import check_utf8
+from .documents import UNSPACED
 from .rows import IGNORED, PADDING, Collator, RowReader, read_column
 from .tokenizers import read_plainly
 
@@ -69,6 +74,7 @@ def read_texts(
         if not right or not any(word.strip() for word in words):
             raise ValueError(f"row {number}: the column {column!r} must hold {what} that is not "
                              f"empty, got {str(text)[:40]!r}; the row's columns are {list(row)}")
+        check_utf8(" ".join(words), f"row {number}: the column {column!r}")
         texts.append(text)
     return texts
 
@@ -76,6 +82,7 @@ def read_texts(
 def _tokenize(
     read: RowReader,  # knows the tokenizer, and how long a row may be
     *texts: list,  # texts; or the first and the second texts of pairs
+    instead: Any = None,  # of the reader's tokenizer
     **options: Any,
 ) -> tuple[list[dict], Mapping]:  # rows of ids; and the BatchEncoding they were taken from
     "Tokenize and cut. Raises `ValueError` where the tokenizer is missing or a slow one."
@@ -83,7 +90,8 @@ def _tokenize(
         raise ValueError("rows of text need a tokenizer, and a fast one, which tells where each "
                          f"token came from; got {type(read.tokenizer).__name__}")
     how = {"truncation": True, "max_length": read.max_sequence_length, **options}
-    made = read_plainly(read.tokenizer, *texts, return_attention_mask=False, **how)
+    tokenizer = read.tokenizer if instead is None else instead
+    made = read_plainly(tokenizer, *texts, return_attention_mask=False, **how)
     names = [name for name in ("input_ids", "token_type_ids") if name in made]
     return [dict(zip(names, values)) for values in zip(*(made[name] for name in names))], made
 
@@ -94,14 +102,51 @@ def _needs_space(tokenizer: Any) -> bool:
     return read("a b") != read(["a", "b"], is_split_into_words=True)
 
 
+def _stand_together(before: str, word: str) -> bool:
+    "Whether a text has no space between two words: both are of a script that writes none."
+    wide = *UNSPACED, (0xFF01, 0xFF60)  # and the signs between its words
+    return all(sign and any(low <= ord(sign) <= high for low, high in wide)
+               for sign in (before[-1:], word[:1]))
+
+
+_bare_copies: WeakKeyDictionary = WeakKeyDictionary()  # of a tokenizer: how many ids, and a copy
+
+
+def _bare_copy(tokenizer: Any) -> Any:  # None: it puts no ▁ there, or a word cannot bring its own
+    "A copy of a tokenizer of SentencePiece's kind that puts no ▁ before a word."
+    known, bare = _bare_copies.get(tokenizer, (None, None))
+    if known == len(tokenizer):  # else it is new, or tokens were added to it
+        return bare
+    state, bare = json.loads(tokenizer.backend_tokenizer.to_str()), None
+    cutter = state["pre_tokenizer"] or {}
+    for part in cutter.get("pretokenizers", [cutter]):
+        if part.get("type") == "Metaspace" and part["replacement"] == "▁":
+            part["prepend_scheme"], bare = "never", copy.copy(tokenizer)
+    if bare is not None:
+        from tokenizers import Tokenizer
+
+        bare._tokenizer = Tokenizer.from_str(json.dumps(state))
+        read = lambda one, *words: one([*words], is_split_into_words=True)["input_ids"]
+        bare = bare if read(tokenizer, "a", "b") == read(bare, "▁a", "▁b") else None
+    _bare_copies[tokenizer] = len(tokenizer), bare
+    return bare
+
+
 def encode_words(
     texts: list[list[str]],  # the words of each
     read: RowReader,
 ) -> tuple[list[dict], list[list]]:  # rows of ids; and for each the word that each token is of
     "Tokenize lists of words as if they were texts."
-    space = " " if read.tokenizer and _needs_space(read.tokenizer) else ""
-    spaced = [words[:1] + [space + word for word in words[1:]] for words in texts]
-    rows, made = _tokenize(read, spaced, is_split_into_words=True)
+    tokenizer, bare, first = read.tokenizer, None, 1  # first: of the words that may need a space
+    space = " " if tokenizer and _needs_space(tokenizer) else ""
+    joined = [[False, *map(_stand_together, words, words[1:])] for words in texts]
+    if not space and any(map(any, joined)) and getattr(tokenizer, "is_fast", False):
+        if (bare := _bare_copy(tokenizer)) is not None:  # then the first word brings its own, too
+            space, first, texts = "▁", 0, [[word.strip() for word in words] for words in texts]
+            joined = [[not word or on for word, on in zip(*pair)] for pair in zip(texts, joined)]
+    spaced = [[word if on or number < first else space + word
+               for number, (word, on) in enumerate(zip(*pair))] for pair in zip(texts, joined)]
+    rows, made = _tokenize(read, spaced, is_split_into_words=True, instead=bare)
     return rows, [made.word_ids(number) for number in range(len(texts))]
 
 # %% ../../nbs/data/09_supervised.ipynb #009ff476
@@ -443,17 +488,37 @@ def read_spans(
         if not isinstance(label, (str, int, np.integer)) or not str(label).strip():
             raise ValueError(f"{where} has a span from character {start} to {end} with the label "
                              f"{label!r}: give a name, or the number of one")
+        check_utf8(str(label), f"{where} has a span from character {start} to {end} whose label")
         start, end = end - len(inside.lstrip()), start + len(inside.rstrip())
         spans.append((start, end, label))
     return list(dict.fromkeys(spans))
 
 # %% ../../nbs/data/09_supervised.ipynb #4f21201d
+_JOINER = "\u200d"
+# Of a syllable the vowel and what ends it, of an emoji the skin, of a flag the region.
+_LATER = re.compile("[\u1160-\u11ff\ud7b0-\ud7ff\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]")
+_FLAG = "".join(map(chr, range(0x1F1E6, 0x1F200)))  # letters, of which two make one
+
+
+def _goes_on(text: str, place: int) -> bool:
+    "Whether a character is part of the letter before it (Unicode Standard Annex 29, sec. 3.1.1)."
+    letter, kind = text[place], unicodedata.category(text[place])
+    if letter < "\u0300":  # the first accent
+        return False
+    if kind.startswith("M") or _LATER.match(letter):
+        return True
+    if letter == _JOINER:  # in Persian and Hindi it is no part of a letter
+        return unicodedata.category(text[place + 1:place + 2] or " ") == "So"
+    if letter in _FLAG:
+        return (place - len(text[:place].rstrip(_FLAG))) % 2 == 1
+    return kind == "So" and text[place - 1] == _JOINER
+
+
 def whole_letters(text: str, start: int, stop: int) -> tuple[int, int]:
-    "Widen a span so that no letter is parted from its accents, which tokenizers may have dropped."
-    is_mark = lambda place: unicodedata.category(text[place]).startswith("M")
-    while 0 < start < stop and is_mark(start):
+    "Widen a span so that no letter is cut: no accent off it, no syllable of Hangul, flag or emoji."
+    while 0 < start < stop and _goes_on(text, start):
         start -= 1
-    while start < stop < len(text) and is_mark(stop):
+    while start < stop < len(text) and _goes_on(text, stop):
         stop += 1
     return start, stop
 

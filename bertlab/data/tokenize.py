@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +36,7 @@ from ..core.names import find_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
 from .cache import made_by
 from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
-from .documents import marks_in
+from .documents import split_words
 from .packing import read_ids
 from .readers import TABLES, check_format, check_lines, error_policy, kind_of
 from .readers import read_cell, resolve_column
@@ -234,12 +235,13 @@ def _stand_in(column: str, there: list[str], where: str) -> str:
                          f"{', '.join(map(repr, there))}") from None
 
 # %% ../../nbs/data/18_tokenize.ipynb #29f3c98d
-FILTERS = {  # name: module and class of datatrove
+FILTERS = {  # name: module and class of datatrove; gopher_quality and c4_quality are for English
     "gopher_quality": ("gopher_quality_filter", "GopherQualityFilter"),  # Rae et al. 2021, A1.1
     "gopher_repetition": ("gopher_repetition_filter", "GopherRepetitionFilter"),  # the same
     "fineweb_quality": ("fineweb_quality_filter", "FineWebQualityFilter"),  # Penedo et al. 2024
     "c4_quality": ("c4_filters", "C4QualityFilter"),  # Raffel et al. 2020, sec. 2.2
 }
+_MANY = 1000  # documents: a filter that keeps none of so many is likely the wrong one
 EXECUTORS = ("local", "slurm", "ray")
 
 
@@ -257,16 +259,17 @@ def _plain_words() -> Any:
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class PlainWords(WordTokenizer):
-        "Words are runs of letters, their marks and digits, or single other signs."
+        "Words of `split_words`, or single other signs; sentences by full stops of many scripts."
 
         def word_tokenize(self, text: str) -> list[str]:
-            return re.findall(rf"\w[\w{marks_in(text)}]*|[^\w\s]", text)
+            return split_words(text, signs=True)
 
         def sent_tokenize(self, text: str) -> list[str]:
-            return [s for s in re.split(r"(?<=[.!?])\s+", text) if s]
+            return [s for s in re.split(r"(?<=[.!?।॥؟۔])\s+|(?<=[。！？])\s*", text) if s]
 
         def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-            return [match.span() for match in re.finditer(r"[^.!?]+[.!?]*", text)]
+            stop = ".!?।॥؟۔。！？"
+            return [match.span() for match in re.finditer(f"[^{stop}]+[{stop}]*", text)]
 
     return PlainWords("any")
 
@@ -274,7 +277,10 @@ def _plain_words() -> Any:
 def make_filter(
     name: str,  # a key of FILTERS, or a function of yours as my_file.keep
 ) -> Callable[[str], str | None]:  # the text that stays (some shorten it), or None
-    "Find a filter. Raises `ValueError` that lists the names there are."
+    """Find a filter; gopher_quality and c4_quality are for English.
+
+    Raises `ValueError` that lists the names there are.
+    """
     if "." in name:
         own = find_object(name, "filter")
         return lambda text: text if own(text) else None
@@ -319,16 +325,25 @@ def kept_documents(
     notes: Counter,  # gets how many each filter left out
     removed: np.ndarray | None = None,  # numbers, among those that pass the filters, of repetitions
 ) -> Iterator[Any]:
-    "Documents that pass all filters; token ids pass any."
+    """Documents that pass all filters; token ids pass any.
+
+    Warns where a filter keeps none of the first thousand that it sees.
+    """
     made = [(name, make_filter(name)) for name in filters]
     repeated = set() if removed is None else set(removed.tolist())
-    number = 0
+    number, seen, has_kept = 0, Counter(), set()
     for document in documents:
         for name, keep in made if isinstance(document, str) else ():
             document = keep(document)
+            seen[name] += 1
             if document is None:
                 notes[f"left out by {name}"] += 1
+                if seen[name] == _MANY and name not in has_kept:
+                    warnings.warn(f"filter {name} has left out all of the first {_MANY:,} documents"
+                                  "; gopher_quality and c4_quality are for English: is it the "
+                                  "right one for this text?")
                 break
+            has_kept.add(name)
         else:
             if number in repeated:
                 notes["left out as near duplicates"] += 1
@@ -485,8 +500,12 @@ def run_locally(
                 for future in futures:
                     future.result()
             except BrokenProcessPool:
+                guard = "" if sys.platform == "linux" else (
+                    '; a script that calls this needs `if __name__ == "__main__":` before its '
+                    "work, or workers=1")
                 raise ValueError("a process that tokenizes has died (killed, or out of memory): "
-                                 "whole shards are kept; run the same command again") from None
+                                 f"whole shards are kept; run the same command again{guard}"
+                                 ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
             bar.update(done.value - bar.n)
@@ -657,7 +676,7 @@ def tokenize_shards(
     lines: str = "auto",  # of texts: lines are documents, or make up paragraphs
     header: bool = True,  # of .csv and .tsv; False: text_column is a number
     on_error: str = "raise",  # or skip: leave malformed rows out and count them
-    filters: list[str] | None = None,  # names, or functions of yours as my_file.keep
+    filters: list[str] | None = None,  # names (*_quality: for English), or my_file.keep of yours
     near_duplicates: bool = False,  # leave all but one of similar documents out (MinHash)
     workers: int | None = None,  # processes at once; None: one for each core
     executor: str = "local",  # where the work is done

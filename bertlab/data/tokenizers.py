@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['SPECIAL_TOKENS', 'USUAL_ALPHABET', 'COVERAGE', 'MAX_PIECE_LENGTH', 'TOKENIZER_KINDS', 'TOKENIZER_FILES',
            'train_vocabulary', 'count_characters_to_keep', 'smallest_vocabulary', 'gather_texts', 'train_byte_level',
-           'byte_letters', 'CutLattice', 'train_unigram', 'has_long_runs', 'share_unknown', 'train_tokenizer',
-           'load_tokenizer', 'count_ids', 'check_vocabularies', 'find_missing_ids', 'hide_special_pieces',
-           'read_plainly', 'choose_tokenizer']
+           'byte_letters', 'CutLattice', 'train_unigram', 'has_long_runs', 'share_unknown', 'note_normalizing',
+           'train_tokenizer', 'load_tokenizer', 'count_ids', 'check_vocabularies', 'find_missing_ids',
+           'hide_special_pieces', 'read_plainly', 'choose_tokenizer']
 
 # %% ../../nbs/data/05_tokenizers.ipynb #34962f81
 import copy
 import json
 import os
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 from ..core.names import look_up
 from ..core.reading import read_model_settings
+from .documents import UNSPACED
 from .sources import SourceNotFound, TextStream
 from .sources import looks_like_hub_name, offline_if_unreachable
 
@@ -40,12 +42,18 @@ SPECIAL_TOKENS = {
 _MAX_RUN = 32  # letters, with their marks: WordPiece gives a word of over 100 signs up
 
 
-def _wordpiece(vocabulary: dict[str, int] | None, lowercase: bool, cut_runs: bool = False) -> Any:
+def _wordpiece(
+    vocabulary: dict[str, int] | None,
+    lowercase: bool,
+    cut_runs: bool = False,
+    strip_accents: bool | None = None,  # None: where it lowers
+) -> Any:
     "A tokenizer of `tokenizers` that cuts text into words as BERT does (Devlin et al. 2019)."
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordPiece(vocabulary or {}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if cut_runs:
         runs = pre_tokenizers.Split(Regex(r"(?:.\p{M}*){1,%d}" % _MAX_RUN), "isolated")
@@ -61,6 +69,7 @@ def train_vocabulary(
     first: Iterable[str] = (),  # pieces that get the lowest ids after the special tokens
     characters: Iterable[str] = (),  # these and no others; none given: all of the texts
     cut_runs: bool = False,  # of letters without a space, see `has_long_runs`
+    strip_accents: bool | None = None,  # None: where it lowers
 ) -> dict[str, int]:  # piece -> id
     "Join frequent neighbours until there are `vocab_size` pieces (Sennrich et al. 2016, sec. 3.2)."
     from tokenizers import trainers  # here, because many a run only loads a tokenizer
@@ -71,7 +80,7 @@ def train_vocabulary(
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size, special_tokens=special_tokens, show_progress=False, **alphabet
     )
-    tokenizer = _wordpiece(None, lowercase, cut_runs)
+    tokenizer = _wordpiece(None, lowercase, cut_runs, strip_accents)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.get_vocab()
 
@@ -129,20 +138,22 @@ def smallest_vocabulary(
     limit_alphabet: int | None = None,  # keep so many characters, the most frequent ones
     room: int = 0,  # without a limit: pieces, of which words leave some to more characters
     cut_runs: bool = False,  # of letters without a space, see `has_long_runs`
+    strip_accents: bool | None = None,  # None: where it lowers
 ) -> tuple[list[str], list[str]]:  # characters, and those that also stand inside words, with ##
     "The pieces that no vocabulary of these texts can do without, in a fixed order."
     if limit_alphabet is not None and limit_alphabet < 1:
         raise ValueError(f"limit_alphabet must be 1 or more, got {limit_alphabet}")
-    smallest = train_vocabulary(texts, 0, lowercase, cut_runs=cut_runs)
+    how = {"cut_runs": cut_runs, "strip_accents": strip_accents}
+    smallest = train_vocabulary(texts, 0, lowercase, **how)
     pieces = set(smallest) - set(SPECIAL_TOKENS.values())
     characters = sorted(piece for piece in pieces if len(piece) == 1)
     if len(characters) > (limit_alphabet or USUAL_ALPHABET):
-        normalizer, counts = _wordpiece(None, lowercase).normalizer, Counter()
+        cutter, counts = _wordpiece(None, lowercase, **how), Counter()
         for text in texts:
-            counts.update(normalizer.normalize_str(text))
+            counts.update(cutter.normalizer.normalize_str(text))
         characters = sorted(characters, key=lambda c: (-counts[c], c))
         sizes = [1 + (f"##{character}" in pieces) for character in characters]
-        words = [] if limit_alphabet else _count_words(texts, _wordpiece(None, lowercase, cut_runs))
+        words = [] if limit_alphabet else _count_words(texts, cutter)
         characters = characters[:limit_alphabet or count_characters_to_keep(
             [counts[character] for character in characters], sizes, room, _joined_words(words))]
     inside = {f"##{character}" for character in characters} & pieces
@@ -176,14 +187,24 @@ def gather_texts(
     return texts
 
 # %% ../../nbs/data/05_tokenizers.ipynb #9a3daf46
+# GPT-2's words, but that letters keep the marks behind them, which are vowels in Hindi. Not where
+# no spaces are written: a clause of Thai would be one word, and pieces would end inside letters.
+_UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED)
+_LETTERS = rf"\p{{L}}(?:\p{{L}}|(?![{_UNSPACED}])\p{{M}})*"
+_BYTE_WORDS = (rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+"
+               r"|\s+(?!\S)|\s+")
+
+
 def _byte_level(vocabulary: dict[str, int] | None, merges: list, lowercase: bool) -> Any:
     "A tokenizer of `tokenizers` that works on bytes (Radford et al. 2019, sec. 2.2)."
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocabulary or {}, merges))
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(_BYTE_WORDS), "isolated"),
+         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -284,14 +305,14 @@ def _metaspace(scored: list[tuple[str, float]], lowercase: bool) -> Any:
 
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=1) if scored else models.Unigram())
     steps = [normalizers.NFKC(), *[normalizers.Lowercase()] * lowercase,
-             normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+             normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(left=False)]
     tokenizer.normalizer = normalizers.Sequence(steps)
     # Marks stay with their letters: vowel signs of Arabic, Hebrew, Hindi or Thai are such marks.
     words = Regex("▁?[\\p{L}\\p{M}]+|▁?\\p{N}+|▁?[^\\p{L}\\p{M}\\p{N}▁]+|▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="always", split=True),
+        [pre_tokenizers.Metaspace(prepend_scheme="first", split=True),  # none behind a [MASK]
          pre_tokenizers.Split(words, "isolated")])
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return tokenizer
 
 
@@ -394,9 +415,29 @@ def _take_sample(texts: list[str]) -> list[str]:
     return [text[:2000] for text in texts[:: len(texts) // 300 + 1]]
 
 
-def has_long_runs(texts: list[str], lowercase: bool = True) -> bool:
+def _share_stripped(texts: list[str]) -> float:
+    "The share of a sample's letters that lose a sign as accents go, or are taken apart (Hangul)."
+    letters, pairs = Counter(), Counter()
+    for text in _take_sample(texts):
+        letters.update(text)
+        if not text.isascii():
+            apart = unicodedata.normalize("NFD", text)
+            pairs.update(zip(apart, apart[1:]))
+    signs = sum(number for (one, sign), number in pairs.items()
+                if unicodedata.category(sign) == "Mn"
+                and (one.isalpha() or unicodedata.category(one) == "Mc"))
+    hangul = sum(number for one, number in letters.items() if "\uac00" <= one <= "\ud7a3")
+    return (signs + hangul) / max(1, sum(n for one, n in letters.items() if one.isalpha()))
+
+
+def has_long_runs(
+    texts: list[str],
+    lowercase: bool = True,
+    strip_accents: bool | None = None,  # None: where it lowers
+) -> bool:
     "Whether words of over 100 signs, which WordPiece gives up, are a hundredth of the text."
-    sample, cutter = _take_sample(texts), _wordpiece(None, lowercase)
+    sample = _take_sample(texts)
+    cutter = _wordpiece(None, lowercase, strip_accents=strip_accents)
     runs = [run for text in sample for run in re.findall(r"\S{101,}", text)]
     words = [word for run in runs for word, _ in cutter.pre_tokenizer.pre_tokenize_str(
         cutter.normalizer.normalize_str(run))]
@@ -411,12 +452,31 @@ def share_unknown(texts: list[str], trained: Any) -> float:
     return lost / max(1, sum(len(word) for text in sample for word in text.split()))
 
 
+def note_normalizing(
+    texts: list[str],  # that are measured
+    tokenizer: Any,  # of transformers
+) -> str:  # empty where no more than a hundredth of the bytes changes
+    "Say where bits per byte do not compare with those of a tokenizer that keeps a text as it is."
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    before = after = 0
+    for text in _take_sample(texts) if normalizer is not None else ():
+        before += len("".join(text.split()).encode())
+        after += len("".join(normalizer.normalize_str(text).replace("▁", " ").split()).encode())
+    if abs(after - before) <= 0.01 * before:
+        return ""
+    return (f"normalising makes {after / before:.2f} bytes of each byte of this text, and bits per "
+            "byte are of what it makes: they do not compare with those of a tokenizer that keeps "
+            "the text as it is")
+
+
 def _train_wordpiece(
-    texts: list[str], vocab_size: int, lowercase: bool, limit_alphabet: int | None
+    texts: list[str], vocab_size: int, lowercase: bool, limit_alphabet: int | None,
+    strip_accents: bool | None = None,
 ) -> Any:  # a tokenizer of `tokenizers`
     "WordPiece with its characters first, in sorted order."
-    cut, room = has_long_runs(texts, lowercase), vocab_size - len(SPECIAL_TOKENS)
-    characters, inside = smallest_vocabulary(texts, lowercase, limit_alphabet, room, cut)
+    room = vocab_size - len(SPECIAL_TOKENS)
+    how = has_long_runs(texts, lowercase, strip_accents), strip_accents
+    characters, inside = smallest_vocabulary(texts, lowercase, limit_alphabet, room, *how)
     smallest = len(SPECIAL_TOKENS) + len(characters) + len(inside)
     if vocab_size < smallest:
         raise ValueError(
@@ -424,8 +484,8 @@ def _train_wordpiece(
             f"the single characters of these texts; give {smallest} or more"
         )
     first = [*characters, *inside]
-    vocabulary = train_vocabulary(texts, vocab_size, lowercase, first, characters, cut)
-    return _wordpiece(vocabulary, lowercase, cut)
+    vocabulary = train_vocabulary(texts, vocab_size, lowercase, first, characters, *how)
+    return _wordpiece(vocabulary, lowercase, *how)
 
 
 TOKENIZER_KINDS = {  # name: what trains it
@@ -438,11 +498,13 @@ TOKENIZER_KINDS = {  # name: what trains it
 def train_tokenizer(
     texts: Iterable[str],  # or paths, a `Corpus`, a dataset: see `gather_texts`
     vocab_size: int = 4096,  # at most: a small text may not have as many pieces
-    lowercase: bool | None = None,  # None: for WordPiece, where it also takes accents off as BERT
+    lowercase: bool | None = None,  # None: for WordPiece
     limit_alphabet: int | None = None,  # characters (not of bpe); None: 1000, or what text needs
     model_max_length: int = 512,  # tokens: where a pipeline truncates
     kind: str = "wordpiece",  # or bpe (byte level), unigram
     text_column: str = "text",  # of tables and datasets
+    # Of a WordPiece that lowers; None: as BERT does, unless a hundredth of the letters lose a sign.
+    strip_accents: bool | None = None,
 ) -> Any:  # a fast tokenizer of transformers
     "Train a tokenizer; equal texts give an equal one. Raises `ValueError` if it is too small."
     train = look_up(kind, TOKENIZER_KINDS, "kind")
@@ -452,8 +514,19 @@ def train_tokenizer(
         raise ValueError("model_max_length must be 3 or more, which is [CLS], a token and [SEP]; "
                          f"got {model_max_length}")
     lowercase = kind == "wordpiece" if lowercase is None else lowercase
+    strips = kind == "wordpiece" and lowercase
+    if strip_accents is not None and not strips:
+        raise ValueError(f"strip_accents={strip_accents} is for kind: wordpiece with lowercase: "
+                         f"true, and this is kind: {kind} with lowercase: {lowercase}, which keeps "
+                         "accents: leave strip_accents out")
     texts = gather_texts(texts, text_column)
-    trained = train(texts, vocab_size, lowercase, limit_alphabet)
+    if strips and strip_accents is None and (share := _share_stripped(texts)) > 0.01:
+        strip_accents = False
+        warnings.warn(f"{share:.0%} of the letters of this text would lose an accent, a vowel or a "
+                      "tone, or be taken apart, if marks came off as in BERT's English, so they "
+                      "stay on; strip_accents: true takes them off (bertlab tokenizer train)")
+    more = (strip_accents,) if kind == "wordpiece" else ()
+    trained = train(texts, vocab_size, lowercase, limit_alphabet, *more)
     if kind != "bpe" and (share := share_unknown(texts, trained)) > 0.01:
         warnings.warn(f"{share:.0%} of the letters of this text become [UNK], of which a model "
                       "learns nothing: train a tokenizer of kind: bpe, which writes every text "
@@ -463,7 +536,7 @@ def train_tokenizer(
     options = _frame(trained, model_max_length, mask_takes_space=kind != "wordpiece")
     # BERT's own class builds its cutter anew when it is loaded, and would cut no runs.
     if kind == "wordpiece" and type(trained.pre_tokenizer).__name__ == "BertPreTokenizer":
-        return BertTokenizerFast(do_lower_case=lowercase, **options)
+        return BertTokenizerFast(do_lower_case=lowercase, strip_accents=strip_accents, **options)
     return PreTrainedTokenizerFast(**options)
 
 # %% ../../nbs/data/05_tokenizers.ipynb #9da06914

@@ -9,6 +9,7 @@ __all__ = ['read_state', 'with_state', 'entries_of', 'Extension', 'extend_tokeni
 # %% ../../nbs/data/20_vocabularies.ipynb #1eb03393
 import copy
 import json
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
@@ -16,6 +17,7 @@ from math import log
 from typing import Any, NamedTuple
 
 from .cache import serialize_tokenizer
+from .documents import has_unspaced
 from .tokenizers import byte_letters, count_ids, gather_texts
 
 # %% ../../nbs/data/20_vocabularies.ipynb #7f4ef17f
@@ -320,13 +322,16 @@ def find_counterparts(
     places = {spelled: id for id, spelled in reversed(list(enumerate(ours))) if spelled}
     parts: list[list[int]] = [[] for _ in theirs]
     unknown = old.unk_token_id
+    # A comma begins a word for some; a letter of Chinese does, or does not, by the kind alone.
+    is_word = lambda text: all(unicodedata.category(letter)[0] in "LM" for letter in text)
     for id, spelled in enumerate(theirs):
         if spelled is None:
             continue
-        other = spelled._replace(begins=not spelled.begins)  # a comma begins a word for some
-        found = places.get(spelled, None if spelled.text.isalpha() else places.get(other))
+        text = spelled.text.decode("utf-8", "ignore")
+        other = spelled._replace(begins=not spelled.begins)
+        is_bound = text and is_word(text) and not has_unspaced(text)
+        found = places.get(spelled, None if is_bound else places.get(other))
         if found is None:
-            text = spelled.text.decode("utf-8", "ignore")
             text = f" {text}" if spelled.begins and text else text
             cut = old.backend_tokenizer.encode(text, add_special_tokens=False).ids
             cut = [part for part in cut if part != unknown and ours[part] and ours[part].text]

@@ -28,7 +28,7 @@ from .gradcache import encode_in_chunks, split_rows
 from .pooling import POOLINGS, pack_texts, text_slots
 from ..model.encoder import BertLabModel
 from ..model.generate import evaluating
-from ..model.huggingface import check_tokenizer, save_model
+from ..model.huggingface import END_OF_MODEL, check_tokenizer, save_model
 from ..train.modules import load_encoder
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #f1309f11
@@ -268,6 +268,7 @@ class BiEncoder(nn.Module):
         "Write a directory for transformers and sentence-transformers, file by whole file."
         tokenizer = copy.deepcopy(self.tokenizer)
         tokenizer.model_max_length = self.max_sequence_length
+        tokenizer.init_kwargs.pop(END_OF_MODEL, None)  # it is chosen, whatever model came before
         directory = save_model(self.encoder, tokenizer, directory, kind)
         for name, content in layout(self).items():  # modules.json last: then all is there
             with written_whole(directory / name) as temporary:

@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from ..core.names import did_you_mean
+from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
 from ..data.streaming import leave_group
 from ..data.readers import TABLES, error_policy, kind_of, parse_json
@@ -99,6 +100,7 @@ def _one_text(value: Any, column: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
         kind = "is empty" if value is None or isinstance(value, str) else "is no text"
         raise ValueError(f"{where}: the column {column!r} {kind}: it holds {str(value)[:40]!r}")
+    check_utf8(value, f"{where}: the column {column!r}")
     return value
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..core.names import look_up
 from ..data.corpus import Corpus, embedded_corpus
-from ..data.documents import BLOCKS, Document, python_files, word_runs
+from ..data.documents import BLOCKS, Document, python_files, split_words, word_runs
 from .bi_encoder import find_similarity, score_vectors
 from .pairs import PairSet, clean_pairs
 
@@ -180,7 +180,7 @@ Scorer = Callable[[Sequence[str], Sequence[str]], np.ndarray]  # queries, docume
 
 
 def _has_words(texts: Sequence[str]) -> bool:
-    return any(re.search(r"\w", text) for text in texts)
+    return any(map(split_words, texts))
 
 
 def bm25_scores(
@@ -194,7 +194,7 @@ def bm25_scores(
 
     if not _has_words(documents):
         return np.zeros((len(queries), len(documents)))
-    vectorizer = CountVectorizer(token_pattern=r"\w+", dtype=np.float64)
+    vectorizer = CountVectorizer(tokenizer=split_words, token_pattern=None, dtype=np.float64)
     counts = vectorizer.fit_transform(documents).tocsr()
     holders_V = np.bincount(counts.indices, minlength=counts.shape[1])
     idf_V = np.log1p((counts.shape[0] - holders_V + 0.5) / (holders_V + 0.5))
@@ -211,7 +211,7 @@ def tfidf_scores(queries: Sequence[str], documents: Sequence[str]) -> np.ndarray
 
     if not _has_words(documents):
         return np.zeros((len(queries), len(documents)))
-    vectorizer = TfidfVectorizer(token_pattern=r"\w+", sublinear_tf=True)
+    vectorizer = TfidfVectorizer(tokenizer=split_words, token_pattern=None, sublinear_tf=True)
     d_NV = vectorizer.fit_transform(documents)
     return (vectorizer.transform(queries) @ d_NV.T).toarray()
 
@@ -234,7 +234,8 @@ class WordVectors:
 
         if not _has_words(texts):
             raise ValueError(f"word vectors need texts with words; these {len(texts)} have none")
-        self.vectorizer = TfidfVectorizer(token_pattern=r"\w+", sublinear_tf=True)
+        self.vectorizer = TfidfVectorizer(tokenizer=split_words, token_pattern=None,
+                                          sublinear_tf=True)
         words_of = self.vectorizer.build_analyzer()
         holders = Counter(word for text in texts for word in {*words_of(text)})
         self.vectorizer.min_df = 2 if sum(n > 1 for n in holders.values()) > width else 1

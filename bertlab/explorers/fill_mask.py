@@ -48,7 +48,7 @@ def guess_rows(
     frame = f'<div style="width:6em;height:.8em;border:1px solid {GREY}">'
     bar = f'<div style="height:100%;background:{BLUE};width:'
     return "".join(
-        f'<tr><td style="text-align:left">{html.escape(word)}</td>'
+        f'<tr><td dir="auto" style="text-align:left">{html.escape(word)}</td>'
         f'<td style="text-align:right;padding:0 .6em">{p:.1%}</td>'
         f'<td>{frame}{bar}{p:.1%}"></div></div></td></tr>'
         for word, p in guesses)
@@ -67,7 +67,8 @@ def guesses_html(
         tables = [f"<table><caption {left}>{head}</caption>{guess_rows(guesses)}</table>"
                   for head, guesses in zip(heads, gaps)]
         columns.append("".join(tables))
-    return f"<p>{html.escape(text)}</p>{tiles(columns)}"
+    shown = html.escape(text).replace(GAP, f"<bdi>{GAP}</bdi>")  # no part of an Arabic sentence
+    return f'<p dir="auto">{shown}</p>{tiles(columns)}'
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #82a6ccbb
 def compare_guesses(

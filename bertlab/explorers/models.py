@@ -145,9 +145,10 @@ def gaze_html(
         ring = f"outline:.15em solid {ORANGE};" if j == token else ""
         spans.append(f'<span style="{look}{shade}{ring}" title="{share:.1%}">'
                      f"{html.escape(name)}</span>")
-    first = ", ".join(f"{html.escape(tokens[j])} {shares[j]:.0%}" for j in np.argsort(-shares)[:3])
+    named = [f"<bdi>{html.escape(name)}</bdi>" for name in tokens]
+    first = ", ".join(f"{named[j]} {shares[j]:.0%}" for j in np.argsort(-shares)[:3])
     spread = np.exp(-(shares * np.log(np.maximum(shares, 1e-12))).sum())
-    said = f"{html.escape(tokens[token])} (position {token}) looks at {first}; "
+    said = f"{named[token]} (position {token}) looks at {first}; "
     return f"<p>{''.join(spans)}</p><p>{said}as if at {spread:.1f} of {len(tokens)} tokens</p>"
 
 # %% ../../nbs/explorers/05_models.ipynb #a8060cf1
@@ -293,10 +294,11 @@ def neighbours_html(
         parts += [svg_line(*zip(xy[chosen], dot), GREY, width=1),
                   svg_box(*(dot - 3), 6, 6, BLUE, 1), svg_text(*place, label[:12], size=12)]
     parts.append(svg_box(*(xy[chosen] - 4), 8, 8, ORANGE, 1))
-    said = ", ".join(f"{html.escape(name)} {cosine:.2f}" for (_, cosine), name in zip(near, names))
+    said = ", ".join(f"<bdi>{html.escape(name)}</bdi> {cosine:.2f}"
+                     for (_, cosine), name in zip(near, names))
     figure = svg_figure(parts, 500, 330, f"{title}: the embedding table, {word} and its neighbours")
     return (f"<p><b>{html.escape(title)}</b>, {share:.0%} of the variance</p>{figure}"
-            f"<p>nearest to {html.escape(word.strip())}: {said}</p>")
+            f"<p>nearest to <bdi>{html.escape(word.strip())}</bdi>: {said}</p>")
 
 # %% ../../nbs/explorers/05_models.ipynb #941a1035
 def embedding_map(

@@ -75,20 +75,21 @@ def cells_html(cells: Sequence[Cell]) -> str:
         sure = "" if math.isnan(cell.confidence) else f", probability {cell.confidence:.1%}"
         shown = html.escape(cell.token) or "&nbsp;"
         spans.append(f'<span style="{look}" title="{cell.fate}{sure}">{shown}</span>')
-    return f'<p style="line-height:2.4">{" ".join(spans)}</p>'
+    return f'<p dir="auto" style="line-height:2.4">{" ".join(spans)}</p>'
 
 
 def describe_step(cells: Sequence[Cell], step: int, last: int) -> str:
     "Say in words what a step did."
     parts = [f"step {step} of {last}"]
     for fate, verb in (("new", "wrote"), ("taken back", "took back")):
-        words = [f"{c.token} ({c.confidence:.0%})" for c in cells if c.fate == fate]
+        words = [f"<bdi>{html.escape(c.token)}</bdi> ({c.confidence:.0%})"
+                 for c in cells if c.fate == fate]
         if words:
             parts.append(f"{verb} {', '.join(words)}")
     if len(parts) == 1:
         parts.append("the prompt" if step == 0 else "wrote nothing")
     num_open = sum(c.fate in ("open", "taken back") for c in cells)
-    return f"<p>{html.escape('; '.join(parts))}; {num_open} open</p>"
+    return f"<p>{'; '.join(parts)}; {num_open} open</p>"
 
 
 def step_html(

@@ -70,9 +70,10 @@ def query_html(
                   svg_box(*(dot - 3), 6, 6, BLUE, 1), svg_text(*place, str(number), size=12)]
     parts.append(svg_box(*(xy[-1] - 5), 10, 10, ORANGE, 1))
     figure = svg_figure(parts, 460, 330, f"{title}: where the query lands among {len(texts)} texts")
-    lines = "".join(f"<li>{scores_N[n]:.2f} {html.escape(texts[n][:90])}</li>" for n in found)
+    lines = "".join(f"<li>{scores_N[n]:.2f} <bdi>{html.escape(texts[n][:90])}</bdi></li>"
+                    for n in found)
     return (f"<p><b>{html.escape(title)}</b>, {layout.share:.0%} of the variance; query: "
-            f"{html.escape(query)}</p>{figure}<ol>{lines}</ol>")
+            f"<bdi>{html.escape(query)}</bdi></p>{figure}<ol>{lines}</ol>")
 
 
 def text_map(

@@ -151,15 +151,18 @@ def masked_html(
     fates = token_fates(inputs, labels, tokenizer.mask_token_id)
     original = np.where(labels == -100, inputs, labels)
     seen, true = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (inputs, original))
-    words = [f'<span style="{STYLES[fate]}" title="{fate}: {html.escape(was)}">'
-             f"{html.escape(now)}</span>" for fate, was, now in zip(fates, true, seen)]
+    # [MASK] is no part of an Arabic sentence, and [CLS] does not say that it runs to the right.
+    tag = lambda token: "bdi" if token in tokenizer.all_special_tokens else "span"
+    words = [f'<{tag(now)} style="{STYLES[fate]}" title="{fate}: {html.escape(was)}">'
+             f"{html.escape(now)}</{tag(now)}>" for fate, was, now in zip(fates, true, seen)]
     chosen = len(fates) - fates.count("plain")
     row = {"input_ids": original[None], "attention_mask": np.ones((1, len(original)), int)}
     vocabulary = _dial_collator(tokenizer, objective, probability, unit).vocabulary
     counts = {"chosen": (chosen, int(find_ordinary(row, vocabulary).sum()))}  # without [UNK]
     counts |= {fate: (fates.count(fate), chosen) for fate in ("hidden", "replaced", "kept")}
     asked = asked_rates(tokenizer, probability, draw, objective)
-    return f'<p style="line-height:2">{" ".join(words)}</p>{rates_html(counts, asked)}'
+    shown = f'<p dir="auto" style="line-height:2">{" ".join(words)}</p>'
+    return shown + rates_html(counts, asked)
 
 # %% ../../nbs/explorers/01_widgets.ipynb #b2a9dce6
 class Explorer(ipywidgets.VBox):

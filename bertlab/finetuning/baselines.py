@@ -13,17 +13,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from ..data.documents import split_words, word_pattern
 from ..data.rows import IGNORED
 from ..data.supervised import read_spans
 from .data import FinetuningDataModule
 from .metrics import ANSWER_SCORES, get_metrics_for_task, gold_texts
 from .metrics import names_entities, score_answer
-from .tasks import WORD, Task
+from .tasks import Task
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #d524f584
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def _word_weights() -> Any:  # a TfidfVectorizer
     "Texts as sparse rows of tf-idf weights, each of length 1 (Salton, Buckley 1988, tab. 1)."
     from sklearn.feature_extraction.text import TfidfVectorizer  # here: it takes a second
 
-    return TfidfVectorizer(token_pattern=WORD.pattern, sublinear_tf=True, smooth_idf=False)
+    return TfidfVectorizer(tokenizer=partial(split_words, signs=True), token_pattern=None,
+                           sublinear_tf=True, smooth_idf=False)
 
 
 _PENALTIES = 1e-5, 3e-5, 1e-4, 3e-4  # on squared weights, a row; the best for validation is taken
@@ -183,12 +186,14 @@ class AnswerWords:
 
     def __init__(self, rows: Sequence[dict]):
         contexts = {row["context"] for row in rows}
-        self.background = Counter(word for text in contexts for word in WORD.findall(text))
-        seen_in = Counter(word for text in contexts for word in set(WORD.findall(text)))
+        self.background, seen_in = Counter(), Counter()
+        for words in (split_words(text, signs=True) for text in contexts):
+            self.background.update(words)
+            seen_in.update(set(words))
         self.idf = {word: np.log((1 + len(contexts)) / n) for word, n in seen_in.items()}
         self.words, self.lengths = defaultdict(Counter), defaultdict(Counter)
         for row in rows:
-            for words in map(WORD.findall, row["answers"]["text"][:1]):
+            for words in (split_words(text, signs=True) for text in row["answers"]["text"][:1]):
                 self.words[_question_cue(row)].update(words)
                 self.lengths[_question_cue(row)][len(words)] += 1
 
@@ -212,8 +217,8 @@ def score_spans(
     reach: int = 3,  # words on either side that are compared with the question
 ) -> tuple[np.ndarray, list[tuple[int, int]]]:  # (3, S) and the characters of S spans
     "Each span's own words, its neighbours in the question, its line's (Richardson 2013, fig. 4)."
-    found = list(WORD.finditer(row["context"]))
-    words, asked = [m[0] for m in found], set(WORD.findall(row["question"]))
+    found = list(word_pattern(signs=True).finditer(row["context"]))
+    words, asked = [m[0] for m in found], set(split_words(row["question"], signs=True))
     line_of = np.array([row["context"].count("\n", 0, m.start()) for m in found])
     weights = np.array([learned.idf.get(w, 5.0) if w in asked else 0.0 for w in words])
     lines = np.bincount(line_of, weights)

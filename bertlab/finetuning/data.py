@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -29,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..core.files import written_whole
 from ..core.names import look_up
+from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
 from ..data.streaming import leave_group
 from ..data.packing import plan_best_fit
@@ -171,6 +173,8 @@ def check_labelled_row(
     label, column = read_column([row], label_column)[0], f"row 0: the column {label_column!r}"
     if any(map(_is_missing, flatten([label]))):
         raise ValueError(f"{column} has no label: it holds {str(label)[:60]!r}")
+    for name in flatten([label]):
+        check_utf8(str(name), column)
     if tokens and not isinstance(label, (list, tuple, np.ndarray)):
         raise ValueError(f"{column} must hold a label for each word, got {str(label)[:60]!r}")
     if tokens and len(label) != len(texts[0]):
@@ -224,6 +228,21 @@ def hold_out_texts(
     return kept, sorted(held)
 
 # %% ../../nbs/finetuning/02_data.ipynb #0807a089
+_ALIKE = ("differ in spaces, or in how an accent is written, alone: take away spaces around "
+          "labels, and write accents in one way (Unicode's form NFC)")
+
+
+def _bare(label: Any) -> Any:
+    "A label as one sees it; a number as it is."
+    return unicodedata.normalize("NFC", label.strip()) if isinstance(label, str) else label
+
+
+def _tell(label: Any) -> str:
+    "A label for a message, with what nobody would see."
+    plain = not isinstance(label, str) or unicodedata.is_normalized("NFC", label)
+    return repr(label) if plain else ascii(label)
+
+
 @dataclass(frozen=True)
 class LabelNames:
     "Which labels there are, in the order of their ids."
@@ -267,7 +286,7 @@ class LabelNames:
     def of(cls, values: Sequence, feature: Any = None) -> "LabelNames":
         """By the data's own list of names if it has one, else sorted.
 
-        Raises `ValueError` for a mix, and for names that only spaces around them tell apart.
+        Raises `ValueError` for a mix, and for names that nobody can tell apart on a screen.
         """
         if names := feature_names(feature):
             return cls(tuple(range(len(names))), tuple(names))
@@ -275,10 +294,10 @@ class LabelNames:
         kinds = sorted({type(value).__name__ for value in found})
         if len(kinds) > 1:
             raise ValueError(f"labels are {' and '.join(kinds)}: make all names, or all numbers")
-        bare = Counter(value.strip() for value in found if isinstance(value, str))
-        if alike := sorted(one for one in found if bare and bare[one.strip()] > 1):
-            raise ValueError(f"the labels {' and '.join(map(repr, alike[:4]))} differ in spaces "
-                             "alone: take away those around labels, in all files")
+        bare = Counter(map(_bare, found))
+        if alike := sorted(one for one in found if bare[_bare(one)] > 1):
+            raise ValueError(f"the labels {' and '.join(map(_tell, alike[:4]))} {_ALIKE}, in all "
+                             "files")
         return cls(tuple(sorted(found)), tuple(map(str, sorted(found))))
 
     def number(self, value: Any, where: str) -> int:
@@ -287,8 +306,10 @@ class LabelNames:
             return IGNORED
         if value not in self.values:
             known = ", ".join(map(repr, self.values[:20]))
+            twin = next((one for one in self.values if _bare(one) == _bare(value)), None)
+            more = f"; {_tell(value)} and {_tell(twin)} {_ALIKE}" if twin is not None else ""
             raise ValueError(f"{where} has the label {value!r}, which does not occur in "
-                             f"{self.origin}; known are {known}")
+                             f"{self.origin}; known are {known}{more}")
         return self.values.index(value)
 
     def number_rows(

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from ..core.files import written_whole
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
@@ -94,6 +95,17 @@ class Calibration:
 _NAMES = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "parse_math": False}
 
 
+def _names_to_draw(names: Sequence[str]) -> tuple[list[str], str]:  # and what a title says of them
+    "Names, cut where they are long; a number for one that the picture's font would draw as boxes."
+    fonts = [get_font(findfont(FontProperties(family=[one])))
+             for one in FontProperties().get_family()]
+    has = lambda letter: any(font.get_char_index(ord(letter)) for font in fonts)
+    drawn = [f"label {number}" if not all(map(has, name)) else
+             name if len(name) <= 16 else f"{name[:15]}…" for number, name in enumerate(names)]
+    lacking = any(not all(map(has, name)) for name in names)
+    return drawn, "label N: this font lacks letters of its name; N counts from 0" * lacking
+
+
 def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a figure
     "Shares of each row, so that rare labels are seen as well as frequent ones; numbers are counts."
     counts_CC, num_labels = np.asarray(confusions_CC), len(names)
@@ -102,7 +114,8 @@ def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a
     shares_CC = counts_CC / np.maximum(1, counts_CC.sum(1, keepdims=True))
     image = axes.imshow(shares_CC, cmap="Blues", vmin=0, vmax=1)
     axes.grid(False)
-    short = [name if len(name) <= 16 else f"{name[:15]}…" for name in names]
+    short, said = _names_to_draw(names)
+    axes.set_title(said, loc="left", fontsize=8)
     axes.set_xticks(range(num_labels), short, **_NAMES)
     axes.set_yticks(range(num_labels), short, parse_math=False)
     if num_labels <= 20:
@@ -189,13 +202,15 @@ def span_table(
 
 def plot_spans(rows: Sequence[dict]) -> Any:  # a figure
     "Precision and recall of each label, the most frequent first."
+    names, said = _names_to_draw([row["label"] for row in rows])
+    rows = [{**row, "label": name} for row, name in zip(rows, names)]
     rows = sorted(rows, key=lambda row: -row["support"])[:24]
     figure, axes = new_axes("label (right spans)", "share, 0 to 1", (2 + 0.5 * len(rows), 3.4))
     places = np.arange(len(rows))
     for shift, score, colour in ((-0.2, "precision", BLUE), (0.2, "recall", ORANGE)):
         axes.bar(places + shift, [row[score] for row in rows], 0.38, color=colour, label=score)
-    axes.set_xticks(places, [f"{row['label'][:16]} ({row['support']:,})" for row in rows],
-                    **_NAMES)
+    axes.set_title(said, loc="left", fontsize=8)
+    axes.set_xticks(places, [f"{row['label']} ({row['support']:,})" for row in rows], **_NAMES)
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -192,7 +192,9 @@ def read_conll2003(path: Path, on_error: OnError = raise_error) -> TableRows:
         for line in block:
             if line.text.startswith("-DOCSTART-"):
                 continue
-            cells = line.text.split("\t" if "\t" in line.text else None)
+            # A space that does not break, or one as wide as an ideograph, may be in a word.
+            cells = line.text.split("\t") if "\t" in line.text else \
+                re.split(" +", line.text.strip(" "))
             width = width or len(cells)
             if len(cells) != width or width < 2:
                 on_error(ValueError(f"{path.name} line {line.number} has {len(cells)} columns, "

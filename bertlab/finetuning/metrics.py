@@ -14,6 +14,7 @@ __all__ = ['ANSWER_SCORES', 'select_labels', 'MaskedMetric', 'LabelCorrelation',
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -38,6 +39,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from ..core.names import look_up
+from ..data.documents import has_unspaced, marks_in, split_words
 from ..data.rows import IGNORED
 from ..data.supervised import IOB2, fit_offsets, whole_letters
 from .data import PROBLEM_OF, TASKS
@@ -430,9 +432,18 @@ def choose_answer(
 def normalize_answer(
     text: str,
 ) -> str:
-    "Lower case; without punctuation, articles, extra spaces (Rajpurkar et al. 2016, sec. 6.1)."
-    text = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Lower case; without punctuation, articles, extra spaces (Rajpurkar et al. 2016, sec. 6.1).
+
+    Punctuation is that of all scripts, and in those without spaces each letter is a word, as the
+    script of MLQA has it (Lewis et al. 2020). Articles are those of English.
+    """
+    text = "".join(letter for letter in unicodedata.normalize("NFC", text).lower() if not (
+        letter in string.punctuation or unicodedata.category(letter).startswith("P")))
+    articles, marks = r"\b(a|an|the)\b", marks_in(text)
+    if marks:  # "a" with a mark is another letter, though an edge of words lies between them
+        articles = rf"(?<![{marks}]){articles}(?![{marks}])"
+    return " ".join(word for part in re.sub(articles, " ", text).split() for word in
+                    (split_words(part, signs=True) if has_unspaced(part) else [part]))
 
 
 def _answer_f1(

@@ -26,9 +26,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from ..core.devices import count_devices
 from ..core.files import written_whole
+from ..core.reading import check_utf8
+from ..data.documents import has_unspaced, split_words
 from ..data.plain_models import FAMILIES
 from ..data.readers import read_lines, resolve_column
 from ..data.rows import IGNORED
@@ -115,7 +119,7 @@ def load_predictor(
                                         output_loading_info=True)
     if lost := sorted(report["missing_keys"]):
         raise ValueError(f"{directory} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
-    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    model = model.eval().to(next(kind for kind in ("cuda", "mps", "cpu") if count_devices(kind)))
     names = tuple(shape.id2label[i] for i in sorted(shape.id2label))
     one = "regression" if len(names) == 1 else "single_label_classification"
     problem = (shape.problem_type or one) if HEADS[head] == "classification" else ""
@@ -404,6 +408,7 @@ def _read_cells(
         if not all(isinstance(text, str) for text in texts):
             what = "words" if as_words else "a text"
             raise ValueError(f"{place}: the column {name!r} must hold {what}, got {value!r:.60}")
+        check_utf8(" ".join(texts), f"{place}: the column {name!r}")
         if not any(text.strip() for text in texts):
             return None
         found[name] = value
@@ -438,6 +443,11 @@ def text_columns(
     return [resolve_column(name, there if name in there else numbered) for name in names]
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #38f548d0
+def _is_unspaced(words: Sequence[str]) -> bool:
+    "Whether a line is one word, for want of spaces, and would be several letters of Chinese, say."
+    return len(words) == 1 and has_unspaced(words[0]) and len(split_words(words[0])) > 1
+
+
 def predict_rows(
     predictor: TaskPredictor,
     rows: Sequence,  # dicts, or texts (lists of words) as they are
@@ -456,6 +466,10 @@ def predict_rows(
     words = predictor.task == "token_classification"
     line = file_format == "lines"
     cells = [_read_cells(row, names, words, at, line) for row, at in zip(rows, rows.places)]
+    if words and line and (whole := sum(_is_unspaced(row[names[0]]) for row in cells if row)):
+        rank_zero_warn(f"{whole:,} lines have no space, in a script that writes none between words:"
+                       " each counts as one word and gets one tag; put spaces where words ended in "
+                       "training, or give lists of words as JSON lines")
     full = [number for number, row in enumerate(cells) if row is not None]
     told = [_blank_prediction(predictor, options) for _ in cells]
     found, num_long = _PREDICTING[predictor.task](
@@ -638,7 +652,8 @@ def write_predictions(
                        for name in _all_columns(rows)}
             datasets.Dataset.from_dict(columns).to_parquet(str(temporary))
         else:
-            temporary.write_text(WRITERS[form](rows), encoding="utf-8")
+            # As bytes: a text file of Windows would have other line ends, inside cells too.
+            temporary.write_bytes(WRITERS[form](rows).encode())
     return path
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #35284746
@@ -664,11 +679,7 @@ def predict_file(
             raise ValueError(f"output {output}: CoNLL-U takes a tag for each of its words; this is "
                              f"{predictor.task} of the column {read!r}")
     for row, place in zip(rows, rows.places):  # no file can hold these, however it is written
-        try:
-            json.dumps(row, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{place} holds half of a surrogate pair: mend the row, or leave it "
-                             "out") from None
+        check_utf8(json.dumps(row, ensure_ascii=False, default=str), place)
     if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
         raise ValueError(f"{source} has the columns {taken}, which a prediction would write over; "
                          "rename them")

@@ -70,7 +70,7 @@ def convert_to_float8(
     try:
         torchao = import_module("torchao.float8")
     except ImportError as error:
-        raise ImportError("float8 needs torchao: pip install 'bertlab[quantized]'") from error
+        raise ImportError('float8 needs torchao: pip install "bertlab[quantized]"') from error
     # Rows without padding have any number of tokens; the weights' gradient sums over them.
     config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate,
                      pad_inner_dim=True)

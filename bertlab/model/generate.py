@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..core.reading import check_utf8
 from .heads import BertLabTokenPredictor
 from .huggingface import check_tokenizer
 from .layers import gather_positions
@@ -37,6 +38,8 @@ def encode_masked(
     "Tokenize and pad. Raises `ValueError` for a text without a mask, and instead of cutting one."
     if isinstance(texts, str) or not len(texts):
         raise ValueError(f"texts must be a list of one or more strings, got {texts!r}")
+    for i, text in enumerate(texts):
+        check_utf8(str(text), f"text {i}")
     # On the right, because a BERT of transformers counts positions from the start of the row.
     encoded = tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="right")
     lengths_B = encoded["attention_mask"].sum(1).tolist()
@@ -55,10 +58,11 @@ def longest_row(
     model,  # a masked language model, of bertlab or of transformers
 ) -> int:  # tokens
     "How many tokens a model reads: where positions go on from padding, some rows are for no token."
-    embeddings = getattr(getattr(model, "base_model", None), "embeddings", None)
-    table = getattr(embeddings, "position_embeddings", None)
-    padding = getattr(table, "padding_idx", None)  # of RoBERTa, MPNet, Longformer, ...
-    return model.config.max_position_embeddings - (0 if padding is None else padding + 1)
+    # Wherever the table stands: adapters and compilers wrap a model, or the table itself.
+    found = (getattr(part, "padding_idx", None) for name, part in model.named_modules()
+             if "position_embeddings" in name)
+    padding = next((one for one in found if one is not None), -1)  # RoBERTa, MPNet, Longformer, ...
+    return model.config.max_position_embeddings - (padding + 1)
 
 
 def _fill_rows(

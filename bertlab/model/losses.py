@@ -93,7 +93,8 @@ def token_bytes(
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-    begin = "" if byte_level else getattr(model, "continuing_subword_prefix", "##") or ""
+    usual = "##" if model is None else ""  # Unigram and WordLevel have no such mark
+    begin = "" if byte_level else getattr(model, "continuing_subword_prefix", usual) or ""
     end = getattr(model, "end_of_word_suffix", None) or ""
     bytes_V = torch.zeros(vocab_size)
     own = torch.tensor([float(_own_text(name, byte_level, begin, end)) for name in vocabulary])
@@ -117,12 +118,16 @@ def masked_lm_loss(
     # Sums over thousands of half-precision numbers would stop growing: add in float32.
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     labels, in_one = labels.flatten(), weights is None and not label_smoothing
-    losses = F.cross_entropy(logits, labels, ignore_index=IGNORED,
-                             reduction="sum" if in_one else "none")
-    if label_smoothing:
-        entries = logits > UNREACHABLE / 2  # the others would each add thousands of nats
-        means = logits.masked_fill(~entries, 0.0).sum(-1) / entries.sum(-1)
-        even = (logits.logsumexp(-1) - means).masked_fill(labels == IGNORED, 0.0)
+    if not label_smoothing:
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED,
+                                 reduction="sum" if in_one else "none")
+    else:
+        # Both terms are made of these, the one thing as large as the scores that is kept for later.
+        logs = logits.log_softmax(-1)
+        losses = F.nll_loss(logs, labels, ignore_index=IGNORED, reduction="none")
+        entries_V = (logits > UNREACHABLE / 2).any(0)  # others would each add thousands of nats
+        even = -logs.masked_fill(~entries_V, 0.0).sum(-1) / entries_V.sum()
+        even = even.masked_fill(labels == IGNORED, 0.0)
         losses = (1 - label_smoothing) * losses + label_smoothing * even
     losses = losses if weights is None else losses * weights.flatten()
     return losses if in_one else losses.sum(), (labels != IGNORED).sum()

@@ -138,7 +138,7 @@ def _adapt_galore(
 def _adapt_lamb(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "LAMB as published: its moments are corrected before the ratio of norms, not behind it."
+    "LAMB as published: corrected moments and decay stand in the ratio of norms, not beside it."
 
     class Lamb(base):
         def step(self, closure=None):
@@ -157,7 +157,10 @@ def _adapt_lamb(
                 for group, betas in zip(self.param_groups, asked):
                     group["betas"] = betas
 
-    return Lamb, options
+    # A rectified update leaves out a decay that is not decoupled; a fixed one must be.
+    apart = any(group.get(name, options.get(name))
+                for group in (*groups, options) for name in ("rectify", "fixed_decay"))
+    return Lamb, {"weight_decouple": apart, **options}
 
 # %% ../../nbs/optim/05_optimizers.ipynb #dceff1e7
 @dataclass(frozen=True)

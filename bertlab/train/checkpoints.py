@@ -168,7 +168,7 @@ def _bare(content: Any) -> Any:
 def _refusal(
     content: Any,
     beside: str | os.PathLike,  # a checkpoint
-) -> str:  # nothing where safe loading takes it
+) -> str:  # nothing where safe loading takes it, or there is no room to try
     "What `read_torch_file` would say of content, read from a small file without its tensors."
     path = Path(beside)
     path = path.with_name(f".{path.name}.parts.tmp")  # a name that the next run clears away
@@ -177,6 +177,8 @@ def _refusal(
         read_torch_file(path)
     except ValueError as error:
         return str(error).removeprefix(f"{path} ").partition(";")[0]
+    except (OSError, RuntimeError):  # a full drive, and the checkpoint is whole: the run goes on
+        return ""
     finally:
         path.unlink(missing_ok=True)
     return ""

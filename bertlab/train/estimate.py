@@ -7,6 +7,7 @@ __all__ = ['KEPT_HEAP', 'StepMemory', 'trace_step', 'MemoryEstimate', 'process_b
 
 # %% ../../nbs/train/18_estimate.ipynb #efc2008d
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -195,7 +196,7 @@ class MemoryEstimate:
                          f"divide the {held / 2**20:,.0f} MiB of weights, gradients and states)")
         if self.saving > self.step.peak:
             lines.append("             (while a model directory is written)")
-        if self.device == "cpu":
+        if self.device == "cpu" and sys.platform == "linux":  # see `keep_freed_memory`
             heap = self.process + round(KEPT_HEAP * self.step.peak)
             lines.append(line("up to", heap) + ", where freed memory is kept; with "
                          "MALLOC_MMAP_THRESHOLD_=65536 the peak above")

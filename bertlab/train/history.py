@@ -12,8 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -91,15 +90,15 @@ class Clock(Callback):
         self._tokens = self._tokens + (batch["attention_mask"] > 0).sum()
 
 
-@contextmanager
-def stop_clocks(trainer: Any) -> Iterator[None]:  # of Lightning
+def stop_clocks(
+    trainer: Any,  # of Lightning
+) -> ExitStack:  # lets them go on at the end of its `with`; without one, the next batch does
     "Stop all clocks of this process that run: what is done inside of `with` is no training."
-    stopped = [one for one in trainer.callbacks if isinstance(one, Clock) and one.stop()]
-    try:
-        yield
-    finally:
-        for clock in stopped:
-            clock.go_on()
+    going_on = ExitStack()
+    for clock in (one for one in trainer.callbacks if isinstance(one, Clock)):
+        if clock.stop():
+            going_on.callback(clock.go_on)
+    return going_on
 
 # %% ../../nbs/train/03_history.ipynb #874f886f
 class History(Clock):
@@ -212,15 +211,18 @@ class LogLines:
     "A line now and then, where nothing can move."
 
     def show(self, step: int, max_steps: int, text: str) -> None:
-        print(f"step {step}/{max_steps}: {text}", flush=True)
+        say(f"step {step}/{max_steps}: {text}")
 
     def close(self) -> None:
         "Nothing to release."
 
 
 def say(*lines: str) -> None:
-    "Print lines that a run says once; a bar that moves on the terminal stays whole."
-    tqdm.write("\n".join(lines))
+    "Print lines between those of a moving bar; a letter that the stream lacks is an escape there."
+    if sys.stdout is None:  # a program without a console
+        return
+    known = getattr(sys.stdout, "encoding", None) or "utf-8"  # a text in memory has none
+    tqdm.write("\n".join(lines).encode(known, "backslashreplace").decode(known))
     sys.stdout.flush()
 
 # %% ../../nbs/train/03_history.ipynb #eb07e96c

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.files import recover_directory, written_directory, written_whole
 from ..core.reading import check_beside, read_json
+from ..data.diffusion import DiffusionRule
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
 from ..model.huggingface import check_tokenizer, has_adapter, plain_copy, save_model
@@ -127,6 +128,17 @@ def _keep_additions(old: Path, new: Path) -> None:
                 shutil.copy2(path, new / path.name, follow_symlinks=False)
 
 
+def _rename_link(link: Path, name: Path) -> None:
+    "Give a link a name that another link may have; Windows puts none in the place of another."
+    try:
+        os.replace(link, name)
+    except OSError:
+        if not name.is_symlink():
+            raise
+        name.unlink()
+        os.replace(link, name)
+
+
 def _point_to(link: Path, target: Path) -> None:
     "Make `link` a link to a directory beside it, in one stroke; a drive may know no links."
     temporary = link.with_name(f".{link.name}.link")
@@ -137,9 +149,12 @@ def _point_to(link: Path, target: Path) -> None:
         temporary.symlink_to(target.name, target_is_directory=True)
         if copied:
             remove_model(link)
-        os.replace(temporary, link)
+        _rename_link(temporary, link)
     except OSError:  # then the marker files alone say which one is best
         temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # an older one may be gone: no link is better than one to it
+            if os.readlink(link) != target.name:
+                link.unlink()
         if copied and read_marker(link) not in (None, read_marker(target)):
             remove_model(link)
         if copied and read_marker(link) is None:
@@ -191,6 +206,7 @@ class ModelShelf:
         value: float | None,  # of the monitor; None: not validated at this step
         write: Callable[[Path], Any],  # fills a directory
         text: str | None = None,  # what values are of, by its hash; None: nobody knows
+        read: str | None = None,  # how much of the text
     ) -> Path:
         "Write one more model, then remove those that are neither among the last nor the best."
         value = value if value is not None and np.isfinite(value) else None
@@ -203,7 +219,8 @@ class ModelShelf:
             names = sorted(path.name for path in temporary.iterdir())
             _keep_additions(place, temporary)
             marker = {"step": step, "value": value, "files": names}
-            marker |= {} if text is None else {"text": text}
+            known = {"text": text, "read": read}.items()
+            marker |= {name: said for name, said in known if said is not None}
             (temporary / MODEL_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
         self.tidy(step)
         return place
@@ -217,10 +234,18 @@ class ModelShelf:
                 temporary.write_text(json.dumps({**marker, "value": value}, indent=1) + "\n")
             self.tidy(step)
 
-    def forget(self, text: str) -> list[Path]:  # models whose value is of another text
+    def forget(
+        self,
+        text: str,  # what values are of from now on, by its hash
+        read: str | None = None,  # how much of it; None: whatever it is
+    ) -> list[Path]:  # models whose value is of another text, or of another share of it
         "Take the values that are not of this text away: they say nothing beside those that are."
+        def differs(marker: dict[str, Any]) -> bool:  # what an older one does not say is the same
+            share = marker.get("read", read)
+            return marker.get("text", text) != text or read is not None and share != read
+
         others = {path: marker for path, marker in self.models().items()
-                  if marker["value"] is not None and marker.get("text", text) != text}
+                  if marker["value"] is not None and differs(marker)}
         for path, marker in others.items():
             with written_whole(path / MODEL_MARKER) as temporary:
                 temporary.write_text(json.dumps({**marker, "value": None}, indent=1) + "\n")
@@ -250,17 +275,25 @@ class ModelShelf:
             shutil.rmtree(path)
 
 # %% ../../nbs/train/07_model_directories.ipynb #343f7c40
-def _validation_identity(trainer: Any) -> str | None:  # None: nothing that can be told apart
-    "Hash the texts that models are validated on; where only their first rows are read, say so."
+def _validation_identity(
+    trainer: Any, pl_module: Any
+) -> dict[str, str]:  # text and read, as `ModelShelf` keeps them; empty: nobody can tell
+    "Hash the texts that models are validated on, and say how much of them is read."
     data, limit = trainer.datamodule, trainer.limit_val_batches
     held = getattr(data, "val_datasets", None) or []
     if not held or not all(isinstance(rows, PackedDataset) for rows in held):
-        return None
+        return {}
     texts = "-".join(documents_identity(rows.documents) for rows in held)
-    at_once = getattr(data, "val_batch_size", 1) * count_readers(trainer)
-    is_whole = (limit == 1.0 if isinstance(limit, float)
-                else all(limit * at_once >= len(rows) for rows in held))
-    return texts if is_whole else f"{texts}-{limit}x{at_once}"
+    rule = getattr(getattr(data, "collator", None), "rule", None)
+    is_plain = getattr(pl_module, "hparams", {}).get("plain_mean", False)
+    if isinstance(rule, DiffusionRule) and rule.schedule != "linear" and not is_plain:
+        texts += "-mean1"  # older versions gave these losses weights that were not 1 on average
+    rows_read = limit * getattr(data, "val_batch_size", 1) * count_readers(trainer)
+    if isinstance(limit, float):
+        read = "all" if limit == 1.0 else f"{limit} of all"
+    else:
+        read = "all" if all(rows_read >= len(rows) for rows in held) else f"{rows_read} rows"
+    return {"text": texts, "read": read}
 
 
 class ModelDirectories(Callback):
@@ -287,7 +320,7 @@ class ModelDirectories(Callback):
         self.shelf = ModelShelf(directory, keep_last, keep_best, mode)
         self.tokenizer, self.every_steps, self.monitor = tokenizer, every_steps, monitor
         self._seen = self._written = -1  # steps: the last one looked at, and the last one written
-        self._text: str | None = None  # of the validation, by its hash
+        self._validation: dict[str, str] = {}  # what it reads, by `_validation_identity`
 
     def on_train_start(self, trainer, pl_module) -> None:
         if self.tokenizer is not None:
@@ -295,12 +328,13 @@ class ModelDirectories(Callback):
         if trainer.is_global_zero:
             check_writable(self.shelf.directory)
             self.shelf.clear_leftovers()
-            self._text = _validation_identity(trainer)
-            if self._text is not None and (others := self.shelf.forget(self._text)):
+            self._validation = _validation_identity(trainer, pl_module)
+            if self._validation and (others := self.shelf.forget(**self._validation)):
                 named = ", ".join(path.name for path in others)
                 say(f"the validation text is another one than that of {named} in "
-                    f"{self.shelf.directory}, or more or less of it is read: models are ranked "
-                    "anew from here on, and an older one stays as long as it is among the last")
+                    f"{self.shelf.directory}, or more or less of it is read, or an older version "
+                    "weighed its tokens otherwise (diffusion): models are ranked anew from here "
+                    "on, and an older one stays as long as it is among the last")
         self._seen = self._written = trainer.global_step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
@@ -340,7 +374,7 @@ class ModelDirectories(Callback):
             if has_adapter(trained):
                 save_adapter(trained, directory / "adapter", weights)
 
-        self.shelf.put(self._written, value, fill, self._text)
+        self.shelf.put(self._written, value, fill, **self._validation)
 
     def on_train_end(self, trainer, pl_module) -> None:
         if self._written != trainer.global_step:

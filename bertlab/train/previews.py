@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core.files import written_whole
 from .checkpoints import same_random_states
-from .history import RunProgress, stop_clocks
+from .history import RunProgress, say, stop_clocks
 from ..model.generate import encode_masked, fill_each_mask
 from ..model.samplers import SamplingRule
 from ..model.writing import generate
@@ -133,7 +133,7 @@ class Preview(Callback, ABC):
         if not any(isinstance(c, ProgressBar) or isinstance(c, RunProgress) and c.moves
                    for c in trainer.callbacks):  # fmt: skip
             lines = self.describe(entry["answers"])
-            print(f"step {entry['step']}:", *lines, sep="\n  ", flush=True)
+            say(f"step {entry['step']}:", *(f"  {line}" for line in lines))
 
     def write(self, path: str | os.PathLike) -> None:
         "Write the history as JSON lines, whole."

@@ -327,8 +327,11 @@ class RunReport(Callback):
             self.write(trainer, pl_module)
 
     def on_validation_end(self, trainer, pl_module) -> None:
-        # Other text, or the weights of a checkpoint, say nothing of what the run has reached.
-        same = trainer.datamodule is self._data and trainer.ckpt_path is None
+        # Other text, or the weights of a checkpoint, say nothing of what the run has reached. Where
+        # loaders are given, `trainer.datamodule` stays the run's, and the loop knows what it reads.
+        source = trainer.validate_loop._data_source.instance
+        is_own = trainer.datamodule is self._data and (self._data is None or source is self._data)
+        same = is_own and trainer.ckpt_path is None
         if trainer.state.fn == "validate" and self.reason is not None and same:
             metrics = trainer.callback_metrics
             self.write(trainer, pl_module, {k: v.item() for k, v in metrics.items() if "val_" in k})

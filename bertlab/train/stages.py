@@ -451,15 +451,14 @@ def spent_in_stages(
     stages: Sequence[Stage],
     output: str | os.PathLike,  # of `train_stages`
 ) -> tuple[int, float]:  # real tokens of all processes; seconds of training
-    "What the finished stages of a run have used, by their histories."
+    "What the finished stages of a run have used."
     tokens, seconds = 0, 0.0
-    for number, stage in enumerate(stages, 1):
+    for number, _ in enumerate(stages, 1):
         place = Path(output) / f"stage-{number}"
         if (place / "model").exists():
+            # The tokens of history.csv were those of one process in older versions.
+            tokens += read_json(place / "model" / "stage.json", finite=False)["tokens"]
             with open(place / "history.csv", newline="") as f:
-                *_, last = csv.DictReader(f)  # of one process, and the others have as many rows
-            processes = count_processes(stage.trainer)
-            readers = processes // count_sharers(stage.trainer.get("strategy"), processes)
-            tokens += round(float(last["tokens"])) * readers
+                *_, last = csv.DictReader(f)
             seconds += float(last["seconds"])
     return tokens, seconds

@@ -28,7 +28,7 @@ from ..model.losses import LossParts, shapes_are_free
 from ..model.losses import perplexity
 from ..optim.budgets import group_of_hosts
 from ..optim.groups import leading_group
-from ..optim.optimizers import OPTIMIZERS, backward_options, forward_context
+from ..optim.optimizers import FUSED_DEVICES, OPTIMIZERS, backward_options, forward_context
 
 # %% ../../nbs/train/01_steps.ipynb #bec47676
 LOSS_SCALE = 2.0**-10
@@ -90,11 +90,12 @@ def scale_gradient(
 
 # %% ../../nbs/train/01_steps.ipynb #819dc323
 def can_flag(optimizer: torch.optim.Optimizer) -> bool:
-    "Whether a step can be skipped by a flag on the device: by torch's fused kernels."
+    "Whether a step can be skipped by a flag on the device: by torch's fused kernels, but Apple's."
     obeys = getattr(optimizer, "_step_supports_amp_scaling", False)  # of itself, not of a part
     fused = obeys and all(group.get("fused") for group in optimizer.param_groups)
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return fused and not any(hasattr(p, "device_mesh") for p in parameters)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    reads = all(p.device.type in FUSED_DEVICES for p in parameters)  # those of mps take no notice
+    return fused and reads and not any(hasattr(p, "device_mesh") for p in parameters)
 
 
 def skip_step(

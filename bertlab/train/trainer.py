@@ -59,10 +59,6 @@ class _Validation(_EvaluationLoop):
 class _Trainer(L.Trainer):
     "Lightning's, where validating and writing a checkpoint are no training, whoever asks for it."
 
-    def __init__(self, **settings: Any):
-        super().__init__(**settings)
-        self.fit_loop.epoch_loop.val_loop.__class__ = _Validation  # it is made deep inside
-
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         with stop_clocks(self):
             super().save_checkpoint(*arguments, **options)
@@ -130,9 +126,12 @@ def make_trainer(
                   if _among(part, theirs))
     ours = [plugin for plugin in settings["plugins"] if not isinstance(plugin, kinds)]
     try:
-        trainer = _Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
+        trainer = L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)
     except MisconfigurationException as error:
         raise ValueError(f"trainer: {one_line(error)}") from None
+    # Not before: Lightning looks for variables PL_TRAINER_... by the name and arguments of a class.
+    trainer.__class__ = _Trainer
+    trainer.fit_loop.epoch_loop.val_loop.__class__ = _Validation  # it is made deep inside
     if type(trainer.precision_plugin) is HalfPrecision:  # it would round labels, too
         trainer.strategy.precision_plugin = HalfWeights(trainer.precision_plugin.precision)
     return trainer

@@ -176,11 +176,11 @@ def _figure(answer: dict[str, Any]) -> str:
     "The first answer as HTML tables."
     tables = []
     for number, place in enumerate(answer["gaps"], 1):
-        rows = "".join(f'<tr><th scope="row">{html.escape(word)}</th>'
+        rows = "".join(f'<tr><th scope="row" dir="auto">{html.escape(word)}</th>'
                        f'<td class="number">{share:.1%}</td></tr>'
                        for word, share, _ in answer["guesses"][place])
         tables.append(f"<table><caption>Gap {number}</caption>{rows}</table>")
-    return f"<p>{html.escape(answer['text'])}</p>{''.join(tables)}"
+    return f'<p dir="auto">{html.escape(answer["text"])}</p>{"".join(tables)}'
 
 
 def _describe_shape(config: dict[str, Any], answer: dict[str, Any], vocabulary: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from lightning.pytorch.callbacks import Callback
 from safetensors.torch import load_file, save_file
 
@@ -401,6 +402,22 @@ def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_na
     assert f"the run began with {base}, which is not here" in message
     assert "--model.pretrained_model_name_or_path DIRECTORY" in message
     assert main([*more, "--model.pretrained_model_name_or_path", str(tmp_path / "moved")]) == 0
+
+
+def test_a_fault_of_a_run_whose_model_is_on_the_hub_is_not_that_the_model_is_absent(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    kept, run = tmp_path / "hub" / "models--someone--base" / "snapshots" / ("a" * 40), tmp_path / "run"
+    shutil.copytree(find_model(place / "run"), kept)
+    (kept.parents[1] / "refs").mkdir()
+    (kept.parents[1] / "refs" / "main").write_text("a" * 40)
+    pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
+              "--model.pretrained_model_name_or_path", "someone/base", "--trainer.max_steps", "2"])  # fmt: skip
+    capsys.readouterr()
+    more = ["pretrain", "--resume", str(run), "--trainer.max_steps", "3"]
+    message = said(capsys, *more, "--model.model_config_kwargs", "{hidden_size: 20}")
+    assert "hidden_size" in message and "which is not here" not in message
+    (kept / "config.json").unlink()
+    assert "the run began with someone/base, which is not here" in said(capsys, *more)
 
 
 def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(words, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -341,3 +342,10 @@ def test_what_would_be_read_as_text_or_moved_aside_is_refused_before_work(place,
     status, _, error = run(capsys, "finetune", "--config", config, "--overwrite", "--model.model_config_kwargs", "null",
                            "--model.pretrained_model_name_or_path", place / "run")  # fmt: skip
     assert status == 2 and "--overwrite would move it aside" in error and (place / "run/config.json").exists()
+
+
+@pytest.mark.parametrize("there, taken", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
+def test_a_model_goes_to_the_device_that_training_would_take(monkeypatch, there, taken):
+    monkeypatch.setattr("bertlab.cli.embed.count_devices", lambda kind: int(kind in [*there, "cpu"]))
+    monkeypatch.setattr(BiEncoder, "load", lambda *_, **__: SimpleNamespace(to=lambda device: device))
+    assert load_bi_encoder("someone/some-model") == taken

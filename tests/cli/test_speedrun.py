@@ -290,6 +290,17 @@ def test_what_a_recipe_names_and_a_log_does_not_hold_is_said():
     assert "torch" not in not_compared(log_of(attempt(0), recipe=ours)), "what is installed has a version"
 
 
+def test_a_folder_that_python_would_not_import_is_no_code_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"bertlab/__init__.py": "bertlab.train.optimizers.Lion", "torch/notes.py": "torch.optim.AdamW",
+             "my_package/__init__.py": "my_package.Own", "my_folder/parts.py": "my_folder.parts.Own"}  # fmt: skip
+    for file, name in names.items():
+        Path(file).parent.mkdir()
+        Path(file).write_text("raise RuntimeError('nobody imports this here')\n")
+        log = log_of(attempt(0), recipe={"model": {"optimizer_class": name}})
+        assert (name in not_compared(log)) is name.startswith("my_"), name
+
+
 def test_the_lowest_loss_is_told_in_bits_per_byte_too():
     log = log_of(attempt(0), attempt(1), attempt(2))
     in_ten_minutes(600.0)(log)
@@ -409,18 +420,37 @@ def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_wit
     sha256 = TRACKS["quick"].text().sha256
     (model / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": sha256}}))
     (model / "metrics.json").write_text('{"train_seconds": 2.5}')
-    Path("my_file.py").write_text("raise RuntimeError('nobody imports this here')\n")
-    Path("r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": "earlier", "optimizer_class": "my_file.Own"}}))
+    for file in ("my_file.py", "my_folder/parts.py", "bertlab/__init__.py", "torch/notes.py"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text("raise RuntimeError('nobody imports this here')\n")
+    callbacks = [{"class_path": name} for name in ("my_folder.parts.Own", "bertlab.train.history.History", "torch.nn.Module")]
+    Path("r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": "earlier", "optimizer_class": "my_file.Own"},
+                                              "trainer": {"callbacks": callbacks}}))  # fmt: skip
     log = quick(tmp_path / "race", 2, recipe="r.yaml")
-    assert log["needs"]["model"]["train_seconds"] == 2.5 and list(log["needs"]["code"]) == ["my_file"]
+    assert log["needs"]["model"]["train_seconds"] == 2.5 and list(log["needs"]["code"]) == ["my_file", "my_folder"]
     assert log["needs"]["code"]["my_file"][:12] in not_compared(log) and "earlier" in not_compared(log)
     quick(tmp_path / "race", resume=True, recipe="r.yaml")
-    for path in (Path("my_file.py"), model / "model.safetensors"):
+    for path in (Path("my_file.py"), Path("my_folder/parts.py"), model / "model.safetensors"):
         kept = path.read_bytes()
         path.write_bytes(kept + b"#")
         with pytest.raises(ValueError, match="other weights or other code"):
             quick(tmp_path / "race", resume=True, recipe="r.yaml")
         path.write_bytes(kept)
+
+
+def test_a_race_does_not_move_the_model_aside_that_its_recipe_begins_with(quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(races, "_check_run", lambda *_: None)
+    race = tmp_path / "race"
+    quick(race, 2)
+    (race / "seed-2" / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": TRACKS["quick"].text().sha256}}))
+    (race / "seed-2" / "metrics.json").write_text('{"train_seconds": 2.5}')
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(race / "seed-2")}}))
+    before = {path: path.read_bytes() for path in race.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="seed-2 is what the run begins with.* choose another --output"):
+        quick(race, 2, recipe=tmp_path / "r.yaml", overwrite=True)
+    assert before == {path: path.read_bytes() for path in race.rglob("*") if path.is_file()}
+    assert not quick(race, 9, overwrite=True)["needs"], "a recipe that begins with nothing moves all of it"
+    assert (race / "previous-1" / "seed-2").is_dir()
 
 
 def test_a_race_that_is_resumed_keeps_the_seeds_that_did_not_arrive(quick, tmp_path):

@@ -1,5 +1,7 @@
 "`bertlab tokenizer`: what cannot be done is said before any work."
 
+from contextlib import nullcontext
+
 import pytest
 
 from bertlab.cli import vocabularies
@@ -76,3 +78,14 @@ def test_what_appears_at_the_place_while_a_command_works_stays(command, tmp_path
     assert [file.name for file in place.iterdir()] == ["mine.txt"]
     (beside,) = {one.name for one in tmp_path.iterdir()} - {"new", "old", "model"}  # nothing is lost
     assert load_tokenizer(tmp_path / beside).mask_token == "[MASK]"
+
+
+def test_a_comparison_names_the_tokenizer_that_changes_the_bytes_of_the_text(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("나는 학교에 갑니다 그리고 집에 옵니다\n" * 40)
+    for name, strip in (("kept", None), ("stripped", True)):
+        with pytest.warns(UserWarning) if strip is None else nullcontext():
+            vocabularies.train([str(tmp_path / "text.txt")], str(tmp_path / name), strip_accents=strip)
+    capsys.readouterr()
+    vocabularies.compare([str(tmp_path / "kept"), str(tmp_path / "stripped")], str(tmp_path / "text.txt"))
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
+    assert "stripped: normalising makes 2.31 bytes" in note and "do not compare" in note

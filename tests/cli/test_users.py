@@ -1,15 +1,17 @@
 "What a new user types: bare commands, wrong inputs, tables without a header, parts of one's own."
 
+import io
 import json
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from bertlab.cli.main import main
+from bertlab.cli.main import main, same_with_resume
 from bertlab.cli.options import COMMANDS
 
 SMALL = ["--model.model_config_kwargs={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, "
@@ -438,3 +440,51 @@ def test_finetuning_from_nothing_on_own_rows_trains_a_tokenizer_and_says_what_si
     words = metrics["baselines"]
     assert max(words["majority"].values()) < 0.6 < max(max(b.values()) for b in words.values())
     assert Path("f/tokenizer/tokenizer.json").exists()
+
+
+# --- what is piped in and out ---------------------------------------------------------------------
+
+
+def piped(monkeypatch, encoding, work, data=b"", **environment):
+    "The bytes that a command prints on streams of an encoding, and its status."
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    printed = io.BytesIO()
+    monkeypatch.setattr("bertlab.cli.main._run", lambda words: work())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding=encoding))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    status = main(["pretrain"])
+    sys.stdout.flush()
+    return printed.getvalue(), status
+
+
+def turn_round():
+    print(sys.stdin.read()[::-1], end="")  # what comes back as it went in may have been read wrongly, twice
+
+
+def test_pipes_of_windows_carry_utf_8_unless_somebody_says_otherwise(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    text = "Café, Büro, кот"
+    assert piped(monkeypatch, "cp1252", turn_round, text.encode()) == (text[::-1].encode(), 0)
+    assert piped(monkeypatch, "cp1252", turn_round, b"B\xfcro", PYTHONIOENCODING="cp1252") == (b"or\xfcB", 0)
+    sys.stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="cp1252")
+    sys.stdin.readline()  # its encoding cannot change any more
+    assert main(["pretrain"]) == 0
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_character_that_a_stream_lacks_ends_no_run_and_lines_of_json_stay_json(monkeypatch, encoding):
+    row = {"text": 'кот "é" \U0001f600 \ud800'}
+    printed, status = piped(monkeypatch, encoding, lambda: print(json.dumps(row, ensure_ascii=False)))
+    assert status == 0 and json.loads(printed.decode(encoding)) == row
+    assert (b"\xe9" in printed) == (encoding == "latin-1")
+
+
+@pytest.mark.parametrize("platform, typed", [
+    ("linux", "pretrain --run.output 'my runs\\first' --resume"), ("win32", 'pretrain --run.output "my runs\\first" --resume'),
+])  # fmt: skip
+def test_the_command_that_goes_on_can_be_typed_in_the_shell_of_its_system(monkeypatch, platform, typed):
+    monkeypatch.setattr(sys, "platform", platform)
+    asked = SimpleNamespace(command="pretrain", words=["--run.output", "my runs\\first", "--overwrite"], resume=None)
+    assert same_with_resume(asked) == typed

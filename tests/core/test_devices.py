@@ -341,7 +341,7 @@ def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
     pretend_gpus(bare, A100)
     assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused("gpu", "transformer-engine")
     pretend_gpus(bare, H200)
-    assert "pip install 'transformer-engine" in refused("gpu", "transformer-engine")
+    assert 'pip install "transformer-engine' in refused("gpu", "transformer-engine")
     pretend_versions(bare, transformer_engine="2.0")
     assert check_request("gpu", "transformer-engine") == "cuda"
 

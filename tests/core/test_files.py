@@ -73,6 +73,47 @@ def test_what_a_kill_left_behind_a_link_is_put_back(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
+@needs_locks
+def test_windows_writes_directories_too(tmp_path, monkeypatch):
+    "It opens no directory, and flushes what is open for writing alone."
+    flags = lambda file: files._fcntl.fcntl(file, files._fcntl.F_GETFL) & os.O_ACCMODE  # noqa: E731
+    opened, flushed, seen = os.open, os.fsync, []
+
+    def open_(path, *rest, **more):
+        if os.path.isdir(path) and sys._getframe(1).f_code.co_filename == files.__file__:  # no rmtree, which may on Linux
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *rest, **more)
+
+    def fsync(file):
+        if flags(file) == os.O_RDONLY:
+            raise OSError(9, "Bad file descriptor")
+        seen.append(file)
+        flushed(file)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"), raising=False)
+    monkeypatch.setattr(files, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).stat().st_mode & 0o200)  # root may write anywhere
+    for content in ("old", "new"):
+        with written_directory(tmp_path / "model") as place:
+            (place / "weights").write_text(content)
+            (place / "read only").write_text(content)
+            (place / "read only").chmod(0o400)
+            (place / "adapter").mkdir()
+        assert (tmp_path / "model/weights").read_text() == content
+    assert len(seen) == 2 and [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the open files of Linux")
+def test_a_disk_that_fails_leaves_no_file_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError), written_directory(tmp_path / "model") as place:
+        (place / "weights").write_text("new")
+    assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.iterdir())
+
+
 def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")

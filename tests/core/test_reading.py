@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from bertlab.core.reading import format_yaml, parse_json, parse_yaml
+from bertlab.core.reading import check_utf8, format_yaml, parse_json, parse_yaml
 
 TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
          "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
@@ -28,3 +28,10 @@ def test_infinity_is_no_number_of_json_however_it_is_written():
         with pytest.raises(ValueError, match="is no number of JSON"):
             parse_json(text, "f")
     assert parse_json('{"a": 1e3}', "f") == {"a": 1000.0}
+
+
+@pytest.mark.parametrize("text", ["a \ud800 b", "caf\udce9"], ids=["a cut emoji", "a byte of Latin-1"])
+def test_what_utf_8_cannot_write_is_named_with_its_place_and_its_letter(text):
+    check_utf8("\U0001f600 é 北", "row 1")
+    with pytest.raises(ValueError, match=r"row 2: the column 'text' holds half of a surrogate pair.*'\\u"):
+        check_utf8(text, "row 2: the column 'text'")

@@ -1,6 +1,7 @@
 """Data modules: every parameter does its thing, processes share fairly, mistakes are named early."""
 
 import json
+import pickle
 import re
 from itertools import islice
 
@@ -11,12 +12,14 @@ from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
+from bertlab.data.documents import READING_RULES
 from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, mix_lengths, pack_texts, pair_splits
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from bertlab.data.rows import Collator
 from bertlab.data.shards import finish_shards, open_shards, write_part
 from bertlab.data.sources import TextStream
 from bertlab.data.streaming import PackedStream, StreamBatches, TokenStream
+from bertlab.data.tokenizers import train_tokenizer
 from bertlab.train.checkpoints import documents_identity
 
 WORDS = [f"w{i}" for i in range(90)]
@@ -68,7 +71,15 @@ def test_every_document_is_trained_on_or_held_out_and_none_is_both(tmp_path):
     train, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert sorted(train + held) == sorted(set(texts)) and not set(train) & set(held)
     assert 0.05 < len(held) / len(texts) < 0.15
-    assert "held out" in data.describe()
+    assert "held out" in data.describe() and "normalising" not in data.describe()
+
+
+def test_it_is_said_of_a_text_whose_bytes_the_tokenizer_changes(tmp_path):
+    texts = [f"나는 학교에 갑니다 그리고 집에 옵니다 {n}" for n in range(60)]
+    data = PretrainingDataModule(write_lines(tmp_path / "a.txt", texts), train_tokenizer(texts, 400, strip_accents=True),
+                                 max_sequence_length=32)  # fmt: skip
+    data.setup()
+    assert "a.txt: normalising makes 2." in data.describe() and "bits per byte" in data.describe()
 
 
 def test_a_named_validation_set_is_read_whole_and_nothing_is_held_out(tmp_path):
@@ -272,7 +283,11 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
 def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(tmp_path, monkeypatch):
     path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
     before = set_up(path, cache_dir=cache)
-    monkeypatch.setattr("bertlab.data.module.READING_RULES", 0)
+    rules = {"train": READING_RULES["train"], "validation": 0}
+    monkeypatch.setattr("bertlab.data.module.READING_RULES", rules)
+    after = set_up(path, cache_dir=cache)
+    assert len(list(cache.glob("*.tokens"))) == 3, "each part has its own count"
+    rules["train"] = 0
     after = set_up(path, cache_dir=cache)
     assert len(list(cache.glob("*.tokens"))) == 4
     assert documents_identity(before.train_dataset.documents) == documents_identity(after.train_dataset.documents)
@@ -385,6 +400,16 @@ def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num
     alone = {tuple(r.tolist()) for b in take(data.train_dataloader(), 10) for r in original_ids(b)}
     assert len(set(shares[0])) == len(set(shares[1])) == 20 and not set(shares[0]) & set(shares[1])
     assert set(shares[0]) | set(shares[1]) == alone
+
+
+@pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"lanes": 2}])
+def test_every_stream_gives_the_same_rows_in_a_worker_that_is_spawned(tmp_path, options):
+    names = [write_lines(tmp_path / name, make_texts(40, seed)) for seed, name in enumerate(["a.txt", "b.txt"])]
+    data = set_up(names, streaming=True, val_dataset_name_or_path=names[0], data_kwargs=options)
+    stream = data.train_dataloader().stream
+    copy = pickle.loads(pickle.dumps(stream))  # the workers of macOS and Windows get such a one
+    first = lambda rows: [row["input_ids"].tolist() for row in islice(rows, 6)]  # noqa: E731
+    assert first(copy) == first(stream)
 
 
 def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):

@@ -27,6 +27,7 @@ from bertlab.data.masking import (
     rank_in_documents,
 )
 from bertlab.data.rows import Vocabulary
+from bertlab.data.tokenizers import train_tokenizer
 
 many = settings(max_examples=200, deadline=None, derandomize=True)
 V = Vocabulary(40, pad_token_id=39, mask_token_id=0, special_token_ids=(7, 8))
@@ -440,3 +441,36 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     assert torch.equal(ours["labels"], theirs["labels"])
     assert torch.equal(ours["input_ids"], theirs["input_ids"])
     assert (ours["labels"] >= 0).sum() > 10
+
+
+def test_a_word_ends_after_32_pieces_and_not_before():
+    row = np.ones((1, 110), int)
+    goes_on = np.array([False, True])
+    row[0, [0, 32, 40]] = 0  # words of 32, 8 and 70 pieces
+    starts = find_words(row, np.ones_like(row), np.ones(row.shape, bool), goes_on)[0]
+    assert np.unique(starts).tolist() == [0, 32, 40, 72, 104]
+    assert (starts <= np.arange(110)).all() and (np.diff(starts) >= 0).all()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")])
+def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection):
+    draw = np.random.default_rng(0)
+    texts = ["".join(draw.choice(list("ACGT"), 600)) for _ in range(24)]
+    tokenizer = train_tokenizer(texts, 400 if kind == "bpe" else 200, kind=kind)
+    made = tokenizer(texts, truncation=True, max_length=128, return_tensors="np")
+    rows = {name: made[name] for name in ("input_ids", "attention_mask")}
+    vocabulary = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tokenizer.all_special_ids)
+    out = mask_tokens(rows, ([0] * 24, range(24)), vocabulary, MaskingRule(unit=unit, selection=selection),
+                      continues_V=find_continuations(tokenizer))
+    share = (out["labels"] >= 0).sum() / (24 * 126)
+    assert 0.15 < share < 0.4  # 96 words of 32 pieces: five standard deviations are 0.23 of 0.3, less what is dropped
+
+
+def test_a_batch_that_loses_all_its_labels_says_so():
+    rows = {"input_ids": np.full((4, 30), 5), "attention_mask": np.ones((4, 30), int)}
+    rule = MaskingRule(1.0, unit="word", max_predictions=8)
+    everything_goes_on = np.ones(9, bool)  # one word of 30 pieces
+    with pytest.warns(UserWarning, match="no label.* 8 labels .*max_predictions"):
+        out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=everything_goes_on)
+    assert (out["labels"] < 0).all() and out["num_dropped_labels"].sum() == 120

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import lzma
+import pickle
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -427,3 +428,17 @@ def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):
     before = Source(str(root))._content_key("train")
     (tmp_path / "far" / "deep" / "c.txt").write_text("Changed.\n")
     assert Source(str(root))._content_key("train") != before
+
+
+def test_a_stream_goes_to_a_spawned_worker_with_its_place_and_its_rule_for_malformed_rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": 3}\n{"text": "four"}\n{"text": 5}\n')
+    strict, lenient = (TextStream(str(path), on_error=how) for how in ("raise", "skip"))
+    for stream in (strict, lenient):
+        assert next(iter(stream)) == "one"
+    strict, lenient = pickle.loads(pickle.dumps([strict, lenient]))  # as where processes are spawned
+    with pytest.raises(ValueError, match='line 3.*on_error="skip" leaves'):
+        list(strict)
+    with pytest.warns(UserWarning, match="line 3") as told:
+        assert list(lenient) == ["two", "four"]
+    assert len(told) == 1 and lenient.notes.total() == 2 and "line 3" in next(iter(lenient.notes))

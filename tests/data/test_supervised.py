@@ -1,6 +1,7 @@
 "Labels of words, texts and answers: each where it belongs, and back to the text they came from."
 
 import functools
+import unicodedata
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from bertlab.data.supervised import (
     TokenClassificationCollator,
     align_labels,
     continue_entities,
+    read_spans,
+    read_texts,
+    whole_letters,
 )
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
@@ -376,6 +380,30 @@ def test_a_record_that_cannot_be_right_is_refused_by_its_number(change, word):
     assert word in str(error.value)
 
 
+@pytest.mark.parametrize("kind, text", [(str, "a \ud800 b"), (list, ["a", "\ud800", "b"])])
+def test_half_of_a_surrogate_pair_is_refused_with_row_and_column(kind, text):
+    good = "a" if kind is str else ["a"]
+    with pytest.raises(ValueError, match="row 8: the column 'text' holds half of a surrogate pair"):
+        read_texts([{"text": good}, {"text": text}], "text", kind, start=7)
+    with pytest.raises(ValueError, match="row 7: the column 'spans'.*from character 0 to 1.*half of a surrogate pair"):
+        read_spans({"spans": [{"start": 0, "end": 1, "label": "\ud800"}]}, "spans", "ab", 7)
+
+
+@pytest.mark.parametrize("text, letters", [
+    (unicodedata.normalize("NFD", "한국 가"), [3, 3, 1, 2]), ("간\u11ab", [2]),  # syllables in two and three parts
+    ("\U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7", [2, 2]), ("a\U0001f1e9b", [1, 1, 1]),  # two flags; half of one
+    ("\U0001f469\U0001f3fd\u200d\u2695\ufe0fx", [5, 1]), ("\U0001f3f4\U000e0067\U000e007fx", [3, 1]),  # a doctor; a region
+    ("e\u0301a", [2, 1]), ("می\u200dخو", [1, 1, 1, 1, 1]), ("北京", [1, 1]),  # in Persian a joiner is no part of a letter
+])  # fmt: skip
+def test_a_span_never_ends_inside_a_letter(text, letters):
+    edges = [0, *np.cumsum(letters).tolist()]
+    assert edges[-1] == len(text)
+    for start in range(len(text)):
+        for stop in range(start + 1, len(text) + 1):
+            first, last = max(e for e in edges if e <= start), min(e for e in edges if e >= stop)
+            assert whole_letters(text, start, stop) == (first, last)
+
+
 def test_text_without_a_fast_tokenizer_is_refused():
     collate = TokenClassificationCollator(0, 4, 150, special_token_ids=[0, 1, 2, 3, 4])
     with pytest.raises(ValueError, match="fast"):
@@ -391,3 +419,28 @@ def test_a_packed_row_has_no_single_label():
 def test_an_unknown_problem_lists_the_known():
     with pytest.raises(ValueError, match="regression"):
         classifier(problem_type="classification")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_words_of_a_script_without_spaces_bring_no_space(kind):
+    texts = ["我爱北京天安门", "北京大学在北京", "天安门上,太阳升", "the cat sat in Beijing"] * 40
+    tokenizer = train_tokenizer(texts, 400 if kind == "bpe" else 60, kind=kind)
+    collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
+    rows = [{"text": words, "labels": list(range(len(words)))} for words in (
+        list("北京大学"), ["我", "爱", "the", "cat", "北", "京", "，", "天"], ["the", "cat", "sat"])]
+    made = collate.encode(rows)
+    for row, one, running in zip(rows, made, ("北京大学", "我爱 the cat 北京，天", "the cat sat")):
+        spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)
+        assert tokenizer.decode(one["input_ids"], skip_special_tokens=True) == spelled
+        assert [label for label in one["labels"] if label != IGNORED] == row["labels"]
+        spaces = [id for id in one["input_ids"][2:] if tokenizer.convert_ids_to_tokens(id) in ("Ġ", "▁")]
+        assert len(spaces) <= running.count(" ")
+    assert made[2]["input_ids"] == tokenizer("the cat sat").input_ids
+
+
+def test_words_of_a_script_without_spaces_are_read_by_wordpiece_as_ever():
+    tokenizer = train_tokenizer(["北京大学在北京", "the cat sat"] * 9, 60)
+    collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
+    words = ["北", "京", "大学", "the", "cat", "在"]
+    made = collate.encode([{"text": words, "labels": [1] * 6}])[0]
+    assert made["input_ids"] == tokenizer(words, is_split_into_words=True).input_ids

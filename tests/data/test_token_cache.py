@@ -1,6 +1,7 @@
 "Tokens are found again only for the same texts and tokenizer; a cut or changed file is built anew; errors come early."
 
 import errno
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -11,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -351,6 +353,31 @@ def test_processes_that_all_tokenize_share_the_cores_and_who_works_for_all_takes
     tokenize_documents(TEXTS, tokenizer)
     tokenize_documents(TEXTS, tokenizer, cache_dir=tmp_path)
     assert asked == [together, alone]
+
+
+def test_where_processes_are_spawned_only_who_asks_for_some_gets_them(tokenizer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(token_cache, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(token_cache, "encode_batches", lambda batches, encoder, num_proc: asked.append(num_proc) or map(encoder, batches))
+    for options in ({}, {"num_proc": 3}):
+        tokenize_documents(TEXTS, tokenizer, **options)
+    assert asked == [1, 3], "a script without a guard would be run again by each process"
+
+
+class Dying(Encoder):
+    def __call__(self, texts):
+        os._exit(1)
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_process_that_dies_is_one_sentence_that_says_what_to_do(tokenizer, monkeypatch, small_batches, platform):
+    monkeypatch.setattr(token_cache, "sys", SimpleNamespace(platform=platform))
+    forked = multiprocessing.get_context("fork")
+    monkeypatch.setattr(token_cache, "multiprocessing", SimpleNamespace(get_context=lambda kind: forked))
+    with pytest.raises(ValueError, match="num_proc=1") as told:
+        list(encode_batches(text_batches(TEXTS), Dying(serialize_tokenizer(tokenizer)), 2))
+    assert ('if __name__ == "__main__":' in str(told.value)) == (platform == "darwin")
 
 
 # --- reading, processes, progress -----------------------------------------------------------------

@@ -10,8 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -306,6 +311,41 @@ def test_a_filter_counts_whole_words_where_vowels_are_signs():
     assert module.make_filter("gopher_repetition")(verbs) == verbs
 
 
+def test_words_and_sentences_of_filters_are_those_of_the_script():
+    pytest.importorskip("datatrove")
+    words = module._plain_words()
+    assert words.word_tokenize("It's 我爱你。") == ["It", "'", "s", "我", "爱", "你", "。"]
+    assert words.sent_tokenize("One. Two? 3.5 it is!") == ["One.", "Two?", "3.5 it is!"]
+    assert words.sent_tokenize("你好。再见！行吗？") == ["你好。", "再见！", "行吗？"]
+    assert words.sent_tokenize("यह एक है। वह दो है।") == ["यह एक है।", "वह दो है।"]
+    assert words.span_tokenize("A b. C!") == [(0, 4), (4, 7)] and words.span_tokenize("你好。再见") == [(0, 3), (3, 5)]
+
+
+def test_near_duplicates_without_spaces_are_left_out(text, tmp_path):
+    pytest.importorskip("datatrove")
+    draw = random.Random(0)
+    originals = ["".join(draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") + "," * (draw.random() < 0.1)
+                         for _ in range(400)) for _ in range(12)]  # fmt: skip
+    copies = [one[:200] + "变" + one[201:] for one in originals[:8]]
+    (tmp_path / "text").mkdir()
+    for n, some in enumerate((originals, copies)):
+        (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n", encoding="utf-8")
+    found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", near_duplicates=True, workers=1)
+    assert found["notes"] == {"left out as near duplicates": 8} and found["documents"] == 12
+
+
+def test_a_filter_that_keeps_none_of_a_thousand_documents_says_so_once(monkeypatch):
+    monkeypatch.setattr(module, "make_filter", {"none": lambda text: None, "some": lambda text: text if text[-1] == "9" else None}.get)
+    texts = [str(n) for n in range(2500)]
+    with pytest.warns(UserWarning, match="filter none has left out all of the first 1,000") as told:
+        assert list(module.kept_documents(texts, ["none"], notes := Counter())) == []
+    assert len(told) == 1 and notes == {"left out by none": 2500}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(module.kept_documents(texts, ["some"], Counter()))) == 250
+        assert not list(module.kept_documents(texts[:999], ["none"], Counter()))
+
+
 def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     pytest.importorskip("datatrove")
     lots = random.Random(0)
@@ -491,6 +531,17 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     assert not list((tmp_path / "out").glob(".*"))
     after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.shard")}
     assert before.items() <= after.items() and len(after) == 5
+
+
+def test_off_linux_the_line_about_a_dead_worker_names_what_a_script_lacks(text, tmp_path, monkeypatch):
+    (future := Future()).set_exception(BrokenProcessPool())
+    pool = SimpleNamespace(submit=lambda *_: future, shutdown=lambda **_: None)
+    monkeypatch.setattr(module, "ProcessPoolExecutor", lambda *_: nullcontext(pool))
+    for platform in ("linux", "darwin"):
+        monkeypatch.setattr(sys, "platform", platform)
+        with pytest.raises(ValueError, match="has died") as told:
+            made(text, tmp_path / platform, workers=2)
+        assert ("__main__" in str(told.value)) == (platform == "darwin")
 
 
 KILLS = int(os.environ.get("BERTLAB_KILLS", 5))  # as many as you have patience for; 50 once, in benchmarks/kills.py

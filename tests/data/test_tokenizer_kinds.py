@@ -19,6 +19,7 @@ from bertlab.data.tokenizers import (
     count_characters_to_keep,
     gather_texts,
     load_tokenizer,
+    note_normalizing,
     train_tokenizer,
 )
 
@@ -162,6 +163,8 @@ def test_files_directories_datasets_rows_and_generators_are_read_alike(tmp_path)
     ({"texts": ["x"], "kind": "bpe", "vocab_size": 260}, ["vocab_size=260", "261"]),
     ({"texts": ["abc"], "kind": "unigram", "vocab_size": 8}, ["vocab_size=8", "9"]),
     ({"texts": ["abc"], "kind": "unigram", "limit_alphabet": 0}, ["limit_alphabet", "0"]),
+    ({"texts": ["abc"], "kind": "bpe", "strip_accents": False}, ["strip_accents=False", "kind: bpe", "leave"]),
+    ({"texts": ["abc"], "lowercase": False, "strip_accents": True}, ["strip_accents=True", "lowercase: False"]),
     ({"texts": ["abc"], "model_max_length": 0}, ["model_max_length", "3 or more", "got 0"]),
     ({"texts": ["abc"], "kind": "bpe", "model_max_length": 2}, ["model_max_length", "3 or more", "got 2"]),
 ])  # fmt: skip
@@ -180,9 +183,8 @@ def test_a_missing_file_is_named():
 def test_marks_of_letters_never_stand_in_a_word_of_their_own(kind):
     tokenizer = train_tokenizer([FOREIGN] * 5, 400, kind=kind, lowercase=False)
     encoded = tokenizer(FOREIGN, add_special_tokens=False, return_offsets_mapping=True)
-    if kind == "bpe":
-        pytest.skip("GPT-2's pattern cuts marks off; bytes lose nothing by it")
     words = encoded.word_ids()
+    assert "Mn" in {unicodedata.category(sign) for sign in FOREIGN}
     starts = {words[i]: start for i, (start, _) in reversed(list(enumerate(encoded.offset_mapping)))}
     assert not any(unicodedata.category(FOREIGN[start]).startswith("M") for start in starts.values())
 
@@ -259,3 +261,80 @@ def test_rare_characters_leave_frequent_words_their_room(kind):
 def test_byte_level_text_is_never_unknown_and_warns_nobody(recwarn):
     train_tokenizer(without_spaces("thai"), 400, kind="bpe")
     assert not [one for one in recwarn if "UNK" in str(one.message)]
+
+
+APART = {  # texts, and pairs of words that differ in a sign alone
+    "hindi": (["मैं घर में हूँ और मेरे भाई भी घर में हैं", "दिन को दीन कहना ठीक नहीं है"], ("में", "मैं")),
+    "vietnamese": (["ma má mà mả mã mạ là sáu từ khác nhau", "tôi muốn mua một con bò"], ("ma", "mạ")),
+    "japanese": (["がっこうへいきます。かきとかぎ", "バスとパスもちがいます"], ("かき", "かぎ")),
+    "korean": (["나는 학교에 갑니다 그리고 집에 옵니다"], ("나는", "나")),
+}
+
+
+@pytest.mark.parametrize("language", sorted(APART))
+def test_a_vowel_a_tone_and_a_syllable_stay_where_a_text_has_many_of_them(language, tmp_path, recwarn):
+    texts, (one, other) = APART[language]
+    with pytest.warns(UserWarning, match="% of the letters .* strip_accents: true"):
+        tokenizer = train_tokenizer(texts * 9, 400)
+    tokenizer.save_pretrained(tmp_path)
+    recwarn.clear()
+    for again in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), train_tokenizer(texts * 9, 400, strip_accents=False)):
+        assert again(one).input_ids != again(other).input_ids and again(texts).input_ids == tokenizer(texts).input_ids
+        assert not any(again.unk_token_id in ids for ids in again(texts).input_ids)
+        assert again.tokenize("ABC") == again.tokenize("abc")
+    stripped = train_tokenizer(texts * 9, 400, strip_accents=True)
+    assert stripped.decode(stripped(texts[0]).input_ids, skip_special_tokens=True) != texts[0].lower()
+    assert not recwarn
+
+
+def test_english_is_stripped_as_ever_and_a_few_foreign_names_change_nothing(recwarn):
+    texts = [*TEXTS, "a naïve CAFÉ in São Paulo", "서울"]
+    tokenizer = train_tokenizer(texts, 900)
+    assert json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] == {
+        "type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True}
+    assert tokenizer("CAFÉ").input_ids == tokenizer("cafe").input_ids and not recwarn
+    assert tokenizer.get_vocab() == train_tokenizer(texts, 900, strip_accents=True).get_vocab()
+
+
+def test_a_gap_changes_the_pieces_of_its_own_word_alone():
+    texts = ["The cat sat on the mat. It was a cat, and the dog was not.", "我爱北京,天安门。"] * 20
+    tokenizer = train_tokenizer(texts, 80, kind="unigram")
+    for text, word in ((texts[0], "cat"), (texts[0], "mat"), (texts[0], "The"), (texts[1], "北京")):
+        gapped = tokenizer(text.replace(word, "[MASK]", 1), return_offsets_mapping=True)
+        whole = tokenizer(text, return_offsets_mapping=True)
+        behind = text.index(word) + len(word)  # a piece of Chinese may reach over the word
+        kept = [id for id, (start, stop) in zip(whole.input_ids, whole.offset_mapping) if start >= behind and start < stop]
+        assert kept and gapped.input_ids[-1 - len(kept):-1] == kept
+        assert tokenizer.convert_tokens_to_ids("▁") not in gapped.input_ids[gapped.input_ids.index(tokenizer.mask_token_id):]
+    assert tokenizer.tokenize("  The \n cat ") == tokenizer.tokenize("The cat") != tokenizer.tokenize("The cat .")
+    assert tokenizer(["The", "cat"], is_split_into_words=True).input_ids == tokenizer("The cat").input_ids
+    assert tokenizer.decode(tokenizer("The cat.").input_ids, skip_special_tokens=True) == "The cat."
+
+
+def test_byte_level_bpe_joins_a_letter_with_its_marks_and_cuts_english_as_gpt2():
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    hindi = ["मैं किताब पढ़ता हूँ और वह किताब लिखती है", "मेरी किताब मेज़ पर है"] * 40
+    tokenizer = train_tokenizer(hindi, 600, kind="bpe")
+    assert len(tokenizer.tokenize(" किताब")) == 1
+    assert tokenizer.decode(tokenizer(hindi[0], add_special_tokens=False).input_ids) == hindi[0]
+    ours, theirs = tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in [*TEXTS, "น้ำเย็น ดีมาก", "I don't  know,\n\t it's 12 o'clock! ❤️ 1️⃣ naïve\u00a0x_1 \n "]:
+        assert [word for word, _ in ours.pre_tokenize_str(text)] == [word for word, _ in theirs.pre_tokenize_str(text)]
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = theirs
+    plain.train_from_iterator(TEXTS, trainers.BpeTrainer(
+        vocab_size=900, special_tokens=[*SPECIAL_TOKENS.values()], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    assert train_tokenizer(TEXTS, 900, kind="bpe").get_vocab() == plain.get_vocab()
+
+
+def test_it_is_noted_where_normalising_changes_the_bytes_of_a_text():
+    korean, hindi = APART["korean"][0] * 9, APART["hindi"][0] * 9
+    for texts, share in ((korean, "2.31"), (hindi, "0.73")):  # two jamo or three for a syllable; signs
+        stripped = train_tokenizer(texts, 400, strip_accents=True)
+        assert f"makes {share}" in note_normalizing(texts, stripped) and "bits per byte" in note_normalizing(texts, stripped)
+        assert note_normalizing(texts, train_tokenizer(texts, 400, lowercase=False)) == ""
+    for kind in KINDS:
+        assert note_normalizing(TEXTS, train_tokenizer(TEXTS, 900, kind=kind)) == ""
+    assert "0.33" in note_normalizing(["ＡＢＣ１２３"], train_tokenizer(TEXTS, 900, kind="unigram"))

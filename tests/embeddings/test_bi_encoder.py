@@ -11,6 +11,7 @@ import torch
 from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
+from bertlab.data.tokenizers import load_tokenizer
 from bertlab.data.vocabularies import read_state, with_state
 from bertlab.embeddings.bi_encoder import BiEncoder, find_similarity, on_each_core, plan_batches, read_layout, score_vectors
 from bertlab.model.config import BertLabConfig, modernbert_tiny
@@ -143,6 +144,13 @@ def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
 def test_a_model_that_cannot_be_is_refused(options, word):
     with pytest.raises(ValueError, match=word):
         make_model(**options)
+
+
+def test_a_length_that_is_chosen_is_written_though_a_shorter_model_ended_there(tmp_path):
+    encoder = lambda length: BertLabModel(BertLabConfig(**{**small_config(), "max_position_embeddings": length}))  # noqa: E731
+    tokenizer = load_tokenizer(BiEncoder(encoder(16), small_tokenizer()).save(tmp_path / "short"))
+    place = BiEncoder(encoder(64), tokenizer, max_sequence_length=16).save(tmp_path / "long")
+    assert load_tokenizer(place).model_max_length == BiEncoder.load(place).max_sequence_length == 16
 
 
 def test_texts_that_are_none_are_refused():

@@ -166,6 +166,28 @@ def test_baselines_find_a_text_by_its_own_words_and_survive_unknown_ones(corpus)
         assert scores[:5].argmax(1).tolist() == [0, 1, 2, 3, 4]
 
 
+def test_baselines_find_a_text_by_its_own_letters_where_no_spaces_are_written():
+    documents = ["我们昨天晚上吃了北京烤鸭,味道很好。", "电脑今天不能连接服务器,请稍后再试。", "孩子们在公园里踢足球,非常开心。"]
+    queries = ["北京烤鸭", "服务器连接", "公园足球"]
+    for scorer in (bm25_scores, tfidf_scores, WordVectors(documents, 3)):
+        scores = scorer(queries, documents)
+        assert scores.argmax(1).tolist() == [0, 1, 2] and (scores.max(1) > 0).all()
+
+
+def test_scores_of_english_texts_are_those_of_runs_of_letters_and_digits(corpus, monkeypatch):
+    from sklearn.feature_extraction import text as sklearn
+
+    texts = [*corpus.train_texts[:40], "It's an UPPER_case-word: 3.14 (x²)", "éclair naïve"]
+    scorers = bm25_scores, tfidf_scores, lambda queries, documents: WordVectors(documents, 4)(queries, documents)
+    now = [scorer(texts[::3], texts) for scorer in scorers]
+    for name in ("CountVectorizer", "TfidfVectorizer"):  # as they were: r"\w+" cuts
+        kind = getattr(sklearn, name)
+        made = lambda kind=kind, **options: kind(**{**options, "tokenizer": None, "token_pattern": r"\w+"})  # noqa: E731
+        monkeypatch.setattr(sklearn, name, made)
+    for scorer, scores in zip(scorers, now):
+        assert np.array_equal(scorer(texts[::3], texts), scores)
+
+
 def test_an_interval_holds_its_mean_and_narrows_with_more_queries():
     rng = np.random.default_rng(0)
     widths = []

@@ -45,7 +45,7 @@ def test_each_step_is_drawn_with_its_words_and_their_confidence():
     drawn = step_html(TOKENIZER, writing, 1)
     sure = writing.confidence[1, place]
     word = TOKENIZER.convert_ids_to_tokens(int(writing.states[1, place]))
-    assert f"wrote {word} ({sure:.0%}); 1 open" in drawn.replace("&#x27;", "'").replace("&lt;", "<").replace("&gt;", ">")
+    assert f"wrote <bdi>{word}</bdi> ({sure:.0%}); 1 open" in drawn.replace("&#x27;", "'").replace("&lt;", "<").replace("&gt;", ">")
     assert f"new, probability {sure:.1%}" in drawn
     with pytest.raises(ValueError, match="step must be from 0 to 2, got 3"):
         step_html(TOKENIZER, writing, 3)

@@ -201,6 +201,14 @@ def test_what_a_user_typed_is_text_and_never_markup():
     assert "<img" not in widgets.answer(packing_explorers.packed_html, text=evil, capacity=9, packer="padded")
 
 
+def test_what_a_user_typed_runs_as_its_own_script_does(tokenizer):
+    assert '<td dir="auto" style="text-align:left">قط</td>' in fill_mask_box.guess_rows([("قط", 0.5)])
+    drawn = widgets.masked_html(tokenizer, "the cat sat on the mat", 0.9)
+    paragraph = drawn[:drawn.index("</p>")]
+    assert paragraph.startswith('<p dir="auto"') and "[CLS]</span>" not in paragraph and "[CLS]</bdi>" in paragraph
+    assert "[MASK]</span>" not in paragraph, "it would say that the sentence runs to the right"
+
+
 def test_as_many_guesses_are_shown_as_were_asked_for(tokenizer):
     config = modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     checkpoints = {"one": (BertLabForMaskedLM(config), tokenizer)}

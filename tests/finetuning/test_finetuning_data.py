@@ -299,10 +299,23 @@ def test_labels_of_two_kinds_are_refused():
 def test_labels_that_only_spaces_tell_apart_are_refused(task):
     labels = ["good", "bad", " good", "bad\t"] if task == "one class" else [["good"], ["bad"], [" good", "bad"], ["bad\t"]]
     rows = [{"text": f"row {number}", "label": label} for number, label in enumerate(4 * labels)]
-    with pytest.raises(ValueError, match=r"the labels ' good' and 'bad' and 'bad\\t' and 'good' differ in spaces alone"):
+    with pytest.raises(ValueError, match=r"the labels ' good' and 'bad' and 'bad\\t' and 'good' differ in spaces"):
         given_rows(rows)
     LabelNames.of([" good", " bad"])  # no two classes become one
     LabelNames.of([0, 1])
+
+
+def test_labels_that_differ_in_how_an_accent_is_written_are_refused_in_one_split_and_across_splits():
+    composed, apart = "n\u00e9gatif", "ne\u0301gatif"
+    with pytest.raises(ValueError, match=r"the labels 'ne\\u0301gatif' and 'négatif' differ in .*accent"):
+        LabelNames.of([composed, apart, "positif"])
+    names = LabelNames.of([composed, "positif"])
+    with pytest.raises(ValueError, match=r"row 3 has the label .*'ne\\u0301gatif' and 'négatif' differ in .*accent"):
+        names.number(apart, "row 3")
+    with pytest.raises(ValueError) as error:
+        names.number("neutre", "row 3")
+    assert "known are 'négatif', 'positif'" in str(error.value) and "accent" not in str(error.value)
+    assert LabelNames.of([apart, "positif"]).number(apart, "") == 0  # it is the only one
 
 
 @pytest.mark.parametrize("test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]])
@@ -341,6 +354,31 @@ def test_a_bad_row_is_named_by_split_row_and_column(row, words, split):
         given_rows(**splits)
     name = "validation" if split == "val" else split
     assert all(word in str(error.value) for word in [f"{name} row 3", *words]), error.value
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a tokenizer is given", "a tokenizer is trained"])
+@pytest.mark.parametrize("task, bad", [
+    ("classification", {"text": "a \ud800 b"}), ("classification", {"label": "\ud800"}),
+    ("token_classification", {"text": ["the", "\ud800"], "label": ["O", "O"]}),
+    ("question_answering", {"context": "oslo \ud800", "answers": [{"text": "oslo", "answer_start": 0}]}),
+    ("span_classification", {"spans": [{"start": 0, "end": 3, "label": "\ud800"}]}),
+])  # fmt: skip
+def test_half_of_a_surrogate_pair_is_a_bad_row(task, bad, own):
+    good = {"classification": rows_of(8), "token_classification": [{"text": ["the", "text"], "label": ["O", "B"]}] * 8,
+            "question_answering": [{"question": "where", "context": "in oslo", "answers": [{"text": "oslo", "answer_start": 3}]}] * 8,
+            "span_classification": [{"text": "the apple", "spans": [{"start": 4, "end": 9, "label": "FRUIT"}]}] * 8}[task]  # fmt: skip
+
+    def read(**options):
+        stride = {"collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
+        data = FinetuningDataModule(task, tokenizer() if own else None, max_sequence_length=64, **stride, **options)
+        data.set_datasets(train=[*good[:5], {**good[5], **bad}, *good[6:]], val=good)
+        data.setup()
+        return data
+
+    with pytest.raises(ValueError, match="train row 5: the column .* half of a surrogate pair"):
+        read()
+    data = read(bad_rows="skip")
+    assert len(data.records["train"]) == 7 and "half of a surrogate pair" in "".join(data.bad_rows.describe())
 
 
 def test_row_numbers_go_on_beyond_a_thousand():

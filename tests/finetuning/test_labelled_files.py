@@ -138,6 +138,12 @@ def test_two_columns_are_words_and_tags(tmp_path):
     assert rows.rows == [{"word": ["New York", "is"], "tag": ["B-LOC", "O"]}, {"word": ["Bonn"], "tag": ["B-LOC"]}]
 
 
+def test_a_space_that_does_not_break_and_one_of_an_ideograph_s_width_stay_in_their_word(tmp_path):
+    path = save(tmp_path / "a.conll", "10\u00a0000 O\neuros  O \n\n北\u3000京 B-LOC\n")
+    assert rows_of(path)["word"] == [["10\u00a0000", "euros"], ["北\u3000京"]]
+    assert rows_of(path)["tag"] == [["O", "O"], ["B-LOC"]]
+
+
 def test_a_line_with_other_columns_is_named(tmp_path):
     path, errors = save(tmp_path / "a.conll", CONLL.replace("VBZ B-VP O", "B-VP O")), []
     with pytest.raises(ValueError, match="a.conll line 4 has 3 columns, the first word has 4"):

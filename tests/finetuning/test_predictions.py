@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import datasets
@@ -110,6 +111,18 @@ def test_a_family_that_bertlab_cannot_convert_works_as_transformers_wrote_it(tmp
         with torch.no_grad():
             shares = model(**ids).logits.softmax(-1)[0]
         assert one["probability"] == pytest.approx(float(shares.max()), abs=1e-6)
+
+
+@pytest.mark.parametrize("there, taken", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
+def test_a_model_goes_to_the_device_that_training_would_take(tmp_path, monkeypatch, there, taken):
+    config = DistilBertConfig(vocab_size=len(tokenizer()), dim=16, hidden_dim=32, n_layers=1, n_heads=2)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    asked = []
+    monkeypatch.setattr("bertlab.finetuning.predictions.count_devices", lambda kind: int(kind in [*there, "cpu"]))
+    monkeypatch.setattr(DistilBertForSequenceClassification, "to", lambda model, device: asked.append(device) or model)
+    load_predictor(tmp_path)
+    assert asked == [taken]
 
 
 @settings(derandomize=True, deadline=None, max_examples=10)
@@ -359,6 +372,39 @@ def test_lines_stay_lines_and_blank_ones_keep_their_place(trained, tmp_path):
     assert found.num_blank == 1 and told[1]["predicted_label"] is None
 
 
+@pytest.mark.parametrize("line, warned", [
+    ("张三在北京大学", True), ("张 三 在 北京", False), ("the apple is here", False), ("apple", False), ("京", False),
+])  # fmt: skip
+def test_a_line_without_spaces_that_gets_a_single_tag_is_warned_about(trained, tmp_path, line, warned):
+    (tmp_path / "a.txt").write_text(f"{line}\n\n", encoding="utf-8")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        told, _ = predict_file(load_predictor_once(trained["token_classification"][2]), tmp_path / "a.txt")
+    assert len(told[0]["predicted_tags"]) == len(line.split())
+    assert any("1 lines have no space" in str(one.message) for one in seen) == warned
+
+
+def test_half_of_a_surrogate_pair_in_a_word_is_refused_by_its_row(trained):
+    with pytest.raises(ValueError, match="row 1.*half of a surrogate pair"):
+        predict_rows(load_predictor_once(trained["token_classification"][2]), [["the", "apple"], ["the", "\ud800"]])
+
+
+def test_labels_that_the_font_lacks_are_numbers_in_pictures_and_warn_of_nothing():
+    names, rows = ["正面", "good", "負面" * 9, "x" * 20], []
+    for number, name in enumerate(names):
+        rows.append({"label": name, "precision": 1.0, "recall": 0.5, "support": number})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figures = ev.plot_confusion(np.eye(4, dtype=int), names), ev.plot_spans(rows)
+        for figure in figures:
+            figure._repr_png_()
+    shown = [[label.get_text() for label in figure.axes[0].get_xticklabels()] for figure in figures]
+    assert shown[0] == ["label 0", "good", "label 2", "x" * 15 + "…"]
+    assert shown[1] == ["x" * 15 + "… (3)", "label 2 (2)", "good (1)", "label 0 (0)"]
+    assert all("counts from 0" in figure.axes[0].get_title(loc="left") for figure in figures)
+    assert ev.plot_confusion(np.eye(2, dtype=int), ["a", "b"]).axes[0].get_title(loc="left") == ""
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text("old\n")
@@ -401,6 +447,15 @@ def test_a_carriage_return_stays_in_its_cell(tmp_path, ending):
     again, _ = read_input(write_predictions(rows, tmp_path / f"out.{ending}"))
     assert [row["n"] for row in again] == ["1", "2"] and again[0]["text"].split() == ["one", "two"]
     assert (tmp_path / f"out.{ending}").read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_line_ends_of_a_table_are_the_same_on_windows(tmp_path, monkeypatch, ending):
+    "Text mode has its own there, in cells as well."
+    monkeypatch.setattr("pathlib.Path.write_text", lambda path, text, **_: path.write_bytes(text.replace("\n", "\r\n").encode()))
+    rows = [{"text": "one\ntwo"}, {"text": "one\r\ntwo"}]
+    again, _ = read_input(write_predictions(rows, tmp_path / f"out.{ending}"))
+    assert [row["text"] for row in again] == [row["text"] for row in rows]
 
 
 def test_lengths_and_sizes_that_cannot_be_are_refused(trained, tmp_path):

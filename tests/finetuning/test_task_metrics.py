@@ -2,6 +2,9 @@
 
 import math
 import re
+import string
+import unicodedata
+from collections import Counter
 
 import pytest
 import torch
@@ -205,6 +208,54 @@ def test_answers_are_scored_as_squads_rules_say(answer, golds):
         metric = AnswerScore(score)
         metric.update([answer], [golds])
         assert metric.compute().item() == pytest.approx(expected)
+
+
+@given(*[st.text(alphabet=st.one_of(st.characters(max_codepoint=127), st.sampled_from("a the,.-'")), max_size=20)] * 2)
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold):
+    def words(text):
+        bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+        return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+    ours, theirs = words(answer), words(gold)
+    same = (Counter(ours) & Counter(theirs)).total()
+    overlap = 2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+    assert normalize_answer(answer) == " ".join(ours)
+    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
+    assert score_answer(answer, [gold]) == overlap
+
+
+@given(*[st.text(alphabet="北京市1b9 ,。《》、·(", max_size=12)] * 2)
+@settings(derandomize=True, deadline=None, max_examples=200)
+def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
+    "Punctuation of category P goes; an ideograph is a token, and what stands between ideographs is cut at spaces."
+    def tokens(text):  # noqa: E306
+        bare = "".join(c for c in text.lower() if not unicodedata.category(c).startswith("P"))
+        return "".join(f" {c} " if "\u4e00" <= c <= "\u9fa5" else c for c in bare).split()
+
+    ours, theirs = tokens(answer), tokens(gold)
+    assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
+    same = (Counter(ours) & Counter(theirs)).total()
+    assert score_answer(answer, [gold]) == pytest.approx(
+        2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs))
+
+
+@pytest.mark.parametrize("answer, gold, exact, overlap", [
+    ("北京市朝阳区", "北京市朝阳", 0, 2 * 5 / (6 + 5)),
+    ("《红楼梦》", "红楼梦。", 1, 1),
+    ("القاهرة،", "القاهرة", 1, 1),
+    ("दिल्ली।", "दिल्ली", 1, 1),
+    ("น้ำ", "นำ", 0, 2 * 1 / (2 + 2)),  # a letter with another mark is another letter; sara am is the same
+    ("thành phố à", "thành phố á", 0, 2 * 2 / (3 + 3)),
+    ("x a̱", "x the̱", 0, 2 * 1 / (2 + 2)),  # no composed form: the mark makes them no articles
+    ("a x̄", "x̄", 1, 1),
+    ("“Paris”", "Paris", 1, 1),
+])  # fmt: skip
+def test_answers_of_other_scripts_by_hand_however_accents_are_stored(answer, gold, exact, overlap):
+    for form in ("NFC", "NFD"):
+        said = unicodedata.normalize(form, answer)
+        assert score_answer(said, [gold], "exact_match") == exact, form
+        assert score_answer(said, [gold]) == pytest.approx(overlap), form
 
 
 def test_answer_scores_are_torchmetrics_squad_on_recorded_predictions():

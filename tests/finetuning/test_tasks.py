@@ -4,6 +4,7 @@ import ast
 import functools
 import io
 import keyword
+import re
 import tokenize
 from collections import Counter
 
@@ -19,7 +20,7 @@ from bertlab.finetuning.baselines import (
     tag_words,
 )
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.data.documents import Document, fingerprint, overlap
+from bertlab.data.documents import Document, fingerprint, overlap, split_words, word_pattern
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers
 from bertlab.finetuning.metrics import get_metrics_for_task
@@ -326,6 +327,34 @@ def test_spans_are_those_of_a_loop_over_words_in_its_order():
     assert [row["context"][slice(*span)] for span in spans] == texts
     near = features[1] / max(features[1])  # only b is asked for, next to a and to the full stop
     assert near.tolist() == [1, 0, 0, 0, 1, *[0] * 8]
+
+
+def test_a_bag_of_words_counts_letters_where_no_spaces_are_written():
+    draw = np.random.default_rng(0)
+    filler = lambda n: "".join(draw.choice(list("天地人大小上下左右中国朋友今明昨早晚来去")) for _ in range(n))  # noqa: E731
+    def rows(count):  # noqa: E306
+        nouns = {"food": "饭", "sport": "球"}
+        return [{"text": f"{filler(6)}{nouns[label]}{filler(5)},{filler(4)}。", "label": label}
+                for label in draw.choice([*nouns], count).tolist()]
+
+    task = Task("zh", "classification", "", "text", "label", ("food", "sport"), "accuracy", rows(120), rows(40), rows(60))
+    assert bag_of_words_baseline(task).scores["accuracy"] > 0.95 > 0.8 > majority_baseline(task).scores["accuracy"]
+    row = {"question": "首都是哪里?", "context": "我们的首都是北京。", "answers": {"text": ["北京"], "answer_start": [6]}}
+    spans = [row["context"][slice(*span)] for span in score_spans(row, AnswerWords([row]), max_words=2)[1]]
+    assert "北京" in spans and "京。" in spans and not any(len(span) > 2 for span in spans)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_words_of_the_tasks_own_rows_are_what_they_were(name):
+    "So that baselines of English text keep their scores."
+    def texts_in(value):  # noqa: E306
+        if isinstance(value, str):
+            yield value
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+            yield from texts_in(part)
+
+    for text in texts_in([small(name).train, small(name).validation, small(name).test]):
+        assert split_words(text, signs=True) == [m[0] for m in word_pattern(signs=True).finditer(text)] == re.findall(r"\w+|[^\w\s]", text)
 
 
 def test_the_question_baseline_scores_a_text_once_whatever_the_threshold(monkeypatch):

@@ -141,7 +141,7 @@ def test_mistakes_are_answered_before_torchao_is_asked(stand_in):
 
 @needs_no_torchao
 def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
-    with pytest.raises(ImportError, match=r"torchao: pip install 'bertlab\[quantized\]'"):
+    with pytest.raises(ImportError, match=r'torchao: pip install "bertlab\[quantized\]"'):
         convert_to_float8(BertLabForMaskedLM(small()), emulate=True)
     on_a_card(monkeypatch, (9, 0))
     with pytest.raises(ImportError, match="quantized"):

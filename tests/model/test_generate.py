@@ -76,6 +76,7 @@ def test_one_mask_each_gives_one_list_each(model, tokenizer):
         (["the [MASK]", "cat " * 30 + "[MASK]"], {}, "text 1 has 33 tokens and the model reads 24"),
         ("the [MASK]", {}, "texts must be a list"),
         ([], {}, "texts must be a list"),
+        (["the [MASK]", "caf\udce9 [MASK]"], {}, "text 1 holds half of a surrogate pair, or a byte that is no UTF-8"),
         (["the [MASK]"], {"top_k": 0}, "top_k must be from 1"),
         (["the [MASK]"], {"top_k": 10_000}, "top_k must be from 1"),
         (["the [MASK]"], {"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
@@ -187,3 +188,17 @@ def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
         model(torch.full((1, longest), 5))
         with pytest.raises((IndexError, RuntimeError)):
             model(torch.full((1, longest + 1), 5))
+
+
+@pytest.mark.parametrize("family, longest", [("Roberta", 16), ("Bert", 18)])
+@pytest.mark.parametrize("targets", [["query"], ["position_embeddings", "query"]])
+def test_a_model_inside_adapters_or_a_compiler_is_as_long_as_it_is_alone(family, longest, targets, tokenizer):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = getattr(transformers, f"{family}Config")(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
+                                                      vocab_size=len(tokenizer), pad_token_id=1, max_position_embeddings=18)  # fmt: skip
+    alone = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
+    assert longest_row(torch.compile(alone)) == longest
+    model = peft.get_peft_model(alone, peft.LoraConfig(target_modules=targets, r=2)).eval()
+    assert longest_row(model) == longest
+    with pytest.raises(ValueError, match=f"the model reads {longest}"):
+        fill_mask(model, tokenizer, ["[MASK]" + " the" * (longest - 2)])

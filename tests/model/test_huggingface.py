@@ -22,6 +22,8 @@ from transformers import (
 )
 
 from bertlab.model.config import BertLabConfig, bert_base, bert_tiny, modernbert_base, modernbert_tiny, roberta_base
+from bertlab.data.tokenizers import load_tokenizer
+from bertlab.model.context import extend_context
 from bertlab.model.huggingface import (
     HEADS,
     BertLabModelWithPooler,
@@ -806,6 +808,24 @@ def test_a_written_tokenizer_cuts_a_text_where_the_model_ends(kind, tmp_path):
         cut = again(" ".join(["w7"] * 3 * L), truncation=True, return_tensors="pt")
         model = their_class(kind, "ForMaskedLM").from_pretrained(tmp_path)
         assert cut.input_ids.shape[1] == written and model(**cut).logits.shape[1] == written
+
+
+@pytest.mark.parametrize("said, ends", [(8192, [L, 2 * L, 3 * L]), (10**30, [L, 2 * L, 3 * L]), (L, [L, 2 * L, 3 * L]), (7, [7, 7, 7])])
+def test_a_tokenizer_that_ended_with_its_model_ends_with_a_longer_one_and_a_choice_stays(said, ends, tmp_path):
+    model, written = ours(max_position_embeddings=L), tokenizer()
+    written.model_max_length = said
+    for number in (1, 2, 3, 1):  # the last one: made shorter again
+        longer = model if number == 1 else extend_context(model, number * L, "yarn")
+        place = save_model(longer, written, tmp_path / str(number))
+        again = transformers.AutoTokenizer.from_pretrained(place)
+        assert again.model_max_length == ends[number - 1]
+        assert again(" ".join(["w7"] * 4 * L), truncation=True, return_tensors="pt").input_ids.shape[1] == ends[number - 1]
+        written = load_tokenizer(place)
+    written.model_max_length = 9
+    for number in (2, 3):
+        place = save_model(extend_context(model, number * L, "yarn"), written, tmp_path / "chosen")
+        written = load_tokenizer(place)
+        assert written.model_max_length == 9
 
 
 def test_saving_that_fails_keeps_the_files_that_were_there(saved, tmp_path, monkeypatch):

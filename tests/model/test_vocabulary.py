@@ -152,6 +152,23 @@ def test_counterparts_find_the_same_piece_in_another_spelling():
         assert b"".join(names[part].text for part in found.parts[id]) == spelled.text.lower().strip()
 
 
+@pytest.mark.parametrize("word, inside", [("nov", "zanov obnov"), ("нов", "занов обнов"), ("दिन", "कदिन मदिन")])
+def test_a_piece_within_a_word_is_no_twin_of_the_word_in_any_script(word, inside):
+    old = train_tokenizer([f"x {word} y {word}"] * 30, 320, kind="bpe")
+    new = train_tokenizer([inside] * 30, 320, kind="bpe")
+    found, names = find_counterparts(old, new), spell_pieces(old)
+    ids = [id for id, piece in enumerate(spell_pieces(new)) if piece and piece.text == word.encode() and not piece.begins]
+    assert ids and not set(ids) & found.twins
+    assert all(not names[part].begins for part in found.parts[ids[0]])
+
+
+def test_a_letter_of_chinese_is_the_same_piece_whether_a_kind_has_it_begin_a_word_or_not():
+    old, new = (train_tokenizer(["东京南京北京", "西京后京"] * 30, 270, kind=kind) for kind in ("bpe", "wordpiece"))
+    [within] = old("京", add_special_tokens=False)["input_ids"]
+    assert not spell_pieces(old)[within].begins and spell_pieces(new)[new.convert_tokens_to_ids("京")].begins
+    assert find_counterparts(old, new).parts[new.convert_tokens_to_ids("京")] == [within]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_is_its_own_counterpart(kind):
     found = find_counterparts(TOKENIZERS[kind], TOKENIZERS[kind])

@@ -64,7 +64,7 @@ def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(opti
     "You et al. 2020, algorithm 2, whose decay stands in the ratio; without averages it stays out."
     torch.manual_seed(0)
     weight, decay = nn.Parameter(torch.randn(6, 4, dtype=torch.float64)), 0.3 if "grad_averaging" not in options else 0.0
-    given = {"lr": 0.1, "weight_decay": decay, "weight_decouple": False, **options}
+    given = {"lr": 0.1, "weight_decay": decay, **options}
     optimizer = get_optimizer("lamb", [weight], given)
     expected, m, v = weight.detach().clone(), 0.0, 0.0
     for t in range(1, 9):
@@ -75,6 +75,15 @@ def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(opti
         optimizer.step()
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-5)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999), "the betas that were asked for"
+
+
+@pytest.mark.parametrize("option", ["rectify", "fixed_decay"])
+def test_a_decay_that_lamb_would_leave_out_of_the_ratio_anyway_is_not_lost(option):
+    weight = nn.Parameter(torch.ones(4, 4))
+    optimizer = get_optimizer("lamb", [weight], {"lr": 0.01, "weight_decay": 0.5, option: True})
+    weight.grad = torch.zeros(4, 4)
+    optimizer.step()
+    assert weight.tolist() == [[pytest.approx(0.5 if option == "fixed_decay" else 1 - 0.01 * 0.5)] * 4] * 4
 
 
 @pytest.mark.parametrize("rectify, first", [(False, 1.0), (True, 0.0)])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from ranks import run_on_ranks
+from test_modules import data_of, module_of
 from test_training import CONFIG, Texts, equal, train, word_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,6 +49,7 @@ from bertlab.train.checkpoints import (
     RunCheckpoint,
     WholeFileCheckpointIO,
     check_resume,
+    documents_identity,
     find_checkpoint,
     random_states,
     read_checkpoint,
@@ -180,6 +182,31 @@ def test_a_drive_without_links_still_keeps_the_best(tmp_path, monkeypatch):
     assert fill(shelf, [1, 2, 3]) == [1, 3] and [p.name for p in shelf.best()] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_the_link_to_the_best_follows_it_where_no_link_gives_way_to_another(tmp_path, monkeypatch, links):
+    "Windows renames nothing onto a link to a directory; and it may make no links any more."
+    renamed = os.replace
+
+    def replace(one, other):
+        if os.path.islink(other):
+            raise PermissionError(13, "Access is denied")
+        renamed(one, other)
+
+    def refuse(*args, **kwargs):
+        raise OSError("no links for this user")
+
+    monkeypatch.setattr(os, "replace", replace)
+    shelf = ModelShelf(tmp_path, 1, 1, "min")
+    shelf.put(1, 3, lambda directory: (directory / "w").write_text("w"))
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+    for step in (2, 3):
+        shelf.put(step, 3 - step, lambda directory: (directory / "w").write_text("w"))
+        assert shelf.best()[0].name == f"step-0000000{step}"
+        assert (tmp_path / "best").is_symlink() == links and (not links or (tmp_path / "best").resolve() == shelf.best()[0])
+    assert not (tmp_path / ".best.link").is_symlink()
+
+
 def moved_shelf(place):
     "A shelf whose link to the best of two models has become a model, as scp -r makes it."
     fill(ModelShelf(place / "old", 2, 1, "min"), [2, 3])
@@ -300,6 +327,61 @@ def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_pa
     assert torch.equal(last["model.embeddings.tok_embeddings.weight"],
                        weights["encoder.embeddings.tokens.weight"])  # fmt: skip
     assert json.loads((tmp_path / "best" / "config.json").read_text())["mask_token_id"] == 4
+
+
+def judged(directory, step, value=None, objective="mlm", plain_mean=False, **options):
+    "Steps of the models that are there behind one more run, whose own gets this value; the last and the best one stay."
+    models = ModelDirectories(directory, None, every_steps=100, keep_last=1)
+    schedule = {"collator_kwargs": {"schedule": options.pop("schedule")}} if objective == "diffusion" else {}
+    data = data_of(objective, val_batch_size=4, **schedule)
+    trainer = make_trainer(step, "32-true", "cpu", val_check_steps=step, callbacks=[models], **options)
+    trainer.fit(module_of(objective, plain_mean=plain_mean), data)
+    if value is not None:
+        models.shelf.note(step, value)
+    return [marker["step"] for marker in models.shelf.models().values()]
+
+
+def validation_text():
+    "What the marker of any version says of the text."
+    data = data_of()
+    data.setup("validate")
+    return documents_identity(data.val_datasets[0].documents)
+
+
+def rewrite_marker(directory, **changes):
+    path = directory / "step-00000002" / MODEL_MARKER
+    marker = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in marker.items() if value is not None}))
+
+
+@pytest.mark.parametrize("limit, less, read", [(1, 2, "4 rows"), (0.5, 0.25, "0.5 of all"), (1.0, 1, "all"), (999, 0.5, "all")])
+def test_a_value_of_an_older_version_that_does_not_say_how_much_was_read_stays(tmp_path, capsys, limit, less, read):
+    assert judged(tmp_path, 2, 0.01, limit_val_batches=limit) == [2]
+    marker = read_marker(tmp_path / "step-00000002")
+    assert (marker["text"], marker["read"]) == (validation_text(), read)
+    rewrite_marker(tmp_path, read=None)
+    assert judged(tmp_path, 3, limit_val_batches=limit) == [2, 3]
+    assert (tmp_path / "best").resolve().name == "step-00000002"
+    rewrite_marker(tmp_path, read=read)
+    assert judged(tmp_path, 4, limit_val_batches=limit) == [2, 4] and "ranked anew" not in capsys.readouterr().out
+    assert judged(tmp_path, 5, limit_val_batches=less) == [5]
+    assert "or more or less of it is read" in capsys.readouterr().out
+
+
+def test_a_share_of_the_rows_is_the_same_on_any_number_of_processes(tmp_path, monkeypatch):
+    judged(tmp_path, 2, 0.01, limit_val_batches=0.5)
+    monkeypatch.setattr("bertlab.train.model_directories.count_readers", lambda trainer: 2)
+    assert judged(tmp_path, 3, limit_val_batches=0.5) == [2, 3]
+
+
+@pytest.mark.parametrize("schedule, plain, kept", [("cosine", False, False), ("cosine", True, True), ("linear", False, True)])
+def test_values_of_cosine_diffusion_by_an_older_version_are_of_another_measure(tmp_path, capsys, schedule, plain, kept):
+    options = {"objective": "diffusion", "schedule": schedule, "plain_mean": plain}
+    judged(tmp_path, 2, 0.01, **options)
+    assert judged(tmp_path, 3, **options) == [2, 3], "those of one version are of one measure"
+    rewrite_marker(tmp_path, text=validation_text(), read=None)
+    assert judged(tmp_path, 4, **options) == ([2, 4] if kept else [4])
+    assert ("weighed its tokens otherwise" in capsys.readouterr().out) is not kept
 
 
 def test_processes_talk_about_models_only_after_a_validation(tmp_path):
@@ -473,6 +555,20 @@ def test_a_checkpoint_that_does_not_fit_on_the_drive_is_named_and_leaves_nothing
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert refused.value.filename == str(path) and str(path) in str(refused.value)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_a_drive_that_a_checkpoint_has_just_filled_does_not_end_the_run(tmp_path, monkeypatch, error):
+    save, written = torch.save, []
+
+    def fills(content, file, *more):
+        if written:
+            raise error
+        written.append(save(content, file, *more))
+
+    monkeypatch.setattr(torch, "save", fills)
+    WholeFileCheckpointIO().save_checkpoint({"callbacks": {"Keeps": {"kept": 1}}, "state_dict": {}}, tmp_path / "a.ckpt")
+    assert names(tmp_path) == ["a.ckpt"]
 
 
 def test_a_file_with_code_in_it_is_refused_unless_it_is_trusted(folder):

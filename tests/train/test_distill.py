@@ -23,7 +23,7 @@ from bertlab.train.model_directories import whole_weights, written_directory
 from bertlab.train.distill import DistillationModule, check_same_words, hash_weights, kl_divergence, load_reference
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.checkpoints import CheckpointSeries
-from bertlab.train.stages import Stage, _prepare, load_stages, train_stages
+from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, train_stages
 from bertlab.train.trainer import make_trainer, seed_everything
 
 OBJECTIVES = ["mlm", "diffusion", "enhanced_mlm"]
@@ -580,6 +580,20 @@ def test_averages_are_what_a_stage_leaves_even_where_it_only_had_to_be_written(t
     (there / "model").rename(tmp_path / "aside")
     train_stages([stage], tmp_path / "out", resume=True, progress=False)
     assert all(torch.equal(wanted[name], value) for name, value in weights_in(there).items())
+
+
+def test_tokens_of_a_finished_stage_are_those_of_all_processes_once(text, tmp_path, monkeypatch):
+    monkeypatch.setattr("bertlab.train.stages.count_readers", lambda trainer: 2)
+    stage = Stage(steps=2, data=stages_of(text)[0].data, module=stages_of(text)[0].module, trainer=CPU, checkpoint_every_steps=2)
+    train_stages([stage], tmp_path / "out", progress=False)
+    place, two = tmp_path / "out" / "stage-1", replace(stage, trainer={**CPU, "devices": 2})
+    kept = torch.load(place / "checkpoints" / "step-00000002.ckpt", weights_only=True)["callbacks"]["History"]
+    tokens, seconds = spent_in_stages([two], tmp_path / "out")
+    assert tokens == 2 * kept["tokens"] and seconds == pytest.approx(kept["train_seconds"], abs=0.5)
+    head, *rows = (place / "history.csv").read_text().splitlines()  # older versions wrote one process's
+    cells = [row.split(",") for row in rows]
+    (place / "history.csv").write_text("\n".join([head, *(",".join([*c[:4], str(float(c[4]) / 2), c[5]]) for c in cells)]) + "\n")
+    assert spent_in_stages([two], tmp_path / "out") == (tokens, seconds)
 
 
 def test_a_stage_that_something_stopped_is_not_taken_for_finished(text, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import csv
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, spike_limits
 from bertlab.model.losses import LossParts
 from bertlab.optim.optimizers import get_optimizer
-from bertlab.train.steps import TrainingModule, skip_step
+from bertlab.train.steps import TrainingModule, can_flag, skip_step
 from bertlab.train.trainer import make_trainer
 
 NAN, INF = float("nan"), float("inf")
@@ -371,3 +372,12 @@ def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in (0, 1))
     assert torch.equal(one[0], two[0]) and one[0].isfinite().all()
     assert one[1:] == two[1:] and one[1] == 96 and one[2] == [7, 8] and "6 steps" in one[3]
+
+
+def test_fused_kernels_that_read_no_flag_are_given_none():
+    "Apple's take no notice of `found_inf`, so that a step they were to skip would be taken."
+    def flagged(device):
+        group = {"fused": True, "params": [torch.nn.Parameter(torch.ones(2, device=device))]}
+        return can_flag(SimpleNamespace(_step_supports_amp_scaling=True, param_groups=[group]))
+
+    assert flagged("cpu") and not flagged("meta")

@@ -17,6 +17,7 @@ from conftest import ROOT
 
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.train.parallel import find_launch, launched_options, started_by_first
+from bertlab.train.stages import load_stages, spent_in_stages
 
 ROWS = 8  # of an optimizer step, over all processes
 
@@ -274,7 +275,7 @@ def test_stages_over_two_devices_that_lightning_or_torchrun_starts_have_the_loss
     stage = {"steps": 3, "trainer": {"accelerator": "cpu", "precision": "32-true"},
              "data": {"train_dataset_name_or_path": "text.txt", "max_sequence_length": 64}}  # fmt: skip
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
-    found = {}
+    found, spent = {}, {}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     for devices, launcher in ((1, []), (2, []), ("torchrun", torchrun)):
         said = {"devices": devices} if not launcher else {}  # a launcher knows
@@ -286,10 +287,13 @@ def test_stages_over_two_devices_that_lightning_or_torchrun_starts_have_the_loss
                               env=ENVIRONMENT, capture_output=True, text=True, timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         found[devices] = []
+        spent[devices] = spent_in_stages(load_stages(place / "stages.yaml"), place / f"stages-{devices}")[0]
         for number in (1, 2):
             with open(place / f"stages-{devices}" / f"stage-{number}" / "history.csv") as file:
                 found[devices] += [float(row["loss"]) for row in csv.DictReader(file)]
     assert len(found[1]) == 6
+    # The first of two processes stands for both, whose rows are not equally full.
+    assert spent[2] == pytest.approx(spent[1], rel=0.05) and spent["torchrun"] == pytest.approx(spent[1], rel=0.05)
     assert found[2] == pytest.approx(found[1], abs=2e-5) and found["torchrun"] == pytest.approx(found[1], abs=2e-5)
 
 

@@ -19,7 +19,7 @@ from test_training import CONFIG, Texts, equal, train
 
 import bertlab.train.history as module_of_progress
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.history import History, RunProgress, RunRecord, stop_clocks
+from bertlab.train.history import Clock, History, RunProgress, RunRecord, stop_clocks
 from bertlab.model.config import BertLabConfig, count_matrices
 from bertlab.core.devices import peak_memory_bytes, resident_memory_bytes
 from bertlab.train.model_directories import ModelDirectories
@@ -332,6 +332,25 @@ class Pauses(Callback):
     def on_train_batch_end(self, trainer, *_):
         with stop_clocks(trainer):
             time.sleep(0.2)
+
+
+def test_a_call_stops_the_clocks_at_once_and_the_end_of_a_with_lets_those_go_on_that_it_has_stopped():
+    clock, still = Clock(), Clock()
+    trainer = SimpleNamespace(callbacks=[clock, Callback(), still])
+    clock.go_on()
+    stop_clocks(trainer)  # as a callback that says no `with`
+    time.sleep(0.2)
+    assert clock.totals()[1] < 0.2
+    clock.go_on()
+    with pytest.raises(KeyError), stop_clocks(trainer):
+        with stop_clocks(trainer):
+            pass
+        before = clock.totals()[1]
+        time.sleep(0.05)
+        assert clock.totals()[1] == before, "the inner one goes on with what it has stopped alone"
+        raise KeyError
+    time.sleep(0.05)
+    assert clock.totals()[1] >= before + 0.05 and still.totals()[1] == 0
 
 
 class SlowModels(ModelDirectories):

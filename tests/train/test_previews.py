@@ -1,5 +1,6 @@
 "Whoever looks at a model in training leaves no trace in it."
 
+import io
 import json
 import os
 import pickle
@@ -205,6 +206,19 @@ def test_lines_are_printed_where_nothing_moves_and_only_there(capsys):
         options = {"enable_progress_bar": True} if moves else {}
         make_trainer(2, "32-true", "cpu", callbacks=[preview], **options).fit(tiny(), Texts())
         assert (ONE in capsys.readouterr().out) != moves and len(preview.history) == 2
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii", "cp1252"])
+def test_a_letter_that_the_screen_lacks_ends_no_run(encoding, monkeypatch):
+    class Odd(FillMaskPreview):
+        def describe(self, answers):
+            return ["\u7b2c é ”"]
+
+    printed = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding=encoding))
+    trainer = make_trainer(2, "32-true", "cpu", callbacks=[Odd([ONE], TOKENIZER, 2)])
+    trainer.fit(tiny(), Texts())
+    assert trainer.global_step == 2 and printed.getvalue().decode(encoding).count("\n  \\u7b2c ") == 2
 
 
 def test_the_bar_of_a_run_is_a_bar(capsys):

@@ -134,11 +134,26 @@ def test_a_validation_on_another_text_or_of_a_checkpoint_is_in_no_report_of_the_
     _, other = parts()
     other.set_datasets(TEXTS, TEXTS[:3])
     trainer.validate(module, other, verbose=False)
+    trainer.validate(module, other.val_dataloader(), verbose=False)
+    assert trainer.datamodule is other
     trainer.validate(module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False)
+    trainer.validate(module, other.val_dataloader(), verbose=False)
+    assert trainer.datamodule is data, "Lightning leaves it where loaders are given"
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
     (tmp_path / "run" / "metrics.json").unlink()
     trainer.validate(module, data, verbose=False)
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["validated_step"] == 4
+
+
+def test_a_run_on_loaders_is_validated_on_loaders(tmp_path):
+    module, data = parts()
+    data.setup()
+    history = History()
+    trainer = make_trainer(2, "32-true", callbacks=[history, RunReport(tmp_path, history)])
+    trainer.fit(module, data.train_dataloader())
+    assert "val_loss" not in json.loads((tmp_path / "metrics.json").read_text())
+    found = trainer.validate(module, data.val_dataloader(), verbose=False)[0]
+    assert json.loads((tmp_path / "metrics.json").read_text())["val_loss"] == pytest.approx(found["val_loss"])
 
 
 class Trouble(NonFiniteGuard):

@@ -288,6 +288,14 @@ def test_a_trainer_of_impossible_options_is_a_value_error_of_one_line(options, w
     assert "\n" not in str(refused.value)
 
 
+def test_variables_of_the_environment_reach_a_trainer_as_they_reach_lightnings(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_LOG_EVERY_N_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "3")
+    trainer = make_trainer(1, "32-true", "cpu")
+    assert (trainer.log_every_n_steps, trainer.limit_train_batches) == (7, 3)
+    assert make_trainer(1, "32-true", "cpu", limit_train_batches=5).limit_train_batches == 5, "what is said wins"
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_weights_in_16_bits_leave_what_they_are_compared_with_as_it_is(precision):
     numbers = torch.tensor([1906.25, 1911.25, 70_000.0])

@@ -54,6 +54,7 @@ def test_every_file_that_the_page_loads_is_there_and_has_the_number_that_is_stat
 def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(folder):
     text = (folder / "page/index.html").read_text()
     assert "{{" not in text and "my &lt;model&gt;" in text and "<model>" not in text
+    assert '<textarea id="text" dir="auto"' in text and '<p dir="auto">the red ___ sees' in text
 
     class Reader(html.parser.HTMLParser):
         loaded, ids, opened = [], [], []

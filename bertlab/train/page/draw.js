@@ -28,7 +28,7 @@ function table(caption, titles, rows) {
 
 export function guessTable(words, number, count) {
   const rows = words.map(([word, share]) => [
-    make("th", { scope: "row" }, word), make("td", { className: "number" }, percent(share)), bar(share)]);
+    make("th", { scope: "row", dir: "auto" }, word), make("td", { className: "number" }, percent(share)), bar(share)]);
   return table(count > 1 ? `Gap ${number} of ${count}` : "The gap", ["guess", "probability", ""], rows);
 }
 
@@ -36,8 +36,8 @@ export function lensTable(piece, states) {
   const last = states.length - 1;
   const rows = states.map((words, state) => [
     make("th", { scope: "row" }, state === 0 ? "embedding" : state === last ? `layer ${state}, the answer` : `layer ${state}`),
-    make("td", {}, words[0][0]), make("td", { className: "number" }, percent(words[0][1])), bar(words[0][1], "bar wide"),
-    make("td", { className: "soft" }, words.slice(1).map(([word]) => word).join(", "))]);
+    make("td", { dir: "auto" }, words[0][0]), make("td", { className: "number" }, percent(words[0][1])), bar(words[0][1], "bar wide"),
+    make("td", { className: "soft", dir: "auto" }, words.slice(1).map(([word]) => word).join(", "))]);
   return table(`For ${piece}`, ["after", "best guess", "probability", "", "then"], rows);
 }
 
@@ -60,7 +60,7 @@ export function pieceButton(word, share, most, pressed, isGap) {
   tower.setAttribute("aria-hidden", "true");
   return make("button", {
     type: "button", className: isGap ? "piece gap" : "piece", "aria-pressed": String(pressed),
-  }, tower, make("span", { className: "word" }, word), " ", make("span", { className: "share" }, percent(share)));
+  }, tower, make("span", { className: "word", dir: "auto" }, word), " ", make("span", { className: "share" }, percent(share)));
 }
 
 export function headPicture(canvas, attention, shape, layer, head, colour) {

@@ -139,7 +139,7 @@ function fillControls(page) {
   at("layer").addEventListener("change", (event) => chooseHead(Number(event.target.value), state.head));
   at("head").addEventListener("change", (event) => chooseHead(state.layer, Number(event.target.value)));
   const buttons = page.examples.map((text) => {
-    const button = make("button", { type: "button", className: "example" }, text);
+    const button = make("button", { type: "button", className: "example", dir: "auto" }, text);
     button.addEventListener("click", () => { at("text").value = text; ask(text); });
     return button;
   });
