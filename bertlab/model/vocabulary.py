@@ -38,7 +38,7 @@ def masked_bits_per_byte(
     seed: int = 0,  # of the masks
     batch_size: int = 32,
 ) -> float:  # bits per byte of the hidden words
-    "Score whole hidden words, so that models with different tokenizers compare."
+    "Score whole hidden words, so that models compare whose tokenizers keep the same letters."
     ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
     max_length = min(max_length, model.config.max_position_embeddings)
     rows = PackedDataset(ids, max_length, shuffle=False, **special_ids(tokenizer))
