@@ -418,7 +418,7 @@ def test_a_table_longer_than_the_vocabulary_is_cut(room):
         table = model.get_input_embeddings().weight
         table[len(tokenizer) :] = table[tokenizer.convert_tokens_to_ids("the")]
     shown = embedding_map(model, tokenizer, ["the"]).children[-1].value
-    assert "nearest to the:" in shown and " 1.00" not in shown and "None" not in shown
+    assert "nearest to <bdi>the</bdi>:" in shown and " 1.00" not in shown and "None" not in shown
 
 
 def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
@@ -436,7 +436,7 @@ def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
         table = model.get_input_embeddings().weight
         table[50:53] = table[moved["the"]] = table[moved[last]]  # the nearest but one may be no entry
     shown = embedding_map(model, tokenizer, ["the", last])
-    assert f"nearest to the: {last} 1.00" in shown.children[-1].value and "None" not in shown.children[-1].value
+    assert f"nearest to <bdi>the</bdi>: <bdi>{last}</bdi> 1.00" in shown.children[-1].value and "None" not in shown.children[-1].value
     with pytest.raises(ValueError, match=f"ids up to {moved[last]}.*vocab_size is 1500"):
         embedding_map(room["small_model"](0), tokenizer, ["the"])
 
