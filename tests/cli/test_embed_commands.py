@@ -250,14 +250,6 @@ def test_an_evaluation_on_texts_without_words_keeps_the_model_s_numbers(place, c
     assert lines[-1].startswith("mean of word vectors: left out") and "have none" in lines[-1]
 
 
-def test_a_command_s_model_works_on_the_gpu_where_there_is_one(place, monkeypatch):
-    moved = []
-    monkeypatch.setattr(BiEncoder, "to", lambda self, device: moved.append(device) or self)
-    for there, device in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert isinstance(load_bi_encoder(str(place / "run")), BiEncoder) and moved.pop() == device
-
-
 @pytest.mark.parametrize("words", [("encode", "{texts}", "--output", "v.npy"), ("search", "{texts}", "x"),
                                    ("evaluate", "--data", "{pairs}", "--baselines", "false")])  # fmt: skip
 def test_a_model_may_be_named_as_the_hub_names_it(place, capsys, monkeypatch, tmp_path, words):
