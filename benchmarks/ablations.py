@@ -13,13 +13,19 @@ number of seconds. The judge of `bertlab speedrun` scores every run.
 Every run is written to the result as soon as it is there, and a later call goes on. Where no control so far comes out
 again, on other code or another kind of processor, a control of its own is tuned first, and the arms that are still missing
 are compared with that one: a gain is always of runs in one place. The arms of other places stay as they are, unless --arms
-names them.
+names them. An arm whose recipe or trick has changed runs anew; that the library has changed is seen by the control alone.
+
+A gain has two standard errors to each side, from how much runs of one arm scatter over all arms. More runs of the control
+make all gains surer: --arms control --seeds 9.
 """
 
 import argparse
+import ast
+import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -28,14 +34,15 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from sides import KEPT, BenchmarkParser, machine
+import numpy as np
+from sides import KEPT, ROOT, BenchmarkParser, machine
 
 from bertlab.core.files import written_whole
 
@@ -126,11 +133,15 @@ ARMS = {
     "beta2 0.95": Arm("AdamW forgets faster", model(optimizer_kwargs={"betas": [0.9, 0.95]}), free=True),
     "no weight decay": Arm("weight decay 0", model(weight_decay=0.0), free=True),
     "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
+    "muon, values apart": Arm("Muon on queries, keys and values one by one", model(
+        optimizer_class="tricks.MuonOfParts"), on="combination"),
+    "muon, gates apart": Arm("Muon on them and on both halves of gated MLPs one by one", model(
+        optimizer_class="tricks.MuonOfAllParts"), on="combination"),
     "momentum 0.95": Arm("Muon forgets slower", model(optimizer_kwargs={"momentum": 0.95}), on="combination", free=True),
     # the shape
     "4 layers": Arm("twice the depth", shape(num_hidden_layers=4), on="combination"),
     "2 layers": Arm("half the depth", shape(num_hidden_layers=2), on="first"),
-    "2 layers of 256": Arm("half the depth, a third wider", shape(
+    "2 layers of 256": Arm("two layers, a third wider", shape(
         num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4)),
     "6 layers of 128": Arm("deeper and narrower", shape(
         num_hidden_layers=6, hidden_size=128, intermediate_size=256, num_attention_heads=2)),
@@ -237,7 +248,7 @@ def control_of(on: str | None) -> Control:
 
     if on is None:
         return Control({}, 440, (1e-3, 2e-3, 4e-3), 0.05, 0.3)
-    recipe = load_speedrun(on)
+    recipe = load_speedrun(ROOT / on)
     model, parts = recipe.get("model", {}), [f"scheduler_{part}_steps" for part in ("warmup", "cooldown")]
     if missing := [name for name in ("learning_rate", *parts) if name not in model]:
         raise ValueError(f"{on}: arms are laid over a recipe that sets its own model.{', model.'.join(missing)}; write them "
@@ -247,6 +258,28 @@ def control_of(on: str | None) -> Control:
     steps, rate = recipe["trainer"]["max_steps"], model.pop("learning_rate")
     shares = [model.pop(part) / steps for part in parts]
     return Control(recipe, steps, (rate / 2, rate, 2 * rate), *shares)
+
+
+def trick_source(name: str) -> str:
+    "What a name of tricks.py is made of: its code, and that of all that it uses there."
+    parsed = ast.parse((Path(__file__).parent / "tricks.py").read_text(encoding="utf-8")).body
+    known = {getattr(node, "name", None) or getattr(getattr(node, "targets", [None])[0], "id", None): node for node in parsed}
+    found, wanted = {}, [name]
+    while wanted:
+        name = wanted.pop()
+        if name in known and name not in found:
+            found[name] = ast.unparse(known[name])
+            wanted += [node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name)]
+    return "\n".join(found[name] for name in sorted(found))
+
+
+@cache
+def digest(name: str, on: str | None) -> str:
+    "What an arm is, in a few letters: one that has changed is another, and is measured anew."
+    arm, control = ARMS[name], control_of(on)
+    said = repr([replace(arm, about=""), control.recipe, control.warmup, control.cooldown])
+    said += "".join(trick_source(trick) for trick in sorted(re.findall(r"'tricks\.(\w+)'", said)))
+    return hashlib.sha256(said.encode()).hexdigest()[:12]
 
 
 def arms_on(on: str | None) -> list[str]:
@@ -440,21 +473,22 @@ class Table:
 
     @staticmethod
     def nothing() -> dict:
-        return {"machines": [], "runs": [], "costs": [], "arms": {}}
+        return {"machines": [], "runs": [], "costs": [], "scatter": [], "arms": {}}
 
     def case(self, arm: str, rate: float, seed: int, steps: int | None = None) -> dict:
         on = {} if self.options.on is None else {"on": self.options.on}
         return {"arm": arm, "rate": rate, "seed": seed, "steps": steps or self.options.steps, "quick": self.options.quick,
-                "machine": self.here, **on}  # fmt: skip
+                "machine": self.here, "digest": digest(arm, self.options.on), **on}  # fmt: skip
 
     def known(self, case: dict) -> dict | None:
-        return next((run for run in self.found["runs"] if all(run[k] == v for k, v in case.items())), None)
+        "The run of a case. A run of a time without digests is of whatever its arm's name says."
+        return next((run for run in self.found["runs"] if all(run.get(k, k == "digest" and v) == v for k, v in case.items())), None)
 
     def ask(self, cases: list[dict]) -> list[dict]:
         "Runs, those that are not there yet side by side."
         wanted = [self.pool.submit(train_once, case) for case in cases if self.known(case) is None]
         for done in as_completed(wanted):
-            run = done.result()
+            run = done.result() | {"processor": self.where["processor"]}
             with self.lock:
                 self.found["runs"].append(run)
                 print(f"  {run['arm']:20} rate {run['rate']:.2g}  seed {run['seed']}  {run['steps']} steps  "
@@ -507,6 +541,9 @@ class Table:
         row = {"about": ARMS[arm].about, "machine": self.here, "rate": rate, "control_rate": control[0]["rate"],
                "plain": runs[0]["plain"], "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
         with self.lock:
+            before = self.found["arms"].get(arm, {})
+            if all(before.get(name) == row[name] for name in ("machine", "rate", "control_rate")):
+                row |= {name: before[name] for name in ("cost", "steps", "equal_seconds") if name in before}
             self.found["arms"][arm] = row
             self.write()
 
@@ -536,6 +573,7 @@ class Table:
 
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        settle(self.found, self.options.steps)
         with written_whole(self.path) as temporary:
             arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
             whole = {"what": __doc__.splitlines()[0], "machine": next(iter(self.found["machines"]), self.where), "steps": self.options.steps,
@@ -543,15 +581,61 @@ class Table:
             temporary.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def gain(control: list[dict], runs: list[dict]) -> dict:
-    "Bits per byte below the control, seed by seed."
-    each = [a["bits_per_byte"] - b["bits_per_byte"] for a, b in zip(control, runs, strict=True)]
-    return {"mean": statistics.mean(each), "least": min(each), "most": max(each),
-            "nats": statistics.mean(a["loss"] - b["loss"] for a, b in zip(control, runs, strict=True))}  # fmt: skip
+def gain(control: list[dict], runs: list[dict], paired: bool = True) -> dict:
+    "Bits per byte below the control: seed by seed, or below the mean of all that it has."
+
+    def below(name: str) -> list[float]:
+        level = statistics.mean(run[name] for run in control)
+        return [(there[name] if paired else level) - run[name] for there, run in zip(control if paired else runs, runs, strict=True)]
+
+    bits = below("bits_per_byte")
+    return {"mean": statistics.mean(bits), "least": min(bits), "most": max(bits), "nats": statistics.mean(below("loss"))}
+
+
+def settle(found: dict, steps: int) -> None:
+    """Give every gain two standard errors to each side, from `low` to `high`.
+
+    Runs scatter alike whatever the arm, so all arms of a place say together by how much. Where runs of one seed err
+    alike, they are compared seed by seed; else with all runs of the control, of which there may be more than three.
+    """
+    found["scatter"] = []
+    for place in range(len(found["machines"])):
+        rows = {name: row for name, row in found["arms"].items() if row.get("machine") == place}
+
+        def runs(name: str, rate: float, steps: int) -> dict[int, dict]:  # by seed
+            return {run["seed"]: run for run in found["runs"] if (run["arm"], run["machine"], run["rate"], run["steps"])
+                    == (name, place, rate, steps)}  # fmt: skip
+
+        beside = {}
+        for name, row in rows.items():
+            control, tried = runs("control", row["control_rate"], steps), runs(name, row["rate"], steps)
+            if name != "control" and len(control) > 1 and len(tried) > 1 and control.keys() >= tried.keys():
+                beside[name] = control, tried
+        if len(beside) < 3:  # too few to say how much runs scatter
+            found["scatter"].append(None)
+            continue
+        shared = sorted(set.intersection(*({*tried} for _, tried in beside.values())))
+        bits = np.array([[tried[seed]["bits_per_byte"] for seed in shared] for _, tried in beside.values()])
+        alone = bits.var(1, ddof=1).mean()
+        # What is left of each run when its arm and its seed are known.
+        left = bits - bits.mean(1, keepdims=True) - bits.mean(0) + bits.mean()
+        left = np.square(left).sum() / ((len(bits) - 1) * (len(shared) - 1))
+        most = max(len(control) for control, _ in beside.values())
+        paired = bool(2 * left / len(shared) < alone * (1 / len(shared) + 1 / most))
+        found["scatter"].append({"runs": alone**0.5, "beside_seed": left**0.5, "paired": paired, "control_runs": most})
+        for name, (control, tried) in beside.items():
+            ends = {"equal_tokens": tried}
+            if "equal_seconds" in rows[name]:
+                ends["equal_seconds"] = runs(name, rows[name]["rate"], rows[name]["steps"])
+            for end, tried in ends.items():
+                seeds = sorted(tried.keys() & control.keys())
+                one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [tried[seed] for seed in seeds], paired)
+                error = (2 * left / len(seeds) if paired else alone * (1 / len(seeds) + 1 / len(control))) ** 0.5
+                rows[name][end] = one | {"low": one["mean"] - 2 * error, "high": one["mean"] + 2 * error}
 
 
 def main() -> None:
-    every = ("arms", "on", "steps", "seeds", "timed", "workers", "no_costs", "list")  # a call adds to what is there
+    every = ("arms", "on", "timed", "workers", "no_costs", "list")  # a call adds to what is there
     parser = BenchmarkParser("ablations", free=every, otherwise="with --on ablations_NAME.json",
                              description=__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="of --list (default: all)")
@@ -566,13 +650,16 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget all runs")
     parser.add_argument("--kept", type=Path, default=KEPT, help="where a quick run writes")
     options = parser.parse_args()
-    if options.on and options.output.name == "ablations.json":
-        options.output = options.output.with_stem(f"ablations_{Path(options.on).stem}")
     known = arms_on(options.on)
     if options.list:
         return print("\n".join(f"{name:28}{ARMS[name].about}" for name in known))
+    if options.output is None:
+        parser.error("other steps or fewer seeds make another table: name its file with --output")
+    if options.on and options.output.name == "ablations.json":
+        options.output = options.output.with_stem(f"ablations_{Path(options.on).stem}")
     if options.on:
-        options.on = os.path.relpath(options.on)  # it stands in the result, which names no place of one machine
+        # It stands in the result, which names no place of one machine, and no directory of one call.
+        options.on = os.path.relpath(options.on, ROOT)
     try:
         base = control_of(options.on)
     except ValueError as error:
@@ -583,6 +670,10 @@ def main() -> None:
     if options.quick:
         options.steps, options.seeds, options.timed = 4, 1, 3
         options.arms = options.arms or ["control", "muon", "2 layers"]
+    if options.output.exists() and not options.fresh:
+        kept = json.loads(options.output.read_text(encoding="utf-8"))
+        if kept.get("runs") and kept.get("steps", options.steps) != options.steps:
+            parser.error(f"{options.output} holds runs of {kept['steps']} steps, not {options.steps}: choose another --output")
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
     table.find_place()
@@ -608,7 +699,7 @@ def main() -> None:
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["equal_tokens"]["mean"]):
         timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
-              f"({row['equal_tokens']['least']:+.4f} to {row['equal_tokens']['most']:+.4f})  {timed}")  # fmt: skip
+              f"({row['equal_tokens'].get('low', math.nan):+.4f} to {row['equal_tokens'].get('high', math.nan):+.4f})  {timed}")  # fmt: skip
     table.write()
     print(f"written to {table.path}")
 

@@ -164,7 +164,7 @@ def main() -> None:
             shown = {k: v / 2**20 if "bytes" in k else v
                      for k, v in runs[case][-1].items()}  # fmt: skip
             print(f"run {number + 1}: {case:26}", {k: round(v, 3) for k, v in shown.items()}, flush=True)
-        write_result(options.output, summary(runs, place), draw)
+        write_result(options.output, summary(runs, place), draw, whole=number + 1 == options.runs)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ take turns; `speedup` is against the fastest of the three.
 """
 
 import argparse
-import json
 import statistics
 import time
 
 import numpy as np
 import torch
-from sides import machine
+from sides import machine, write_result
 from tokenizers import Tokenizer, models
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
@@ -89,15 +88,11 @@ def main():
     for name, figures in result.items():
         print(f"{name:48}{figures['milliseconds_per_batch']:9.2f} ms a batch"
               f"{figures['tokens_per_second']:12,} tokens/s  {figures['speedup']:6.1f} x")
-    if options.output:
-        about = {
-            "bertlab": bertlab.__version__, "machine": machine(1), "numpy": np.__version__,
-            "rows": BATCH, "positions": LENGTH, "vocabulary": VOCABULARY, "share": PROBABILITY,
-            "repeats": options.repeats,
-        }
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump({**about, "median": result}, file, indent=2)
-            file.write("\n")
+    write_result(options.output, {
+        "bertlab": bertlab.__version__, "machine": machine(1), "numpy": np.__version__,
+        "rows": BATCH, "positions": LENGTH, "vocabulary": VOCABULARY, "share": PROBABILITY,
+        "repeats": options.repeats, "median": result,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

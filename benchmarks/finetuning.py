@@ -139,7 +139,7 @@ def main() -> None:
     }  # fmt: skip
     for name in options.tasks:
         result["tasks"][name] = measure_task(name, options.directory, options)
-        write_result(options.output, result)  # after each: they take minutes
+        write_result(options.output, result, whole={*options.tasks} == {*result["tasks"]})  # after each: they take minutes
 
 
 if __name__ == "__main__":

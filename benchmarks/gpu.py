@@ -33,6 +33,9 @@ embedded corpus.
 
 With --losses a BERT of 4 layers of 256 is trained on the embedded corpus from the same three starts, with
 its stream in 32 and in 16 bits; the losses are those of all held-out rows at the end.
+
+What there is after each shape goes into FILE.part.json, so that a machine that is lent for minutes leaves what it
+measured; FILE is written when all is done.
 """
 
 import argparse
@@ -416,11 +419,14 @@ def main() -> None:
         "verdicts": [], "shapes": {},
     }  # fmt: skip
 
-    def write() -> None:
+    def write(whole: bool = False) -> None:
         result["seconds"] = round(time.perf_counter() - begin)
         if output:
-            with written_whole(Path(output)) as temporary:
+            part = Path(output).with_suffix(".part.json")
+            with written_whole(Path(output) if whole else part) as temporary:
                 temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+            if whole:
+                part.unlink(missing_ok=True)
 
     output = options.output or (str(Path(__file__).parent / "results" / "gpu.json") if whole else None)
     if output is None:
@@ -429,13 +435,13 @@ def main() -> None:
         result["shapes"][shape] = measure(shape, options, texts, tokenizer, ceilings)
         if shape == "BERT-base":
             result["verdicts"] = judge(result["shapes"][shape], options.small)
-        write()  # after each, so that a machine that is lent for minutes leaves what it measured
+        write()
     if options.track:
         result["track"] = race(options)
         write()
     if options.losses:
         result["stream"] = compare_streams(options, corpus, tokenizer)
-        write()
+    write(whole=True)
 
 
 if __name__ == "__main__":

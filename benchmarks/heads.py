@@ -109,7 +109,7 @@ def main() -> None:
                   f"{figures['peak_resident_bytes'] / 2**20:7.0f} MiB in all,"
                   f"{figures['bytes_above_start'] / 2**20:7.0f} MiB of the step,"
                   f"{figures['seconds']:7.2f} s", flush=True)  # fmt: skip
-        write_result(options.output, summary(runs, place))
+        write_result(options.output, summary(runs, place), whole=number + 1 == options.runs)
 
 
 if __name__ == "__main__":

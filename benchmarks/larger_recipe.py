@@ -111,7 +111,8 @@ def main() -> None:
     begin = time.perf_counter()
     ledger = Ledger(options.kept / "larger_recipe", fingerprint(__file__), options.fresh)
     base = {"texts": [os.path.abspath(path) for path in options.texts], "documents": 200 if options.quick else None,
-            "device": options.device, "steps": options.steps, "quick": options.quick}  # fmt: skip
+            "device": options.device, "card": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+            "steps": options.steps, "quick": options.quick}  # fmt: skip
     best = {side: tuned(side, base, options, ledger) for side in options.sides}
     cases = {f"{side}, seed {seed}": {**base, "side": side, "seed": seed, "rate": best[side]["rate"]}
              for seed in range(options.rounds) for side in options.sides}  # fmt: skip
@@ -125,7 +126,7 @@ def main() -> None:
     say(judged)
     write_result(options.output, {
         "what": __doc__.splitlines()[0], "machine": machine(options.threads),
-        "trained_on": torch.cuda.get_device_name() if options.device == "cuda" else "cpu", "judged": judged,
+        "trained_on": base["card"], "judged": judged,
         "texts": [Path(path).name for path in options.texts] or ["embedded corpus"], "steps": options.steps,
         "tokens_per_step": LENGTH * ROWS, "tuned": best, "recipes": {
             side: recipe({**base, "side": side, "rate": best[side]["rate"]}) for side in options.sides},

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from bertlab.core.files import written_whole
 from bertlab.model.losses import unigram_counts, unigram_entropy
 from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, save_runs
 
@@ -116,8 +117,8 @@ def main():
         "torch": torch.__version__, "parameters": race["build"](0).num_parameters(), "results": results,
     }  # fmt: skip
     if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        with written_whole(options.output) as temporary:
+            temporary.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

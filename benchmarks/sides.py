@@ -5,7 +5,8 @@ Sides take turns as A B B A, so that a machine that warms up or is busy for a wh
 A ratio is formed within a round, of neighbours in time; reported are its median, least and most.
 
 Every child's figures are kept in build/benchmarks/ as soon as they are there. A benchmark that was
-interrupted goes on where it stopped, as long as the code is the same; `--fresh` begins anew.
+interrupted goes on where it stopped, as long as the code, the machine and the versions of Python, torch
+and the other libraries are the same; `--fresh` begins anew.
 """
 
 import argparse
@@ -36,28 +37,37 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, KEPT = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
 
 
-def processor() -> str:
-    "The processor's name where the system tells it."
+def first_core(name: str) -> str | None:
+    "What the system says of its first core under a name, where it says so."
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+        return next(line.split(": ")[1] for line in lines if line.startswith(name))
     except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
+        return None
+
+
+def processor() -> str:
+    "The processor's name where the system tells it."
+    return first_core("model name") or platform.processor() or platform.machine()
+
+
+def versions() -> dict[str, str]:
+    "Of Python and of the libraries that figures depend on."
+    from importlib.metadata import version
+
+    names = ("torch", "lightning", "transformers", "datasets", "tokenizers")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def machine(threads: int) -> dict:
     "Where something was measured, and with what."
-    from importlib.metadata import version
-
     from bertlab.core.devices import describe_device
 
-    names = ("torch", "lightning", "transformers", "datasets", "tokenizers")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "measured": time.strftime("%Y-%m-%d"), "processor": processor(), "cores": os.cpu_count(),
         "computes_in": describe_device().precision, "threads": threads, "memory_bytes": memory, "system": platform.platform(),
-        "python": platform.python_version(), "load_at_start": os.getloadavg()[0],
-        **{name: version(name) for name in names},
+        "load_at_start": os.getloadavg()[0], **versions(),
     }  # fmt: skip
 
 
@@ -77,8 +87,15 @@ def with_imports(files: Iterable[str | Path]) -> list[Path]:
 
 
 def fingerprint(*files: str | Path) -> str:
-    "A hash of the package and of a benchmark with what it takes from others: figures of other code are not mixed in."
-    return hash_of([*sorted((ROOT / "bertlab").rglob("*.py")), *with_imports([__file__, *files])])
+    """A hash of the package, of a benchmark with what it takes from others, and of where it runs.
+
+    So figures of other code, of another machine or of other versions are not mixed in. Processors of one name may
+    have other instructions, so these count, too.
+    """
+    code = hash_of([*sorted((ROOT / "bertlab").rglob("*.py")), *with_imports([__file__, *files])])
+    instructions = first_core("flags") or first_core("Features")  # of x86, of ARM
+    where = [processor(), instructions, os.cpu_count(), versions()]
+    return hashlib.sha256(json.dumps([code, where]).encode()).hexdigest()[:16]
 
 
 def hash_of(places: Iterable[Path]) -> str:
@@ -211,14 +228,27 @@ def say(judgements: list[dict]) -> None:
         print(f"{'pass' if one['passed'] else 'MISS'}  {one['measured']:8.2f}  {bound:8}  {one['what']}")
 
 
-def write_result(output: str | Path | None, result: dict, draw: Callable | None = None) -> None:
-    "The JSON file and the picture beside it, each whole; nothing where no file was chosen."
+def write_result(
+    output: str | Path | None,
+    result: dict,
+    draw: Callable | None = None,  # of a whole result
+    whole: bool = True,  # False: what there is so far
+) -> None:
+    """The JSON file and the picture beside it, each whole; nothing where no file was chosen.
+
+    What there is so far goes into FILE.part.json, until the whole result removes that: a benchmark that is stopped
+    leaves an earlier result as it was.
+    """
     if output is None:
         return
     output = Path(output)
+    part = output.with_suffix(".part.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(output) as temporary:
+    with written_whole(output if whole else part) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if not whole:
+        return print(f"so far: {part}", flush=True)
+    part.unlink(missing_ok=True)
     if draw is not None:
         with written_whole(output.with_suffix(".png")) as temporary:
             draw(result).savefig(drawn := io.BytesIO(), format="png", dpi=110, bbox_inches="tight")

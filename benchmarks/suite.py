@@ -5,9 +5,10 @@
 The results of this machine lie in build/benchmarks/results; those of the project, in benchmarks/results, stay as
 they are unless --folder names them. Prints what is ahead with its time, then each benchmark's own lines, and
 at the end targets and verdicts.
-A benchmark that was finished with the code as it is now is not run again, unless `--fresh` is given; one
-that was interrupted keeps what its finished processes have measured. A benchmark that fails is named at
-the end, and the others run all the same; only then is the exit status not 0.
+A benchmark that was finished on this machine, with the code and the versions of libraries as they are now, is
+not run again, unless `--fresh` is given; one that was interrupted keeps what its finished processes have
+measured. A benchmark that fails is named at the end, and the others run all the same; only then is the exit
+status not 0.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def command(part: Part, options: argparse.Namespace) -> list[str]:
 
 
 def stamp(part: Part, words: list[str]) -> str:
-    "What a finished benchmark is known by: its code and its flags."
+    "What a finished benchmark is known by: its code, where it ran, and its flags."
     flags = [word for word in words[2:] if word != "--fresh"]
     read = [file for pattern in part.reads for file in sorted(HERE.glob(pattern))]
     return json.dumps([fingerprint(part.script, *read), flags])
@@ -114,7 +115,7 @@ def plan(parts: list[Part], done: dict[str, str], words: dict[str, list[str]], q
     ahead = [part for part in parts if done.get(part.name) != stamp(part, words[part.name])]
     for part in parts:
         about = "" if quick else f"about {part.minutes:g} minutes"
-        print(f"  {part.name:20} {about if part in ahead else 'done with this code'}")
+        print(f"  {part.name:20} {about if part in ahead else 'done with this code, here'}")
     if not quick:
         print(f"  in all               about {sum(part.minutes for part in ahead) / 60:.1f} hours", flush=True)
     return ahead
@@ -154,14 +155,14 @@ def main() -> None:
         print(f"  left out, for want of a quick way: {', '.join(slow)}", flush=True)
     for part in [] if options.plan else ahead:
         print(f"\n== {part.name}", flush=True)
-        start = time.perf_counter()
+        start, begun_with = time.perf_counter(), stamp(part, words[part.name])  # the code may change meanwhile
         if str(DEMO) in words[part.name] and not (DEMO / "metrics.json").exists():
             subprocess.run([sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(DEMO)], check=True)
         code = subprocess.run(words[part.name], env=environment(options.threads) if options.threads else None)
         if code.returncode:
             failed.append(part.name)
             continue
-        done[part.name] = stamp(part, words[part.name])
+        done[part.name] = begun_with
         with written_whole(book) as temporary:
             temporary.write_text(json.dumps(done, indent=1), encoding="utf-8")
         print(f"== {part.name} took {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)

@@ -16,7 +16,7 @@ from bertlab.data.masking import place_labels
 from bertlab.data.rows import IGNORED
 from bertlab.model.heads import BertLabForMaskedLM, MaskedLMHead
 from bertlab.optim.budgets import BatchWarmup
-from bertlab.optim.muon import MuonWithAdamW, StackedMuon
+from bertlab.optim.muon import _SIZES, MuonWithAdamW, StackedMuon, _rounds_dtype
 from bertlab.train.stopping import GrowingBatch
 
 
@@ -273,7 +273,7 @@ def polar_rounds(rounds: int, low: float = 1e-3) -> tuple[tuple[float, float, fl
 
 def polar(matrices: Tensor, rounds: int) -> Tensor:
     "Like `orthogonalized`, with a polynomial of its own for each round."
-    X = matrices.bfloat16()
+    X = matrices.to(_rounds_dtype(matrices.device))  # as `orthogonalized` does
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -317,3 +317,39 @@ class NorMuon(MuonWithAdamW):
     "Muon whose rows move alike, by a mean of their squares (Li et al. 2025, *NorMuon*)."
 
     hidden_class = StackedNor
+
+
+class StackedParts(StackedMuon):
+    """Muon on queries, keys and values one by one, where one matrix holds them (Jordan et al. 2024 do so).
+
+    They are told by their shape: three times as many rows as columns.
+    """
+
+    def parts(self, rows: int, columns: int) -> int:
+        return 3 if rows == 3 * columns else 1
+
+    def turn(self, stacked: Tensor, parameters: list[Tensor], group: dict) -> Tensor:
+        rows, columns = stacked.shape[-2:]
+        parts = self.parts(rows, columns)
+        if parts == 1:
+            return super().turn(stacked, parameters, group)
+        apart = stacked.reshape(-1, rows // parts, columns)
+        made = super().turn(apart, parameters, group).reshape(stacked.shape)
+        # The caller's factor is that of the whole: its numbers are as large on average as those of a part.
+        rule = _SIZES[group["adjust_lr_fn"]]
+        return made * (rule(rows // parts, columns) / rule(rows, columns))
+
+
+class MuonOfParts(MuonWithAdamW):
+    hidden_class = StackedParts
+
+
+class StackedPartsAndGates(StackedParts):
+    "The two halves of a gated MLP's first matrix one by one, too: taller than wide, and no third of it is square."
+
+    def parts(self, rows: int, columns: int) -> int:
+        return 2 if columns < rows != 3 * columns else super().parts(rows, columns)
+
+
+class MuonOfAllParts(MuonWithAdamW):
+    hidden_class = StackedPartsAndGates

@@ -57,7 +57,7 @@ class Recipe:
     weight_decay: float = 0.05  # on matrices
     warmup_fraction: float = 0.01  # share of the steps that warm up
     cooldown_fraction: float = 0.3  # share of the steps that cool down
-    precision: str = "auto"  # of the computation, by Lightning's name
+    precision: str = "auto"  # of the computation, by Lightning's name; bf16-true loses small steps
     seed: int = 0  # of weights, order and masks
 
     def __post_init__(self):

@@ -102,8 +102,14 @@ def go_on_with(command: str, work: Callable[[], Any]) -> Any:  # what the work g
 
 
 def _typed(words: list[str]) -> str:
-    "Words as one types them in a shell; that of Windows knows double quotes alone."
-    return subprocess.list2cmdline(words) if sys.platform == "win32" else shlex.join(words)
+    "Words as one types them in a shell; those of Windows know double quotes alone."
+    if sys.platform != "win32":
+        return shlex.join(words)
+    # Python quotes a word for the program, and only one with a blank. The shell, which comes before
+    # it, reads signs such as & on its own, so such words get a blank, and lose it again.
+    plain = re.compile(r"[\w%+=:./\\-]+")
+    return " ".join(word if plain.fullmatch(word) else
+                    '"' + subprocess.list2cmdline([f" {word}"])[2:] for word in words)
 
 
 def same_with_resume(asked: Asked) -> str:  # after `bertlab`, as it is typed in a shell

@@ -19,9 +19,11 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from ..core.names import did_you_mean, look_up
 from ..core.reading import format_yaml, read_json, read_yaml
 from ..data.corpus import load_corpus
 from ..data.rows import IGNORED
-from ..data.tokenizers import train_tokenizer
+from ..data.tokenizers import load_tokenizer, train_tokenizer
 
 # %% ../../nbs/cli/07_speedrun.ipynb #7c739f4d
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def seconds_of_run(
     argument: str = "directory",  # what the directory was given as, for the message
 ) -> float | None:  # of training; None: no run.yaml, or no metrics.json of that run, says it
     "How long a model was trained. Raises `ValueError` where it has read another text."
-    directory = Path(directory)
+    directory = Path(directory).expanduser()
     home = next((place for place in (directory, *list(directory.resolve().parents)[:2])
                  if (place / "run.yaml").is_file()), None)
     said = {} if home is None else read_yaml(home / "run.yaml")
@@ -271,13 +273,16 @@ def speedrun_config(
     base = replace(FIRST_RECIPE, vocab_size=track.vocab_size,
                    max_sequence_length=track.max_sequence_length)
     config = copy.deepcopy(demo_config(base, output)) | {"seed_everything": seed}
-    if recipe.get("model", {}).get("pretrained_model_name_or_path"):  # it brings its shape
+    first = recipe.get("model", {}).get("pretrained_model_name_or_path")
+    if first:  # it brings its shape
         config["model"]["model_config_kwargs"] = None
     for section, options in recipe.items():
         for name, value in options.items():
             before = config[section].get(name)
             both = isinstance(before, Mapping) and isinstance(value, Mapping)
             config[section][name] = {**before, **value} if both else value
+    if first:
+        config["model"]["pretrained_model_name_or_path"] = os.path.expanduser(first)
     config["run"] |= {"output": str(output), "models": False, "report": False,
                       "val_every_steps": config["trainer"]["max_steps"], "validate_first": False}
     if track.seconds is not None:
@@ -397,7 +402,8 @@ def _needs(recipe: Mapping[str, Any], text_sha256: str) -> dict[str, Any]:
     "What a recipe needs and a log does not hold, by hashes: a trained model, code of one's own."
     needs: dict[str, Any] = {}
     if first := recipe.get("model", {}).get("pretrained_model_name_or_path"):
-        weights = [path for end in ("safetensors", "bin") for path in Path(first).glob(f"*.{end}")]
+        home = Path(first).expanduser()
+        weights = [path for end in ("safetensors", "bin") for path in home.glob(f"*.{end}")]
         needs["model"] = {"train_seconds": seconds_before(first, text_sha256),
                           "sha256": _sha256_of(sorted(weights))}
     tops = {name.partition(".")[0] for name in _own_names(recipe)}
@@ -444,7 +450,7 @@ def speedrun(
     recipe: str | os.PathLike | None = None,  # YAML file; none: the first demo's recipe
     track: str = "laptop",  # laptop, gpu-hour, or ten-minutes
     output: str = "bertlab-speedrun",  # directory of the attempt
-    # one run each, and a record needs three; null: 0, 1 and 2, or those of the race that goes on
+    # one run each, and a record needs 0, 1 and 2; null: these, or those of the race that goes on
     seeds: Sequence[int] | None = None,
     resume: bool = False,  # go on with the seeds that are not finished; others are added to them
     overwrite: bool = False,
@@ -488,7 +494,7 @@ def speedrun(
     if "model" in needs:
         course.seconds_left(needs["model"]["train_seconds"])
     if left := [seed for seed in seeds if not (place / f"seed-{seed}" / "attempt.json").exists()]:
-        _check_run(course, said, place / f"seed-{left[0]}", left[0])
+        _check_run(course, said, place / f"seed-{left[0]}", left[0], corpus)
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
@@ -531,13 +537,35 @@ def _check_seeds(seeds: Sequence[int]) -> None:
                          f"got {list(seeds)}")
 
 
-def _check_run(track: Track, said: Mapping[str, Any], home: Path, seed: int) -> None:
+_KINDS = {"WordPiece": "wordpiece", "BPE": "bpe", "Unigram": "unigram"}  # of `train_tokenizer`
+
+
+def _check_tokenizer(track: Track, corpus: Any, directory: str) -> None:
+    "Raise `ValueError` for a model with which the judge would ask other gaps than the text gives."
+    tokenizer, own = load_tokenizer(directory), None
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if kind := _KINDS.get(type(model).__name__):
+        with suppress(ValueError):  # it has fewer entries than the text has characters
+            own = train_tokenizer(corpus.train_texts, len(tokenizer), kind=kind)
+    if own is None or Judge(track, corpus, own).sha256() != Judge(
+            track, corpus, tokenizer).sha256():
+        raise ValueError(f"pretrained_model_name_or_path={directory!r} has a tokenizer of "
+                         f"{len(tokenizer):,} entries that is not the one which the training text "
+                         "of this track gives: begin with a model of `bertlab demo` without "
+                         "--tokenizer, or of a speedrun, trained with this version of bertlab")
+
+
+def _check_run(
+    track: Track, said: Mapping[str, Any], home: Path, seed: int, corpus: Any,
+) -> None:
     "Refuse what a run refuses, before anything is made. `run_seed` finds the rest of it."
     from bertlab.cli.pretrain import Run
 
     run = Run(speedrun_config(track, said, home, seed), resume=(home / "run.yaml").exists())
     shape = run.config["model"]["model_config_kwargs"] or {}
     check_positions(track, shape.get("max_position_embeddings"))
+    if first := run.config["model"]["pretrained_model_name_or_path"]:
+        _check_tokenizer(track, corpus, first)
 
 
 def _read_race(marker: Path) -> dict[str, Any]:  # track, recipe_sha256; later also seeds, ...
@@ -565,6 +593,14 @@ def _precision(track: Track, recipe: Mapping[str, Any]) -> str:
     return describe_device(kind=track.accelerator).precision if said in (None, "auto") else said
 
 
+_NEEDS_SEEDS = "a record needs the seeds 0, 1, 2 and so on, none left out"
+
+
+def _are_first(seeds: Sequence[int]) -> bool:
+    "Whether seeds are those that nobody has chosen: three or more, from 0 on."
+    return sorted(seeds) == list(range(max(3, len(seeds))))
+
+
 def _format_attempt(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> str:
     "One line about a seed."
     reached = "arrived" if arrived(log, attempt) else "did not arrive"
@@ -582,8 +618,8 @@ def format_speedrun(log: Mapping[str, Any]) -> str:
         if log["hidden_sha256"] != target["hidden_sha256"]:
             verdict += " (a tokenizer of its own: only its bits compare with others)"
     elif found["arrived"] == found["seeds"]:
-        verdict = "every seed arrived" + ("" if found["seeds"] >= 3 else
-                                          "; a record needs three of them")
+        seeds = [one["seed"] for one in log["attempts"]]
+        verdict = "every seed arrived" + ("" if _are_first(seeds) else f"; {_NEEDS_SEEDS}")
     else:
         verdict = f"{found['seeds'] - found['arrived']} of {found['seeds']} seeds did not arrive"
     goal = "lowest loss" if target["nats"] is None else (
@@ -675,14 +711,23 @@ def _check_attempt(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"the curve of seed {seed} has a loss below 0"
 
 
+def _is_copy(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    "Whether two attempts share what two seeds never do: a loss, or most points of their curves."
+    first, second = ([(step, loss) for step, _, loss in each["curve"]] for each in (one, other))
+    equal = sum(point == like for point, like in zip(first, second))
+    return one["validation_loss"] == other["validation_loss"] and (
+        first == second or one["validation_accuracy"] == other["validation_accuracy"]
+    ) or equal > max(2, len(first) / 2)
+
+
 def _check_together(log: Mapping[str, Any]) -> Iterator[str]:
     "What no runs can have written that one judge has asked."
-    target, bits, told = log["target"], {}, {}
+    target, bits = log["target"], {}
+    for one, other in combinations(log["attempts"], 2):
+        if _is_copy(one, other):
+            yield f"seeds {one['seed']} and {other['seed']} have equal losses: one is a copy"
     for one in log["attempts"]:
         seed, loss = one["seed"], one["validation_loss"]
-        losses = (loss, *(point[2] for point in one["curve"]))
-        if math.isfinite(loss) and told.setdefault(losses, seed) != seed:
-            yield f"seeds {told[losses]} and {seed} have equal losses from their first step on"
         if all(math.isfinite(value) and value > 0 for value in (loss, one["bits_per_byte"])):
             bits[seed] = one["bits_per_byte"] / loss  # of a nat: the same for the same gaps
     own = log["hidden_sha256"] == target["hidden_sha256"] and target["nats"]
@@ -692,6 +737,39 @@ def _check_together(log: Mapping[str, Any]) -> Iterator[str]:
         if not math.isclose(found, right, rel_tol=1e-3):
             yield (f"seed {seed} has {found:.4f} bits per byte for each nat of its loss, and its "
                    f"hidden tokens make {right:.4f} of it")
+
+
+# What decides how much a step computes, besides the shape and the rows.
+_COMPUTES_OTHERWISE = (
+    *(("model", name) for name in ("pretrained_model_name_or_path", "adapter", "freeze", "float8",
+                                   "model_kwargs")),
+    *(("trainer", name) for name in ("callbacks", "plugins", "strategy")),
+    ("data", "objective"), ("data", "collator"), ("run", "batch_tokens"), ("run", "shape"),
+)
+
+
+def _count_products(
+    track: Track,
+    recipe: Mapping[str, Mapping[str, Any]],
+    option: Callable[[str, str, Any], Any],  # of the recipe: section, name, and what it is else
+    positions: int,  # that are computed at once
+) -> tuple[float, float]:  # FLOP of a token, and of the largest product; 0: the shape does not tell
+    "The least that matrix products take in a recipe's training."
+    if any(option(*name, None) for name in _COMPUTES_OTHERWISE) or any(_own_names(recipe)):
+        return 0.0, 0.0
+    from bertlab.model.config import BertLabConfig, count_matrices
+
+    shape = speedrun_config(track, recipe, "nowhere", 0)["model"]["model_config_kwargs"]
+    if not shape or any(isinstance(value, str) and "." in value for value in shape.values()):
+        return 0.0, 0.0  # nobody says it here, or a layer is a class of its own
+    config = BertLabConfig(**{"vocab_size": option("run", "vocab_size", track.vocab_size), **shape})
+    rule = option("data", "collator_kwargs", {})
+    share = rule.get("mlm_probability", FIRST_RECIPE.mlm_probability)
+    if not _is_number(share) or not 0 <= share <= 1 or "max_predictions" in rule:
+        share = 0.0
+    sizes = count_matrices(config)
+    largest = max(sizes["attention"], sizes["MLP"], share * sizes["head"])
+    return config.flops_per_token(1.0, share), 2.0 * positions * largest
 
 
 def _check_by_recipe(
@@ -707,7 +785,8 @@ def _check_by_recipe(
         return otherwise if found is None else found
 
     shape = option("model", "model_config_kwargs", {})
-    if not option("model", "pretrained_model_name_or_path", None) and "vocab_size" not in shape:
+    fresh = not option("model", "pretrained_model_name_or_path", None)
+    if fresh and "vocab_size" not in shape:
         usual = track.vocab_size, "wordpiece"
         own = (option("run", "vocab_size", usual[0]), option("run", "tokenizer_kind", usual[1]))
         if (own == usual) != (log["hidden_sha256"] == log["target"]["hidden_sha256"]):
@@ -715,12 +794,22 @@ def _check_by_recipe(
                    if own == usual else
                    "its recipe has a tokenizer of its own, and the hidden tokens of the track's")
     most = option("trainer", "max_steps", FIRST_RECIPE.steps)
-    positions = (option("data", "train_batch_size", FIRST_RECIPE.batch_size)
-                 * option("data", "max_sequence_length", track.max_sequence_length)
-                 * option("trainer", "accumulate_grad_batches", 1))
+    at_once = (option("data", "train_batch_size", FIRST_RECIPE.batch_size)
+               * option("data", "max_sequence_length", track.max_sequence_length))
+    positions = at_once * option("trainer", "accumulate_grad_batches", 1)
+    fewest = at_once / 4 if option("data", "packing", True) else 1  # rows are full, or nearly
     if any(option(*name, None) for name in (("run", "batch_tokens"), ("data", "collator"),
                                             ("trainer", "callbacks"))):
-        positions = math.inf  # of a step: these decide it
+        positions, fewest = math.inf, 1  # of a step: these decide it
+    flops, largest = _count_products(track, recipe, option, at_once)
+    # The best of all measurements, as other work may have slowed down some. Products that are
+    # larger than the squares that were measured keep more cores busy.
+    square = 2 * (8192 if track.accelerator == "cuda" else 1024) ** 3
+    rate = max(1.0, largest / square) * max(
+        (one["matmul_flops"] for one in log["attempts"] if one["matmul_flops"] > 0),
+        default=math.inf)
+    entries = shape.get("vocab_size") or option("run", "vocab_size", track.vocab_size)
+    knows = math.log(entries) - 1 if _is_number(entries) and entries > 0 else 0  # it guesses better
     needs = log.get("needs")
     model = needs.get("model") if isinstance(needs, Mapping) else None
     before = model.get("train_seconds") if isinstance(model, Mapping) else None
@@ -729,8 +818,16 @@ def _check_by_recipe(
             "seed", "steps", "tokens", "train_seconds"))
         if steps > most:
             yield f"seed {seed} has made {steps} steps, and its recipe {most}"
-        if not steps <= tokens <= steps * positions:
+        if not steps * max(1, fewest) <= tokens <= steps * positions:
             yield f"seed {seed} has {tokens} tokens, which {steps} steps of its recipe cannot have"
+        if 2 * seconds < (at_best := flops * tokens / rate):  # a step is more than its products
+            yield (f"seed {seed} trained for {seconds:.3g} s, and the matrix products of its "
+                   f"recipe alone take {at_best:.3g} s at the best rate that was measured")
+        loss, right = one["validation_loss"], one["validation_accuracy"]
+        # A model that knows how sure it is guesses exp(-loss) right, or more (Jensen).
+        if fresh and 0 < loss < knows and right < math.exp(-loss) / 10:
+            yield (f"seed {seed} has validation_accuracy {right}, and with a loss of {loss:.3f} go "
+                   f"{math.exp(-loss):.2%} of the gaps or more")
         if _is_number(before) and seconds < before:
             yield (f"seed {seed} trained for {seconds:.1f} s, less than the {before:.1f} s of the "
                    "model that its recipe begins with")
@@ -830,8 +927,8 @@ def check_log(
     if recipe_sha256(log["recipe"]) != log["recipe_sha256"]:
         wrong.append("the recipe was changed after the run")
     seeds = [one["seed"] for one in log["attempts"]]
-    if len(set(seeds)) < max(3, len(seeds)):
-        wrong.append(f"a record needs three different seeds; it has {seeds}")
+    if not _are_first(seeds):
+        wrong.append(f"{_NEEDS_SEEDS}; it has {seeds}")
     for one in log["attempts"]:
         if not arrived(log, one):
             wrong.append(f"seed {one['seed']} did not arrive")
@@ -921,7 +1018,6 @@ def score_model(
     """
     from bertlab.cli.pretrain import find_model
     from bertlab.core.devices import find_accelerator
-    from bertlab.data.tokenizers import load_tokenizer
     from bertlab.model.heads import BertLabForMaskedLM
     from bertlab.model.huggingface import check_tokenizer
     from bertlab.model.losses import unigram_counts, unigram_entropy

@@ -450,6 +450,7 @@ def find_accelerator(
     return next(kind for kind in kinds if kind == "tpu" or count_devices(kind))
 
 # %% ../../nbs/core/05_devices.ipynb #677a5c52
+# Where 16 bits are "true", weights have them, too, and small steps of training round away.
 PRECISIONS = ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true",
               "transformer-engine", "transformer-engine-float16")  # fmt: skip
 _SHORT = {"32": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "64": "64-true"}

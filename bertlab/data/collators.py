@@ -62,7 +62,7 @@ class MaskedLanguageModelingCollator(Collator):
         mask_replace_prob: float = 0.8,  # share of the chosen that become [MASK]
         random_replace_prob: float = 0.1,  # share that become a random word; the rest is kept
         selection: str = "bernoulli",  # or "exact": p n tokens of a document of n
-        unit: str = "token",  # what is hidden together: "token", "word" or "span"
+        unit: str = "token",  # what is chosen together: "token", "word" or "span"
         # Promised to every document. The room that this takes has its price in every row (with
         # words, the head scores all of it): where documents are long, set max_predictions.
         min_labels_per_document: int = 0,

@@ -16,7 +16,7 @@ import os
 import re
 import unicodedata
 import warnings
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -223,8 +223,9 @@ def word_pattern(
     In a script without spaces each letter, with its marks, is a word.
     """
     marks = f"[{_mark_ranges()}]*"
-    words = rf"(?:[^\W{_UNSPACED}]+{marks})+|(?=[{_UNSPACED}])\w{marks}"
-    return re.compile(words + r"|[^\w\s]" * signs)
+    # To look through all marks behind each letter would take half of the time.
+    letter = rf"(?=[{_UNSPACED}])\w(?:(?![\w ]){marks})?"
+    return re.compile(rf"{letter}|(?:[^\W{_UNSPACED}]+{marks})+" + r"|[^\w\s]" * signs)
 
 
 def split_words(
@@ -237,6 +238,30 @@ def split_words(
     return word_pattern(signs).findall(text)
 
 # %% ../../nbs/data/01_documents.ipynb #0f853e35
+def _cut_runs(words: list[str], size: int) -> Iterator[tuple[str, ...]]:  # size: in halves of words
+    "Runs of words of which some are a letter of a script without spaces: half a word each."
+    halves = {word: 1 if has_unspaced(word) else 2 for word in set(words)}
+    ends = [0, *accumulate(map(halves.__getitem__, words))]
+    num_runs, stop = max(1, bisect_right(ends, ends[-1] - size)), 0
+    ends.append(ends[-1] + size)  # here a text stops that is shorter than a run
+    for start in range(num_runs):
+        end = ends[start] + size
+        while ends[stop] < end:
+            stop += 1
+        yield tuple(words[start:stop])
+
+
+def _find_runs(text: str, num_words: int = 8) -> Iterator[tuple[str, ...]]:
+    "The runs of `word_runs`, one by one: all at once take many times the memory of their text."
+    found = fingerprint(text)
+    if has_unspaced(found):
+        words = split_words(found)
+        same = {word: word for word in words}  # so that equal letters are kept once
+        return _cut_runs([same[word] for word in words], 2 * num_words)
+    words = found.split()
+    return zip(*(words[i:] for i in range(max(1, min(num_words, len(words))))))
+
+
 def word_runs(
     text: str,
     num_words: int = 8,  # in a run
@@ -245,15 +270,7 @@ def word_runs(
 
     Two letters of a script without spaces count as one word.
     """
-    found = fingerprint(text)
-    if not has_unspaced(found):
-        words = found.split()
-        return list(zip(*(words[i:] for i in range(max(1, min(num_words, len(words)))))))
-    words = split_words(found)
-    halves = [0, *accumulate(1 if has_unspaced(word) else 2 for word in words)]
-    num_runs = bisect_right(halves, halves[-1] - 2 * num_words)
-    return [tuple(words[i:bisect_left(halves, halves[i] + 2 * num_words)])
-            for i in range(max(1, num_runs))]
+    return list(_find_runs(text, num_words))
 
 
 def overlap(
@@ -263,8 +280,8 @@ def overlap(
     "How much of each document stands in the others as well (Chowdhery et al. 2022, sec. 8)."
     runs = [word_runs(document.text) for document in documents]
     wanted, found = {run for own in runs for run in own}, set()
-    for other in others:
-        found.update(wanted.intersection(word_runs(other.text)))
+    for other in others if wanted else ():
+        found.update(wanted.intersection(_find_runs(other.text)))
     return [sum(run in found for run in own) / max(1, len(own)) for own in runs]
 
 # %% ../../nbs/data/01_documents.ipynb #ad463ed4

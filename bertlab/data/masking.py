@@ -16,7 +16,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ class MaskingRule:
     min_labels_per_document: int = 0
     max_predictions: int | None = None  # labels per row at most, M; None for `bound_labels`
     seed: int = 0  # of the draws, with epoch and row
-    unit: str = "token"  # what is hidden together: "token", "word" or "span"
+    unit: str = "token"  # what is chosen together: "token", "word" or "span"
     span_stop_prob: float = 0.2  # a span ends after each word with this probability
     max_span_length: int = 10  # words, or tokens where words are not known
 
@@ -191,6 +191,7 @@ def follow_on(
 
 # %% ../../nbs/data/07_masking.ipynb #a047b60e
 _MAX_WORD = 32  # pieces: DNA has no spaces, and a word of a whole row fits no budget
+_MIN_PART = 4  # pieces of a longer word that are hidden together, at least
 
 
 def find_words(
@@ -198,17 +199,24 @@ def find_words(
     documents_BL: np.ndarray,  # document numbers, 0 for padding
     ordinary_BL: np.ndarray,  # bool: neither padding nor special
     continues_V: np.ndarray | None,  # of `find_continuations`; None: each token is a word
+    max_pieces: int = _MAX_WORD,  # a longer word is cut into parts
 ) -> np.ndarray:  # (B, L): the column where the word of each ordinary token begins
     """Find words in rows: none reaches over a special token or the edge of its document.
 
-    A word ends after 32 pieces, where no space has come until then.
+    A word of more than `max_pieces` is cut into parts of a 32nd of it, of 4 to `max_pieces`.
     """
     columns_L = np.arange(ids_BL.shape[1])
     if continues_V is None:
         return np.broadcast_to(columns_L, ids_BL.shape)
     goes_on_BL = continues_V[ids_BL] & follow_on(documents_BL, ordinary_BL)
     starts_BL = np.maximum.accumulate(np.where(goes_on_BL, 0, columns_L), axis=1)
-    return columns_L - (columns_L - starts_BL) % _MAX_WORD
+    inside_BL = columns_L - starts_BL  # pieces of the word before this one
+    if inside_BL.max(initial=0) < max_pieces:
+        return starts_BL
+    flat_BL = starts_BL + np.arange(len(ids_BL))[:, None] * ids_BL.shape[1]
+    sizes_BL = np.bincount(flat_BL.ravel())[flat_BL]
+    parts_BL = np.clip(sizes_BL // 32, min(_MIN_PART, max_pieces), max_pieces)
+    return columns_L - np.where(sizes_BL > max_pieces, inside_BL % parts_BL, inside_BL)
 
 # %% ../../nbs/data/07_masking.ipynb #551df952
 def take_columns(
@@ -408,7 +416,10 @@ def replace_tokens(
     rule: MaskingRule,
     vocabulary: Vocabulary,
 ) -> np.ndarray:  # (B, L), equal to `ids_BL` wherever nothing was chosen
-    "Turn the chosen into [MASK] or a random word, or leave them (Devlin et al. 2019, sec. 3.1)."
+    """Turn the chosen into [MASK] or a random word, or leave them (Devlin et al. 2019, sec. 3.1).
+
+    Each token has a draw of its own, inside words and spans, too; SpanBERT draws once for a span.
+    """
     words, out_T = vocabulary.ordinary_ids, ids_BL.flatten()
     places = np.flatnonzero(chosen_BL)  # draws are needed for the chosen alone
     rows, columns = np.divmod(places, ids_BL.shape[1])
@@ -440,7 +451,11 @@ def mask_tokens(
                             for name in ("input_ids", "attention_mask"))
     ordinary_BL, keys_B = find_ordinary(tokenized, vocabulary), key_rows(rule.seed, *addresses)
     table_V = None if rule.unit == "token" else continues_V
-    words_BL = find_words(ids_BL, documents_BL, ordinary_BL, table_V)
+    # A longer word would never fit, or leave a row with nothing hidden most of the time. What is
+    # chosen does not depend on how many labels are kept of it.
+    unbounded = replace(rule, max_predictions=None)
+    longest = min(_MAX_WORD, limit_labels(ordinary_BL, unbounded), max(8, ids_BL.shape[1] // 2))
+    words_BL = find_words(ids_BL, documents_BL, ordinary_BL, table_V, longest)
     chosen_BL, promised_BL = choose_positions(documents_BL, ordinary_BL, keys_B, rule, words_BL)
     limit = limit_labels(chosen_BL, rule, static)
     promised = int(promised_BL.sum(1).max(initial=0))
@@ -451,8 +466,8 @@ def mask_tokens(
     chosen_BL, dropped_B = drop_excess(chosen_BL, promised_BL, keys_B, limit, words_BL)
     if dropped_B.any() and not chosen_BL.any():
         warnings.warn("a batch has no label, because each word that was chosen has more pieces "
-                      f"than the {limit} labels that a row may have: raise max_predictions or "
-                      "mlm_probability, or set unit to token", stacklevel=2)
+                      f"than the {limit} labels that a row may have: raise max_predictions, or "
+                      "set unit to token", stacklevel=2)
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),
         "labels": np.where(chosen_BL, ids_BL, IGNORED),

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..core.reading import check_utf8
-from .documents import UNSPACED
+from .documents import UNSPACED, has_unspaced
 from .rows import IGNORED, PADDING, Collator, RowReader, read_column
 from .tokenizers import read_plainly
 
@@ -102,11 +102,24 @@ def _needs_space(tokenizer: Any) -> bool:
     return read("a b") != read(["a", "b"], is_split_into_words=True)
 
 
-def _stand_together(before: str, word: str) -> bool:
-    "Whether a text has no space between two words: both are of a script that writes none."
-    wide = *UNSPACED, (0xFF01, 0xFF60)  # and the signs between its words
-    return all(sign and any(low <= ord(sign) <= high for low, high in wide)
-               for sign in (before[-1:], word[:1]))
+_WIDE = re.compile("[{}]".format("".join(  # with the signs between the words of these scripts
+    f"{chr(low)}-{chr(high)}" for low, high in (*UNSPACED, (0xFF01, 0xFF60)))))
+
+
+def _stand_together(words: list[str]) -> list[bool]:
+    "For each word, whether a text has no space between it and the word before."
+    text = "".join(words)
+    if text.isascii() or not _WIDE.search(text):
+        return [False] * len(words)
+    spelled = has_unspaced(text) and max(map(len, words)) == 1  # each character is a word
+    joined = [False]
+    for pair in zip((word[-1:] for word in words), (word[:1] for word in words[1:])):
+        wide = [sign for sign in pair if _WIDE.match(sign)]
+        # Beside Chinese and Japanese, of which \u2e80 is the first, letters alone may be apart.
+        near = max(wide, default="") >= "\u2e80" and not all(map(str.isalpha, pair))
+        joined.append(len(wide) == 2 or (near or spelled) and not any(
+            not sign or sign.isspace() for sign in pair))
+    return joined
 
 
 _bare_copies: WeakKeyDictionary = WeakKeyDictionary()  # of a tokenizer: how many ids, and a copy
@@ -139,7 +152,7 @@ def encode_words(
     "Tokenize lists of words as if they were texts."
     tokenizer, bare, first = read.tokenizer, None, 1  # first: of the words that may need a space
     space = " " if tokenizer and _needs_space(tokenizer) else ""
-    joined = [[False, *map(_stand_together, words, words[1:])] for words in texts]
+    joined = [_stand_together(words) for words in texts]
     if not space and any(map(any, joined)) and getattr(tokenizer, "is_fast", False):
         if (bare := _bare_copy(tokenizer)) is not None:  # then the first word brings its own, too
             space, first, texts = "▁", 0, [[word.strip() for word in words] for words in texts]

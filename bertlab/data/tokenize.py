@@ -319,6 +319,11 @@ def _hash_files(modules: tuple[str, ...], found: int) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+def _doubt_filter(name: str, what: str) -> None:
+    warnings.warn(f"filter {name} has left out {what} documents; gopher_quality and c4_quality "
+                  "are for English: is it the right one for this text?")
+
+
 def kept_documents(
     documents: Iterable[Any],
     filters: Sequence[str],
@@ -327,7 +332,8 @@ def kept_documents(
 ) -> Iterator[Any]:
     """Documents that pass all filters; token ids pass any.
 
-    Warns where a filter keeps none of the first thousand that it sees.
+    Warns where a filter keeps none of the first thousand that it sees (and `finish_job` where it
+    keeps fewer than one in a thousand of all parts together).
     """
     made = [(name, make_filter(name)) for name in filters]
     repeated = set() if removed is None else set(removed.tolist())
@@ -339,9 +345,7 @@ def kept_documents(
             if document is None:
                 notes[f"left out by {name}"] += 1
                 if seen[name] == _MANY and name not in has_kept:
-                    warnings.warn(f"filter {name} has left out all of the first {_MANY:,} documents"
-                                  "; gopher_quality and c4_quality are for English: is it the "
-                                  "right one for this text?")
+                    _doubt_filter(name, f"all of the first {_MANY:,}")
                 break
             has_kept.add(name)
         else:
@@ -597,13 +601,26 @@ def _quiet_datatrove() -> Iterator[None]:
         logger.enable("datatrove")
 
 # %% ../../nbs/data/18_tokenize.ipynb #9a8ead43
+def _doubt_filters(filters: Sequence[str], notes: Counter, num_kept: int) -> None:
+    "Warn of filters that keep fewer than one in a thousand of the documents that they see."
+    passed = num_kept + notes["left out as near duplicates"]
+    for name in reversed(filters):
+        seen = passed + notes[f"left out by {name}"]
+        if seen >= _MANY and passed * _MANY < seen:
+            _doubt_filter(name, f"{seen - passed:,} of {seen:,}")
+        passed = seen
+
+
 def finish_job(job: Job) -> dict:  # the manifest
     "Write the manifest, and beside the parts what the filters left out."
     before = read_manifest(job.output) if job.first else {"jobs": [], "notes": {}}
-    notes = Counter(before["notes"])
+    notes, own, num_kept = Counter(before["notes"]), Counter(), 0
     for number in range(len(job.parts)):
-        record = part_record(Path(job.output), job.first + number)
-        notes.update(record["notes"] if record else {})
+        if record := part_record(Path(job.output), job.first + number):
+            own.update(record["notes"])
+            num_kept += sum(shard["documents"] for shard in record["shards"])
+    _doubt_filters(job.filters, own, num_kept)
+    notes.update(own)
     jobs = [*before["jobs"], job.key()]
     facts = {"tokenizer": job.fingerprint, "jobs": jobs, "notes": dict(notes)}
     key = hashlib.blake2b("".join(jobs).encode(), digest_size=16).hexdigest()

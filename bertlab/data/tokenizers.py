@@ -52,8 +52,11 @@ def _wordpiece(
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordPiece(vocabulary or {}, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=strip_accents)
+    cleaned = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    # Where accents go, letters are taken apart first. Where they stay, é is one character or two.
+    keeps_accents = not (lowercase if strip_accents is None else strip_accents)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.NFC(), cleaned]) if keeps_accents else cleaned)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if cut_runs:
         runs = pre_tokenizers.Split(Regex(r"(?:.\p{M}*){1,%d}" % _MAX_RUN), "isolated")
@@ -419,7 +422,7 @@ def _share_stripped(texts: list[str]) -> float:
     "The share of a sample's letters that lose a sign as accents go, or are taken apart (Hangul)."
     letters, pairs = Counter(), Counter()
     for text in _take_sample(texts):
-        letters.update(text)
+        letters.update(unicodedata.normalize("NFC", text))  # its Hangul may be apart already
         if not text.isascii():
             apart = unicodedata.normalize("NFD", text)
             pairs.update(zip(apart, apart[1:]))
@@ -534,8 +537,9 @@ def train_tokenizer(
     from transformers import BertTokenizerFast, PreTrainedTokenizerFast  # here: it takes seconds
 
     options = _frame(trained, model_max_length, mask_takes_space=kind != "wordpiece")
-    # BERT's own class builds its cutter anew when it is loaded, and would cut no runs.
-    if kind == "wordpiece" and type(trained.pre_tokenizer).__name__ == "BertPreTokenizer":
+    # BERT's own class builds both anew when it is loaded: it would join no accents and cut no runs.
+    steps = [type(step).__name__ for step in (trained.normalizer, trained.pre_tokenizer)]
+    if steps == ["BertNormalizer", "BertPreTokenizer"]:
         return BertTokenizerFast(do_lower_case=lowercase, strip_accents=strip_accents, **options)
     return PreTrainedTokenizerFast(**options)
 

@@ -338,13 +338,19 @@ class EmbeddingModule(TrainingModule):
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
 
+    _top_depth = 0  # of the last block; in runs that earlier versions began 1
+
     def rates_by_layer(self) -> dict[str, dict[str, float]]:
-        "Overrides that lower the rate from layer to layer (Howard and Ruder 2018, sec. 3.2)."
+        """Overrides that lower the rate from layer to layer (Howard and Ruder 2018, sec. 3.2).
+
+        The last block has the run's own rate. A run that an earlier version began goes on with the
+        rates that it had, which are all lower by one layer_decay.
+        """
         h, layers = self.hparams, self.model.encoder.config.num_hidden_layers
         if h.layer_decay == 1:
             return {}
-        depth = {"*embeddings.*": layers + 1}
-        depth |= {f"*blocks.{i}.*": layers - i for i in range(layers)}
+        depth = {"*embeddings.*": layers + self._top_depth}
+        depth |= {f"*blocks.{i}.*": layers - 1 - i + self._top_depth for i in range(layers)}
         # Beside an adapter, or where layers are frozen, some have no weight that trains, and a
         # pattern without one is refused as a typing error.
         names = [name for name, weight in self.named_parameters() if weight.requires_grad]
@@ -370,6 +376,7 @@ class EmbeddingModule(TrainingModule):
             "model_config_kwargs": config, "pooling": self.model.pooling}
         checkpoint["hyper_parameters"] = plain_options(
             checkpoint["hyper_parameters"], {"optimizer_class": "adamw", "schedule": None})
+        checkpoint["top_depth"] = self._top_depth
         checkpoint["vectors"] = {"normalize": self.model.normalize,
                                  "max_sequence_length": self.model.max_sequence_length,
                                  "own_length": self.own_length,
@@ -377,6 +384,8 @@ class EmbeddingModule(TrainingModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "What is no weight and no option here comes with a checkpoint: norm, length, prompts."
+        if self._trainer is not None and self.trainer.state.fn == "fit":  # a run goes on
+            self._top_depth = checkpoint.get("top_depth", 1)  # which earlier versions did not write
         said = checkpoint.get("vectors", {})  # earlier versions did not write it, or not all
         self.model.normalize = said.get("normalize", self.model.normalize)
         self.model.conventions |= said.get("conventions", {})

@@ -18,7 +18,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -925,13 +925,17 @@ class FinetuningDataModule(L.LightningDataModule):
         full = [n for n, row in enumerate(encoded) if len(row["input_ids"]) == longest]
         if not full:
             return 0
-        rows, words = self.records[split].select(full), self.task == "token_classification"
-        texts, num_cut = [rows[name] for name in self.text_columns], 0
+        rows, num_cut = self.records[split].select(full), 0
+        texts = [rows[name] for name in self.text_columns]
+        one_more = replace(self.collator.read, max_sequence_length=longest + 1)
         for start in range(0, len(full), 100):  # a call keeps far more than ids of all its texts
-            part = slice(start, start + 100)
-            whole = self.tokenizer(*(column[part] for column in texts), verbose=False,
-                                   is_split_into_words=words, split_special_tokens=True)
-            num_cut += sum(len(ids) > longest for ids in whole["input_ids"])
+            part = [column[start : start + 100] for column in texts]
+            if self.task == "token_classification":  # as the rows themselves are made
+                made = encode_words([[*words] for words in part[0]], one_more)[0]
+                whole = [row["input_ids"] for row in made]
+            else:
+                whole = self.tokenizer(*part, verbose=False, split_special_tokens=True)["input_ids"]
+            num_cut += sum(len(ids) > longest for ids in whole)
         return num_cut
 
     @property

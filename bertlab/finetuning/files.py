@@ -192,9 +192,14 @@ def read_conll2003(path: Path, on_error: OnError = raise_error) -> TableRows:
         for line in block:
             if line.text.startswith("-DOCSTART-"):
                 continue
-            # A space that does not break, or one as wide as an ideograph, may be in a word.
+            text = line.text.strip(" ")
+            if width is None:
+                # A space that does not break, or one as wide as an ideograph, may be in a word;
+                # only where the first word has no other does it part the columns.
+                parted = re.search("[\t ]", text)
             cells = line.text.split("\t") if "\t" in line.text else \
-                re.split(" +", line.text.strip(" "))
+                re.split(" +", text) if parted else text.split()
+            cells = [cell.strip() or cell for cell in cells]
             width = width or len(cells)
             if len(cells) != width or width < 2:
                 on_error(ValueError(f"{path.name} line {line.number} has {len(cells)} columns, "

@@ -216,12 +216,14 @@ class SelfAttention(nn.Module):
         c, D, bias = config, config.hidden_size, config.attention_bias
         self.config = config
         self.num_heads = c.num_attention_heads  # fewer, where processes share them
-        self.qkv = nn.Linear(D, D + 2 * c.num_kv_heads * c.head_size, bias=bias)
+        of_keys = c.num_kv_heads * c.head_size
+        self.qkv = nn.Linear(D, D + 2 * of_keys, bias=bias)
         self.out = nn.Linear(D, D, bias=bias)
         self.out.starts_narrow = True  # it adds to the residual stream
         # What the stream gets is made of values alone; queries and keys say how they are mixed.
-        self.qkv.deep_rows = slice(-c.num_kv_heads * c.head_size, None)
+        self.qkv.deep_rows = slice(-of_keys, None)
         self.out.deep_rows = slice(None)
+        self.qkv.part_rows = (D, of_keys, of_keys)  # each a map
         self.q_norm = nn.RMSNorm(c.head_size, eps=c.norm_eps) if c.qk_norm else None
         self.k_norm = nn.RMSNorm(c.head_size, eps=c.norm_eps) if c.qk_norm else None
         width = {"none": 0, "head": c.num_attention_heads, "element": D}[c.output_gate]
@@ -333,7 +335,8 @@ class BertLabPreTrainedModel(PreTrainedModel):
         # makes torch's nn.init pass by what a checkpoint has brought.
         if weight is not None and weight.dim() > 1:  # of a layer of one's own, too
             deep = getattr(module, "deep_rows", None) if c.norm == "deep" else None
-            init_matrix_(weight, c, deep is None and getattr(module, "starts_narrow", False))
+            narrow = deep is None and getattr(module, "starts_narrow", False)
+            init_matrix_(weight, c, narrow, getattr(module, "part_rows", None))
             if deep is not None and not getattr(weight, "_is_hf_initialized", False):
                 weight[deep].mul_(deepnorm_gain(c.num_hidden_layers))
         elif isinstance(module, nn.PReLU):  # a vector that scales, and no norm's

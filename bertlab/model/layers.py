@@ -12,7 +12,7 @@ __all__ = ['NORMS', 'ACTIVATIONS', 'MLPS', 'rotary_frequencies', 'rotary_table',
 import copy
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -242,6 +242,7 @@ class PlainMLP(nn.Module):
         self.contract.starts_narrow = True  # it adds to the residual stream
         # For DeepNorm: all rows, less those of a gate, which only lets through.
         self.expand.deep_rows, self.contract.deep_rows = slice(intermediate_size), slice(None)
+        self.expand.part_rows = (intermediate_size,) * self.inputs_per_unit  # each a map
         self.dropout = BitDropout(dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
@@ -387,12 +388,17 @@ def init_matrix_(
     weight: Tensor,  # (out, in), filled in place
     config,  # a BertLabConfig
     narrow: bool = False,  # does it add to the residual stream?
+    parts: Sequence[int] | None = None,  # rows of each map that it holds; None: it is one map
 ) -> Tensor:  # the same tensor
-    "Begin a matrix as `initialization` says: by a fixed width, or by the matrix's own fans."
+    "Begin a matrix as `initialization` says: by a fixed width, or by the fans of what it holds."
     if config.initialization == "kaiming":
         return nn.init.kaiming_normal_(weight, nonlinearity="relu")  # He et al. 2015, eq. 10
     if config.initialization == "xavier":
-        return nn.init.xavier_normal_(weight)  # Glorot and Bengio 2010, eq. 12
+        for part in weight.detach().split(parts or [len(weight)]):
+            # transformers notes on a weight that it was loaded; its views have to say so, too.
+            part._is_hf_initialized = getattr(weight, "_is_hf_initialized", False)
+            nn.init.xavier_normal_(part)  # Glorot and Bengio 2010, eq. 12
+        return weight
     std = config.initializer_range
     if narrow and config.initialization == "megatron":
         std = residual_std(std, config.num_hidden_layers)

@@ -105,7 +105,7 @@ def _settings(
 # %% ../../nbs/optim/03_groups.ipynb #34d7e663
 def parameter_groups(
     model: nn.Module,  # whose weights are sorted
-    weight_decay: float = 0.01,  # share of the learning rate by which an update shrinks a weight
+    weight_decay: float = 0.01,  # in AdamW a share of the rate; each optimizer has its own way
     decay_embeddings: bool = True,  # a tied output matrix counts as an embedding
     hidden_apart: bool = False,  # groups with `hidden`, for muon and galore
     overrides: Mapping[str, Mapping[str, Any]] | None = None,  # glob -> lr, weight_decay, hidden

@@ -56,6 +56,13 @@ def _by_rounds_on_square(
     return X
 
 # %% ../../nbs/optim/04_muon.ipynb #831471d8
+def _rounds_dtype(device: torch.device) -> torch.dtype:
+    "bfloat16 where the device multiplies it; elsewhere each product of it would be emulated."
+    slow = (device.type == "cpu" and not cpu_multiplies_bfloat16() or device.type == "cuda"
+            and torch.cuda.get_device_capability(device) < AMPERE)
+    return torch.float32 if slow else torch.bfloat16
+
+
 def orthogonalized(
     matrices: Tensor,  # (A, B), or (N, A, B)
     rounds: int = 5,
@@ -67,11 +74,7 @@ def orthogonalized(
 
     In float32, where one side is over 1.5 times as long as the other, by way of the Gram matrix.
     """
-    if dtype is None:
-        kind = matrices.device.type
-        slow = (kind == "cpu" and not cpu_multiplies_bfloat16() or kind == "cuda"
-                and torch.cuda.get_device_capability(matrices.device) < AMPERE)
-        dtype = torch.float32 if slow else torch.bfloat16
+    dtype = dtype or _rounds_dtype(matrices.device)
     tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
     X = X.mT if tall else X

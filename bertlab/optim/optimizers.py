@@ -8,6 +8,7 @@ __all__ = ['Adapted', 'PROJECTION', 'OPTIMIZERS', 'FUSED_DEVICES', 'PROBE_SHAPE'
 
 # %% ../../nbs/optim/05_optimizers.ipynb #2c459c34
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -88,7 +89,7 @@ def _adapt_sophiah(
 # %% ../../nbs/optim/05_optimizers.ipynb #26156cdb
 # Of GaLore's groups; the paper's rate of refresh and scale (Zhao et al. 2024, algorithm 2, sec. 5).
 PROJECTION = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "projection_type": "std"}
-_PROJECTED = ("std", "reverse_std", "right", "left", "full", "random")
+_PROJECTED = ("std", "reverse_std", "right", "left", "full")  # "random" draws nothing: it is std
 
 
 def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_type: Any) -> None:
@@ -101,8 +102,9 @@ def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_ty
     if type(scale) not in (int, float):
         raise ValueError(f"optimizer_kwargs: galore's scale must be a number, got {scale!r}")
     if projection_type not in _PROJECTED:
+        same = ", which is std in its class" if projection_type == "random" else ""
         raise ValueError("optimizer_kwargs: galore's projection_type must be one of "
-                         f"{', '.join(_PROJECTED)}; got {projection_type!r}")
+                         f"{', '.join(_PROJECTED)}; got {projection_type!r}{same}")
 
 
 def _adapt_galore(
@@ -138,9 +140,28 @@ def _adapt_galore(
 def _adapt_lamb(
     base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
 ) -> Adapted:
-    "LAMB as published: corrected moments and decay stand in the ratio of norms, not beside it."
+    """LAMB as published: corrected moments and decay stand in the ratio of norms, not beside it.
+
+    As in the authors' code, norms are not cut, and vectors have no ratio.
+    """
 
     class Lamb(base):
+        def _settings(self, group: dict[str, Any], is_vector: bool) -> dict[str, Any]:
+            # Saved groups of earlier versions have no clamp, and go on as they began: with both.
+            self.clamp = group.get("clamp", base.clamp)
+            return {**group, "adam": group["adam"] or (is_vector and "clamp" in group)}
+
+        def _step_foreach(self, group, params, grads, grad_norm, means, squares, step_size):
+            rows = list(zip(params, grads, means, squares))
+            for is_vector in (False, True):
+                if part := [row for row in rows if (row[0].ndim < 2) == is_vector]:
+                    weights, slopes, *moments = map(list, zip(*part))
+                    super()._step_foreach(self._settings(group, is_vector), weights, slopes,
+                                          grad_norm, *moments, step_size)
+
+        def update(self, p, group, *numbers):
+            super().update(p, self._settings(group, p.ndim < 2), *numbers)
+
         def step(self, closure=None):
             asked = [group["betas"] for group in self.param_groups]
             for group in self.param_groups:
@@ -160,7 +181,21 @@ def _adapt_lamb(
     # A rectified update leaves out a decay that is not decoupled; a fixed one must be.
     apart = any(group.get(name, options.get(name))
                 for group in (*groups, options) for name in ("rectify", "fixed_decay"))
-    return Lamb, {"weight_decouple": apart, **options}
+    return Lamb, {"weight_decouple": apart, "clamp": math.inf, **options}
+
+# %% ../../nbs/optim/05_optimizers.ipynb #841d0abb
+def _adapt_shampoo(
+    base: type[Optimizer], groups: list[dict[str, Any]], options: dict[str, Any]
+) -> Adapted:
+    "Shampoo as published. Raises `ValueError` for momentum, which its class preconditions twice."
+    for asked in (options, *groups):
+        if asked.get("momentum"):
+            raise ValueError(
+                f"optimizer_kwargs: shampoo's momentum must be 0, got {asked['momentum']!r}: its "
+                "class mixes steps that are preconditioned with gradients that are not; take soap, "
+                "which averages gradients, or leave it out (a run that began with it keeps it)"
+            )
+    return base, options
 
 # %% ../../nbs/optim/05_optimizers.ipynb #dceff1e7
 @dataclass(frozen=True)
@@ -208,13 +243,13 @@ OPTIMIZERS = {
         eight_bit=("bitsandbytes.optim.AdamW8bit", "torchao.optim.AdamW8bit")),
     "galore": OptimizerFacts("GaLore", False,
         "its SVD runs on the host, every update_proj_gap updates", True,
-        "gathers whole matrices for its SVD", hidden_apart=True, adapt=_adapt_galore,
+        "gathers whole matrices for its SVD", hidden_apart=True, rate=None, adapt=_adapt_galore,
         more_options=tuple(PROJECTION)),
     "lamb": OptimizerFacts("Lamb", True, "norms and torch.where, all on the device", False, _NORMS,
         rate=None, adapt=_adapt_lamb),
     "lars": OptimizerFacts("LARS", True, "norms and torch.where, all on the device", True,
         "with foreach=False, set for it", foreach=False, rate=None),
-    # A third to a tenth of AdamW's rate (Chen et al. 2023, sec. 5).
+    # A third to a tenth of AdamW's rate, and as many times its decay (Chen et al. 2023, sec. 5).
     "lion": OptimizerFacts("Lion", foreach=_LERPS_SHARDS, elementwise=True, rate=0.2,
         eight_bit=("bitsandbytes.optim.Lion8bit",)),
     "muon": OptimizerFacts("StackedMuon", True, "matrix products of fixed shapes", True,
@@ -227,7 +262,7 @@ OPTIMIZERS = {
         foreach=False, fuses=False, elementwise=True, rate=None,
         eight_bit=("bitsandbytes.optim.SGD8bit",), unlike=("dampening", "nesterov")),
     "shampoo": OptimizerFacts("Shampoo", False, "roots of matrices by SVD on the host", False,
-        f"multiplies shards with {_SHARDS}", rate=None),
+        f"multiplies shards with {_SHARDS}", rate=None, adapt=_adapt_shampoo),
     "soap": OptimizerFacts("SOAP", False, "eigenvectors and QR on the host", False,
         f"mixes shards with {_SHARDS}"),
     "sophiah": OptimizerFacts("SophiaH", True,

@@ -47,7 +47,7 @@ class AveragedWeights(Callback):
         decay: float | None = 0.999,  # of the exponential mean; None: a uniform mean
         every_steps: int = 1,  # optimizer steps between two looks
         start_step: int = 0,  # the first step that counts
-        ramp: bool = True,  # let the decay begin at 0.1 and grow: first weights are forgotten
+        ramp: bool = True,  # let the decay begin at 2 / 11 and grow: first weights are forgotten
     ):
         if decay is not None and not 0 <= decay < 1:
             raise ValueError("decay must be 0 or more and below 1, or None for a uniform mean, "

@@ -34,7 +34,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from ..core.files import written_whole
 from ..data.cache import serialize_tokenizer
 from ..data.collators import COLLATORS
-from ..model.config import TOKEN_IDS
+from ..model.config import TOKEN_IDS, neobert
 from ..model.loading import numpy_allowed, read_torch_file
 from ..optim.groups import leading_group
 from .history import say
@@ -474,11 +474,18 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
     text = re.sub(r" at 0x[0-9a-fA-F]+", "", text)
     text = re.sub(r"\"<class '([^'\"]+)'>\"", r'"\1"', text)  # so older versions wrote it
     made = json.loads(text)
+    if made.get("initializer_range") == 0.02 / 3**0.5:  # neobert's, in older versions
+        made["initializer_range"] = neobert().initializer_range
     if isinstance(said := made.get("optimizer_kwargs"), dict):
-        # Older versions took these, too: a rate, which may change, and a decay that nobody read.
+        # Older versions took these, too: a rate, which may change; a decay that nobody read;
+        # a momentum that is refused by now and comes back with its state; std by another name.
         name, unread = made.get("optimizer_class", "adamw"), {"lr"}
         if "weight_decay" in said and not reads_decay(name, said):
             unread.add("weight_decay")
+        if name == "shampoo":
+            unread.add("momentum")
+        if name == "galore" and said.get("projection_type") in ("random", "std"):
+            unread.add("projection_type")
         left = {name: value for name, value in said.items() if name not in unread}
         made["optimizer_kwargs"] = left or None
     if isinstance(said := made.get("data_kwargs"), dict):

@@ -495,7 +495,7 @@ class PretrainingModule(TrainingModule):
         # The schedule's peak; None: 5e-5 where all weights go on, 5e-4 for an adapter, else by
         # width: 5e-4 at 768; a fifth of it for lion.
         learning_rate: float | None = None,
-        weight_decay: float = 0.001,  # on matrices alone
+        weight_decay: float = 0.001,  # on matrices alone; lion wants 3 to 10 times as much
         compile_model: bool | str | dict[str, Any] | None = None,  # None: on a GPU; or a mode
         optimizer_class: Any = "adamw",  # by name; or your own: a class, or my_file.MyOptimizer
         optimizer_quantized: bool = False,  # moments of 8 bits

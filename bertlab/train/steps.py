@@ -20,6 +20,7 @@ import lightning as L
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from ..data.rows import IGNORED
@@ -155,6 +156,21 @@ def check_scaler(
         raise ValueError("precision='16-mixed' scales the loss, and with it the curvature that the "
                          "optimizer (sophiah) divides by: set precision='32-true', or bf16-mixed "
                          "where the GPU has it")
+
+# %% ../../nbs/train/01_steps.ipynb #9014749e
+def _warn_of_rounding(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    "Warn where weights of 16 bits are trained: each optimizer of `OPTIMIZERS` rounds its steps."
+    mixed = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
+    trained = {p.dtype for optimizer in optimizers for group in optimizer.param_groups
+               for p in group["params"] if p.requires_grad}
+    for dtype in mixed.keys() & trained:
+        lost = torch.finfo(dtype).eps / 4  # half of what lies between 1 and the number below it
+        rank_zero_warn(
+            f"the weights that are trained are in {str(dtype).removeprefix('torch.')}. Unless the "
+            f"optimizer keeps a float32 copy, a step below {lost:.1g} leaves a number near 1, such "
+            "as the gain of a norm, where it is, and moments are rounded, too: train float32 "
+            f"weights with precision={mixed[dtype]!r}"
+        )
 
 # %% ../../nbs/train/01_steps.ipynb #22434ef9
 def labels_of(batch: dict[str, Tensor]) -> Tensor:  # (B, L), or (B, M) with label_positions
@@ -328,6 +344,7 @@ class TrainingModule(L.LightningModule):
         self._leave_averages()
         again = any(hasattr(o, "backward_options") for o in self.trainer.optimizers)
         check_scaler(self.trainer.precision_plugin, again)
+        _warn_of_rounding(self.trainer.optimizers)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         "Remember sums and count; return a loss whose gradient is a scaled sum."

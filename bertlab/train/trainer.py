@@ -73,7 +73,9 @@ class ValidateWhenAsked(Callback):
 
 def make_trainer(
     max_steps: int,  # optimizer steps of the whole run
-    precision: str | None = "auto",  # or one of Lightning's names, "32-true", "bf16-mixed", ...
+    # Or one of Lightning's names, "32-true", "bf16-mixed", ... Weights that have 16 bits themselves
+    # ("bf16-true") lose small steps.
+    precision: str | None = "auto",
     accelerator: str = "auto",  # auto, cpu, gpu, tpu or mps
     devices: int | str = 1,  # how many of them, or auto
     callbacks: Sequence[Callback] = (),  # in addition to those of bertlab

@@ -15,6 +15,9 @@ from bertlab.cli.main import main
 from bertlab.cli.speedrun import TRACKS, Judge, arrived, check_log, load_speedrun, recipe_sha256
 from bertlab.cli.speedrun import format_speedrun, measure_target, not_compared, seconds_before, speedrun
 from bertlab.data.tokenizers import train_tokenizer
+from bertlab.model.config import modernbert_tiny
+from bertlab.model.heads import BertLabForMaskedLM
+from bertlab.model.huggingface import save_model
 from bertlab.optim.budgets import BudgetTriangle
 
 
@@ -124,6 +127,20 @@ def test_the_seconds_of_the_model_that_a_recipe_begins_with_count(tmp_path):
     assert seconds_before(tmp_path / "models" / "step-5", "this") == 61.5
 
 
+def test_a_home_directory_is_written_with_a_tilde_as_in_pretrain(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tmp_path / "demo"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": "this"}}))
+    (model / "metrics.json").write_text('{"train_seconds": 5}')
+    assert seconds_before("~/demo", "this") == 5
+    recipe = {"model": {"pretrained_model_name_or_path": "~/demo"}}
+    config = races.speedrun_config(TRACKS["laptop"], recipe, "o", 0)
+    assert config["model"]["pretrained_model_name_or_path"] == str(model), "the model is read from there"
+    assert recipe["model"]["pretrained_model_name_or_path"] == "~/demo", "a log does not name anybody's home"
+
+
 def test_the_judge_hides_the_same_tokens_for_every_recipe_with_the_same_tokenizer(small, corpus):
     tokenizer = train_tokenizer(corpus.train_texts, small.vocab_size)
     first = Judge(small, corpus, tokenizer)
@@ -199,11 +216,64 @@ def with_recipe(recipe):
     return lambda log: log.update(recipe=recipe, recipe_sha256=recipe_sha256(recipe))
 
 
+def with_seeds(*seeds):
+    "A change of a log: its attempts have other seeds."
+    return lambda log: [one.update(seed=seed) for one, seed in zip(log["attempts"], seeds)]
+
+
+def in_a_tenth_of_the_time(log):
+    "A change of a log: all of its seconds are divided by ten."
+    for one in log["attempts"]:
+        one.update(train_seconds=one["train_seconds"] / 10, curve=[[n, x / 10, y] for n, x, y in one["curve"]])
+
+
+def copied(change):
+    "A change of a log: seed 2 is seed 0, with another number."
+
+    def forge(log):
+        first = log["attempts"][0]
+        first["curve"] = [[40 * n, 10.0 * n, 6 - n / 7] for n in range(1, 11)]
+        log["attempts"][2] = {**copy.deepcopy(first), "seed": 2}
+        change(log["attempts"][2])
+
+    return forge
+
+
 def test_an_honest_log_passes():
     assert check_log(log_of(attempt(0), attempt(1), attempt(2))) == []
     log = log_of(attempt(0), attempt(1), attempt(2))
     in_ten_minutes(604.0)(log)  # the step under way may end
     assert check_log(log) == []
+
+
+def of_large_batches(log):
+    "A change of a log: rows for a machine of many cores, which the squares that are measured do not keep busy."
+    with_recipe({"data": {"train_batch_size": 512}})(log)
+    for one in log["attempts"]:
+        one["tokens"] *= 32
+
+
+@pytest.mark.parametrize("change", [
+    lambda log: [with_recipe({"model": {"freeze": "embeddings"}})(log), in_a_tenth_of_the_time(log)],
+    lambda log: [with_recipe({"model": {"model_config_kwargs": {"mlp": "my_file.Own"}}})(log), in_a_tenth_of_the_time(log)],
+    lambda log: [with_recipe({"model": {"model_config_kwargs": None}})(log), in_a_tenth_of_the_time(log)],
+    lambda log: [with_recipe({"data": {"packing": False}})(log), *(one.update(tokens=90_000) for one in log["attempts"])],
+    in_attempt("matmul_flops", 1e10),  # other work had the machine while it was measured
+    of_large_batches,
+    lambda log: [with_seeds(2, 0, 1)(log), log["attempts"].append(attempt(3, 4.21))],  # as a race that was resumed
+    lambda log: log["attempts"][1].update(validation_loss=4.2, bits_per_byte=4.2 * 1.8 / 4.25, validation_accuracy=0.31),
+])  # fmt: skip
+def test_a_bound_leaves_room_for_what_an_honest_run_may_be(change):
+    log = copy.deepcopy(log_of(attempt(0), attempt(1), attempt(2)))
+    log["attempts"][0]["curve"][0][2] = 5.1
+    change(log)
+    assert check_log(log) == []
+
+
+@pytest.mark.parametrize("seeds, said", [((7, 40, 113), "; a record needs the seeds 0, 1, 2"), ((0, 1), "; a record needs"),
+                                         ((1, 2, 0), "every seed arrived\n")])  # fmt: skip
+def test_the_verdict_says_which_seeds_a_record_needs(seeds, said):
+    assert said in format_speedrun(log_of(*(attempt(seed, 4.0 - seed / 100) for seed in seeds)))
 
 
 @pytest.mark.parametrize(
@@ -212,8 +282,10 @@ def test_an_honest_log_passes():
         (lambda log: log["recipe"]["model"].update(learning_rate=1.0), "recipe was changed"),
         (lambda log: log["attempts"][1].update(train_seconds=30.0), "seed 1"),
         (lambda log: log["attempts"][1].update(validation_loss=4.3), "seed 1 did not arrive"),
-        (lambda log: log["attempts"][1].update(seed=0), "three different seeds"),
-        (lambda log: log["attempts"].pop(), "three different seeds"),
+        (in_attempt("seed", 0), "needs the seeds 0, 1, 2 and so on, none left out; it has [0, 0, 2]"),
+        (lambda log: log["attempts"].pop(), "needs the seeds 0, 1, 2 and so on, none left out; it has [0, 1]"),
+        (with_seeds(7, 40, 113), "needs the seeds 0, 1, 2 and so on, none left out; it has [7, 40, 113]"),
+        (with_seeds(0, 1, 3), "it has [0, 1, 3]"),
         (lambda log: log["attempts"][2].update(curve=[]), "curve of seed 2"),
         (lambda log: log["attempts"][2]["curve"].reverse(), "curve of seed 2"),
         (lambda log: log["attempts"][0].update(matmul_flops=0), "measured rate"),
@@ -245,6 +317,11 @@ def test_an_honest_log_passes():
         (in_attempt("tokens", 399), "seed 1 has 399 tokens"),
         (in_attempt("tokens", 400 * 16 * 128 + 1), "seed 1 has 819201 tokens"),
         (lambda log: log.update(needs={"model": {"train_seconds": 101.0}}), "seed 0 trained for 100.0 s, less than the 101.0 s"),
+        (in_a_tenth_of_the_time, "seed 0 trained for 10 s, and the matrix products of its recipe alone take 37 s"),
+        (in_attempt("tokens", 400), "seed 1 has 400 tokens, which 400 steps"),
+        (in_attempt("validation_accuracy", 0.0), "seed 1 has validation_accuracy 0.0, and with a loss of 4.210 go 1.48%"),
+        (copied(lambda one: one["curve"][3].__setitem__(2, 5.5)), "seeds 0 and 2 have equal losses"),
+        (copied(lambda one: one.update(validation_loss=4.24, bits_per_byte=4.24 * 1.8 / 4.25)), "seeds 0 and 2 have equal"),
     ],
 )  # fmt: skip
 def test_a_forged_log_is_found_out(change, named):
@@ -436,6 +513,34 @@ def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_wit
         with pytest.raises(ValueError, match="other weights or other code"):
             quick(tmp_path / "race", resume=True, recipe="r.yaml")
         path.write_bytes(kept)
+
+
+def save_start(place, tokenizer, corpus):
+    "A model to begin with, and a recipe that does."
+    shape = modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                            num_attention_heads=1, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
+    save_model(BertLabForMaskedLM(shape), tokenizer, place / "model")
+    (place / "model" / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": corpus.sha256}}))
+    (place / "model" / "metrics.json").write_text('{"train_seconds": 2.5}')
+    (place / "r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(place / "model")}}))
+    return place / "r.yaml"
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_a_race_begins_with_a_model_whose_tokenizer_the_text_of_the_track_gives(kind, quick, tmp_path):
+    corpus = TRACKS["quick"].text()
+    recipe = save_start(tmp_path, train_tokenizer(corpus.train_texts, 420, kind=kind), corpus)
+    assert quick(tmp_path / "race", 2, recipe=recipe)["needs"]["model"]["train_seconds"] == 2.5
+
+
+@pytest.mark.parametrize("texts, size", [(lambda corpus: corpus.validation_texts, 420),  # it knows what is held out
+                                         (lambda _: ["a, b. c"] * 60, 18)])  # nearly all is [UNK]  # fmt: skip
+def test_a_race_does_not_begin_with_a_model_of_any_other_tokenizer(texts, size, quick, tmp_path):
+    corpus = TRACKS["quick"].text()
+    recipe = save_start(tmp_path, train_tokenizer(texts(corpus), size), corpus)
+    with pytest.raises(ValueError, match="pretrained_model_name_or_path=.*model' has a tokenizer of .* entries"):
+        quick(tmp_path / "race", 2, recipe=recipe)
+    assert not (tmp_path / "race").exists()
 
 
 def test_a_race_does_not_move_the_model_aside_that_its_recipe_begins_with(quick, tmp_path, monkeypatch):

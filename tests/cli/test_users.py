@@ -488,3 +488,14 @@ def test_the_command_that_goes_on_can_be_typed_in_the_shell_of_its_system(monkey
     monkeypatch.setattr(sys, "platform", platform)
     asked = SimpleNamespace(command="pretrain", words=["--run.output", "my runs\\first", "--overwrite"], resume=None)
     assert same_with_resume(asked) == typed
+
+
+@pytest.mark.parametrize("word, typed", [
+    ("C:\\R&D\\run", '"C:\\R&D\\run"'), ("a^b|c", '"a^b|c"'), ("run(1)", '"run(1)"'), ("R&D\\", '"R&D\\\\"'), ("", '""'),
+    ("my runs\\", '"my runs\\\\"'), ('a "b"', '"a \\"b\\""'), ("C:\\Läufe\\run_1", "C:\\Läufe\\run_1"),
+    ("--data.x=a,b", '"--data.x=a,b"'),
+])  # fmt: skip
+def test_signs_that_a_shell_of_windows_reads_on_its_own_are_in_quotes(monkeypatch, word, typed):
+    monkeypatch.setattr(sys, "platform", "win32")
+    asked = SimpleNamespace(command="embed finetune", words=["--output", word], resume="yes")
+    assert same_with_resume(asked) == f"embed finetune --output {typed}"

@@ -10,6 +10,7 @@ import string
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 import unicodedata
 from collections import Counter
 from pathlib import Path
@@ -288,6 +289,28 @@ def test_two_letters_of_a_script_without_spaces_are_one_word_of_a_run():
     assert word_runs("一") == [("一",)] and word_runs("。!") == [("。!",)] and word_runs(" ") == []
 
 
+@given(st.text(alphabet=st.sampled_from("天北ーかที่น้ํ်ကខabcé09कि한\u0301\u3099 \n\u3000，.\U00020000"), max_size=60), st.integers(1, 8))
+@settings(derandomize=True, deadline=None, max_examples=300)
+def test_each_run_ends_with_the_first_word_that_fills_it(text, num_words):
+    words = [part for part in fingerprint(text).split() for part in split_words(part)] or fingerprint(text).split()
+    sizes = [1 if has_unspaced(word) else 2 for word in words]
+    ends = [next((stop for stop in range(len(words) + 1) if sum(sizes[start:stop]) >= 2 * num_words), None)
+            for start in range(len(words))]  # fmt: skip
+    runs = [tuple(words[start:stop]) for start, stop in enumerate(ends) if stop]
+    assert word_runs(text, num_words) == (runs or [tuple(words)] * bool(words))
+
+
+def test_a_book_to_train_on_is_not_kept_in_memory_as_runs():
+    draw = random.Random(0)
+    book = Document("".join(draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(30_000)), "b:1")
+    overlap([book], [])  # what is compiled once
+    tracemalloc.start()
+    assert overlap([Document(book.text[1000:1100], "a:1")], [book]) == [1.0]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 150 * len(book.text)  # its letters and words; all runs take 176 each beside them
+
+
 PARAGRAPHS = {
     "chinese": "今天早上我和朋友一起坐火车去北京大学参观,那里的学生很多,图书馆也非常大,我们在湖边走了很久才回家。",
     "japanese": "わたしはきのう友だちと電車で大学へ行きました。図書館はとても大きくて、学生がたくさんいました。",
@@ -328,6 +351,7 @@ def test_the_embedded_corpus_has_the_split_that_it_had(embedded, monkeypatch):
 
     documents = embedded.train + embedded.validation
     assert not any(has_unspaced(d.text) for d in documents)
+    monkeypatch.setattr("bertlab.data.documents._find_runs", before)
     monkeypatch.setattr("bertlab.data.documents.word_runs", before)
     assert embedded_corpus().sha256 == embedded.sha256
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -443,13 +444,16 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     assert (ours["labels"] >= 0).sum() > 10
 
 
-def test_a_word_ends_after_32_pieces_and_not_before():
-    row = np.ones((1, 110), int)
-    goes_on = np.array([False, True])
-    row[0, [0, 32, 40]] = 0  # words of 32, 8 and 70 pieces
-    starts = find_words(row, np.ones_like(row), np.ones(row.shape, bool), goes_on)[0]
-    assert np.unique(starts).tolist() == [0, 32, 40, 72, 104]
-    assert (starts <= np.arange(110)).all() and (np.diff(starts) >= 0).all()
+@pytest.mark.parametrize("sizes, longest, parts", [
+    ([32, 8, 33], 32, [32, 8, *[4] * 8, 1]), ([5, 200, 3], 32, [5, *[6] * 33, 2, 3]), ([8, 9, 2], 8, [8, 4, 4, 1, 2]),
+    ([1100], 32, [32] * 34 + [12]), ([3, 2], 2, [2, 1, 2]),
+])  # fmt: skip
+def test_a_long_word_is_cut_into_parts_and_others_are_not(sizes, longest, parts):
+    row = np.array([[0] + [1] * sum(sizes), [0] * (1 + sum(sizes))])  # the second row has words of one piece
+    row[0, np.cumsum([0, *sizes])] = 0
+    starts = find_words(row, np.ones_like(row), np.ones(row.shape, bool), np.array([False, True]), longest)
+    assert np.unique(starts[0]).tolist() == np.cumsum([0, *parts]).tolist()
+    assert (starts[1] == np.arange(row.shape[1])).all() and (np.diff(starts) >= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -464,13 +468,31 @@ def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection
     out = mask_tokens(rows, ([0] * 24, range(24)), vocabulary, MaskingRule(unit=unit, selection=selection),
                       continues_V=find_continuations(tokenizer))
     share = (out["labels"] >= 0).sum() / (24 * 126)
-    assert 0.15 < share < 0.4  # 96 words of 32 pieces: five standard deviations are 0.23 of 0.3, less what is dropped
+    assert 0.2 < share < 0.4  # 24 x 32 words of 4 pieces: five standard deviations are 0.08
 
 
-def test_a_batch_that_loses_all_its_labels_says_so():
+@pytest.mark.parametrize("length", [32, 64, 128, 512])
+@pytest.mark.parametrize("probability", [0.15, 0.3])
+@pytest.mark.parametrize("unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")])
+def test_rows_of_one_word_have_the_labels_that_were_asked_for(length, probability, unit, selection):
+    ids = np.full((300, length), 7)
+    ids[:, 0], ids[:, -1] = 2, 3
+    rows = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    rule = MaskingRule(probability, unit=unit, selection=selection)
+    out = mask_tokens(rows, ([0] * 300, range(300)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=np.ones(9, bool))
+    counts = (out["labels"] >= 0).sum(1)
+    assert abs(counts.mean() / (length - 2) / probability - 1) < 0.12  # dropped and chance
+    empty = (1 - probability) ** ((length - 2) / max(4, (length - 2) // 32)) if selection == "bernoulli" else 0
+    assert (counts == 0).mean() < empty + 0.07
+
+
+def test_a_word_that_no_row_has_room_for_is_hidden_in_parts():
     rows = {"input_ids": np.full((4, 30), 5), "attention_mask": np.ones((4, 30), int)}
     rule = MaskingRule(1.0, unit="word", max_predictions=8)
     everything_goes_on = np.ones(9, bool)  # one word of 30 pieces
-    with pytest.warns(UserWarning, match="no label.* 8 labels .*max_predictions"):
-        out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=everything_goes_on)
+    out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=everything_goes_on)
+    assert ((out["labels"] >= 0).sum(1) >= 5).all() and ((out["labels"] >= 0).sum(1) <= 8).all()
+    with pytest.warns(UserWarning, match="no label.* 2 labels .*max_predictions"):
+        out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), replace(rule, max_predictions=2),
+                          continues_V=everything_goes_on)
     assert (out["labels"] < 0).all() and out["num_dropped_labels"].sum() == 120

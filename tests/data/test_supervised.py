@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.metrics import best_answers
+from bertlab.data import supervised
 from bertlab.data.supervised import (
     PROBLEMS,
     QuestionAnsweringCollator,
@@ -22,6 +21,8 @@ from bertlab.data.supervised import (
     read_texts,
     whole_letters,
 )
+from bertlab.data.tokenizers import train_tokenizer
+from bertlab.finetuning.metrics import best_answers
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
 IGNORED = -100
@@ -437,6 +438,30 @@ def test_words_of_a_script_without_spaces_bring_no_space(kind):
         spaces = [id for id in one["input_ids"][2:] if tokenizer.convert_ids_to_tokens(id) in ("Ġ", "▁")]
         assert len(spaces) <= running.count(" ")
     assert made[2]["input_ids"] == tokenizer("the cat sat").input_ids
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("words, running", [
+    (["3", "月", "25", "日"], "3月25日"), (["约", "3.5", "亿", "元"], "约3.5亿元"), (["“", "北京", "”", "的"], "“北京”的"),
+    (["北京", ",", "NBA", "球队", "，", "NBA"], "北京, NBA 球队，NBA"), (["the", "3", "cats", "在", "北京"], "the 3 cats 在北京"),
+    (list("NBA球队2021年"), "NBA球队2021年"), (["เดือน", "25", "ปี"], "เดือน 25 ปี"), (list("ปี25"), "ปี25"),
+])  # fmt: skip
+def test_digits_and_signs_stand_beside_letters_of_chinese_and_latin_letters_where_all_is_spelled(kind, words, running):
+    alphabet = "3月25日约.亿元“北京”的,NBA球队，thecats在201年เดือนปี "
+    tokenizer = train_tokenizer([alphabet, *alphabet.split(), "北 京 the cats NBA"] * 40, 400 if kind == "bpe" else 90, kind=kind)
+    collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
+    made = collate.encode([{"text": words, "labels": list(range(len(words)))}])[0]
+    spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)
+    assert tokenizer.decode(made["input_ids"], skip_special_tokens=True) == spelled
+    assert [label for label in made["labels"] if label != IGNORED] == list(range(len(words)))
+
+
+@pytest.mark.parametrize("words, together", [
+    ([], []), (["the", "3", "。"], [0, 0, 1]), (["3", "é"], [0, 0]), (["北", "", "3"], [0, 0, 0]), (["北", " ", "京"], [0, 0, 0]),
+    (["，", "。"], [0, 1]), (["한", "3"], [0, 0]), (["か", "A"], [0, 1]), (["かな", "AB"], [0, 0]), (["我", "\u3000", "3"], [0, 1, 0]),
+])  # fmt: skip
+def test_what_stands_together(words, together):
+    assert supervised._stand_together(words) == list(map(bool, together))
 
 
 def test_words_of_a_script_without_spaces_are_read_by_wordpiece_as_ever():

@@ -346,6 +346,28 @@ def test_a_filter_that_keeps_none_of_a_thousand_documents_says_so_once(monkeypat
         assert not list(module.kept_documents(texts[:999], ["none"], Counter()))
 
 
+@pytest.mark.parametrize("left_out, told", [({"a": 3600}, ["a"]), ({"a": 3599, "b": 1}, ["a"]), ({"a": 500, "b": 3100}, ["b"]),
+                                            ({"a": 999, "short": 1}, []), ({"b": 3590}, []), ({"a": 3599}, ["a"])])  # fmt: skip
+def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousand(left_out, told, text, tmp_path, monkeypatch):
+    first = [name for name in left_out for _ in range(left_out[name])]
+    first += ["good"] * (3600 - len(first)) if "short" not in left_out else []
+    (tmp_path / "text").mkdir()
+    for n in range(12):
+        (tmp_path / "text" / f"{n:02}.txt").write_text("".join(f"{one} text\n" for one in first[n::12]))
+    filters = {f"f.{name}": lambda text, name=name: None if text.split()[0] == name else text for name in "ab"}
+    monkeypatch.setattr(module, "make_filter", filters.get)
+    monkeypatch.setattr(module, "hash_filter", str)
+    monkeypatch.setattr(module, "PART_BYTES", (500, 1000))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", workers=1, lines="documents",
+                                filters=list(filters))  # fmt: skip
+    assert found["parts"] == 12 and found["documents"] == len(first) - sum(left_out.get(name, 0) for name in "ab")
+    messages = [str(one.message) for one in seen if "has left out" in str(one.message)]
+    assert [message.split()[1] for message in messages] == [f"f.{name}" for name in told]
+    assert all(f"{left_out[name]:,} of " in message for name, message in zip(told, messages))
+
+
 def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     pytest.importorskip("datatrove")
     lots = random.Random(0)

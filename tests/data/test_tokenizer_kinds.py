@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from bertlab.data.corpus import embedded_corpus
+from bertlab.data.supervised import fit_offsets
 from bertlab.data.tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_KINDS,
@@ -285,6 +286,25 @@ def test_a_vowel_a_tone_and_a_syllable_stay_where_a_text_has_many_of_them(langua
     stripped = train_tokenizer(texts * 9, 400, strip_accents=True)
     assert stripped.decode(stripped(texts[0]).input_ids, skip_special_tokens=True) != texts[0].lower()
     assert not recwarn
+
+
+@pytest.mark.filterwarnings("ignore:.* of the letters of this text would lose an accent")
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("language", [*sorted(APART), "french"])
+def test_an_accent_that_stands_apart_gives_the_same_pieces_and_the_same_tokenizer(language, lowercase, tmp_path):
+    french = ["Un élève français est déjà allé à l'école", "Voilà l'été très agréable près de la forêt où ÇA naît"]
+    texts = french if language == "french" else APART[language][0]
+    whole, apart = ([unicodedata.normalize(form, text) for text in texts] for form in ("NFC", "NFD"))
+    tokenizer, other = (train_tokenizer(form * 9, 400, lowercase=lowercase) for form in (whole, apart))
+    assert other.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    tokenizer.save_pretrained(tmp_path)
+    for again in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)):
+        made = again(apart, return_offsets_mapping=True)
+        assert made.input_ids == again(whole).input_ids and again.unk_token_id not in sum(made.input_ids, [])
+        for text, offsets in zip(apart, made.offset_mapping):  # no letter and no accent is in no piece, or in two
+            assert "".join(text[start:stop] for start, stop in fit_offsets(text, offsets)) == text.replace(" ", "")
+    before, after = (len("".join(form).replace(" ", "").encode()) for form in (apart, whole))
+    assert language == "hindi" or after < before and f"makes {after / before:.2f}" in note_normalizing(apart, tokenizer)
 
 
 def test_english_is_stripped_as_ever_and_a_few_foreign_names_change_nothing(recwarn):

@@ -34,6 +34,11 @@ def test_training_finds_the_documents_of_held_out_queries():
     assert 0 <= found["val_mean_cosine"] < 0.7 and 0 < found["val_mrr"] <= 1
 
 
+def test_weights_in_16_bits_are_warned_of_where_they_are_trained():
+    with pytest.warns(UserWarning, match="trained are in bfloat16.*precision='bf16-mixed'"):
+        make_trainer(1, "bf16-true", accelerator="cpu").fit(small_module(), small_data())
+
+
 def test_ranks_are_those_of_counting_by_hand():
     rng = np.random.default_rng(0)
     q, d = (torch.tensor(rng.normal(size=(9, 4))) for _ in range(2))
@@ -152,12 +157,33 @@ def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
     trainer = fit(module, data, 1)
     names = {id(p): name for name, p in module.named_parameters()}
     rates = {names[id(p)]: (g["initial_lr"], g["weight_decay"]) for g in trainer.optimizers[0].param_groups for p in g["params"]}
-    by_layer = {"blocks.1.mlp": 0.04, "blocks.0.mlp": 0.02, "embeddings.tokens": 0.01, "log_temperature": 0.08}
+    by_layer = {"blocks.1.mlp": 0.08, "blocks.0.mlp": 0.04, "embeddings.tokens": 0.02, "log_temperature": 0.08}
     for part, rate in by_layer.items():
         assert all(r == pytest.approx(rate) for name, (r, _) in rates.items() if part in name), part
     assert rates["log_temperature"][1] == 0
     logged = leading_group(trainer.optimizers[0].param_groups)["initial_lr"]
     assert logged == 0.08, "not that of the layer whose group comes first"
+
+
+def test_a_run_that_an_earlier_version_began_keeps_the_rates_of_its_layers(tmp_path):
+    def run(steps, checkpoint=None):
+        module = small_module(layer_decay=0.5, learning_rate=0.08, scheduler_warmup_steps=0)
+        trainer = make_trainer(steps, "32-true", accelerator="cpu", gradient_clip_val=None)
+        trainer.fit(module, small_data(), ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        names = {id(p): name for name, p in module.named_parameters()}
+        peaks = {names[id(p)]: g["initial_lr"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
+        return [next(peak for name, peak in peaks.items() if part in name)
+                for part in ("blocks.1.mlp", "blocks.0.mlp", "embeddings.tokens")]  # fmt: skip
+
+    now, before = pytest.approx([0.08, 0.04, 0.02]), pytest.approx([0.04, 0.02, 0.01])
+    assert run(1) == now and run(2, tmp_path / "1.ckpt") == now
+    checkpoint = torch.load(tmp_path / "1.ckpt", weights_only=True)
+    del checkpoint["top_depth"]  # earlier versions did not write it
+    torch.save(checkpoint, tmp_path / "earlier.ckpt")
+    assert run(3, tmp_path / "earlier.ckpt") == before and run(4, tmp_path / "3.ckpt") == before
+    loaded = EmbeddingModule.load_from_checkpoint(tmp_path / "3.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
+    assert max(rate["lr"] for rate in loaded.rates_by_layer().values()) == 0.08, "a new run from its weights"
 
 
 def test_a_decay_among_the_optimizer_s_options_is_refused():
@@ -332,7 +358,7 @@ def test_rates_fall_from_layer_to_layer_where_only_some_layers_train(base):
     frozen = rates(small_module(freeze=1, layer_decay=0.5, learning_rate=0.08))
     assert not any("blocks.0." in name or "embeddings" in name for name in frozen)
     beside = rates(adapted(base, layer_decay=0.5, learning_rate=0.08))
-    for found, part, rate in ((frozen, "blocks.1.", 0.04), (beside, "blocks.1.", 0.04), (beside, "blocks.0.", 0.02)):
+    for found, part, rate in ((frozen, "blocks.1.", 0.08), (beside, "blocks.1.", 0.08), (beside, "blocks.0.", 0.04)):
         chosen = [r for name, r in found.items() if part in name]
         assert chosen and chosen == pytest.approx([rate] * len(chosen))
 

@@ -106,6 +106,11 @@ def weights(module):
 # --- each task learns -----------------------------------------------------------------------------
 
 
+def test_weights_in_16_bits_are_warned_of_where_they_are_trained():
+    with pytest.warns(UserWarning, match="trained are in bfloat16.*precision='bf16-mixed'"):
+        fit(module_for(), data_for(), 1, precision="bf16-true")
+
+
 @pytest.mark.parametrize(
     "task, options, data_options, metric",
     [

@@ -1022,6 +1022,26 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
 
 
+@pytest.mark.parametrize("kind, size, words", [("unigram", 60, "天 地 人 大 小 上 下 左 右 中"), ("bpe", 290, "good bad text number")])
+def test_tagged_texts_that_are_cut_are_counted_as_their_rows_read_them(kind, size, words):
+    "A plain call puts a sign before each word of Chinese, or takes from English words the spaces before them."
+    words, space = words.split(), " " if kind == "bpe" else ""
+    texts = [[words[0], *(words[1 + (n + k) % (len(words) - 1)] for k in range(20 + n % 5))] for n in range(30)]
+    reads = train_tokenizer([space.join(text) for text in texts], size, kind=kind)
+    rows = [{"text": text, "label": ["A"] * len(text)} for text in texts]
+
+    def counted(length):
+        data = FinetuningDataModule("token_classification", reads, max_sequence_length=length)
+        data.set_datasets(train=rows, val=rows[:1])
+        data.setup()
+        assert ("their ends are cut off" in data.describe()) == (data.num_cut["train"] > 0)
+        return data.num_cut["train"], [len(row["input_ids"]) for row in data.datasets["train"].rows]
+
+    lengths = counted(999)[1]
+    assert counted(max(lengths))[0] == 0
+    assert counted(max(lengths) - 1)[0] == lengths.count(max(lengths)) > 0
+
+
 def test_every_word_of_a_tagged_text_is_scored_and_training_reads_beginnings(monkeypatch):
     long = lambda n: {"text": ["good", "bad", "text", "number", ""][:n % 5 + 1] * 12, "label": ["A", "B", "C", "D", "E"][:n % 5 + 1] * 12}
     rows = [long(n) for n in range(9)] + [{"text": ["good", " ", " "], "label": ["A", "B", "C"]}]

@@ -144,6 +144,19 @@ def test_a_space_that_does_not_break_and_one_of_an_ideograph_s_width_stay_in_the
     assert rows_of(path)["tag"] == [["O", "O"], ["B-LOC"]]
 
 
+@pytest.mark.parametrize("lines", [
+    "北京\u3000B-LOC\n好\u3000O\n", "北京\u00a0B-LOC\n好 \u00a0O\n", "北京 \u00a0B-LOC\n好 \u00a0O\n", "北京\tB-LOC\u00a0\n好\tO \n",
+    " 北京 B-LOC\u00a0\n好  O\u3000\n"])  # fmt: skip
+def test_labels_have_no_space_of_any_kind_and_wide_spaces_part_columns_where_nothing_else_does(lines, tmp_path):
+    rows = rows_of(save(tmp_path / "a.conll", lines))
+    assert rows.rows == [{"word": ["北京", "好"], "tag": ["B-LOC", "O"]}]
+
+
+def test_a_wide_space_may_be_a_word(tmp_path):
+    rows = rows_of(save(tmp_path / "a.conll", "\u3000 O\n北 B-LOC\n"))
+    assert rows.rows == [{"word": ["\u3000", "北"], "tag": ["O", "B-LOC"]}]
+
+
 def test_a_line_with_other_columns_is_named(tmp_path):
     path, errors = save(tmp_path / "a.conll", CONLL.replace("VBZ B-VP O", "B-VP O")), []
     with pytest.raises(ValueError, match="a.conll line 4 has 3 columns, the first word has 4"):

@@ -135,6 +135,102 @@ def test_a_gain_is_of_seeds_side_by_side():
     runs = lambda *bits: [{"bits_per_byte": one, "loss": 2 * one} for one in bits]  # noqa: E731
     found = ablations.gain(runs(2.0, 3.0), runs(1.5, 2.9))
     assert found == pytest.approx({"mean": 0.3, "least": 0.1, "most": 0.5, "nats": 0.6})
+    found = ablations.gain(runs(2.0, 3.0, 4.0), runs(1.5, 2.9), paired=False)  # with the mean, 3, of all of the control's
+    assert found == pytest.approx({"mean": 0.8, "least": 0.1, "most": 1.5, "nats": 1.6})
+
+
+def table_of(shared: float, own: float, num_control: int) -> dict:
+    "What 12 arms of no worth and one that is worth 0.2 come to; `shared` is what a seed does to all arms alike."
+    draw = torch.Generator().manual_seed(0)
+    of_seed = shared * torch.randn(num_control, generator=draw)
+    arms = {"control": (0.0, num_control), **{f"arm {i}": (0.2 * (i == 0), 3) for i in range(13)}}
+    runs = [{"arm": name, "rate": 1.0, "seed": seed, "steps": 4, "machine": 0,
+             "bits_per_byte": (bits := 2 - gain + of_seed[seed].item() + own * torch.randn((), generator=draw).item()), "loss": bits}
+            for name, (gain, seeds) in arms.items() for seed in range(seeds)]  # fmt: skip
+    rows = {name: {"rate": 1.0, "control_rate": 1.0, "machine": 0} for name in arms}
+    return {"machines": [{}], "runs": runs, "arms": rows}
+
+
+@pytest.mark.parametrize("shared, num_control, paired", [(0.1, 3, True), (0.1, 9, True), (0.0, 9, False)])
+def test_seeds_are_compared_side_by_side_where_that_makes_gains_surer(shared, num_control, paired):
+    found = table_of(shared, 0.02, num_control)
+    ablations.settle(found, 4)
+    (scatter,) = found["scatter"]
+    assert scatter["paired"] is paired and scatter["control_runs"] == num_control
+    ends = {name: row["equal_tokens"] for name, row in found["arms"].items() if name != "control"}
+    half = (ends["arm 1"]["high"] - ends["arm 1"]["low"]) / 2
+    assert half == pytest.approx(2 * 0.02 * (2 / 3 if paired else 1 / 3 + 1 / 9) ** 0.5, rel=0.25)
+    assert sum(not end["low"] < (0.2 if name == "arm 0" else 0) < end["high"] for name, end in ends.items()) <= 1
+    assert ends["arm 0"]["low"] > 0.1
+
+
+def test_two_arms_do_not_say_how_much_runs_scatter():
+    found = table_of(0.0, 0.02, 3)
+    found["arms"] = {name: found["arms"][name] for name in ("control", "arm 0", "arm 1")}
+    ablations.settle(found, 4)
+    assert found["scatter"] == [None] and "equal_tokens" not in found["arms"]["arm 0"]
+
+
+def test_an_arm_that_has_changed_is_another_and_a_new_trick_leaves_the_others_as_they_are(monkeypatch, tmp_path):
+    def digests():
+        ablations.digest.cache_clear()
+        return {name: ablations.digest(name, None) for name in ("control", "mask 0.4", "muon, polar", "muon, rows alike")}
+
+    first = digests()
+    assert len(set(first.values())) == 4
+    source = (Path(ablations.__file__).parent / "tricks.py").read_text()
+    monkeypatch.setattr(ablations, "__file__", str(tmp_path / "ablations.py"))
+    (tmp_path / "tricks.py").write_text(source + "\n\nclass Another:\n    pass\n")
+    assert digests() == first
+    (tmp_path / "tricks.py").write_text(source.replace("SAFETY = 1.01", "SAFETY = 1.02"))  # what polar's function reads
+    changed = digests()
+    assert {name for name in first if changed[name] != first[name]} == {"muon, polar"}
+    monkeypatch.setitem(ablations.ARMS, "mask 0.4", ablations.Arm("40 % hidden", ablations.masks(mlm_probability=0.9)))
+    assert {name for name, one in digests().items() if changed[name] != one} == {"mask 0.4"}
+    ablations.digest.cache_clear()
+
+
+def test_a_run_of_an_arm_that_has_changed_is_made_anew(tmp_path):
+    table = opened(tmp_path / "ablations.json")
+    case = table.case("mask 0.4", 1e-3, 0)
+    assert case["digest"] == ablations.digest("mask 0.4", None)
+    without = {name: value for name, value in case.items() if name != "digest"}
+    table.found["runs"] = [{**without, "digest": "another", "loss": 1.0}]
+    assert table.known(case) is None
+    table.found["runs"] = [{**without, "loss": 2.0}]  # of a time without digests
+    assert table.known(case)["loss"] == 2.0
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--steps", "20"], "other steps or fewer seeds"), (["--seeds", "1"], "other steps or fewer seeds"),
+    (["--steps", "20", "--output", "FULL"], "holds runs of 440 steps, not 20"),
+])  # fmt: skip
+def test_a_smaller_measurement_does_not_replace_rows_of_the_full_one(words, said, tmp_path, monkeypatch, capsys):
+    full = tmp_path / "full.json"
+    full.write_text(json.dumps({"steps": 440, "machines": [{}], "runs": [{"arm": "control"}], "costs": [], "arms": {}}))
+    monkeypatch.setattr(sys, "argv", ["ablations.py", *[str(full) if word == "FULL" else word for word in words]])
+    with pytest.raises(SystemExit):
+        ablations.main()
+    assert said in capsys.readouterr().err
+    assert json.loads(full.read_text())["steps"] == 440
+
+
+def test_a_recipe_is_read_from_wherever_the_script_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ablations.control_of("benchmarks/records/muon_two_layers.yaml").steps == 560
+
+
+def test_a_row_that_is_made_again_keeps_what_was_timed(tmp_path, monkeypatch):
+    table = opened(tmp_path / "ablations.json", seeds=2)
+    monkeypatch.setattr(table, "ask", lambda cases: [
+        {**case, "loss": 1.5, "bits_per_byte": 1.5, "plain": True, "parameters": 7} for case in cases])  # fmt: skip
+    control = [{"loss": 2.0, "bits_per_byte": 2.0, "rate": 1e-3}] * 2
+    timed = {"cost": 1.5, "steps": 3, "equal_seconds": {"mean": 0.1}}
+    for rate, kept in ((2e-3, True), (4e-3, False)):
+        table.found["arms"]["muon"] = {"machine": 0, "rate": rate, "control_rate": 1e-3, **timed}
+        table.at_equal_tokens("muon", 2e-3, control)
+        row = table.found["arms"]["muon"]
+        assert row["rate"] == 2e-3 and ({name: row.get(name) for name in timed} == timed) is kept
 
 
 def opened(path: Path, **options) -> ablations.Table:
@@ -261,6 +357,31 @@ def test_muons_relatives_move_as_much_as_muon_and_go_on_from_a_checkpoint(kind):
         assert 0.8 < a.norm() / b.norm() < 1.25 and not torch.allclose(a, b, atol=1e-3)
     for a, b in zip(moved(kind, stop_at=2), ours):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "kind, rows, parts",
+    [(tricks.MuonOfParts, 24, 3), (tricks.MuonOfAllParts, 24, 3), (tricks.MuonOfAllParts, 32, 2), (tricks.MuonOfParts, 32, 1)],
+)
+def test_parts_of_a_matrix_move_as_matrices_of_their_own(kind, rows, parts):
+    from bertlab.optim.muon import MuonWithAdamW
+
+    def moved(optimizer_class, count):
+        torch.manual_seed(0)
+        starts = torch.randn(2, rows, 8).reshape(2 * count, rows // count, 8)
+        matrices = [torch.nn.Parameter(start.clone()) for start in starts]
+        optimizer = optimizer_class([{"params": matrices, "hidden": True}], lr=0.1, weight_decay=0.01)
+        for step in range(3):
+            grads = torch.randn(2, rows, 8, generator=torch.Generator().manual_seed(step))
+            for matrix, grad in zip(matrices, grads.reshape(starts.shape)):
+                matrix.grad = grad.clone()
+            optimizer.step()
+        return torch.stack([matrix.detach() for matrix in matrices]).reshape(2, rows, 8)
+
+    ours = moved(kind, 1)
+    torch.testing.assert_close(ours, moved(MuonWithAdamW, parts), atol=2e-3, rtol=2e-3)
+    if parts > 1:
+        assert not torch.allclose(ours, moved(MuonWithAdamW, 1), atol=1e-2)
 
 
 def test_short_rows_are_the_same_tokens_and_labels_in_rows_half_as_long():

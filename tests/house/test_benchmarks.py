@@ -24,6 +24,7 @@ import scaling  # noqa: E402
 import sides  # noqa: E402
 import suite  # noqa: E402
 
+from bertlab.cli.speedrun import TRACKS  # noqa: E402
 from bertlab.model.huggingface import to_huggingface  # noqa: E402
 from bertlab.data.corpus import make_corpus  # noqa: E402
 from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
@@ -80,7 +81,8 @@ def chosen_output(monkeypatch):
     "overhead --rounds 1", "demo --runs 1", "demo --steps 9", "heads --runs 1", "checkpointing --runs 1", "kills --kills 4",
     "shards --tokens 1000", "shards --skip-tokenizing", "ceiling --models short", "embeddings build/demo --only train",
     "records --only first_demo_in_half", "records --text LICENSE --rounds 1", "scaling --parts ways", "half_hour --theirs 1",
-    "pretraining --models short --rounds 1", "pretraining --seconds 5", "adapters --size 64", "larger_recipe --sides muon"])  # fmt: skip
+    "pretraining --models short --rounds 1", "pretraining --seconds 5", "adapters --size 64", "larger_recipe --sides muon",
+    "ablations --arms muon --seeds 1", "ablations --steps 20"])  # fmt: skip
 def test_a_part_or_a_rehearsal_is_written_only_where_a_file_is_named(words, chosen_output, capsys):
     assert chosen_output(*words.split()) is None
     assert capsys.readouterr().out == "a part or a rehearsal: nothing is written without --output\n"
@@ -90,11 +92,61 @@ def test_a_part_or_a_rehearsal_is_written_only_where_a_file_is_named(words, chos
 @pytest.mark.parametrize("words, file", [
     ("finetuning build/demo", "finetuning"), ("overhead", "overhead"), ("demo --runs 5", "demo"), ("precision --threads 2", "precision"),
     ("embeddings build/demo", "embeddings"), ("records --rounds 3", "records/laptop"), ("shards --skip-cache", "shards"),
-    ("records --only first_demo_in_half muon_two_layers", "records/laptop"), ("ablations --arms muon --seeds 1", "ablations"),
+    ("records --only first_demo_in_half muon_two_layers", "records/laptop"), ("ablations --arms muon --seeds 5", "ablations"),
     ("pretraining --models short --kinds bert --seconds 0", "pretraining"), ("minutes --at-once 2", "minutes")])  # fmt: skip
 def test_a_whole_measurement_and_one_that_keeps_the_other_parts_go_to_the_results(words, file, chosen_output, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the place does not depend on where it is called
     assert chosen_output(*words.split()) == ROOT / "benchmarks" / "results" / f"{file}.json"
+
+
+IN_PARTS = {  # script -> what measures, how often before a part is there, its figures, words of a call with two parts
+    "finetuning": ("measure_task", 1, {"metric": "f1"}, "demo --tasks docstring-area doc-words"),
+    "heads": ("run_case", 6, {"peak_resident_bytes": 2, "bytes_above_start": 1, "seconds": 1.0}, "--runs 2"),
+    "checkpointing": ("run_case", 8, {"loss": 1.0, "seconds": 1.0, "live_bytes": 2}, "--runs 2"),
+    "gpu": ("measure", 1, {}, "--small --track 0")}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", IN_PARTS)
+def test_a_benchmark_that_is_stopped_leaves_the_earlier_result_as_it_was(script, monkeypatch, tmp_path, capsys):
+    module, (measure, count, figures, words) = import_module(script), IN_PARTS[script]
+    path, part = tmp_path / f"{script}.json", tmp_path / f"{script}.part.json"
+    if script == "gpu":
+        monkeypatch.setattr(module, "embedded_corpus", lambda **_: SimpleNamespace(train_texts=[]))
+        monkeypatch.setattr(module, "train_tokenizer", lambda *_: None)
+        monkeypatch.setattr(module, "measured_peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *words.split(), "--output", str(path)])
+    path.write_text("the earlier result")
+    left = [figures] * count
+
+    def one(*_) -> dict:
+        if not left:
+            raise KeyboardInterrupt
+        return dict(left.pop())
+
+    monkeypatch.setattr(module, measure, one)
+    with pytest.raises(KeyboardInterrupt):
+        module.main()
+    assert path.read_text() == "the earlier result" and json.loads(part.read_text()) and not list(tmp_path.glob("*.png"))
+    left += [figures] * 2 * count
+    module.main()
+    assert json.loads(path.read_text()) and not part.exists()
+
+
+@pytest.mark.parametrize("script", ["collators", "optimizer_race"])
+def test_a_result_that_cannot_be_written_whole_leaves_the_earlier_one_as_it_was(script, monkeypatch, tmp_path, capsys):
+    module, path = import_module(script), tmp_path / "result.json"
+    if script == "collators":
+        monkeypatch.setattr(module, "time_calls", lambda *_: 1.0)
+        monkeypatch.setattr(module, "machine", lambda _: object())  # JSON knows none
+    else:
+        monkeypatch.setattr(module, "read_race", lambda: {"held_batches": [{"labels": torch.tensor([1, 2])}], "tokenizer": "abcd",
+                                                          "build": lambda _: SimpleNamespace(num_parameters=object)})  # fmt: skip
+        monkeypatch.setattr(module, "race_one", lambda *_: {})
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", "--output", str(path)])
+    path.write_text("the earlier result")
+    with pytest.raises(TypeError, match="JSON"):
+        module.main()
+    assert path.read_text() == "the earlier result" and list(tmp_path.iterdir()) == [path]
 
 
 def test_nothing_is_written_where_no_file_was_chosen(capsys):
@@ -113,6 +165,45 @@ def test_figures_are_of_the_code_that_a_benchmark_imports(tmp_path):
     assert len(set(found)) == 4 and found[-1] == found[-2]  # nobody imports the last
     for name, other in (("minutes", "adapters"), ("half_hour", "final_project"), ("startup", "pretraining")):
         assert ROOT / "benchmarks" / f"{other}.py" in sides.with_imports([ROOT / "benchmarks" / f"{name}.py"])
+
+
+@pytest.fixture(params=["model name", "flags", "cores", "python", "torch", "tokenizers"])
+def elsewhere(request, monkeypatch):
+    "Changes one thing beside the code that figures depend on: of the processor, its number of cores, a version."
+    def change() -> None:
+        if request.param == "cores":
+            monkeypatch.setattr(sides.os, "cpu_count", lambda: 1000)
+        elif request.param == "python":
+            monkeypatch.setattr(sides.platform, "python_version", lambda: "3.99")
+        elif request.param in ("torch", "tokenizers"):
+            monkeypatch.setattr("importlib.metadata.version", lambda name: "99" if name == request.param else before(name))
+        else:
+            monkeypatch.setattr(sides, "first_core", lambda name: "another" if name == request.param else said(name))
+
+    said, before = sides.first_core, import_module("importlib.metadata").version
+    return change
+
+
+def test_figures_of_another_machine_or_another_version_are_not_mixed_in(elsewhere, tmp_path):
+    measured = []
+
+    def ask() -> tuple[dict, bool]:
+        ledger = sides.Ledger(tmp_path / "kept", sides.fingerprint(tmp_path / "one.py"))
+        return ledger.ask("case", lambda: measured.append(1) or {"run": len(measured)})
+
+    (tmp_path / "one.py").touch()
+    assert [ask(), ask()] == [({"run": 1}, False), ({"run": 1}, True)]
+    elsewhere()
+    assert [ask(), ask()] == [({"run": 2}, False), ({"run": 2}, True)]
+
+
+def test_a_benchmark_that_was_done_elsewhere_is_not_done(elsewhere, capsys):
+    (part,) = (part for part in suite.PARTS if part.name == "data")
+    words = {"data": ["python", str(part.script)]}
+    done = {"data": suite.stamp(part, words["data"])}
+    assert suite.plan([part], done, words, False) == []
+    elsewhere()
+    assert suite.plan([part], done, words, False) == [part]
 
 
 def test_a_hash_is_of_what_is_in_a_file_or_in_all_of_a_directory(tmp_path):
@@ -277,6 +368,79 @@ def test_half_an_hour_of_another_machine_has_its_precision_and_its_steps(tmp_pat
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["tuned"]["rate"] == 2e-3 and list(found["losses"]["ours"]) == ["2", "4", "8"] and (tmp_path / "out.png").exists()
     assert found["judged"][0]["passed"] and found["minutes_needed"] == pytest.approx(2)
+
+
+def test_a_short_run_of_trainer_hides_the_larger_share(tmp_path, monkeypatch, capsys):
+    import half_hour
+
+    asked = []
+    monkeypatch.setattr(sides, "run_child", lambda script, case, threads: asked.append(case) or {"steps_per_minute": 60.0})
+    monkeypatch.setattr(sys, "argv", ["half_hour.py", "--probe", str(tmp_path / "paces.json"), "--kept", str(tmp_path)])
+    half_hour.main()
+    assert {case["share"] for case in asked} == {0.3} == {json.loads((tmp_path / "paces.json").read_text())["probed_share"]}
+    assert all(case["probe"] for case in asked) and len(asked) == 6
+
+
+def test_a_long_run_of_ours_has_no_time_limit_and_makes_all_steps_of_its_schedule(tmp_path, monkeypatch):
+    import half_hour
+
+    from bertlab.cli import speedrun
+
+    made, limits = [1509, 900], []
+
+    def run(track, recipe, folder, seed, corpus):
+        limits.append(speedrun.speedrun_config(track, recipe, folder, seed)["run"].get("time_limit"))
+        return SimpleNamespace(steps=made.pop(0), curve=[(1, 0.5, 3.0), (2, 0.75, 2.0)]), ""
+
+    monkeypatch.setattr(speedrun, "run_seed", run)
+    case = {"steps": 1509, "precision": "32-true", "device": "cpu", "seed": 0}
+    ours = lambda: half_hour.train_ours(case, None, TRACKS["ten-minutes"], str(tmp_path))  # noqa: E731
+    assert ours() == [0.5, 0.75]
+    with pytest.raises(RuntimeError, match="900 of 1509 steps"):
+        ours()
+    assert limits == [None, None]
+
+
+def test_figures_of_another_card_are_not_mixed_in(tmp_path, monkeypatch, capsys):
+    import half_hour
+    import larger_recipe
+
+    paces = {"machine": {"computes_in": "32-true"}, "steps_per_minute": {"theirs": 60.0, "ours": 100.0}}
+    (tmp_path / "paces.json").write_text(json.dumps(paces))
+    asked = []
+
+    def run(script, case, threads):
+        asked.append(case)
+        return {"nats": 1.0 + abs(case["rate"] - 2e-3) if "rate" in case else 1.0, "bits_per_byte": 2.0, "steps_per_minute": 1.0}
+
+    monkeypatch.setattr(sides, "run_child", run)
+    for module, words in ((half_hour, ["--paces", str(tmp_path / "paces.json")]), (larger_recipe, [])):
+        counts = []
+        for card in ("one", "one", "another"):
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
+            monkeypatch.setattr(sys, "argv", ["x.py", *words, "--device", "cuda", "--kept", str(tmp_path), "--output",
+                                              str(tmp_path / "out.json")])  # fmt: skip
+            asked.clear()
+            module.main()
+            counts.append(len(asked))
+        assert counts[0] == counts[2] > 0 == counts[1], module
+        assert "another" in json.dumps(json.loads((tmp_path / "out.json").read_text())["trained_on"])
+
+
+def test_a_seed_that_the_clock_ended_is_named(tmp_path, monkeypatch, capsys):
+    import final_project
+
+    def run(script, case, threads):
+        made = case["steps"] - (case["recipe"] == "record" and case["round"] == 1)
+        return {"seed": case["round"], "steps": made, "planned_steps": case["steps"], "nats": [3.0, 2.9, 3.1], "line": 6.0,
+                "train_seconds": 600.0, "text_sha256": "", "steps_per_second": 10.0}  # fmt: skip
+
+    monkeypatch.setattr(sides, "run_child", run)
+    monkeypatch.setattr(final_project, "run_child", run)
+    monkeypatch.setattr(sys, "argv", ["final_project.py", "--kept", str(tmp_path), "--output", str(tmp_path / "out.json")])
+    final_project.main()
+    said = [line for line in capsys.readouterr().out.splitlines() if "ended by the clock" in line]
+    assert said == ["  record   seed 1: ended by the clock, 5,399 of 5,400 steps"]
 
 
 def test_each_side_of_a_larger_recipe_has_its_own_rate_between_worse_ones(tmp_path, monkeypatch, capsys):
@@ -540,6 +704,23 @@ def test_the_suite_leaves_the_results_of_the_project_alone_and_tells_the_verdict
     suite.main()
     assert [words[words.index("--output") + 1] for words in runs] == [str(tmp_path / "results" / "data.json")]
     assert "data: rate" in capsys.readouterr().out
+
+
+def test_a_benchmark_whose_code_changed_while_it_ran_is_not_done(tmp_path, monkeypatch, capsys):
+    code = ["begun with"]
+    monkeypatch.setattr(suite, "fingerprint", lambda *_: code[-1])
+
+    def run(words, **_):
+        code.append("changed")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["suite.py", "--only", "data", "--kept", str(tmp_path)])
+    suite.main()
+    suite.main()
+    assert capsys.readouterr().out.count("== data took") == 2
+    suite.main()
+    assert "done with this code" in capsys.readouterr().out
 
 
 def test_a_benchmark_is_not_done_when_what_it_reads_has_changed(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import re
 from inspect import signature
 
+import numpy as np
 import pytest
 import sync
 import torch
@@ -195,6 +196,20 @@ def test_the_map_knows_every_page_and_how_many_checks_it_has():
         path = ROOT / "nbs" / f"{page}.ipynb"
         assert count == (len(PUZZLES) if page == "course/puzzles" else len(checks_of(path))), page
     assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {page for page, _ in known.values()}
+
+
+def test_the_table_of_the_final_project_says_which_seed_the_clock_ended():
+    result = json.loads((ROOT / "benchmarks/results/final_project.json").read_text())
+    source = next(sync.source_of(cell) for cell in cells_of(COURSE / "final_project.ipynb") if "def reference_table" in sync.source_of(cell))
+    body = [node for node in ast.parse(source).body if getattr(node, "name", "") in ("verdict_of", "reference_table")]
+    exec(compile(ast.Module(body, []), "final_project", "exec"), space := {"np": np, "claim": lambda *_: None})
+    for found in result["recipes"].values():
+        for one in found["seeds"]:
+            one["steps"] = 4321 if found["recipe"]["trainer"]["max_steps"] > 4321 and one["seed"] == 1 else one["planned_steps"]
+    table = space["reference_table"](result)
+    assert "The clock ended seed 1 of *record* after 4,321 steps" in table and table.count("The clock ended") == 1
+    planned = result["recipes"]["record"]["recipe"]["trainer"]["max_steps"]
+    assert f"| {planned:,} |" in table and "4,321 |" not in table
 
 
 def test_every_check_is_tried_with_two_wrong_answers():

@@ -45,6 +45,8 @@ def test_a_log_is_of_the_recipe_that_lies_beside_it_and_the_table_says_what_it_s
 
 def test_the_record_stands_up_to_its_check_and_the_control_does_not_arrive():
     assert check_log(log_of("muon_two_layers")) == []
+    for path in RESULTS.rglob("*.log.json"):
+        assert not [wrong for wrong in check_log(path) if "did not arrive" not in wrong], path
     control = log_of("first_demo_in_half")
     assert not any(arrived(control, one) for one in control["attempts"])
 
@@ -125,4 +127,4 @@ def test_all_recipes_run_in_turns(tmp_path):
     rows = json.loads((tmp_path / "laptop.json").read_text())["rows"]
     assert list(rows) == ["first_demo", "muon_two_layers"] and rows["first_demo"]["share_of_base"] == [1.0]
     log = json.loads((tmp_path / "muon_two_layers.log.json").read_text())
-    assert check_log(log) == ["a record needs three different seeds; it has [0]", "seed 0 did not arrive"]
+    assert check_log(log) == ["a record needs the seeds 0, 1, 2 and so on, none left out; it has [0]", "seed 0 did not arrive"]

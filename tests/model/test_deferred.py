@@ -25,6 +25,7 @@ VARIANTS = [
     dict(tie_word_embeddings=False, decoder_bias=True, initialization="megatron"),
     dict(embedding_positions="learned", attention_positions="none", mlp="plain", attention_bias=True),
     dict(qk_norm=True, output_gate="head", norm="rms"),
+    dict(initialization="xavier", num_key_value_heads=1, output_gate="element"),
 ]  # fmt: skip
 CLASSES = {**OBJECTIVE_MODELS, "causal": BertLabForCausalLM}
 

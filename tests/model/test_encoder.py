@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
 
 import bertlab.model.attention
+import bertlab.model.encoder
 from bertlab.model.attention import KERNELS, Kernel, Pattern, attend, restart_positions, write_stretches
 from bertlab.model.config import (
     ACTIVATION_NAMES,
@@ -709,14 +710,49 @@ def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_ga
     assert {name: ratio(part) for name, part in alike.items()} == pytest.approx(dict.fromkeys(alike, 1.0), rel=0.06)
 
 
-def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(tmp_path):
-    settings = dict(norm="deep", norm_position="post", attention_bias=True)
+@pytest.mark.parametrize("initialization", ["megatron", "xavier"])
+def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(tmp_path, initialization):
+    settings = dict(norm="deep", norm_position="post", attention_bias=True, initialization=initialization)
     encoder = lively(BertLabModel(small(**settings)))
-    state = {k: v for k, v in encoder.state_dict().items() if not k.endswith("out.bias")}
+    state = {k: v for k, v in encoder.state_dict().items() if not k.endswith(("out.bias", "qkv.bias"))}
     encoder.save_pretrained(tmp_path, state_dict=state)
     again = BertLabModel.from_pretrained(tmp_path)
-    assert torch.equal(again.blocks[1].attention.out.weight, encoder.blocks[1].attention.out.weight)
-    assert (again.blocks[1].attention.out.bias == 0).all()
+    for part in ("out", "qkv"):
+        theirs, ours = (getattr(model.blocks[1].attention, part) for model in (encoder, again))
+        assert torch.equal(ours.weight, theirs.weight) and (ours.bias == 0).all()
+
+
+@pytest.mark.parametrize("key_heads, gate, mlp", [(8, "none", "glu"), (2, "element", "glu"), (2, "head", "plain")])
+def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gate, mlp):
+    D, I, keys = 128, 320, 16 * key_heads
+    config = small(hidden_size=D, intermediate_size=I, num_attention_heads=8, num_key_value_heads=key_heads, mlp=mlp,
+                   output_gate=gate, initialization="xavier", num_hidden_layers=2)  # fmt: skip
+    block = BertLabModel(config).blocks[1]
+    q, k, v = block.attention.qkv.weight.split((D, keys, keys))
+    maps = {"queries": q, "keys": k, "values": v, "out": block.attention.out.weight, "contract": block.mlp.contract.weight}
+    maps |= {f"expand {i}": part for i, part in enumerate(block.mlp.expand.weight.split(I))}
+    maps |= {} if gate == "none" else {"gate": block.attention.gate.weight}
+    for name, part in maps.items():
+        # The standard error of a width is 1 / sqrt(2 n) of it: 1.1 % for 4,096 numbers, 2.2 % for the 1,024 of a gate.
+        assert part.std().item() == pytest.approx((2 / sum(part.shape)) ** 0.5, rel=0.09), name
+
+
+@pytest.mark.parametrize("norm", ["layer", "deep"])
+@pytest.mark.parametrize("initialization", ["megatron", "truncated_normal", "kaiming", "xavier"])
+def test_maps_in_one_matrix_change_the_start_of_xavier_alone(monkeypatch, initialization, norm):
+    config = small(norm=norm, norm_position="post", num_key_value_heads=1, output_gate="head", initialization=initialization)
+
+    def start():
+        torch.manual_seed(0)
+        return {**BertLabForMaskedLM(config).state_dict(), "next": torch.rand(3)}
+
+    begin, now = bertlab.model.encoder.init_matrix_, start()
+    monkeypatch.setattr(bertlab.model.encoder, "init_matrix_", lambda weight, c, narrow, parts: begin(weight, c, narrow))
+    differ = {name for name, weight in start().items() if not torch.equal(weight, now[name])}
+    if initialization != "xavier":
+        assert not differ
+    else:
+        assert {"encoder.blocks.0.attention.qkv.weight", "encoder.blocks.0.mlp.expand.weight"} <= differ
 
 
 # ---- counts ----------------------------------------------------------------------------------

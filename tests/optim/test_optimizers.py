@@ -59,11 +59,12 @@ def test_two_lion_steps_by_hand():
     assert weight.tolist() == pytest.approx([0.98 * 0.88 - 0.1, 0.98 * -1.86 + 0.1])
 
 
+@pytest.mark.parametrize("size", [1.0, 20.0])  # norms of some 5 and 100
 @pytest.mark.parametrize("options", [{}, {"foreach": False}, {"grad_averaging": False}])
-def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(options):
+def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(options, size):
     "You et al. 2020, algorithm 2, whose decay stands in the ratio; without averages it stays out."
     torch.manual_seed(0)
-    weight, decay = nn.Parameter(torch.randn(6, 4, dtype=torch.float64)), 0.3 if "grad_averaging" not in options else 0.0
+    weight, decay = nn.Parameter(size * torch.randn(6, 4, dtype=torch.float64)), 0.3 if "grad_averaging" not in options else 0.0
     given = {"lr": 0.1, "weight_decay": decay, **options}
     optimizer = get_optimizer("lamb", [weight], given)
     expected, m, v = weight.detach().clone(), 0.0, 0.0
@@ -75,6 +76,44 @@ def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(opti
         optimizer.step()
         torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-5)
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.999), "the betas that were asked for"
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_biases_and_gains_have_no_ratio_in_lamb_and_move_as_adam_moves_them(foreach):
+    "The authors' code leaves out of the ratio what it leaves out of decay; a bias begins at 0."
+    torch.manual_seed(0)
+    starts = [torch.zeros(5), torch.ones(5), torch.tensor(2.0), torch.randn(5, 3)]
+    ours, theirs = ([nn.Parameter(start.clone()) for start in starts] for _ in range(2))
+    lamb = get_optimizer("lamb", ours, {"lr": 0.02, "foreach": foreach})
+    adam = torch.optim.Adam(theirs, 0.02, eps=1e-6)
+    for _ in range(10):
+        for one, other in zip(ours, theirs):
+            one.grad = torch.randn(one.shape)
+            other.grad = one.grad.clone()
+        lamb.step()
+        adam.step()
+    for one, other in zip(ours[:3], theirs[:3]):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(ours[3], theirs[3], rtol=0.01, atol=0.01), "a matrix has the ratio"
+    assert not lamb.param_groups[0]["adam"]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_lamb_goes_on_with_the_steps_of_an_earlier_version_that_began_the_run(foreach):
+    "Its groups say nothing of norms: they were cut at 10, and vectors had the ratio."
+    large, gain = nn.Parameter(torch.full((10, 10), 5.0)), nn.Parameter(torch.full((4,), 3.0))  # norms 50 and 6
+    optimizer = get_optimizer("lamb", [large, gain], {"lr": 0.01, "foreach": foreach})
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["clamp"]
+    optimizer.load_state_dict(saved)
+    for steps in ((0.01 * 10, 0.01 * 6), (0.01 * 50, 0.01 * 2)):  # as before; of a run that begins now
+        with torch.no_grad():
+            large.fill_(5.0), gain.fill_(3.0)
+        large.grad, gain.grad = torch.ones(10, 10), torch.ones(4)
+        optimizer.step()
+        moved = (large.detach() - 5).norm().item(), (gain.detach() - 3).norm().item()
+        assert moved == pytest.approx(steps, rel=1e-3)
+        optimizer = get_optimizer("lamb", [large, gain], {"lr": 0.01, "foreach": foreach})
 
 
 @pytest.mark.parametrize("option", ["rectify", "fixed_decay"])

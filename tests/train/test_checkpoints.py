@@ -32,7 +32,7 @@ from bertlab.train.model_directories import (
     whole_weights,
     written_directory,
 )
-from bertlab.model.config import bert_tiny, modernbert_tiny, roberta_base
+from bertlab.model.config import bert_tiny, modernbert_tiny, neobert, roberta_base
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import PretrainingDataModule
 from bertlab.model.huggingface import save_model
@@ -832,6 +832,22 @@ def test_a_collator_of_ones_own_and_the_weights_of_diffusion_are_part_of_the_run
         plain.pop(name, None), own.pop(name, None)  # as an older version wrote them
     refuse_differences("run.ckpt", plain, weighed)
     refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
+
+
+def test_a_run_of_neobert_goes_on_though_its_fresh_weights_would_be_wider_today():
+    now = run_fingerprint(PretrainingModule({**CONFIG, "initializer_range": neobert().initializer_range}), None)
+    refuse_differences("run.ckpt", now | {"initializer_range": 0.02 / 3**0.5}, now)  # as an older version wrote it
+    with pytest.raises(ValueError, match="initializer_range is 0.03 there and"):
+        refuse_differences("run.ckpt", now | {"initializer_range": 0.03}, now)
+
+
+@pytest.mark.parametrize("name, options", [("shampoo", {"momentum": 0.9}), ("galore", {"projection_type": "random"})])
+def test_an_option_that_older_versions_took_may_be_left_out_to_go_on_with_the_run(begun, name, options):
+    _, _, make_module = begun
+    now = run_fingerprint(make_module(optimizer_class=name, learning_rate=0.01), None)
+    refuse_differences("run.ckpt", {**now, "optimizer_kwargs": options}, now)
+    with pytest.raises(ValueError, match="optimizer_kwargs is"):
+        refuse_differences("run.ckpt", {**now, "optimizer_kwargs": {**options, "weight_decouple": True}}, now)
 
 
 @pytest.mark.parametrize("part, name, older", [

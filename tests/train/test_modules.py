@@ -1108,3 +1108,5 @@ def test_a_default_rate_is_of_the_optimizers_scale_or_a_warning_asks_for_one(rec
     assert not [one for one in recwarn if "learning_rate" in str(one.message)]
     with pytest.warns(UserWarning, match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: name one"):
         rate_of("sgd")
+    with pytest.warns(UserWarning, match="galore have another scale"):  # 0.01 in its paper, of a hidden matrix
+        rate_of("galore")
