@@ -135,7 +135,7 @@ ARMS = {
     "adamw": Arm("AdamW in place of Muon", model(optimizer_class="adamw", optimizer_kwargs=None), on="combination", centre=0.25),
     "muon, values apart": Arm("Muon on queries, keys and values one by one", model(
         optimizer_class="tricks.MuonOfParts"), on="combination"),
-    "muon, gates apart": Arm("Muon on them and on both halves of gated MLPs one by one", model(
+    "muon, gates apart": Arm("Muon on queries, keys, values and gates one by one", model(
         optimizer_class="tricks.MuonOfAllParts"), on="combination"),
     "momentum 0.95": Arm("Muon forgets slower", model(optimizer_kwargs={"momentum": 0.95}), on="combination", free=True),
     # the shape
