@@ -627,9 +627,10 @@ def settle(found: dict, steps: int) -> None:
             ends = {"equal_tokens": tried}
             if "equal_seconds" in rows[name]:
                 ends["equal_seconds"] = runs(name, rows[name]["rate"], rows[name]["steps"])
-            for end, tried in ends.items():
-                seeds = sorted(tried.keys() & control.keys())
-                one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [tried[seed] for seed in seeds], paired)
+            for end, made in ends.items():
+                if not (seeds := sorted(made.keys() & control.keys())):
+                    continue
+                one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [made[seed] for seed in seeds], paired)
                 error = (2 * left / len(seeds) if paired else alone * (1 / len(seeds) + 1 / len(control))) ** 0.5
                 rows[name][end] = one | {"low": one["mean"] - 2 * error, "high": one["mean"] + 2 * error}
 
