@@ -539,10 +539,12 @@ class Table:
         rate = self.tuned(arm, centre)
         runs = self.seeds(arm, rate)
         row = {"about": ARMS[arm].about, "machine": self.here, "rate": rate, "control_rate": control[0]["rate"],
-               "plain": runs[0]["plain"], "parameters": runs[0]["parameters"], "equal_tokens": gain(control, runs)}  # fmt: skip
+               "digest": digest(arm, self.options.on), "plain": runs[0]["plain"], "parameters": runs[0]["parameters"],
+               "equal_tokens": gain(control, runs)}  # fmt: skip
         with self.lock:
             before = self.found["arms"].get(arm, {})
-            if all(before.get(name) == row[name] for name in ("machine", "rate", "control_rate")):
+            same = all(before.get(name) == row[name] for name in ("machine", "rate", "control_rate"))
+            if same and before.get("digest", row["digest"]) == row["digest"]:
                 row |= {name: before[name] for name in ("cost", "steps", "equal_seconds") if name in before}
             self.found["arms"][arm] = row
             self.write()
@@ -559,14 +561,17 @@ class Table:
         return self.ask([self.case(arm, rate, seed, steps) for seed in range(self.options.seeds)])
 
     def cost(self, arm: str) -> dict:
-        known = next((one for one in self.found["costs"] if (one["arm"], one["machine"]) == (arm, self.here)), None)
+        own = digest(arm, self.options.on)
+        known = next((one for one in self.found["costs"] if (one["arm"], one["machine"]) == (arm, self.here)
+                      and one.get("digest", own) == own), None)  # fmt: skip
         if known is None:
             if arm == "control" or ARMS[arm].free:
                 known = {"arm": arm, "cost": 1.0}
             else:
                 self.pair = self.pair or Pair(self.options.timed, self.options.quick, self.options.on)
                 known = self.pair.cost(arm)
-            self.found["costs"].append(known | {"machine": self.here})
+            known |= {"machine": self.here, "digest": own}
+            self.found["costs"] = [one for one in self.found["costs"] if (one["arm"], one["machine"]) != (arm, self.here)] + [known]
             print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
             self.write()
         return known
@@ -602,9 +607,10 @@ def settle(found: dict, steps: int) -> None:
     for place in range(len(found["machines"])):
         rows = {name: row for name, row in found["arms"].items() if row.get("machine") == place}
 
-        def runs(name: str, rate: float, steps: int) -> dict[int, dict]:  # by seed
+        def runs(name: str, rate: float, steps: int) -> dict[int, dict]:  # by seed; not those of what the arm was before
+            own = rows.get(name, {}).get("digest")
             return {run["seed"]: run for run in found["runs"] if (run["arm"], run["machine"], run["rate"], run["steps"])
-                    == (name, place, rate, steps)}  # fmt: skip
+                    == (name, place, rate, steps) and own in (None, run.get("digest", own))}  # fmt: skip
 
         beside = {}
         for name, row in rows.items():

@@ -164,6 +164,17 @@ def test_seeds_are_compared_side_by_side_where_that_makes_gains_surer(shared, nu
     assert ends["arm 0"]["low"] > 0.1
 
 
+def test_runs_of_what_an_arm_was_before_do_not_count():
+    found = table_of(0.0, 0.02, 3)
+    ablations.settle(found, 4)
+    gained = found["arms"]["arm 0"]["equal_tokens"]["mean"]
+    old = [{**run, "digest": "old", "bits_per_byte": 9.0} for run in found["runs"] if run["arm"] == "arm 0"]
+    found["runs"] += old  # behind the others, so that they would take their places
+    found["arms"]["arm 0"]["digest"] = "new"
+    ablations.settle(found, 4)
+    assert found["arms"]["arm 0"]["equal_tokens"]["mean"] == gained
+
+
 def test_two_arms_do_not_say_how_much_runs_scatter():
     found = table_of(0.0, 0.02, 3)
     found["arms"] = {name: found["arms"][name] for name in ("control", "arm 0", "arm 1")}
@@ -226,8 +237,8 @@ def test_a_row_that_is_made_again_keeps_what_was_timed(tmp_path, monkeypatch):
         {**case, "loss": 1.5, "bits_per_byte": 1.5, "plain": True, "parameters": 7} for case in cases])  # fmt: skip
     control = [{"loss": 2.0, "bits_per_byte": 2.0, "rate": 1e-3}] * 2
     timed = {"cost": 1.5, "steps": 3, "equal_seconds": {"mean": 0.1}}
-    for rate, kept in ((2e-3, True), (4e-3, False)):
-        table.found["arms"]["muon"] = {"machine": 0, "rate": rate, "control_rate": 1e-3, **timed}
+    for rate, more, kept in ((2e-3, {}, True), (4e-3, {}, False), (2e-3, {"digest": "another"}, False)):
+        table.found["arms"]["muon"] = {"machine": 0, "rate": rate, "control_rate": 1e-3, **timed, **more}
         table.at_equal_tokens("muon", 2e-3, control)
         row = table.found["arms"]["muon"]
         assert row["rate"] == 2e-3 and ({name: row.get(name) for name in timed} == timed) is kept
