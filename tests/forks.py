@@ -16,7 +16,8 @@ import torch
 PROCESSES = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 multiprocessing.set_forkserver_preload([
     "bertlab", "nbdev.test", "matplotlib.pyplot", "ipywidgets", "lightning.pytorch", "datasets",
-    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert", "prepared",
+    "transformers.models.bert.modeling_bert", "transformers.models.modernbert.modeling_modernbert",
+    "transformers.optimization", "prepared",  # the former imports peft, and that bitsandbytes and the compiler
 ])  # fmt: skip
 
 

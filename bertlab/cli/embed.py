@@ -95,8 +95,9 @@ def finetune_embeddings(
     given = {k: v for k, v in trainer_options(config["trainer"]).items()
              if v is not None or k == "gradient_clip_val"}
     window = given.get("accumulate_grad_batches", 1)
-    steps = given.pop("max_steps", None) or max(
-        1, round(choices.num_epochs * len(data.train_dataloader()) / window))
+    steps = given.pop("max_steps", None)  # `make_trainer` refuses less than 1
+    if steps is None:
+        steps = max(1, round(choices.num_epochs * len(data.train_dataloader()) / window))
     history = History()
     series = CheckpointSeries(output / "checkpoints", choices.checkpoint_every_steps, keep_last=1)
     callbacks = [history, NonFiniteGuard(), *get_progress(choices.progress, history),
@@ -198,7 +199,7 @@ def embed_encode(
 
 def embed_search(
     model: str,  # directory or hub name of the model
-    place: str,  # an index of bertlab embed encode, or files and folders of texts
+    place: str,  # an index of bertlab embed encode, or a file or folder of texts
     queries: list[str],  # what is looked for; - reads lines of standard input
     top_k: int = 5,  # texts to show for each query
     width_of_text: int = 160,  # letters of each text to show; 0: all

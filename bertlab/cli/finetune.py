@@ -53,7 +53,9 @@ class FinetuneChoices:
     "What a fine-tuning run learns, how often, and where it writes. Raises `ValueError`."
 
     output: str = "bertlab-finetuned"  # directory of the run, and of the model that pipeline loads
-    task: str | None = None  # a built-in task, such as docstring-area, which brings its own rows
+    # A built-in task, such as docstring-area, which brings its own rows, and their length where
+    # data.max_sequence_length is 512.
+    task: str | None = None
     task_sizes: dict[str, int] | None = None  # rows of a built-in task at most, as {train: 500}
     glue: str | None = None  # a task of GLUE: from the hub, or data.dataset_name_or_path
     seeds: Sequence[int] = (0,)  # of first weights and order of rows; several: mean and deviation
@@ -457,7 +459,7 @@ def predict(
     batch_size: int = 32,  # rows that are predicted at once
     num_best: int = 5,  # answers to show with all_probabilities
     null_threshold: float | None = None,  # how far no answer must lead; null: as in training
-    max_sequence_length: int | None = None,  # tokens that are read at once
+    max_sequence_length: int | None = None,  # tokens read at once; null: as in training, else all
     overwrite: bool = False,
 ) -> str:  # what is said about the rows
     "Predict for a file or standard input; print JSON lines, or write a file. Raises `ValueError`."

@@ -532,7 +532,8 @@ def usage() -> str:
     return "\n".join(["usage: bertlab COMMAND [options]", "", "Train BERT-style encoders.", "",
                       "commands:", *lines, "", "bertlab COMMAND --help lists the options of a "
                       "command; bertlab --version says which bertlab this is.", "",
-                      "exit status: 0 done, 2 a mistake in what was asked, 130 stopped and saved"])
+                      "exit status: 0 done, 2 a mistake in what was asked, 3 another process of "
+                      "the run has died, 130 stopped"])
 
 
 def _run(words: Sequence[str]) -> None:

@@ -607,7 +607,7 @@ COMMANDS = {command.name: command for command in (
             {"": ("cli/demo.py", "Recipe")},
             more=(Option("output", "str", "bertlab-demo", "directory of the run"),
                   Option("config", "str | None", None, "recipe to start from, such as the run.yaml "
-                                                       "of a run")),
+                                                       "of a demo")),
             resume="go on with the run in --output", overwrite=True,
             choices={"level": ("cli/demo.py", "LEVELS"),
                      "precision": ("cli/demo.py", "PRECISIONS")}),
@@ -632,6 +632,10 @@ COMMANDS = {command.name: command for command in (
                 "reload_dataloaders_every_n_epochs", "barebones", "fast_dev_run",
                 "overfit_batches", "enable_progress_bar", "enable_model_summary")),
             follows={"data.task": "model.task"},
+            helps={"data.pretrained_tokenizer_name_or_path":
+                       "name or directory; null: the model's own, and for random weights one "
+                       "that is trained",
+                   "data.seed": "of held-out rows; run.seeds decide weights and order"},
             choices={"run.progress": ("train/monitors.py", "PROGRESS"),
                      "run.glue": ("cli/finetune.py", "GLUE"),
                      "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),

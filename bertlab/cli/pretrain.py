@@ -457,6 +457,9 @@ class Run:
                              f"run.loggers, as --run.loggers [{trainer['logger']}]")
         kind = check_request(trainer["accelerator"], trainer["precision"] or "auto",
                              trainer["devices"])
+        if kind == "tpu" and self.choices.compile_ahead:
+            raise ValueError("run.compile_ahead does nothing on a TPU, where XLA compiles what is "
+                             "sent off: leave it out")
         options = {**model, TOKENIZER: None}
         if options[MODEL] is not None:  # its shape is known when it is loaded
             options |= {MODEL: None, "model_config_kwargs": None}
@@ -818,7 +821,7 @@ def fill_gaps(
 def validate(
     words: Sequence[str] | Asked = (),  # of the command line
 ) -> list[dict[str, Any]]:  # a row for each validation set
-    "Validate a model on each validation set: `bertlab validate`. Writes validation.json."
+    "Validate on each validation set: `bertlab validate`. Writes run.output/validation.json."
     command = COMMANDS["validate"]
     asked = words if isinstance(words, Asked) else command.parse(words)
     output = Path(asked.config["run"]["output"]).expanduser()

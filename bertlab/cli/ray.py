@@ -233,7 +233,7 @@ def train_on_ray(
     overwrite = overwrite or asked.overwrite
     output = os.path.abspath(asked.config["run"]["output"])
     config = {**asked.config, "run": {**asked.config["run"], "output": output}}
-    check_run_directory(output, bool(asked.resume), overwrite)
+    check_run_directory(output, bool(asked.resume), overwrite, option="--run.output")
     kind = config["trainer"]["accelerator"]
     if kind not in ("auto", "cpu", "gpu", "cuda"):
         raise ValueError(f"trainer.accelerator={kind!r} is not for workers of Ray's here; choose "

@@ -92,7 +92,7 @@ _OF_THE_TRACK = {
              "val_batch_size"),
     "model": ("pretrained_tokenizer_name_or_path", "objective"),
     "run": ("output", "val_every_steps", "validate_first", "models", "keep_last", "keep_best",
-            "report", "loggers", "stop_at_loss"),
+            "report", "loggers"),
     "trainer": ("accelerator", "devices", "num_nodes", "limit_train_batches", "limit_val_batches",
                 "overfit_batches", "fast_dev_run", "barebones"),
 }

@@ -77,7 +77,7 @@ _ROW_LENGTH = 128  # tokens in a row when models are scored, where they read as 
 
 
 def compare(
-    tokenizers: list[str],  # directories or hub names; of models, bits per byte are measured too
+    tokenizers: list[str],  # directories or hub names; a model's directory gets bits per byte, too
     text: str | list[str] | None = None,  # to measure on; null: held-out embedded corpus
     text_column: str = "text",  # of tables and datasets, by name or number
     output: str | None = None,  # a new file, such as measures.json

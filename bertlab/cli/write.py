@@ -122,7 +122,8 @@ def write_texts(
     mode: str = "auto",  # what to do with a prompt
     max_new_tokens: int = 32,  # of continuing and answering
     sampler: str = "confidence",  # which gap first
-    num_steps: int | None = None,  # in which all is filled; null: 32, or the number of gaps
+    # In which all is filled; null: 32, and of samplers that toss no coins no more than gaps.
+    num_steps: int | None = None,
     temperature: float = 1.0,  # of the words: 0 takes the best
     top_p: float = 1.0,  # draw from the fewest words that carry this much
     repetition_penalty: float = 1.0,  # divides the probability of words that stand there already

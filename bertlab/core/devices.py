@@ -269,7 +269,10 @@ def measured_peak_flops(
     device: str | torch.device = "cpu",
     sizes: Sequence[int] | None = None,  # of the square matrices; None: what suits the device
 ) -> float:  # FLOP/s
-    "Measure the best rate of matrix products on a device. Moves no global generator."
+    """Measure the best rate of matrix products on a device. Moves no global generator.
+
+    Raises `ValueError` for other types than float32, float16, bfloat16, and for other devices.
+    """
     kind = multiplied_type(precision)
     if kind not in ("float32", "float16", "bfloat16"):
         raise ValueError(f"precision {precision!r} cannot be measured; float32 and 16 bits can")
@@ -478,11 +481,12 @@ def object_to_precision(
 # %% ../../nbs/core/05_devices.ipynb #389eddbb
 def check_count(
     kind: str,  # "cpu", "cuda", "mps" or "tpu"
-    devices: int | str | Sequence[int],  # a number, "auto", -1 for all, "0,2" or [0, 2]
+    # A number or "auto"; of other devices than a CPU also -1 for all, "0,2" or [0, 2].
+    devices: int | str | Sequence[int],
 ) -> None:
     "Raise `ValueError` for devices that are not there. A CPU runs several processes a core."
     given, text = devices, str(devices).replace(" ", "")
-    if text in ("auto", "-1"):
+    if text == "auto" or (text == "-1" and kind != "cpu"):
         return
     try:
         listed = isinstance(devices, str) and "," in devices
@@ -496,6 +500,9 @@ def check_count(
     if wrong or isinstance(devices, bool):
         raise ValueError(f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
                          "of different numbers from 0 on")
+    if kind == "cpu" and several:
+        raise ValueError(f"devices={given!r}: a CPU has no numbered devices; give how many "
+                         "processes, or 'auto'")
     there, cores = count_devices(kind), os.cpu_count() or 1
     if kind == "cpu" and wanted > max(8, 4 * cores):
         raise ValueError(f"devices={given!r} asks for {wanted} processes on {cores} cores, which "

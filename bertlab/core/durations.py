@@ -111,7 +111,7 @@ def read_amount(
         wanted = {"steps": "steps, such as 1000", "tokens": "tokens, such as '10M tokens'",
                   "seconds": "a time on the clock, such as '2h30m'",
                   "run": "a share of the run, such as '10%'"}[unit]
-        got = {"steps": "a number of steps, as it names no unit", "tokens": "a number of tokens",
+        got = {"steps": "a number of steps, as is one without unit", "tokens": "a number of tokens",
                "seconds": "a time", "run": "a share of the run"}[duration.unit]
         raise ValueError(f"{name} must be {wanted}; {value!r} is {got}")
     return duration.amount

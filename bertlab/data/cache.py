@@ -207,7 +207,7 @@ def encode_batches(
 
 # %% ../../nbs/data/13_cache.ipynb #ea759e97
 @contextmanager
-def _named_failure(directory: Path) -> Iterator[None]:
+def _named_failure(directory: Path, option: str = "cache_dir") -> Iterator[None]:
     "Turn what the system says about a directory into one line that names it and the fix."
     try:
         yield
@@ -216,22 +216,23 @@ def _named_failure(directory: Path) -> Iterator[None]:
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "has no space left" if full else f"cannot be written ({error.strerror or error})"
-        raise CacheError(f"cache_dir {directory} {reason}; free it, or choose another "
+        raise CacheError(f"{option} {directory} {reason}; free it, or choose another "
                          "directory") from error
 
 
 def check_cache_directory(
     directory: str | os.PathLike,  # made where it is missing
     num_bytes: int = 0,  # that are going to be written
+    option: str = "cache_dir",  # that names the directory, for messages
 ) -> Path:
     "Try to write before long work. Raises `CacheError` for no permission or too little space."
     directory = Path(directory).expanduser()
-    with _named_failure(directory):
+    with _named_failure(directory, option):
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
         free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise CacheError(f"cache_dir {directory} has {free / 1e6:,.0f} MB free, and the tokens "
+        raise CacheError(f"{option} {directory} has {free / 1e6:,.0f} MB free, and the tokens "
                          f"need about {num_bytes / 1e6:,.0f}; free some, or choose another one")
     return directory
 

@@ -113,7 +113,7 @@ def without_twins(
     num_dropped: Counter,  # gets the number of twins dropped
     notes: Counter,  # or of twins kept
 ) -> list[Document]:  # to validate on
-    "Drop held-out documents half of whose word runs stand in training, if others are left."
+    "Drop held-out texts half of whose word runs stand in training, unless most of them are such."
     shares = overlap(apart, train)
     alone = [document for document, share in zip(apart, shares) if share < 0.5]
     num_twins = len(apart) - len(alone)

@@ -58,7 +58,7 @@ def limits_of(
     sizes: Mapping[str, int],  # tokens of each source
     max_repetition: float | Mapping[str, float] = 1.0,  # how often a source may be read, on average
 ) -> dict[str, int]:  # tokens that each source may give in an epoch
-    "Multiply sizes and caps. Raises `ValueError` for a cap that is not positive or has no source."
+    "Multiply sizes and caps. Raises `ValueError` for a missing cap, one not above 0, and no token."
     caps = max_repetition
     if not isinstance(caps, Mapping):
         caps = dict.fromkeys(sizes, max_repetition)
@@ -287,6 +287,7 @@ def mix_documents(
     if epoch < 0:
         raise ValueError(f"epoch must be 0 or more, got {epoch}")
     shares = normalize_rates(rates, sources)
+    _check_names(sources, max_repetition, max_source_fraction)
     if room is not None and room < 1:
         raise ValueError(f"room must be 1 or more (None: all tokens), got {room}")
     usable = {name: _usable(sources[name], name, max_source_fraction, seed, room)
@@ -312,6 +313,18 @@ def _fraction_of(name: str, fraction: float | Mapping[str, float]) -> float:
     return fraction
 
 
+def _check_names(
+    names: Iterable[str],  # of the sources
+    max_repetition: float | Mapping[str, float],
+    max_source_fraction: float | Mapping[str, float],
+) -> None:
+    "Refuse a cap for what is no source: a slip of the pen would leave a source without one."
+    for option, given in (("max_repetition", max_repetition),
+                          ("max_source_fraction", max_source_fraction)):  # fmt: skip
+        if isinstance(given, Mapping) and (odd := sorted(set(given) - set(names))):
+            raise ValueError(f"{option} names {odd}, which are no sources: {', '.join(names)}")
+
+
 def check_mixture(
     names: Sequence[str],  # of the sources
     rates: Mapping[str, float],
@@ -327,10 +340,7 @@ def check_mixture(
     limits_of(dict.fromkeys(shares, 1), max_repetition)
     for name in shares:
         _fraction_of(name, max_source_fraction)
-    for option, given in (("max_repetition", max_repetition),
-                          ("max_source_fraction", max_source_fraction)):  # fmt: skip
-        if isinstance(given, Mapping) and (odd := sorted(set(given) - set(names))):
-            raise ValueError(f"{option} names {odd}, which are no sources: {', '.join(names)}")
+    _check_names(names, max_repetition, max_source_fraction)
 
 
 def _kept_lengths(lengths: np.ndarray, room: int | None) -> np.ndarray:
@@ -393,6 +403,7 @@ class MixedStream:
         size_of: Callable[[Any], int] = len,  # characters of a text, tokens of a sequence
     ):
         self.shares = normalize_rates(rates, streams)
+        _check_names(streams, max_repetition, 1.0)
         self.streams, self.size_of = {name: streams[name] for name in self.shares}, size_of
         self.caps = limits_of(dict.fromkeys(self.shares, 1), max_repetition)
         check_passes(max_repetition)

@@ -132,7 +132,10 @@ class EpochBatches:
         "Let the workers go, which would else wait for another epoch; the position stays."
         self.running = -1, None
 
-    def fit_to(self, trainer: Any) -> "EpochBatches":  # itself; None: nobody counts epochs
+    def fit_to(
+        self,
+        trainer: Any,  # None: nobody counts epochs
+    ) -> "EpochBatches":  # itself
         "Take the epochs that a trainer counts: with its limits, and behind those that are over."
         limit = getattr(trainer, "limit_train_batches", None)
         if limit is not None:
@@ -849,7 +852,8 @@ class PretrainingDataModule(L.LightningDataModule):
         super().__init__()
         least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
                  "train_batch_size": (train_batch_size, 1), "num_workers": (num_workers, 0),
-                 "val_batch_size": (val_batch_size, 1), "num_shards": (num_shards, 1)}
+                 "val_batch_size": (val_batch_size, 1), "num_shards": (num_shards, 1),
+                 "max_ends": (max_ends, 0)}
         for name, (value, smallest) in least.items():
             if value is not None and value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")

@@ -560,7 +560,7 @@ class _Skip:
 
     def __call__(self, error: ValueError) -> None:
         if self.warn and self.first is None:
-            warnings.warn(f"a malformed row is left out, and so are all others: {error}",
+            warnings.warn(f"malformed rows are left out; the first: {error}",
                           stacklevel=2)
         self.first = self.first or str(error)
         self.notes[f"malformed rows, left out; the first: {self.first}"] += 1

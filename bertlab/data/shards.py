@@ -103,7 +103,7 @@ def _padded(num_bytes: int) -> int:
 
 def write_shard(
     path: Path,
-    blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `cut_blocks`; not one has to be left
+    blocks: Iterable[tuple[np.ndarray, np.ndarray]],  # of `cut_blocks`; there may be none
     key: str,  # what the tokens are made from
     dtype: str,  # "uint16" holds ids up to 65,535, "int32" the others
 ) -> dict:  # what a manifest says of it
@@ -494,7 +494,7 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         "All of it, in memory."
-        return self._stretch(0, self.size).astype(dtype or self.dtype, copy=False)
+        return self._stretch(0, self.size).astype(dtype or self.dtype, copy=bool(copy))
 
 # %% ../../nbs/data/12_shards.ipynb #0d8afa40
 class StoredDocuments(TokenizedDocuments):

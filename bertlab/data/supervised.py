@@ -368,8 +368,10 @@ def read_answers(
     for text, start in answers:
         there = context[max(start, 0):max(start, 0) + len(text)]
         if start < 0 or there != text or not text.strip():
+            place = context.find(text)
+            found = f"first found at {place}" if place >= 0 else "nowhere in it"
             raise ValueError(f"{where} has the answer {text!r} at character {start}, where the "
-                             f"context has {there!r}; it is first found at {context.find(text)}")
+                             f"context has {there!r}; it is {found}")
         spans.append((start + len(text) - len(text.lstrip()), start + len(text.rstrip())))
     return spans
 
@@ -454,6 +456,8 @@ class QuestionAnsweringCollator(SupervisedCollator):
         if not 0 <= doc_stride < max_sequence_length:
             raise ValueError(f"doc_stride must be 0 or more and below max_sequence_length, "
                              f"{max_sequence_length}; got {doc_stride}")
+        if max_answers < 1:
+            raise ValueError(f"max_answers must be 1 or more, got {max_answers}")
         super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
                          max_sequence_length, **options)
         self.label_column, self.context_column = label_column, context_column

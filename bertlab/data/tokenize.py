@@ -43,7 +43,7 @@ from .readers import read_cell, resolve_column
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
 from .sources import check_outside, directory_files, expand_sources, is_local
-from .sources import open_dataset, rows_of
+from .sources import open_dataset, refuse_hub_options, rows_of
 from .tokenizers import load_tokenizer
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
@@ -100,8 +100,10 @@ def find_parts(
         if holds_shards(path):
             raise ValueError(f"source {name} holds tokens already; train on it, or name text")
         if (path / "index.json").is_file():
+            refuse_hub_options(name, reading.split, reading.config_name, False)
             parts += _row_parts("mds", str(path), len(_open_mds(path)), content=_hash_mds(path))
         elif is_local(name):
+            refuse_hub_options(name, reading.split, reading.config_name, False)
             files += directory_files(path, notes, reading.file_format) if path.is_dir() else [path]
         else:
             data = open_dataset(str(path), reading.split, reading.config_name, False)
@@ -687,7 +689,7 @@ def tokenize_shards(
     output: str | os.PathLike = "bertlab-tokens",  # directory of the shards
     *,
     text_column: str = "text",  # of tables and datasets; input_ids: they hold token ids
-    split: str = "train",  # of hub datasets
+    split: str = "train",  # of hub datasets; files are read whole
     config_name: str | None = None,  # of a hub dataset that has several
     file_format: str | None = None,  # None: by the files' names
     lines: str = "auto",  # of texts: lines are documents, or make up paragraphs
@@ -695,7 +697,7 @@ def tokenize_shards(
     on_error: str = "raise",  # or skip: leave malformed rows out and count them
     filters: list[str] | None = None,  # names (*_quality: for English), or my_file.keep of yours
     near_duplicates: bool = False,  # leave all but one of similar documents out (MinHash)
-    workers: int | None = None,  # processes at once; None: one for each core
+    workers: int | None = None,  # processes at once; None: one a core, on a cluster one a part
     executor: str = "local",  # where the work is done
     executor_options: dict[str, Any] | None = None,  # of datatrove's executor, as partition, time
     append: bool = False,  # put the tokens behind those that are there
@@ -714,6 +716,12 @@ def tokenize_shards(
             raise ValueError(f"{name} must be 1 or more, got {value}")
     if near_duplicates or executor != "local":
         need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
+    if executor_options and executor == "local" and not near_duplicates:
+        raise ValueError(f"executor_options={executor_options!r} are for datatrove's executors: "
+                         "name one as executor, or leave them out")
+    if append and overwrite:
+        raise ValueError("append and overwrite exclude each other: put tokens behind those that "
+                         "are there, or start anew?")
     for name in filters or ():
         make_filter(name)
     hashes = tuple(hash_filter(name) for name in filters or ())
@@ -726,7 +734,7 @@ def tokenize_shards(
     check_outside(output, expand_sources(named) if named else (), "output")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
     bytes_there = sum(stamp[0] for part in parts for stamp in part.stamps)
-    check_cache_directory(output, bytes_there // 2)  # two bytes for each four of text
+    check_cache_directory(output, bytes_there // 2, "output")  # two bytes for each four of text
     with TemporaryDirectory() as saved:  # beside another run's tokens nothing is written yet
         loaded.save_pretrained(saved)
         loaded = load_tokenizer(saved)  # its fingerprint is of what others will load

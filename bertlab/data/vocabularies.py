@@ -154,6 +154,8 @@ def extend_tokenizer(
     for name, value in {"num_pieces": num_pieces, "min_count": min_count}.items():
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, got {value}")
+    if max_length < 2:
+        raise ValueError(f"max_length must be 2 or more, got {max_length}: pieces are joined")
     state, texts = read_state(tokenizer), gather_texts(texts)
     model = state["model"]
     if model.get("ignore_merges"):

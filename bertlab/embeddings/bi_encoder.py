@@ -131,7 +131,7 @@ class BiEncoder(nn.Module):
         check_tokenizer(tokenizer, encoder.config.vocab_size, needs_mask=False)
         self.encoder, self.tokenizer, self.pooling = encoder, tokenizer, pooling
         self.normalize, self.max_sequence_length = normalize, max_sequence_length
-        self.conventions = {**CONVENTIONS, **(conventions or {})}
+        self.conventions = copy.deepcopy({**CONVENTIONS, **(conventions or {})})
 
     @property
     def width(self) -> int:  # of the vectors, D
@@ -203,7 +203,7 @@ class BiEncoder(nn.Module):
     def encode(
         self,
         texts: Sequence[str],
-        width: int | None = None,  # only the first numbers of each vector, normed anew
+        width: int | None = None,  # only the first numbers of each vector; normed anew if it norms
         batch_tokens: int = 2048,  # positions that are computed at once, about; on a CPU, a core
         prompt: str = "",  # put before each text that does not begin with it already
     ) -> np.ndarray:  # (N, D) float32, in the order of the texts

@@ -29,10 +29,11 @@ from ..core.names import did_you_mean
 from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
 from ..data.streaming import leave_group
-from ..data.readers import TABLES, error_policy, kind_of, parse_json
+from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
 from ..data.rows import IGNORED
 from ..data.sources import directory_files, expand_sources, is_local, open_dataset
+from ..data.sources import refuse_hub_options
 from ..data.tokenizers import choose_tokenizer
 from .pooling import pack_texts
 
@@ -210,9 +211,7 @@ def _table_rows(source: Any, split: str, config_name: str | None, file_format: s
             for number, row in enumerate(open_dataset(str(path), split, config_name, False), 1):
                 yield name, f"{name} row {number}", row
             continue
-        if split != "train":
-            raise ValueError(f"{name} is no hub dataset and has only the split 'train': leave out "
-                             f"split={split!r}")
+        refuse_hub_options(name, split, config_name, False)
         for file in directory_files(path, notes, file_format) if path.is_dir() else [path]:
             kind = f".{file_format}" if file_format else kind_of(file)
             if kind not in TABLES:
@@ -243,6 +242,7 @@ def read_pairs(
     asked = {"query": query_column, "positive": positive_column, "negative": negative_column,
              "scores": scores_column}
     notes: Counter = Counter()
+    check_format(file_format)
     policy = error_policy(on_error, notes)
     in_memory = isinstance(source, (list, tuple)) and all(isinstance(r, Mapping) for r in source)
     rows = ((("", f"row {n}", row) for n, row in enumerate(source)) if in_memory else
@@ -427,7 +427,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         num_workers: int = 0,  # processes that make batches; 0: none beside the run itself
         *,
         packing: bool = True,  # many texts a row; False: one, so that shapes never change
-        # Of packed rows. None: 128, or the longest text; and no more than the model has positions.
+        # Positions in a row. None: max_sequence_length, packed 128 or more; at most the model's.
         row_length: int | None = None,
         file_format: str | None = None,  # csv, json, parquet; None: the suffix decides
         on_error: str = "raise",  # or "skip": leave malformed rows out and count them
@@ -439,7 +439,8 @@ class EmbeddingDataModule(L.LightningDataModule):
         super().__init__()
         for name, value, least in (("max_sequence_length", max_sequence_length, 3),
                                    ("train_batch_size", train_batch_size, 2),
-                                   ("val_batch_size", val_batch_size, 2)):
+                                   ("val_batch_size", val_batch_size, 2),
+                                   ("num_workers", num_workers, 0), ("seed", seed, 0)):
             if value < least:
                 raise ValueError(f"{name} must be {least} or more, got {value}")
         if num_negatives is not None and not (
@@ -472,7 +473,8 @@ class EmbeddingDataModule(L.LightningDataModule):
     def set_datasets(self, train: Any, val: Any = None) -> None:
         "Bring pairs instead of a name: a `PairSet`, or a list of dicts."
         given = {"train": train, "validation": val}
-        self.pairs = {split: one if isinstance(one, PairSet) else read_pairs(one, *self.columns)
+        self.pairs = {split: one if isinstance(one, PairSet) else
+                      read_pairs(one, *self.columns, **self.reading)
                       for split, one in given.items() if one is not None}
         self.datasets = {}
 

@@ -189,7 +189,7 @@ def bm25_scores(
     k1: float = 1.5,  # how much a word gains by occurring again
     b: float = 0.75,  # how much long documents lose
 ) -> np.ndarray:  # (Q, N)
-    "Score documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15)."
+    "Score documents by BM25 (Robertson and Zaragoza 2009, eq. 3.15, with Lucene's 1 + in the log)."
     from sklearn.feature_extraction.text import CountVectorizer
 
     if not _has_words(documents):

@@ -189,6 +189,8 @@ def race_html(
     if not rules:
         raise ValueError("choose a rule: there is nobody in the race")
     by_rule = {rule: [run for run in runs if run.optimizer == rule] for rule in rules}
+    if absent := [rule for rule, own in by_rule.items() if not own]:
+        raise ValueError(f"no run is of {absent[0]!r}; choose rules that have runs")
     return _race_table(by_rule, update) + _race_charts(by_rule, update, points)
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #332b7591

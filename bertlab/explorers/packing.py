@@ -129,8 +129,8 @@ def packed_html(
     deals = deal_documents(lengths, capacity, packer)[:max(step, 0)]
     used = sum(lengths[document] for document, _ in deals)
     positions = capacity * len({row for _, row in deals})
-    counted = (f"{packer}, {len(deals)} of {len(lengths)} documents: {used} of {positions} "
-               f"positions in use, {positions - used} wasted")
+    counted = (f"{packer}, {len(deals)} of {sum(map(bool, lengths))} documents: {used} of "
+               f"{positions} positions in use, {positions - used} wasted")
     share = f"<b>efficiency {used / positions:.1%}</b>" if positions else "no row is open yet"
     return f"<p>{counted}; {share}</p>{draw_deals(lengths, capacity, deals)}"
 

@@ -110,10 +110,11 @@ def largest_loss_scale(
     format: str = "float16",  # a key of FLOAT_FORMATS
     headroom: float = 16.0,  # how much larger a later gradient may be
 ) -> float:  # a power of two, so that scaling rounds nothing
-    "The largest loss scale under which none overflows. Raises `ValueError` for NaN and infinity."
+    "The largest loss scale under which none overflows. `ValueError` for NaN, infinity, all 0."
     peaks = [t.detach().abs().max().item() for t in tensors if t is not None and t.numel()]
     # Python's max would lose a NaN that does not come first; torch's gives it back.
     largest = torch.tensor([0.0, *peaks], dtype=torch.float64).max().item()
     if not 0 < largest < math.inf:
-        raise ValueError(f"the largest gradient is {largest}; run a backward pass that is finite")
+        raise ValueError(f"the largest gradient is {largest}; run a backward pass "
+                         "whose gradients are finite and not all 0")
     return 2.0 ** math.floor(math.log2(get_format(format).largest / headroom / largest))

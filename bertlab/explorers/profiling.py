@@ -176,13 +176,19 @@ WORK_KINDS = {  # kind -> pattern of ATen's or a compiler's names; the first tha
 }
 
 # %% ../../nbs/explorers/08_profiling.ipynb #f86969e2
+_VIEWS = {  # they move no number
+    "alias", "chunk", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select",
+    "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
+
+
 def kind_of_work(
     name: str,  # "mm" or "aten::mm"
 ) -> str:  # a key of WORK_KINDS, or "bookkeeping"
     "Sort an operation into a kind; views, graphs and dispatch are bookkeeping."
     name = name.removeprefix("aten::")
     fits = (kind for kind, pattern in WORK_KINDS.items() if re.search(pattern, name))
-    return "bookkeeping" if re.search(r"::|Backward\d", name) else next(fits, "bookkeeping")
+    idle = re.search(r"::|Backward\d", name) or name.rstrip("_") in _VIEWS
+    return "bookkeeping" if idle else next(fits, "bookkeeping")
 
 
 def seconds_by_kind(
@@ -239,7 +245,7 @@ class StepProfile(NamedTuple):
 
     seconds: float  # of one step by the clock, without a profiler
     parts: dict[str, float]  # kind of work -> seconds of a step, longest first
-    num_operations: int  # of a step, views and bookkeeping included
+    num_operations: int  # of a step: ATen's, views included
     reads: dict[str, int]  # what would make the host wait, of `host_reads`
 
     def __str__(self) -> str:

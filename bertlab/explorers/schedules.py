@@ -9,6 +9,7 @@ __all__ = ['CURVE_POINTS', 'AREA_POINTS', 'sample_curve', 'full_rate_steps', 'ph
 # %% ../../nbs/explorers/03_schedules.ipynb #202322da
 import json
 import math
+from dataclasses import fields
 
 import ipywidgets
 
@@ -114,6 +115,9 @@ def design_schedule(
     "Build a schedule as a run would. Raises `ValueError` that names the argument."
     if not 0 < learning_rate < math.inf:
         raise ValueError(f"learning_rate must be a number above 0, got {learning_rate}")
+    known = {one.name for one in fields(Schedule)} - {"total_steps"}
+    if unknown := sorted(phases.keys() - known):
+        raise ValueError(f"unknown argument {unknown[0]!r}; known are {', '.join(sorted(known))}")
     return Schedule(**phases, total_steps=num_steps)
 
 # %% ../../nbs/explorers/03_schedules.ipynb #65016229

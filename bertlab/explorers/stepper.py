@@ -113,7 +113,7 @@ def stepper(
     sampler: str = "confidence",  # a key of SAMPLERS
     num_steps: int = 8,  # in which all gaps are filled
     seed: int = 0,  # of the draws
-    **options: Any,  # of `write`: temperature, max_new_tokens, remask, ...
+    **options: Any,  # of `write`: temperature, remask, ...; max_new_tokens is 12
 ) -> Explorer:
     "Walk through the unmasking of a text, forward and back."
     options = {"max_new_tokens": 12, **options}

@@ -69,7 +69,7 @@ class Calibration:
         right_N: np.ndarray,  # whether it is right
         num_bins: int = 10,  # M, of equal width
     ) -> "Calibration":
-        "Sort predictions into bins, each without its lower edge (Guo et al. 2017, sec. 3)."
+        "Sort predictions into bins, each without its lower edge (Guo et al. 2017, sec. 2)."
         confidence_N, edges = np.asarray(confidence_N, float), np.linspace(0, 1, num_bins + 1)
         bin_N = np.searchsorted(edges[1:-1], confidence_N)
         counts, *sums = (np.bincount(bin_N, weights, num_bins)

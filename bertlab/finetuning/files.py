@@ -244,7 +244,8 @@ def read_squad(path: Path, on_error: OnError = raise_error) -> TableRows:
                     if row["id"] in seen:
                         raise ValueError(f"{where} has the id {row['id']!r} of another question")
                 except KeyError as error:
-                    on_error(ValueError(f"{where} has no {error}; its keys are {list(question)}"))
+                    on_error(ValueError(f"{where} has no {error}; its keys are {list(question)}, "
+                                        f"and those of its paragraph {list(paragraph)}"))
                 except ValueError as error:
                     on_error(error)
                 else:
@@ -416,6 +417,9 @@ def load_hub(name: str, config_name: str | None = None) -> dict[str, LabelledRow
 
     path = Path(name).expanduser()
     is_file = kind_of(path) in SUFFIXES or path.is_file()
+    if config_name and path.is_file():  # else it would have been read
+        raise SourceNotFound(f"dataset_name_or_path {name!r} is a file, and dataset_config_name="
+                             f"{config_name!r} is for datasets of a hub: leave it out")
     if not path.is_dir() and (is_file or not looks_like_hub_name(name)):
         raise SourceNotFound(f"dataset_name_or_path {name!r} is no directory, no hub name and no "
                              f"file; files end in {', '.join(SUFFIXES)}, or have a file_format")

@@ -202,7 +202,7 @@ class FinetuningModule(TrainingModule):
         optimizer_class: str | Callable = "adamw",  # or a class of your own, or its dotted name
         optimizer_kwargs: dict[str, Any] | None = None,  # options of the optimizer, such as betas
         optimizer_quantized: bool = False,  # moments of 8 bits
-        # linear, cosine, constant, polynomial; or your own: f(step), a class, its name
+        # linear, cosine, polynomial, constant (None, too); or your own: f(step), a class, its name
         scheduler_type: str | Callable | None = None,
         scheduler_kwargs: dict[str, Any] | None = None,  # num_cycles; lr_end, power
         warmup_steps: int = 0,  # optimizer steps until the peak

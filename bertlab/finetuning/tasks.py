@@ -222,8 +222,8 @@ _LICENCE = "Python's own source and documentation, PSF License Agreement version
 class Task:
     "Labelled rows in three splits, how to read them, and how they came about."
 
-    name: str  # a key of TASKS
-    kind: str  # classification, token_classification or question_answering
+    name: str  # a key of TASK_RECIPES, or "own rows"
+    kind: str  # a key of TASKS, the kinds of `FinetuningDataModule`
     description: str  # in one sentence
     text_column: str  # key of the rows
     label_column: str  # key of the rows

@@ -353,7 +353,8 @@ def _limits_of_varlen(setting: Setting) -> str:  # empty: no objection
     "Say why variable-length attention cannot run in a setting."
     s = setting
     if s.device != "cuda" or s.capability < (8, 0):
-        return f"it needs CUDA on Ampere or newer, this is {s.device}"
+        here = f"CUDA of capability {s.capability}" if s.device == "cuda" else s.device
+        return f"it needs CUDA on Ampere or newer, this is {here}"
     if s.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in 16 bits, not {s.dtype}: train with precision='bf16-mixed'"
     if s.head_size % 8 or s.head_size > 256:

@@ -58,7 +58,7 @@ def read_block(
     block: Block,
     x_BQD: Tensor,
     table: tuple[Tensor, Tensor] | None,  # of rotary positions
-    mask_B1QL: Tensor,  # bool; a row without any True gives zeros
+    mask_B1QL: Tensor,  # bool; a row without any True looks everywhere, for nobody to read
     memory: Memory | None = None,
     layer: int = 0,
     seen: list[Tensor] | None = None,  # gets who looks at whom, (B, H, Q, L); at padding anything
@@ -74,7 +74,7 @@ def read_block(
     repeats = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
     dropout = c.attention_dropout if attention.training else 0.0
-    # Padding sees nobody; it is given itself to look at, because a softmax of nothing is NaN.
+    # Padding sees nobody; it is given all to look at, because a softmax of nothing is NaN.
     blind_B1Q1 = ~mask_B1QL.any(-1, keepdim=True)
     open_B1QL = mask_B1QL | blind_B1Q1
     y_BHQK = F.scaled_dot_product_attention(q, k, v, open_B1QL, dropout_p=dropout)

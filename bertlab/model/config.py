@@ -191,13 +191,13 @@ class BertLabConfig(PretrainedConfig):
     hidden_dropout: float = 0.0  # on what attention and MLP add to the stream
     norm: str = "layer"  # layer, rms, group, deep, dynamic_tanh
     norm_position: str = "pre"  # pre, post, pre_and_post, none
-    norm_bias: bool = False  # of LayerNorm
+    norm_bias: bool = False  # of every norm over the width
     residual_in_fp32: bool = True  # False: between post-norms as precise as the products
     norm_eps: float = 1e-5  # keeps a norm from dividing by zero
     norm_groups: int = 8  # of norm "group"
     initialization: str = "megatron"  # truncated_normal, kaiming, xavier
-    initializer_range: float = 0.02  # standard deviation of fresh weights
-    initializer_cutoff_factor: float = 2.0  # standard deviations
+    initializer_range: float = 0.02  # deviation of fresh weights; not of kaiming and xavier
+    initializer_cutoff_factor: float = 2.0  # deviations that are kept; likewise
 
     def __post_init__(self, **kwargs):
         for name in kwargs:  # what is left over after the fields is a typing error
@@ -345,7 +345,7 @@ def count_flops(
 def modernbert_tiny(
     **overrides,  # any setting of BertLabConfig
 ) -> BertLabConfig:  # small enough to train on a laptop's processor
-    "ModernBERT's design at a hundredth of its size; `bertlab demo` takes half of its layers."
+    "ModernBERT's design at a 65th of its size; `bertlab demo` takes half of its layers."
     shape = dict(
         vocab_size=4096, hidden_size=192, intermediate_size=384, num_hidden_layers=4,
         num_attention_heads=3, max_position_embeddings=512, local_attention=64,

@@ -125,7 +125,7 @@ def extend_context(
     how: str = "yarn",  # a key of CONTEXT_WAYS: for rope keep, base, linear, ntk, yarn
     theta: float | None = None,  # of how="base"
 ) -> BertLabPreTrainedModel:  # a copy
-    "Let a model read longer rows; saved, plain transformers reads them alike. `ValueError`."
+    "Let a model read longer rows, in transformers, too. Raises `ValueError` as `context_config`."
     check_merged(model)
     config = context_config(model.config, length, how, theta)
     with torch.random.fork_rng(devices=[]):
@@ -140,12 +140,12 @@ def extend_context(
 # %% ../../nbs/model/19_context.ipynb #dbed4b51
 def hide_needle(
     tokenizer: Any,  # with [CLS], [SEP] and a mask token
-    text_ids: Sequence[int],  # the hay, at least as long as the row
+    text_ids: Sequence[int],  # the hay; what is left of the row beside needle and question
     length: int,  # tokens of the row
     depth: float,  # where the needle stands: 0 at the beginning, 1 in front of the question
     word: int,  # id of the word that is asked for
 ) -> tuple[list[int], int]:  # ids of the row, and the position that asks
-    "A row of text with one sentence that holds the answer to its last one."
+    "A row of text with a sentence that answers its last one. Raises `ValueError` for no room."
     if not 0 <= depth <= 1:
         raise ValueError(f"depth is from 0, the beginning, to 1, in front of the question; got "
                          f"{depth}")

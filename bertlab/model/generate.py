@@ -100,8 +100,9 @@ def fill_each_mask(
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number, 1 or more, got {batch_size!r}")
     size = model.config.vocab_size
-    if not 1 <= top_k <= size:
-        raise ValueError(f"top_k must be from 1 to the vocabulary's {size}, got {top_k}")
+    if type(top_k) is not int or not 1 <= top_k <= size:
+        raise ValueError(f"top_k must be a whole number from 1 to the vocabulary's {size}, got "
+                         f"{top_k!r}")
     encoded, answers = encode_masked(tokenizer, texts, longest_row(model)), []
     if int(encoded["input_ids"].max()) >= size:
         check_tokenizer(tokenizer, size)  # which says what to do

@@ -503,7 +503,8 @@ def _advice(report: LoadReport, anything: bool) -> str:
     "What to do about weights that do not fit."
     advice = "is it another model? nothing was loaded"
     if anything:
-        advice = "map names by load_key_mapping, or load what fits by strict=False"
+        advice = ("map names by key_mapping (load_key_mapping of a run), or load what fits by "
+                  "load_weights(..., strict=False)")
     if untied := [n for n in report.unexpected if n.endswith(("decoder.weight", ".decoder"))]:
         advice += f"; {untied[0]} is not the embedding: that needs tie_word_embeddings=False"
     return advice

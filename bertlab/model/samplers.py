@@ -31,7 +31,7 @@ from .heads import BertLabTokenPredictor, LabelledOutput
 class Candidates(NamedTuple):
     "What a step knows of its gaps: one entry for each of N."
 
-    p_NV: Tensor  # the model's own distribution
+    p_NV: Tensor  # the model's own distribution; with guidance the guided one
     words_N: Tensor  # a candidate, drawn from its law
     coins_N: Tensor  # uniform numbers
     positions_N: Tensor  # in the row

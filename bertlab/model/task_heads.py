@@ -136,11 +136,17 @@ def balance_classes(
     counts: Mapping[str, int],  # how often each label occurs
     positives_of: int | None = None,  # rows, where each has several labels; None: one label each
 ) -> list[float]:  # a weight for each label
-    "Weigh labels by how rare they are (King and Zeng 2001, sec. 4). Raises `ValueError` for none."
+    """Weigh labels by how rare they are (King and Zeng 2001, sec. 4).
+
+    Raises `ValueError` for a label that no row has, or, of several labels a row, all rows.
+    """
     if missing := [name for name, count in counts.items() if not count]:
         raise ValueError(f"class_weights='balanced' needs every label in training, and "
                          f"{missing[0]!r} is not there; give a list of weights")
     if positives_of is not None:  # each label is a yes-or-no question: as much yes as no
+        if always := [name for name, count in counts.items() if count == positives_of]:
+            raise ValueError("class_weights='balanced' needs rows without a label, too, and all "
+                             f"have {always[0]!r}; give a list of weights")
         return [(positives_of - count) / count for count in counts.values()]
     total = sum(counts.values())
     return [total / (len(counts) * count) for count in counts.values()]

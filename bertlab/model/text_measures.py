@@ -77,7 +77,7 @@ def diffusion_bound(
     input_ids: Tensor,  # (B, L) whole texts, one a row
     vocabulary: Vocabulary,
     attention_mask: Tensor | None = None,  # (B, L); None: no padding
-    num_draws: int | None = 16,  # hidden sets per text, an even number; None: all
+    num_draws: int | None = 16,  # hidden sets per text, an even number from 4 on; None: all
     seed: int = 0,
     scored: Tensor | None = None,  # (B, L) bool: what may be hidden; None: all that is no special
     tokenizer: Any = None,  # for bits per byte
@@ -86,7 +86,7 @@ def diffusion_bound(
 ) -> TextScore:
     """Bound what texts cost under a masked model (Ou et al. 2025; Nie et al. 2025, eq. 6).
 
-    Draws come in antithetic pairs, whose differences give the variance. With num_draws None every
+    Draws come in antithetic pairs; how far these lie apart gives the variance. With None every
     set of hidden tokens is asked for: exact, for texts of at most 12 tokens.
     """
     if num_draws is not None and (type(num_draws) is not int or num_draws < 4 or num_draws % 2):
@@ -167,6 +167,9 @@ def causal_score(
     both = {"input_ids": input_ids.cpu().numpy(), "attention_mask": mask_BL.cpu().numpy()}
     scored_BL = torch.from_numpy(find_ordinary(both, vocabulary)).to(input_ids.device)
     scored_BL[:, 0] = False  # nothing stands before it
+    if not scored_BL.any():
+        raise ValueError("no text has a token to score: the first one has nothing before it, and "
+                         "special tokens are not counted")
     barred = torch.from_numpy(vocabulary.is_special_V).to(input_ids.device)
     with evaluating(twin):
         logits_BLV = twin(input_ids, mask_BL).logits[..., : vocabulary.size]

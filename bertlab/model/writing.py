@@ -21,13 +21,13 @@ from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
 from ..data.tokenizers import count_ids, find_missing_ids
 from .generate import evaluating, longest_row
-from .samplers import SamplingRule, Step, sampling_steps, score_gaps
+from .samplers import SamplingRule, Step, plan_row, sampling_steps, score_gaps
 
 # %% ../../nbs/model/12_writing.ipynb #6ffe5bc8
 GAP = "[GAP]"  # what a user types for a gap of unknown length
 MODES = {
     "auto": "infill where a prompt has a gap, else continue",
-    "infill": "fill each [MASK], and each [GAP] with as many tokens as fit best",
+    "infill": "fill each [MASK], and [GAP] with as many tokens as fit best, several alike",
     "continue": "go on after the prompt",
     "answer": "write what follows a prompt, for a model that was trained on pairs",
     "rewrite": "hide a share of the words and fill them again",
@@ -79,11 +79,11 @@ def read_prompt(
         begin = 1 + len(ids) if mode == "answer" else 1
         ids = [*ids, *[mask] * max_new_tokens]
     if mode == "rewrite":
-        if not ids:
+        ordinary_L = ~vocabulary_of(tokenizer).is_special_V[np.array(ids, int)]
+        if not ordinary_L.any():  # nobody may write an [UNK], so nobody is asked for one
             raise ValueError(f"prompt {prompt!r} has no words to rewrite")
         coins_L = draw_uniforms(key_rows(address[0], [0], [address[1]])[:, None],
                                 np.arange(len(ids)), 5)[0]
-        ordinary_L = ~vocabulary_of(tokenizer).is_special_V[np.array(ids)]
         count = max(1, round(rewrite_share * int(ordinary_L.sum())))
         hidden = np.argsort(np.where(ordinary_L, coins_L, 2.0))[:count]
         ids = [mask if i in set(hidden.tolist()) else token for i, token in enumerate(ids)]
@@ -192,7 +192,7 @@ def write(
     prompts: Sequence[str],
     mode: str = "auto",  # a key of MODES
     max_new_tokens: int = 32,  # of continuing and answering
-    max_gap: int = 6,  # tokens of a [GAP], at most
+    max_gap: int = 6,  # tokens of a [GAP], at most; those of a prompt are equally long
     rewrite_share: float = 0.3,  # of the words, hidden in rewriting
     ends: bool = False,  # may the model end a text early? It must have been trained with ends
     batch_size: int = 32,  # rows that the model reads at once; no text depends on it
@@ -202,8 +202,8 @@ def write(
 ) -> list[Writing]:
     """Fill, continue, answer or rewrite prompts, and keep the way there.
 
-    num_steps is 32, or the number of open places of a prompt where these are fewer. Raises
-    `ValueError` before anything is written.
+    num_steps is 32, or the number of open places of a prompt where these are fewer and no coins
+    are tossed. Raises `ValueError` before anything is written.
     """
     _check_writing(model, tokenizer, prompts, mode, dict(max_new_tokens=max_new_tokens,
                    max_gap=max_gap, batch_size=batch_size), rule)  # fmt: skip
@@ -224,6 +224,8 @@ def write(
             tried.append((number, task))
     # Rows of like length and as many steps go together; their order does not matter.
     plans = [_steps_of(task, sampling, vocabulary, "num_steps" in rule) for _, task in tried]
+    for (_, task), steps in zip(tried, plans):  # or refuse more blocks than steps
+        plan_row(task.ids.count(vocabulary.mask_token_id), replace(sampling, num_steps=steps))
     order = sorted(range(len(tried)), key=lambda i: (plans[i], len(tried[i][1].ids)))
     candidates: dict[int, list[tuple[float, Writing]]] = {}
     while order:

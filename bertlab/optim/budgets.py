@@ -166,7 +166,7 @@ class BatchGrowth:
 class BatchWarmup(BatchGrowth):
     "The same by the step, where every micro-batch holds equally many tokens. It has no state."
 
-    tokens_per_micro_batch: int = 0  # of one process, padding left out
+    tokens_per_micro_batch: int = 0  # of one process, padding left out; 0 is refused
 
     def __post_init__(self):
         super().__post_init__()

@@ -328,7 +328,7 @@ def _kernel_options(
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         if not facts.fsdp:
             raise ValueError(
-                f"optimizer_name={name!r} does not run under FSDP2 ({facts.fsdp_note}); take "
+                f"optimizer {name!r} does not run under FSDP2 ({facts.fsdp_note}); take "
                 + ", ".join(other for other in OPTIMIZERS if OPTIMIZERS[other].fsdp)
             )
         if not facts.foreach:
@@ -461,7 +461,7 @@ def _optimizer_class(name: str) -> type[Optimizer]:
         return getattr(import_module("pytorch_optimizer"), class_name)
     except ImportError as error:
         raise ImportError(
-            f'optimizer_name={name!r} needs pytorch-optimizer: pip install "bertlab[optimizers]"'
+            f'optimizer {name!r} needs pytorch-optimizer: pip install "bertlab[optimizers]"'
         ) from error
 
 
@@ -493,7 +493,10 @@ def get_optimizer(
     optimizer_kwargs: dict[str, Any] | None = None,  # lr and whatever else the class takes
     quantized: bool = False,  # 8-bit states where a library has them for the device
 ) -> Optimizer:
-    "Build an optimizer, on its fused kernel where the device has one. Raises `ValueError`."
+    """Build an optimizer, on its fused kernel where the device has one.
+
+    Raises `ValueError`, and `ImportError` where a library is missing.
+    """
     found = find_part(optimizer_name, OPTIMIZERS, "optimizer_name")
     # A checkpoint holds what a group says, and nobody reads NumPy's numbers from one.
     groups = [_plain_numbers(group) for group in _as_groups(params)]
@@ -508,7 +511,7 @@ def get_optimizer(
         return optimizer
     optimizer_class, given = _optimizer_class(optimizer_name), dict(options)
     if found.second_backward and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(f"optimizer_name={optimizer_name!r} measures curvature on one process "
+        raise ValueError(f"optimizer {optimizer_name!r} measures curvature on one process "
                          "alone; set devices=1, or take another optimizer")
     if found.adapt is not None:
         optimizer_class, options = found.adapt(optimizer_class, groups, options)

@@ -215,7 +215,8 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
         if why := _refusal(parts, path):
             where = next((name for name, part in parts.items() if _refusal(part, path)), "a part")
             say(f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
-                "texts, and lists and dicts of them there, or resume with weights_only=False")
+                "texts, and lists and dicts of them there, or resume by "
+                "trainer.fit(weights_only=False)")
 
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code

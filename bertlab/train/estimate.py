@@ -203,6 +203,7 @@ class MemoryEstimate:
         if self.available is not None:
             lines.append(line("there are", self.available))
             lines.append("it fits" if self.fits else "it does not fit")
+        if self.available is not None and self.largest_rows is not None:
             lines.append(f"largest micro-batch: {self.largest_rows} rows of {self.length}"
                          if self.largest_rows else "no micro-batch fits: take a smaller model, an "
                          "adapter, 8-bit states, or shorter rows")

@@ -86,6 +86,7 @@ class Evaluator(ABC):
     def prepare(self, tokenizer: Any, collator: Any, length: int) -> None:
         "Read what is asked about; called once, before the first step."
         self.tokenizer, self.length = tokenizer, length
+        self.limit(range(self.batch.num_rows(length)))  # or refuse, before the run begins
 
     @abstractmethod
     def measure(self, module: L.LightningModule) -> dict[str, float]:
@@ -241,6 +242,8 @@ class FillMaskEvaluator(Evaluator):
         **options: Any,  # of `Evaluator`
     ):
         super().__init__(name, **options)
+        if type(top_k) is not int or top_k < 1:
+            raise ValueError(f"{name}: top_k must be a whole number, 1 or more, got {top_k!r}")
         self.source, self.top_k = Path(source), top_k
 
     def prepare(self, tokenizer: Any, collator: Any, length: int) -> None:

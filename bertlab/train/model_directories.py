@@ -300,7 +300,8 @@ class ModelDirectories(Callback):
     """Write directories for `from_pretrained` during a run: the last and the best ones are kept.
 
     One is written every `every_steps`, after a validation that is among the best, and at the end;
-    with averaged weights, where the optimizer keeps them. Raises `ValueError` before training.
+    with averaged weights, where the optimizer keeps them. Raises `ValueError` before training,
+    and at the first validation for a monitor that is not logged.
     """
 
     writes_models = True  # the module says so where nobody does

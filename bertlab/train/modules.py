@@ -518,7 +518,7 @@ class PretrainingModule(TrainingModule):
         plain_mean: bool = False,  # diffusion: each label counts 1, not 1 / t
         schedule: Any = None,  # your own for the phases: f(step), a class, its name; time_budget
         parameter_overrides: dict[str, dict[str, Any]] | None = None,  # glob: lr, weight_decay
-        budget_tokens: int | str | None = None,  # the run ends with it: 10_000_000 or "10M"
+        budget_tokens: int | str | None = None,  # positions of rows after which it ends, as "10M"
         save_directories: bool = True,  # one for transformers beside each of ModelCheckpoint's
         adapter: str | dict[str, Any] | None = None,  # lora, dora, ...; or {type: lora, r: 16, ...}
         freeze: int | str | list[str] | None = None,  # blocks from below, embeddings, or patterns

@@ -390,7 +390,7 @@ def get_progress(
     name: str = "auto",  # one of PROGRESS
     history: History | None = None,  # that "auto" and "plain" read; stands before them
 ) -> list[Callback]:  # for `make_trainer(callbacks=...)`, behind `history`
-    "Choose who shows progress. Lightning's own, tqdm and rich, want enable_progress_bar=True."
+    "Choose who shows progress. Without `make_trainer` tqdm, rich want enable_progress_bar=True."
     if name not in PROGRESS:
         raise ValueError(f"progress {name!r} is unknown; choose one of {', '.join(PROGRESS)}")
     if name == "rich" and find_spec("rich") is None:

@@ -71,12 +71,15 @@ def environment(
 # %% ../../nbs/train/12_reports.ipynb #8cef213d
 def part_counts(
     model: torch.nn.Module,  # of bertlab, built
-) -> dict[str, int]:  # part -> trainable numbers; "total" last
+) -> dict[str, int]:  # part -> numbers; last "total", of those that are trained
     "Count the weights of a built model by part; tied ones once."
     parts = count_weights(model.config)
+    whole = sum(p.numel() for p in model.parameters())
     total = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if total != sum(parts.values()):
-        parts["other"] = total - sum(parts.values())
+    if whole != sum(parts.values()):
+        parts["other"] = whole - sum(parts.values())
+    if total != whole:
+        parts["frozen"] = total - whole  # below 0: the rows add up to the total
     return {**parts, "total": total}
 
 # %% ../../nbs/train/12_reports.ipynb #acc80d62

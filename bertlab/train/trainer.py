@@ -80,7 +80,9 @@ def make_trainer(
     devices: int | str = 1,  # how many of them, or auto
     callbacks: Sequence[Callback] = (),  # in addition to those of bertlab
     gradient_clip_val: float | None = 1.0,  # largest norm of the whole gradient
-    val_check_steps: int | None = None,  # optimizer steps between validations in `fit`; None: never
+    # Optimizer steps between validations in `fit`; None: never, but 1 where limit_val_batches is
+    # given.
+    val_check_steps: int | None = None,
     accumulate_grad_batches: int = 1,  # micro-batches of an update
     strategy: str | Strategy = "auto",  # "ddp", "fsdp", ...: see `get_strategy`
     plugins: Any = None,  # of Lightning; they stand beside ours, or replace one of their kind

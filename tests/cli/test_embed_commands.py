@@ -341,3 +341,9 @@ def test_a_model_goes_to_the_device_that_training_would_take(monkeypatch, there,
     monkeypatch.setattr("bertlab.cli.embed.count_devices", lambda kind: int(kind in [*there, "cpu"]))
     monkeypatch.setattr(BiEncoder, "load", lambda *_, **__: SimpleNamespace(to=lambda device: device))
     assert load_bi_encoder("someone/some-model") == taken
+
+
+def test_no_steps_are_no_training(place, capsys, tmp_path):
+    words = ["finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new", "--trainer.max_steps", "0"]
+    status, _, error = run(capsys, *words)
+    assert status == 2 and "max_steps must be 1 or more, got 0" in error and error.count("\n") == 1

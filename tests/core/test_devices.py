@@ -365,6 +365,11 @@ def test_devices_that_are_there_may_be_asked_for_in_each_way(bare, wanted):
     assert check_request("cpu", "auto", 7) == "cpu"  # processes, not processors
 
 
+@pytest.mark.parametrize("wanted", [-1, "-1", [0, 1], [1], "0,1", "0,"])
+def test_a_processor_has_no_numbered_devices(bare, wanted):
+    assert "devices=" in refused("cpu", "auto", wanted)
+
+
 def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
     assert "choose one of auto, cpu, gpu, cuda, mps, tpu" in refused("xla")
 

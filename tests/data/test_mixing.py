@@ -321,3 +321,12 @@ def test_a_mixture_that_leaves_no_rest_unread_ends_without_a_word(recwarn, b, ca
     "Of streams that end at the same item, of one that was read before, and of a small one that comes as often as it must."
     mixture = MixedStream({"a": ["a1", "a2"], "b": b}, {"a": 1, "b": 1}, max_repetition=caps)
     assert set(mixture) == {"a1", "a2", *b} and not recwarn.list
+
+
+def test_a_cap_for_what_is_no_source_is_refused_by_each_that_takes_caps():
+    sources = {"a": documents_of([5, 5]), "b": documents_of([5])}
+    for options in ({"max_repetition": {"a": 2, "b": 2, "c": 2}}, {"max_source_fraction": {"bb": 0.5}}):
+        with pytest.raises(ValueError, match="which are no sources: a, b"):
+            mix_documents(sources, {"a": 1, "b": 1}, **options)
+    with pytest.raises(ValueError, match=r"max_repetition names \['c'\]"):
+        MixedStream({"a": ["x"], "b": ["y"]}, {"a": 1, "b": 1}, max_repetition={"a": 1, "b": 1, "c": 1})

@@ -603,3 +603,19 @@ def test_damage_is_found_by_verify(text, tmp_path):
     path.write_bytes(data)
     with pytest.raises(StaleCache, match=path.name):
         open_shards(tmp_path / "out").verify()
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"split": "train[:1%]"}, r"leave out split='train\[:1%\]'"), ({"config_name": "en"}, "leave out config_name='en'"),
+    ({"executor_options": {"partition": "gpu"}}, "executor_options"), ({"append": True, "overwrite": True}, "exclude each other"),
+])  # fmt: skip
+def test_options_that_nothing_would_read_are_refused(text, tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        made(text, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_is_called_by_its_option(text, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="output .* cannot be written"):
+        made(text, tmp_path / "file" / "out")

@@ -312,3 +312,9 @@ def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_lower_case": False}))
     with pytest.raises(ValueError, match="do_lower_case"):
         BiEncoder.load(place)
+
+
+def test_prompts_of_one_model_are_not_those_of_another():
+    first, second = make_model(), make_model()
+    first.conventions["prompts"]["query"] = "query: "
+    assert "query" not in second.conventions["prompts"] and "query" not in make_model().conventions["prompts"]

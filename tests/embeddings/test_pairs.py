@@ -287,3 +287,22 @@ def test_a_flag_that_may_be_a_list_is_not_said_twice():
     for name in ("dataset_name_or_path", "negative_column"):
         with pytest.raises(ValueError, match="said twice"):
             COMMANDS["embed finetune"].parse([f"--data.{name}", "a", f"--data.{name}", "b"])
+
+
+def test_what_is_said_of_reading_holds_for_rows_that_are_brought(tmp_path):
+    data = small_data(on_error="skip")
+    data.set_datasets([*ROWS, {"query": "", "positive": None}])
+    assert data.pairs["train"].queries == ["how far", "how long"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "a.jsonl", ROWS)
+    with pytest.raises(ValueError, match="file_format must be one of"):
+        read_pairs(folder, file_format="jsom")
+    with pytest.raises(ValueError, match="leave out config_name='en'"):
+        read_pairs(folder / "a.jsonl", config_name="en")
+
+
+@pytest.mark.parametrize("option", ["seed", "num_workers"])
+def test_numbers_below_nothing_are_refused(option):
+    with pytest.raises(ValueError, match=f"{option} must be 0 or more, got -1"):
+        EmbeddingDataModule(small_tokenizer(), **{option: -1})

@@ -46,6 +46,7 @@ from bertlab.train.reports import why_stopped
 from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, race_html
 from bertlab.explorers.optimizers import save_runs
 from bertlab.explorers.schedules import (
+    design_schedule,
     full_rate_steps,
     phase_options,
     rate_designer,
@@ -811,3 +812,12 @@ def test_drawings_keep_to_their_share_however_slow_they_are(notebook, monkeypatc
 def test_a_pause_of_nothing_is_refused(pause):
     with pytest.raises(ValueError, match="every_seconds must be above 0"):
         TrainingMonitor(every_seconds=pause)
+
+
+def test_what_explorers_are_asked_wrongly_is_a_sentence():
+    with pytest.raises(ValueError, match="unknown argument 'warmup_step'; known are .*warmup_steps"):
+        design_schedule(100, 1e-3, warmup_step=5)
+    with pytest.raises(ValueError, match="unknown argument 'total_steps'"):
+        design_schedule(100, 1e-3, total_steps=5)
+    with pytest.raises(ValueError, match="no run is of 'lion'"):
+        race_html([], 3, ["lion"])

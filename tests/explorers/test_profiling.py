@@ -127,7 +127,7 @@ def test_what_waits_for_a_count_is_counted(wait, name):
     ("aten::addmm", "products"), ("mm", "products"), ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
     ("aten::_softmax", "attention"), ("aten::_log_softmax", "loss"), ("aten::native_layer_norm_backward", "norms"),
     ("aten::_fused_adamw_", "optimizer"), ("aten::gelu_backward", "activations"), ("aten::index_select", "lookups"),
-    ("aten::copy_", "copies"), ("aten::mul", "arithmetic"), ("triton_poi_fused_add_3", "compiled"),
+    ("aten::copy_", "copies"), ("aten::mul", "arithmetic"), ("aten::view", "bookkeeping"), ("squeeze_", "bookkeeping"), ("triton_poi_fused_add_3", "compiled"),
     ("autograd::engine::evaluate_function: MmBackward0", "bookkeeping"), ("MmBackward0", "bookkeeping")])
 def test_operations_are_sorted_into_kinds(name, kind):
     assert kind_of_work(name) == kind

@@ -500,6 +500,8 @@ def test_balanced_weights_are_sklearns():
     expected = compute_class_weight("balanced", classes=np.array(["a", "b", "c"]), y=labels)
     np.testing.assert_allclose(balance_classes({"a": 7, "b": 2, "c": 1}), expected)
     assert balance_classes({"a": 8, "b": 2}, positives_of=10) == [0.25, 4.0]
+    with pytest.raises(ValueError, match="rows without a label, too, and all have 'b'"):
+        balance_classes({"a": 8, "b": 10}, positives_of=10)
 
 
 def test_weighted_losses_are_torchs():

@@ -12,7 +12,7 @@ from bertlab.data.rows import IGNORED
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import LabelNames
 from bertlab.finetuning.metrics import AnswerText, best_answers, choose_answer
-from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, read_labelled, split_called
+from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, load_hub, read_labelled, split_called
 
 CONLLU = """\
 # sent_id = a-1
@@ -329,3 +329,16 @@ def test_the_empty_answer_stays_in_a_short_list():
     offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
     found = best_answers([[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2)
     assert [answer.text for answer in found[0]] == ["c", "bc", ""]
+
+
+def test_a_paragraph_without_a_context_is_said_to_lack_it(tmp_path):
+    whole = squad({"answers": []})
+    whole["data"][0]["paragraphs"][0]["text"] = whole["data"][0]["paragraphs"][0].pop("context")
+    with pytest.raises(ValueError, match=r"has no 'context'; .* those of its paragraph \['qas', 'text'\]"):
+        rows_of(save(tmp_path / "a.json", json.dumps(whole)), "squad")
+
+
+def test_a_file_has_no_configurations(tmp_path):
+    path = save(tmp_path / "a.csv", "text,label\na,b\n")
+    with pytest.raises(ValueError, match="is a file, and dataset_config_name='en' is for datasets of a hub"):
+        load_hub(str(path), "en")

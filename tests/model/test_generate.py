@@ -77,8 +77,9 @@ def test_one_mask_each_gives_one_list_each(model, tokenizer):
         ("the [MASK]", {}, "texts must be a list"),
         ([], {}, "texts must be a list"),
         (["the [MASK]", "caf\udce9 [MASK]"], {}, "text 1 holds half of a surrogate pair, or a byte that is no UTF-8"),
-        (["the [MASK]"], {"top_k": 0}, "top_k must be from 1"),
-        (["the [MASK]"], {"top_k": 10_000}, "top_k must be from 1"),
+        (["the [MASK]"], {"top_k": 0}, "top_k must be a whole number from 1"),
+        (["the [MASK]"], {"top_k": 2.5}, "top_k must be a whole number from 1"),
+        (["the [MASK]"], {"top_k": 10_000}, "top_k must be a whole number from 1"),
         (["the [MASK]"], {"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
     ],
 )

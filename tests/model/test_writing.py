@@ -225,3 +225,23 @@ def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
     assert found[0].ids.tolist().count(last) == 2, piece
     again = write(model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0)[0]
     assert {first, first + 1}.isdisjoint([*found[1].ids, *again.ids])
+
+
+def test_a_text_that_holds_nothing_to_rewrite_is_refused():
+    for prompt in ("\U0001F600", ""):
+        with pytest.raises(ValueError, match="has no words to rewrite"):
+            write(MODEL, TOKENIZER, [prompt], mode="rewrite")
+
+
+def test_more_blocks_than_steps_are_refused_before_a_word_is_written():
+    written = []
+    with pytest.raises(ValueError, match="num_steps=4 is less than the 10 blocks"):
+        write(MODEL, TOKENIZER, ["[MASK]", "[MASK] " * 20], num_steps=4, block_size=2, batch_size=1,
+              watch=lambda number, step: written.append(number))  # fmt: skip
+    assert written == []
+
+
+def test_a_score_of_nothing_is_refused():
+    ids = torch.tensor([[TOKENIZER.cls_token_id, SEP]])
+    with pytest.raises(ValueError, match="no text has a token to score"):
+        causal_score(made(BertLabForCausalLM), ids, vocabulary_of(TOKENIZER))

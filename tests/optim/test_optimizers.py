@@ -388,7 +388,7 @@ def test_a_layer_that_is_held_under_two_names_is_found_by_either():
         ({"hidden.*": {"weight_decay": float("nan")}}, "weight_decay must be a number from 0 on, got nan"),
         ({"*.bias": 0.1}, r"overrides\['\*\.bias'\] must be a mapping .*, got 0\.1"),
         ({"hidden.*": {"hidden": 1}}, "hidden must be True or False, got 1"),
-        ({"hidden.*": {"hidden": False}}, "hidden needs hidden_apart=True"),
+        ({"hidden.*": {"hidden": False}}, "hidden is for muon and galore"),
     ],
 )
 def test_a_wrong_override_is_answered_with_its_pattern(overrides, answer):

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -194,3 +195,12 @@ def test_the_search_for_the_largest_batch_ends_beside_the_edge_in_a_few_traces(p
     assert found == 0 or peak_of(found) <= room
     assert peak_of(found + max(1, found // 50)) > room
     assert len(asked) <= 40
+
+
+def test_an_estimate_says_nothing_of_micro_batches_that_nobody_looked_for():
+    module = PretrainingModule(modernbert_tiny(vocab_size=128, hidden_size=32, intermediate_size=32,
+                                               num_attention_heads=1).to_diff_dict())
+    said = replace(estimate_memory(module, 2, 16, precision="32-true", find_largest=False), available=2**40)
+    assert said.largest_rows is None and "micro-batch" not in said.describe() and "it fits" in said.describe()
+    assert "no micro-batch fits" in replace(said, largest_rows=0).describe()
+    assert "largest micro-batch: 7 rows" in replace(said, largest_rows=7).describe()

@@ -247,3 +247,13 @@ def test_a_users_own_evaluator_is_asked(tokenizer):
     *_, callback, _ = run(tokenizer, [Norm("norm", every_steps=3)])
     steps, values = callback.column("norm", "norm")
     assert steps.tolist() == [0, 3, 6] and (values > 0).all() and len(set(values.tolist())) == 3
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"batch": {"tokens": 8}}, "tokens=8 has no room for a row of 32"), ({"batch": {"tokens": "8 rows"}}, "batch: tokens"),
+    ({"duration": "3 batches"}, "duration"), ({"top_k": 0}, "top_k"), ({"top_k": 2.5}, "top_k"),
+])  # fmt: skip
+def test_what_an_evaluator_cannot_do_is_refused_before_the_first_step(tokenizer, tmp_path, options, said):
+    (tmp_path / "a.tsv").write_text("the [MASK] sees .\tcat\n")
+    with pytest.raises(ValueError, match=said):
+        FillMaskEvaluator("a", tmp_path / "a.tsv", at_start=False, **options).prepare(tokenizer, None, 32)

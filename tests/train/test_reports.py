@@ -265,3 +265,16 @@ def test_a_long_history_of_validations_is_thinned_evenly_and_keeps_both_ends(tmp
         steps = [int(line.split("|")[1].replace(",", "")) for line in table]
         assert len(steps) == kept and steps[0] == 0 and steps[-1] == number - 1
         assert np.ptp(np.diff(steps)) <= 1
+
+
+def test_the_parts_of_a_model_that_is_partly_frozen_add_up_to_what_is_trained():
+    module, _ = parts("mlm")
+    module.configure_model()
+    whole = part_counts(module.model)
+    frozen = [p for name, p in module.model.named_parameters() if "embeddings" in name]
+    for one in frozen:
+        one.requires_grad_(False)
+    counts = part_counts(module.model)
+    still = -sum(p.numel() for p in frozen)
+    assert still < 0 and counts == {**whole, "frozen": still, "total": whole["total"] + still}
+    assert "other" not in counts and sum(counts.values()) == 2 * counts["total"]
