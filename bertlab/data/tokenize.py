@@ -720,8 +720,8 @@ def tokenize_shards(
         raise ValueError(f"executor_options={executor_options!r} are for datatrove's executors: "
                          "name one as executor, or leave them out")
     if append and overwrite:
-        raise ValueError("append and overwrite exclude each other: put tokens behind those that "
-                         "are there, or start anew?")
+        raise ValueError("append puts tokens behind those that are there, overwrite starts "
+                         "anew: leave one of them out")
     for name in filters or ():
         make_filter(name)
     hashes = tuple(hash_filter(name) for name in filters or ())

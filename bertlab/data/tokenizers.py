@@ -509,7 +509,7 @@ def train_tokenizer(
     # Of a WordPiece that lowers; None: as BERT does, unless a hundredth of the letters lose a sign.
     strip_accents: bool | None = None,
 ) -> Any:  # a fast tokenizer of transformers
-    "Train a tokenizer; equal texts give an equal one. Raises `ValueError` if vocab_size is small."
+    "Train a tokenizer; equal texts give an equal one. `ValueError` for too small a vocab_size."
     train = look_up(kind, TOKENIZER_KINDS, "kind")
     if limit_alphabet is not None and limit_alphabet < 1:
         raise ValueError(f"limit_alphabet must be 1 or more, got {limit_alphabet}")

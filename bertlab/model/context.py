@@ -145,7 +145,7 @@ def hide_needle(
     depth: float,  # where the needle stands: 0 at the beginning, 1 in front of the question
     word: int,  # id of the word that is asked for
 ) -> tuple[list[int], int]:  # ids of the row, and the position that asks
-    "A row of text with a sentence that answers its last one. Raises `ValueError` for no room."
+    "A row of text with a sentence that answers its last one. Raises `ValueError`."
     if not 0 <= depth <= 1:
         raise ValueError(f"depth is from 0, the beginning, to 1, in front of the question; got "
                          f"{depth}")

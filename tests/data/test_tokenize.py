@@ -607,7 +607,7 @@ def test_damage_is_found_by_verify(text, tmp_path):
 
 @pytest.mark.parametrize("options, said", [
     ({"split": "train[:1%]"}, r"leave out split='train\[:1%\]'"), ({"config_name": "en"}, "leave out config_name='en'"),
-    ({"executor_options": {"partition": "gpu"}}, "executor_options"), ({"append": True, "overwrite": True}, "exclude each other"),
+    ({"executor_options": {"partition": "gpu"}}, "executor_options"), ({"append": True, "overwrite": True}, "leave one of them out"),
 ])  # fmt: skip
 def test_options_that_nothing_would_read_are_refused(text, tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
