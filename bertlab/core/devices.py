@@ -400,8 +400,11 @@ def describe_device(
     measure: bool = False,  # a peak that the table does not have
     kind: str | None = None,  # "cpu", "cuda", "mps" or "tpu"; None: what a run takes here
 ) -> Device:
-    "Find the first accelerator of a kind, and what it can do."
-    kind = kind or next(kind for kind in ("tpu", "cuda", "mps", "cpu") if count_devices(kind))
+    "Find the first device of a kind, and what it can do. Raises `ValueError` for other kinds."
+    kinds = ("tpu", "cuda", "mps", "cpu")
+    if kind is None:
+        kind = next(kind for kind in kinds if count_devices(kind))
+    look_up(kind, dict.fromkeys(kinds), "kind")  # such as "gpu", which is two of them
     return _describe(kind, 0, measure)
 
 # %% ../../nbs/core/05_devices.ipynb #6e25d77d

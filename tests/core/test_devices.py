@@ -216,6 +216,11 @@ def test_every_device_is_found_and_a_run_takes_the_first(bare):
     assert describe_device(kind="cpu") == find_devices()[-1], "a run may train on the CPU beside them"
 
 
+def test_a_kind_that_is_none_is_not_described_as_a_processor():
+    with pytest.raises(ValueError, match="kind='gpu' is unknown.*cuda, mps, cpu"):
+        describe_device(kind="gpu")
+
+
 def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):
     pretend_versions(bare, torch="2.9.0", torch_xla="2.9.0")
     bare.setattr(devices, "count_tpus", lambda: 4)

@@ -18,8 +18,12 @@ import records  # noqa: E402
 import sides  # noqa: E402
 
 
-def log_of(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.log.json").read_text(encoding="utf-8"))
+SLOWER = RESULTS / "without_bfloat16"  # the same track on another kind of processor
+LOGS = sorted(RESULTS.rglob("*.log.json"))
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_the_base_of_all_recipes_is_the_first_demo():
@@ -34,20 +38,26 @@ def test_a_recipe_says_what_it_is_and_makes_a_run(path, tmp_path):
     assert phases < config["trainer"]["max_steps"]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_log_is_of_the_recipe_that_lies_beside_it_and_the_table_says_what_it_says(path):
-    log = log_of(path.stem)
-    assert log["recipe"] == load_speedrun(path) and recipe_sha256(log["recipe"]) == log["recipe_sha256"]
-    row = json.loads((RESULTS / "laptop.json").read_text(encoding="utf-8"))["rows"][path.stem]
+def test_every_recipe_has_raced_on_some_kind_of_processor():
+    assert {path.stem for path in RECIPES} == {path.name.partition(".")[0] for path in LOGS}
+
+
+@pytest.mark.parametrize("path", LOGS, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_log_is_of_its_recipe_and_the_table_beside_it_says_what_it_says(path):
+    log, name = read(path), path.name.partition(".")[0]
+    assert log["recipe"] == load_speedrun(ROOT / "benchmarks" / "records" / f"{name}.yaml")
+    assert recipe_sha256(log["recipe"]) == log["recipe_sha256"]
+    row = read(path.with_name("laptop.json"))["rows"][name]
     assert row["losses"] == [one["validation_loss"] for one in log["attempts"]]
     assert row["seconds"] == [pytest.approx(one["train_seconds"], abs=0.01) for one in log["attempts"]]
 
 
 def test_the_record_stands_up_to_its_check_and_the_control_does_not_arrive():
-    assert check_log(log_of("muon_two_layers")) == []
-    for path in RESULTS.rglob("*.log.json"):
+    for record in (RESULTS / "muon_two_layers.log.json", SLOWER / "muon_wide_batch.log.json"):
+        assert check_log(read(record)) == []
+    for path in LOGS:
         assert not [wrong for wrong in check_log(path) if "did not arrive" not in wrong], path
-    control = log_of("first_demo_in_half")
+    control = read(RESULTS / "first_demo_in_half.log.json")
     assert not any(arrived(control, one) for one in control["attempts"])
 
 
