@@ -388,11 +388,14 @@ def _describe(kind: str, index: int, measure: bool) -> Device:
     return Device(kind, name, memory, precision, reason, attention, why, peak)
 
 
+_KINDS = ("tpu", "cuda", "mps", "cpu")  # a run takes the first that is here
+
+
 def find_devices(
     measure: bool = False,  # peaks that the table does not have
 ) -> list[Device]:
     "Describe every device here; the first is what Lightning's `accelerator='auto'` takes."
-    return [_describe(kind, index, measure) for kind in ("tpu", "cuda", "mps", "cpu")
+    return [_describe(kind, index, measure) for kind in _KINDS
             for index in range(count_devices(kind))]
 
 
@@ -401,10 +404,9 @@ def describe_device(
     kind: str | None = None,  # "cpu", "cuda", "mps" or "tpu"; None: what a run takes here
 ) -> Device:
     "Find the first device of a kind, and what it can do. Raises `ValueError` for other kinds."
-    kinds = ("tpu", "cuda", "mps", "cpu")
     if kind is None:
-        kind = next(kind for kind in kinds if count_devices(kind))
-    look_up(kind, dict.fromkeys(kinds), "kind")  # such as "gpu", which is two of them
+        kind = next(filter(count_devices, _KINDS))
+    look_up(kind, dict.fromkeys(_KINDS), "kind")  # such as "gpu", which is two of them
     return _describe(kind, 0, measure)
 
 # %% ../../nbs/core/05_devices.ipynb #6e25d77d
@@ -441,7 +443,7 @@ def find_accelerator(
 ) -> str:  # "cpu", "cuda", "mps" or "tpu"
     "Say which kind of device an accelerator means here. Raises `ValueError` where it is missing."
     if accelerator == "auto":
-        accelerator = next(kind for kind in ("tpu", "cuda", "mps", "cpu") if count_devices(kind))
+        accelerator = next(filter(count_devices, _KINDS))
     kinds = look_up(accelerator, {"auto": (), **ACCELERATORS}, "accelerator")
     if accelerator == "tpu":
         why = _missing_tpu()
