@@ -13,7 +13,8 @@ number of seconds. The judge of `bertlab speedrun` scores every run.
 Every run is written to the result as soon as it is there, and a later call goes on. Where no control so far comes out
 again, on other code or another kind of processor, a control of its own is tuned first, and the arms that are still missing
 are compared with that one: a gain is always of runs in one place. The arms of other places stay as they are, unless --arms
-names them. An arm whose recipe or trick has changed runs anew; that the library has changed is seen by the control alone.
+names them; one that has no gain in equal seconds yet gets it here, at its rate and beside the control of this place.
+An arm whose recipe or trick has changed runs anew; that the library has changed is seen by the control alone.
 
 A gain has two standard errors to each side, from how much runs of one arm scatter over all arms. More runs of the control
 make all gains surer: --arms control --seeds 9.
@@ -499,8 +500,8 @@ class Table:
     def find_place(self) -> None:
         "Go on with the runs of this code and processor, or begin some beside those of others."
         keys = ("arm", "rate", "seed", "steps", "quick", "machine", "on")
-        of_this_kind_first = sorted(range(len(self.found["machines"])), key=lambda number: (
-            self.found["machines"][number]["processor"] != self.where["processor"]))  # fmt: skip
+        of_this_kind_first = sorted(range(len(self.found["machines"])), key=lambda number: [
+            self.found["machines"][number].get(what) != self.where[what] for what in ("processor", "computes_in")])  # fmt: skip
         for number in of_this_kind_first:
             runs = (run for run in self.found["runs"] if run["arm"] == "control" and run["machine"] == number)
             if (first := next(runs, None)) is not None:
@@ -519,6 +520,12 @@ class Table:
         "The control, and arms that have no row of another place."
         rows = self.found["arms"]
         return [name for name in names if name == "control" or rows.get(name, {}).get("machine", self.here) == self.here]
+
+    def untimed(self, names: list[str]) -> list[str]:
+        "Arms that were tuned in another place, and whose gain in equal seconds nobody has measured."
+        rows = {name: row for name, row in self.found["arms"].items() if "equal_seconds" not in row}
+        return [name for name in names if name in rows and rows[name]["machine"] != self.here
+                and rows[name].get("digest", own := digest(name, self.options.on)) == own]  # fmt: skip
 
     def tuned(self, arm: str, centre: float | None) -> float:
         "The best rate of an arm on seed 0, with a worse one on each side."
@@ -545,16 +552,22 @@ class Table:
             before = self.found["arms"].get(arm, {})
             same = all(before.get(name) == row[name] for name in ("machine", "rate", "control_rate"))
             if same and before.get("digest", row["digest"]) == row["digest"]:
-                row |= {name: before[name] for name in ("cost", "steps", "equal_seconds") if name in before}
+                row |= {name: before[name] for name in ("cost", "steps", "equal_seconds", "timed") if name in before}
             self.found["arms"][arm] = row
             self.write()
 
     def at_equal_seconds(self, arm: str, cost: float, control: list[dict]) -> None:
         "What all seeds gain in as many seconds as the control takes, beside what the row says of equal tokens."
-        steps = self.options.steps if math.isclose(cost, 1, rel_tol=SAME) else round(self.options.steps / cost)
-        runs = self.seeds(arm, self.found["arms"][arm]["rate"], steps)
+        row, more = self.found["arms"][arm], {"cost": cost, "steps": self.options.steps}
+        if math.isclose(cost, 1, rel_tol=SAME):
+            more["equal_seconds"] = row["equal_tokens"]
+        else:
+            more["steps"] = round(self.options.steps / cost)
+            more["equal_seconds"] = gain(control, self.seeds(arm, row["rate"], more["steps"]))
+            if row["machine"] != self.here:
+                more["timed"] = {"machine": self.here, "control_rate": control[0]["rate"]}
         with self.lock:
-            self.found["arms"][arm] |= {"cost": cost, "steps": steps, "equal_seconds": gain(control, runs)}
+            row |= more
             self.write()
 
     def seeds(self, arm: str, rate: float, steps: int | None = None) -> list[dict]:
@@ -603,42 +616,57 @@ def settle(found: dict, steps: int) -> None:
     Runs scatter alike whatever the arm, so all arms of a place say together by how much. Where runs of one seed err
     alike, they are compared seed by seed; else with all runs of the control, of which there may be more than three.
     """
+
+    def runs(name: str, place: int, rate: float, steps: int) -> dict[int, dict]:  # by seed; not those of what the arm was before
+        row = found["arms"].get(name, {})
+        own = row.get("digest") if name != "control" or row.get("machine") == place else None
+        return {run["seed"]: run for run in found["runs"] if (run["arm"], run["machine"], run["rate"], run["steps"])
+                == (name, place, rate, steps) and own in (None, run.get("digest", own))}  # fmt: skip
+
+    def ends_of(row: dict) -> dict[str, tuple[dict, int]]:  # where each was compared, and in how many steps
+        ends = {"equal_tokens": (row, steps)}
+        if "equal_seconds" in row:
+            ends["equal_seconds"] = row.get("timed", row), row["steps"]
+        return ends
+
     found["scatter"] = []
+    arms = {name: row for name, row in found["arms"].items() if name != "control"}
     for place in range(len(found["machines"])):
-        rows = {name: row for name, row in found["arms"].items() if row.get("machine") == place}
-
-        def runs(name: str, rate: float, steps: int) -> dict[int, dict]:  # by seed; not those of what the arm was before
-            own = rows.get(name, {}).get("digest")
-            return {run["seed"]: run for run in found["runs"] if (run["arm"], run["machine"], run["rate"], run["steps"])
-                    == (name, place, rate, steps) and own in (None, run.get("digest", own))}  # fmt: skip
-
-        beside = {}
-        for name, row in rows.items():
-            control, tried = runs("control", row["control_rate"], steps), runs(name, row["rate"], steps)
-            if name != "control" and len(control) > 1 and len(tried) > 1 and control.keys() >= tried.keys():
-                beside[name] = control, tried
+        beside = []
+        for name, row in arms.items():
+            for end, (where, made_steps) in ends_of(row).items():
+                if where.get("machine") != place or end == "equal_seconds" and where is row:
+                    continue  # an arm speaks once
+                control = runs("control", place, where["control_rate"], steps)
+                tried = runs(name, place, row["rate"], made_steps)
+                if len(control) > 1 and len(tried) > 1 and control.keys() >= tried.keys():
+                    beside.append((control, tried))
         if len(beside) < 3:  # too few to say how much runs scatter
             found["scatter"].append(None)
             continue
-        shared = sorted(set.intersection(*({*tried} for _, tried in beside.values())))
-        bits = np.array([[tried[seed]["bits_per_byte"] for seed in shared] for _, tried in beside.values()])
+        shared = sorted(set.intersection(*({*tried} for _, tried in beside)))
+        bits = np.array([[tried[seed]["bits_per_byte"] for seed in shared] for _, tried in beside])
         alone = bits.var(1, ddof=1).mean()
         # What is left of each run when its arm and its seed are known.
         left = bits - bits.mean(1, keepdims=True) - bits.mean(0) + bits.mean()
         left = np.square(left).sum() / ((len(bits) - 1) * (len(shared) - 1))
-        most = max(len(control) for control, _ in beside.values())
+        most = max(len(control) for control, _ in beside)
         paired = bool(2 * left / len(shared) < alone * (1 / len(shared) + 1 / most))
         found["scatter"].append({"runs": alone**0.5, "beside_seed": left**0.5, "paired": paired, "control_runs": most})
-        for name, (control, tried) in beside.items():
-            ends = {"equal_tokens": tried}
-            if "equal_seconds" in rows[name]:
-                ends["equal_seconds"] = runs(name, rows[name]["rate"], rows[name]["steps"])
-            for end, made in ends.items():
-                if not (seeds := sorted(made.keys() & control.keys())):
-                    continue
-                one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [made[seed] for seed in seeds], paired)
-                error = (2 * left / len(seeds) if paired else alone * (1 / len(seeds) + 1 / len(control))) ** 0.5
-                rows[name][end] = one | {"low": one["mean"] - 2 * error, "high": one["mean"] + 2 * error}
+    for name, row in arms.items():
+        for end, (where, made_steps) in ends_of(row).items():
+            place = where.get("machine")
+            if (scatter := dict(enumerate(found["scatter"])).get(place)) is None:
+                continue
+            control = runs("control", place, where["control_rate"], steps)
+            made, paired = runs(name, place, row["rate"], made_steps), scatter["paired"]
+            seeds = sorted(made.keys() & control.keys())
+            if len(control) < 2 or len(seeds) < 2:
+                continue
+            one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [made[seed] for seed in seeds], paired)
+            own, shared = scatter["runs"] ** 2, scatter["beside_seed"] ** 2
+            error = (2 * shared / len(seeds) if paired else own * (1 / len(seeds) + 1 / len(control))) ** 0.5
+            row[end] = one | {"low": one["mean"] - 2 * error, "high": one["mean"] + 2 * error}
 
 
 def main() -> None:
@@ -684,10 +712,11 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
     table.find_place()
+    untimed = [] if options.arms or options.no_costs else table.untimed(known)
     options.arms = options.arms or table.missing(known)
     best = table.tuned("control", None)
     control = table.seeds("control", best)
-    distilled = [name for name in options.arms if ARMS[name].kl_weight]
+    distilled = [name for name in (*options.arms, *untimed) if ARMS[name].kl_weight]
     known = any(run["arm"] in distilled and run["machine"] == table.here for run in table.found["runs"])  # by this teacher
     if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
         table.teacher = table.pool.submit(train_teacher, best, options.steps, options.quick, options.on)
@@ -695,6 +724,9 @@ def main() -> None:
         centres = [None if name == "control" else best * ARMS[name].centre_on(options.on) for name in options.arms]
         list(arms.map(table.at_equal_tokens, options.arms, centres, [control] * len(centres)))
     if not options.no_costs:
+        if table.teacher is not None:
+            table.teacher.result()  # of an arm that is only timed here
+        options.arms += untimed
         try:
             costs = [table.cost(name)["cost"] for name in options.arms]  # all of them first, while nothing runs beside
         finally:

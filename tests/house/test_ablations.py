@@ -300,7 +300,7 @@ def test_arms_are_judged_side_by_side_and_each_row_is_written_as_soon_as_it_is_t
     assert rows["muon"]["equal_tokens"]["mean"] == pytest.approx(0.5) and rows["muon"]["rate"] == 2e-3
 
 
-@pytest.mark.parametrize("cost, steps", [(1.02, 4), (0.5, 8), (2.0, 2)])
+@pytest.mark.parametrize("cost, steps", [(0.5, 8), (2.0, 2)])
 def test_equal_seconds_are_the_steps_that_the_control_would_take_them_for(tmp_path, monkeypatch, cost, steps):
     path = tmp_path / "ablations.json"
     table = opened(path, seeds=2)
@@ -313,7 +313,55 @@ def test_equal_seconds_are_the_steps_that_the_control_would_take_them_for(tmp_pa
     assert [(case["steps"], case["rate"], case["seed"]) for case in asked] == [(steps, 2e-3, 0), (steps, 2e-3, 1)]
     row = json.loads(path.read_text())["arms"]["muon"]
     assert (row["cost"], row["steps"], row["equal_seconds"]["mean"]) == (cost, steps, 0.5)
-    assert row["equal_tokens"] == {"mean": 0.1}  # stays
+    assert row["equal_tokens"] == {"mean": 0.1} and "timed" not in row  # the first stays
+
+
+def test_a_step_that_costs_the_same_gains_in_seconds_what_it_gains_in_tokens(tmp_path, monkeypatch):
+    table = opened(tmp_path / "ablations.json", seeds=2)
+    table.found["arms"]["muon"] = {"rate": 2e-3, "machine": 3, "equal_tokens": {"mean": 0.1}}
+    monkeypatch.setattr(table, "ask", lambda cases: pytest.fail("the runs of equal tokens say it"))
+    table.at_equal_seconds("muon", 1.02, [{"loss": 2.0, "bits_per_byte": 2.0, "rate": 1e-3}] * 2)
+    row = table.found["arms"]["muon"]
+    assert (row["cost"], row["steps"], row["equal_seconds"]) == (1.02, 4, {"mean": 0.1}) and "timed" not in row
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_an_arm_of_another_place_is_timed_here_beside_the_control_of_this_place(tmp_path, monkeypatch, alone):
+    table = opened(tmp_path / "ablations.json", seeds=3)
+    found = table.found
+    found |= table_of(0.0, 0.02, 3)
+    found["machines"], table.here = [{}, {}], 1
+    here = [{**run, "machine": 1, "rate": 3.0 if run["arm"] == "control" else 2.0} for run in found["runs"]]
+    found["runs"] += here
+    theirs = {name for name in found["arms"] if name != "control"}
+    if alone:  # one arm cannot say how much runs scatter there, but three that are timed there can
+        for name in ("arm 1", "arm 2", "arm 3"):
+            found["arms"][name] |= {"steps": 2, "equal_seconds": {}, "timed": {"machine": 1, "control_rate": 3.0}}
+            found["runs"] += [{**run, "steps": 2, "rate": 1.0} for run in here if run["arm"] == name]
+    else:
+        found["arms"] |= {f"{name} too": {**found["arms"][name], "machine": 1, "rate": 2.0, "control_rate": 3.0}
+                          for name in theirs}  # fmt: skip
+        found["runs"] += [{**run, "arm": f"{run['arm']} too"} for run in here if run["arm"] in theirs]
+    ablations.settle(found, 4)
+    assert None not in found["scatter"]
+    before = dict(found["arms"]["arm 0"])
+    monkeypatch.setattr(ablations, "ARMS", {**ablations.ARMS, **dict.fromkeys(found["arms"], ablations.Arm(""))})
+    control = [run for run in here if run["arm"] == "control"]
+    made = [{"arm": "arm 0", "rate": 1.0, "seed": seed, "steps": 2, "machine": 1, "bits_per_byte": 1.5, "loss": 1.5}
+            for seed in range(3)]  # fmt: skip
+    monkeypatch.setattr(table, "ask", lambda cases: found["runs"].extend(made) or made)
+    assert "arm 0" in table.untimed([*found["arms"]]) and "arm 0 too" not in table.untimed([*found["arms"]])
+    table.at_equal_seconds("arm 0", 2.0, control)
+    row = found["arms"]["arm 0"]
+    assert {name: row[name] for name in before} == before  # nothing of the place where it was tuned
+    assert row["timed"] == {"machine": 1, "control_rate": 3.0} and row["steps"] == 2
+    level = sum(run["bits_per_byte"] for run in control) / 3
+    assert row["equal_seconds"]["mean"] == pytest.approx(level - 1.5)
+    assert 0 < row["equal_seconds"]["mean"] - row["equal_seconds"]["low"] < 0.1
+    assert "arm 0" not in table.untimed([*found["arms"]])
+    row["digest"] = "of what it was before"
+    del row["equal_seconds"]
+    assert "arm 0" not in table.untimed([*found["arms"]])
 
 
 def test_the_place_of_this_kind_of_processor_is_tried_first(tmp_path, monkeypatch):
