@@ -92,7 +92,8 @@ def test_a_part_or_a_rehearsal_is_written_only_where_a_file_is_named(words, chos
 @pytest.mark.parametrize("words, file", [
     ("finetuning build/demo", "finetuning"), ("overhead", "overhead"), ("demo --runs 5", "demo"), ("precision --threads 2", "precision"),
     ("embeddings build/demo", "embeddings"), ("records --rounds 3", "records/laptop"), ("shards --skip-cache", "shards"),
-    ("records --only first_demo_in_half muon_two_layers", "records/laptop"), ("ablations --arms muon --seeds 5", "ablations"),
+    ("records --only first_demo_in_half muon_two_layers muon_wide_batch", "records/laptop"),
+    ("ablations --arms muon --seeds 5", "ablations"),
     ("pretraining --models short --kinds bert --seconds 0", "pretraining"), ("minutes --at-once 2", "minutes")])  # fmt: skip
 def test_a_whole_measurement_and_one_that_keeps_the_other_parts_go_to_the_results(words, file, chosen_output, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # the place does not depend on where it is called
