@@ -567,6 +567,7 @@ class Table:
             if row["machine"] != self.here:
                 more["timed"] = {"machine": self.here, "control_rate": control[0]["rate"]}
         with self.lock:
+            row.pop("timed", None)  # of an earlier time in another place
             row |= more
             self.write()
 
@@ -653,10 +654,11 @@ def settle(found: dict, steps: int) -> None:
         most = max(len(control) for control, _ in beside)
         paired = bool(2 * left / len(shared) < alone * (1 / len(shared) + 1 / most))
         found["scatter"].append({"runs": alone**0.5, "beside_seed": left**0.5, "paired": paired, "control_runs": most})
+    scatters = dict(enumerate(found["scatter"]))
     for name, row in arms.items():
         for end, (where, made_steps) in ends_of(row).items():
             place = where.get("machine")
-            if (scatter := dict(enumerate(found["scatter"])).get(place)) is None:
+            if (scatter := scatters.get(place)) is None:
                 continue
             control = runs("control", place, where["control_rate"], steps)
             made, paired = runs(name, place, row["rate"], made_steps), scatter["paired"]

@@ -359,9 +359,23 @@ def test_an_arm_of_another_place_is_timed_here_beside_the_control_of_this_place(
     assert row["equal_seconds"]["mean"] == pytest.approx(level - 1.5)
     assert 0 < row["equal_seconds"]["mean"] - row["equal_seconds"]["low"] < 0.1
     assert "arm 0" not in table.untimed([*found["arms"]])
+    table.here = 0  # where it was tuned, and is timed now: what stood there of the other place goes
+    table.at_equal_seconds("arm 0", 1.0, [run for run in found["runs"] if run["arm"] == "control" and run["machine"] == 0])
+    assert "timed" not in row and row["equal_seconds"] == row["equal_tokens"]
     row["digest"] = "of what it was before"
     del row["equal_seconds"]
     assert "arm 0" not in table.untimed([*found["arms"]])
+
+
+def test_of_places_of_one_processor_that_of_this_precision_is_tried_first(tmp_path, monkeypatch):
+    path, mine = tmp_path / "ablations.json", ablations.machine(1)
+    runs = [{"arm": "control", "rate": 1e-3, "seed": 0, "steps": 4, "quick": True, "machine": n, "loss": 2.0} for n in (0, 1)]
+    places = [{"processor": mine["processor"], "computes_in": one} for one in ("another", mine["computes_in"])]
+    path.write_text(json.dumps({"machines": places, "arms": {}, "runs": runs, "costs": []}))
+    monkeypatch.setattr(ablations, "train_once", lambda case: {**case, "loss": 2.0})
+    table = opened(path)
+    table.find_place()
+    assert table.here == 1
 
 
 def test_the_place_of_this_kind_of_processor_is_tried_first(tmp_path, monkeypatch):
