@@ -241,7 +241,7 @@ class TrainingMonitor(History):
         super().on_train_end(trainer, pl_module)
         self._running = False
         if self.stopped_at is not None and self.checkpoint is not None:
-            trainer.save_checkpoint(self.checkpoint)
+            trainer.save_checkpoint(self.checkpoint, weights_only=False)
         if self.panel is not None:
             self.draw(trainer)
             done = self.stopped_at is None

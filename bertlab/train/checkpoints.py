@@ -336,7 +336,8 @@ class RunCheckpoint(Checkpoint):
 
     def save(self, trainer) -> None:
         "Write the checkpoint and remember the step."
-        trainer.save_checkpoint(self.path)
+        # Said, for Lightning prints a line each time where it is not.
+        trainer.save_checkpoint(self.path, weights_only=False)
         self._saved = trainer.global_step
 
     def on_train_end(self, trainer, pl_module) -> None:

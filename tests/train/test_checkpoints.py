@@ -1,6 +1,7 @@
 """Model directories and checkpoint series: written whole, kept by rule, refused by name."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -536,6 +537,13 @@ def test_what_a_killed_write_left_is_removed_by_the_next_run(tmp_path):
     (tmp_path / ".other.tmp").write_bytes(b"not ours")
     train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=3)])
     assert names(tmp_path) == [".other.tmp", "step-00000003.ckpt"]
+
+
+def test_writing_a_checkpoint_says_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lightning.pytorch"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        train(Texts(), 3, [CheckpointSeries(tmp_path, every_steps=1)])
+    assert not [said.getMessage() for said in caplog.records if "weights_only" in said.getMessage()]
 
 
 def test_a_checkpoint_is_written_beside_its_place_and_nowhere_else(tmp_path, monkeypatch):
