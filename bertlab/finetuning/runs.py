@@ -20,12 +20,13 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from .data import write_reading
-from .module import FinetuningModule
+from .module import SCHEDULES, FinetuningModule
 from ..data.tokenizers import load_tokenizer
 from .task_models import save_for_pipeline
 from ..train.checkpoints import read_checkpoint
 from ..train.history import History, RunRecord
-from ..train.stopping import NonFiniteGuard
+from ..train.modules import clock_budget
+from ..train.stopping import NonFiniteGuard, TimeLimit
 from ..train.trainer import make_trainer, seed_everything
 
 # %% ../../nbs/finetuning/08_runs.ipynb #4ed97293
@@ -286,8 +287,17 @@ def finetune(
     """Train, stop early, go back to the best weights, and say what those are worth.
 
     Raises `ValueError` for data without labels to learn or validate by, for more validations than
-    an epoch has steps, and for a checkpoint of another run.
+    an epoch has steps, for a checkpoint of another run, and for a schedule by the clock that ends
+    before the epochs do.
     """
+    said = module.hparams
+    if said.scheduler_type not in (None, *SCHEDULES):  # one of the user's own
+        clock = {"schedule": said.scheduler_type, "scheduler_kwargs": said.scheduler_kwargs}
+        limited = any(isinstance(one, TimeLimit) for one in callbacks)
+        if (budget := clock_budget(clock)) is not None and not limited:
+            raise ValueError(f"num_epochs={num_epochs} end this run, and its schedule follows the "
+                             f"clock ({budget=!r}), behind which the rate is 0: take a schedule in "
+                             "steps, or have a TimeLimit among the callbacks")
     watched, data.seed = find_monitor(module, data, monitor), seed
     history, best = History(), BestCheckpoint(directory, watched, patience=patience)
     guarded = any(isinstance(one, NonFiniteGuard) for one in callbacks)

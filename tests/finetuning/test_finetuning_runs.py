@@ -18,7 +18,8 @@ from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds, rank_metric
 from bertlab.finetuning.task_models import load_task_model
 from bertlab.train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
-from bertlab.train.stopping import NonFiniteGuard
+from bertlab.optim.budgets import TimeBudgetLR
+from bertlab.train.stopping import NonFiniteGuard, TimeLimit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PLAIN = {"precision": "32-true", "accelerator": "cpu"}
@@ -83,6 +84,16 @@ def test_validations_are_spread_over_whole_steps_and_more_of_them_than_steps_are
     assert runs.validation_places(11, 4) == [3, 6, 8, 11] and runs.validation_places(11, 3, window=2) == [4, 8, 11]
     with pytest.raises(ValueError, match="validations_per_epoch=7 is more than the 6 optimizer steps"):
         finetune(module_for(), data_for(), tmp_path, num_epochs=1, validations_per_epoch=7, **PLAIN)
+
+
+@pytest.mark.parametrize("name", ["bertlab.optim.budgets.TimeBudgetLR", TimeBudgetLR])
+def test_a_schedule_that_the_clock_ends_needs_a_run_that_the_clock_ends(tmp_path, name):
+    clock = dict(scheduler_type=name, scheduler_kwargs={"budget": "1h"})
+    with pytest.raises(ValueError, match="num_epochs=2 end this run.*budget='1h'.*take a schedule in steps"):
+        finetune(module_for(**clock), data_for(), tmp_path, num_epochs=2, **PLAIN)
+    assert not list(tmp_path.iterdir())
+    run = finetune(module_for(**clock), data_for(), tmp_path, num_epochs=1, callbacks=[TimeLimit("1h")], **PLAIN)
+    assert run.metrics["val_loss"] > 0
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -23,7 +23,8 @@ import sync
 from conftest import ROOT
 from forks import forked
 
-TIMEOUT = 600  # seconds a notebook; most take a few, the walkthrough that trains takes minutes
+TIMEOUT = 600  # seconds a notebook; most take a few
+LONGEST = 1800  # at full length, of which the final project takes ten minutes of two cores that it shares
 NOTEBOOKS = sync.notebooks(ROOT)
 
 
@@ -186,14 +187,14 @@ def key_of(notebook: dict, named: Path) -> str:
     return digest.hexdigest()
 
 
-def check_notebook(path: Path, tmp_path: Path, change=lambda notebook: notebook) -> None:
+def check_notebook(path: Path, tmp_path: Path, change=lambda notebook: notebook, timeout: float = TIMEOUT) -> None:
     notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
     assert unsolved == set(), "no folded solution defines the function that these checks are for"
     notebook = change(notebook)
     passed = PASSED / key_of(notebook, path.relative_to(ROOT))
     if passed.exists() and not os.environ.get("BERTLAB_RUN_ALL"):
         return
-    status, printed = run(tmp_path / path.name, notebook)
+    status, printed = run(tmp_path / path.name, notebook, timeout=timeout)
     assert status == 0, printed[-8000:]
     assert "Success." in printed, "nbdev found nothing to run"
     PASSED.mkdir(parents=True, exist_ok=True)
@@ -214,10 +215,10 @@ LONG = [path for path in NOTEBOOKS if "# quick:" in path.read_text(encoding="utf
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT + 60)
+@pytest.mark.timeout(LONGEST + 60)
 @pytest.mark.parametrize("path", LONG, ids=name_of)
 def test_a_notebook_that_trains_holds_at_full_length(path, tmp_path):
-    check_notebook(path, tmp_path)
+    check_notebook(path, tmp_path, timeout=LONGEST)
 
 
 @pytest.mark.parametrize(
