@@ -57,11 +57,15 @@ class Arm:
     "One change to the first demo's recipe."
 
     about: str
-    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # as in a file of `bertlab speedrun`
+    recipe: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # as in a file of `bertlab speedrun`
     warmup: float | None = None  # share of the steps; None: the control's
     cooldown: float | None = None
     tokens_per_step: float = 1.0  # of the control's
-    shares: Mapping[str, float] = field(default_factory=dict)  # of the arm's rate, for parameters by glob
+    shares: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of the arm's rate, for parameters by glob
     centre: float = 1.0  # where its grid of rates begins, over the control's best rate
     on: str = "any"  # "first": not on a recipe that has it already; "combination": on one alone, takes a part away
     free: bool = False  # a step does the same work with other numbers
@@ -250,12 +254,17 @@ def control_of(on: str | None) -> Control:
     if on is None:
         return Control({}, 440, (1e-3, 2e-3, 4e-3), 0.05, 0.3)
     recipe = load_speedrun(ROOT / on)
-    model, parts = recipe.get("model", {}), [f"scheduler_{part}_steps" for part in ("warmup", "cooldown")]
+    model, parts = (
+        recipe.get("model", {}),
+        [f"scheduler_{part}_steps" for part in ("warmup", "cooldown")],
+    )
     if missing := [name for name in ("learning_rate", *parts) if name not in model]:
         raise ValueError(f"{on}: arms are laid over a recipe that sets its own model.{', model.'.join(missing)}; write them "
                          "into it, or leave --on out for the first demo's")  # fmt: skip
     if "max_steps" not in recipe.get("trainer", {}):
-        raise ValueError(f"{on}: arms are laid over a recipe that sets trainer.max_steps; write it into it")
+        raise ValueError(
+            f"{on}: arms are laid over a recipe that sets trainer.max_steps; write it into it"
+        )
     steps, rate = recipe["trainer"]["max_steps"], model.pop("learning_rate")
     shares = [model.pop(part) / steps for part in parts]
     return Control(recipe, steps, (rate / 2, rate, 2 * rate), *shares)
@@ -264,7 +273,11 @@ def control_of(on: str | None) -> Control:
 def trick_source(name: str) -> str:
     "What a name of tricks.py is made of: its code, and that of all that it uses there."
     parsed = ast.parse((Path(__file__).parent / "tricks.py").read_text(encoding="utf-8")).body
-    known = {getattr(node, "name", None) or getattr(getattr(node, "targets", [None])[0], "id", None): node for node in parsed}
+    known = {
+        getattr(node, "name", None)
+        or getattr(getattr(node, "targets", [None])[0], "id", None): node
+        for node in parsed
+    }
     found, wanted = {}, [name]
     while wanted:
         name = wanted.pop()
@@ -289,7 +302,9 @@ def arms_on(on: str | None) -> list[str]:
     return [name for name, arm in ARMS.items() if arm.on != left_out]
 
 
-def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str, on: str | None = None) -> Any:
+def build(
+    arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str, on: str | None = None
+) -> Any:
     "The run of an arm, with nothing to validate on."
     from bertlab.cli import pretrain
     from bertlab.cli.speedrun import speedrun_config
@@ -311,7 +326,9 @@ def build(arm: Arm, rate: float, steps: int, seed: int, quick: bool, output: str
     module = pretrain.PretrainingModule
     if arm.kl_weight:
         module = partial(DistillationModule, str(teacher_of(quick, on)), kl_weight=arm.kl_weight)
-    with mock.patch.object(pretrain, "PretrainingModule", module):  # the command line knows no teacher
+    with mock.patch.object(
+        pretrain, "PretrainingModule", module
+    ):  # the command line knows no teacher
         run.build()
     run.data.val_datasets = []  # the judge validates, once
     return run
@@ -355,7 +372,9 @@ def train_once(case: dict) -> dict:
     torch.set_num_threads(1)
     arm, quick = ARMS[case["arm"]], case["quick"]
     with tempfile.TemporaryDirectory() as folder:
-        run = build(arm, case["rate"], case["steps"], case["seed"], quick, f"{folder}/run", case.get("on"))
+        run = build(
+            arm, case["rate"], case["steps"], case["seed"], quick, f"{folder}/run", case.get("on")
+        )
         run.prepare()
         run.fit()
         judge = judge_of(quick, len(run.tokenizer))
@@ -416,13 +435,19 @@ def make_steps(pipe: Any, quick: bool, on: str | None) -> None:
 class Pair:
     "The control and an arm, whose steps are made in turns: when the machine is slow, it is so for both."
 
-    STAGES, SKIPPED, ENDLESS = 6, 6, 10**6  # of an arm that changes on its way; first steps; of the control
+    STAGES, SKIPPED, ENDLESS = (
+        6,
+        6,
+        10**6,
+    )  # of an arm that changes on its way; first steps; of the control
 
     def __init__(self, steps: int, quick: bool, on: str | None):
         self.steps, spawn = steps, get_context("spawn")
         pipes = [spawn.Pipe() for _ in range(2)]
         (self.control, one), (self.arm, other) = pipes
-        self.processes = [spawn.Process(target=make_steps, args=(end, quick, on)) for end in (one, other)]
+        self.processes = [
+            spawn.Process(target=make_steps, args=(end, quick, on)) for end in (one, other)
+        ]
         for process in self.processes:
             process.start()
         self.control.send(("control", self.ENDLESS))
@@ -464,7 +489,11 @@ class Table:
             self.found = {name: kept.get(name, none) for name, none in self.found.items()}
             if not self.found["machines"] and self.found["runs"]:  # of a time when there was one
                 self.found["machines"] = [kept["machine"]]
-                for one in (*self.found["runs"], *self.found["costs"], *self.found["arms"].values()):
+                for one in (
+                    *self.found["runs"],
+                    *self.found["costs"],
+                    *self.found["arms"].values(),
+                ):
                     one["machine"] = 0
                 for row in self.found["arms"].values():
                     row["control_rate"] = self.found["arms"]["control"]["rate"]
@@ -483,7 +512,14 @@ class Table:
 
     def known(self, case: dict) -> dict | None:
         "The run of a case. A run of a time without digests is of whatever its arm's name says."
-        return next((run for run in self.found["runs"] if all(run.get(k, k == "digest" and v) == v for k, v in case.items())), None)
+        return next(
+            (
+                run
+                for run in self.found["runs"]
+                if all(run.get(k, k == "digest" and v) == v for k, v in case.items())
+            ),
+            None,
+        )
 
     def ask(self, cases: list[dict]) -> list[dict]:
         "Runs, those that are not there yet side by side."
@@ -503,7 +539,11 @@ class Table:
         of_this_kind_first = sorted(range(len(self.found["machines"])), key=lambda number: [
             self.found["machines"][number].get(what) != self.where[what] for what in ("processor", "computes_in")])  # fmt: skip
         for number in of_this_kind_first:
-            runs = (run for run in self.found["runs"] if run["arm"] == "control" and run["machine"] == number)
+            runs = (
+                run
+                for run in self.found["runs"]
+                if run["arm"] == "control" and run["machine"] == number
+            )
             if (first := next(runs, None)) is not None:
                 again = train_once({key: first[key] for key in keys if key in first})
                 if abs(again["loss"] - first["loss"]) <= 2e-3:
@@ -511,15 +551,23 @@ class Table:
                     return
                 print(f"the control comes out at {again['loss']:.4f} nats, not {first['loss']:.4f} as on "
                       f"{self.found['machines'][number]['processor']}")  # fmt: skip
-        begun = {run["machine"] for run in self.found["runs"]}  # a call may have ended before its first run did
-        self.found["machines"] = [place for number, place in enumerate(self.found["machines"]) if number in begun]
+        begun = {
+            run["machine"] for run in self.found["runs"]
+        }  # a call may have ended before its first run did
+        self.found["machines"] = [
+            place for number, place in enumerate(self.found["machines"]) if number in begun
+        ]
         self.here = len(self.found["machines"])
         self.found["machines"].append(self.where)
 
     def missing(self, names: list[str]) -> list[str]:
         "The control, and arms that have no row of another place."
         rows = self.found["arms"]
-        return [name for name in names if name == "control" or rows.get(name, {}).get("machine", self.here) == self.here]
+        return [
+            name
+            for name in names
+            if name == "control" or rows.get(name, {}).get("machine", self.here) == self.here
+        ]
 
     def untimed(self, names: list[str]) -> list[str]:
         "Arms that were tuned in another place, and whose gain in equal seconds nobody has measured."
@@ -529,7 +577,11 @@ class Table:
 
     def tuned(self, arm: str, centre: float | None) -> float:
         "The best rate of an arm on seed 0, with a worse one on each side."
-        rates = list(control_of(self.options.on).rates) if centre is None else [centre / 2, centre, 2 * centre]
+        rates = (
+            list(control_of(self.options.on).rates)
+            if centre is None
+            else [centre / 2, centre, 2 * centre]
+        )
         if self.options.quick:
             return rates[1]
         while True:
@@ -550,9 +602,15 @@ class Table:
                "equal_tokens": gain(control, runs)}  # fmt: skip
         with self.lock:
             before = self.found["arms"].get(arm, {})
-            same = all(before.get(name) == row[name] for name in ("machine", "rate", "control_rate"))
+            same = all(
+                before.get(name) == row[name] for name in ("machine", "rate", "control_rate")
+            )
             if same and before.get("digest", row["digest"]) == row["digest"]:
-                row |= {name: before[name] for name in ("cost", "steps", "equal_seconds", "timed") if name in before}
+                row |= {
+                    name: before[name]
+                    for name in ("cost", "steps", "equal_seconds", "timed")
+                    if name in before
+                }
             self.found["arms"][arm] = row
             self.write()
 
@@ -582,10 +640,16 @@ class Table:
             if arm == "control" or ARMS[arm].free:
                 known = {"arm": arm, "cost": 1.0}
             else:
-                self.pair = self.pair or Pair(self.options.timed, self.options.quick, self.options.on)
+                self.pair = self.pair or Pair(
+                    self.options.timed, self.options.quick, self.options.on
+                )
                 known = self.pair.cost(arm)
             known |= {"machine": self.here, "digest": own}
-            self.found["costs"] = [one for one in self.found["costs"] if (one["arm"], one["machine"]) != (arm, self.here)] + [known]
+            self.found["costs"] = [
+                one
+                for one in self.found["costs"]
+                if (one["arm"], one["machine"]) != (arm, self.here)
+            ] + [known]
             print(f"  {arm:20} costs {known['cost']:.3f} of the control", flush=True)
             self.write()
         return known
@@ -605,10 +669,18 @@ def gain(control: list[dict], runs: list[dict], paired: bool = True) -> dict:
 
     def below(name: str) -> list[float]:
         level = statistics.mean(run[name] for run in control)
-        return [(there[name] if paired else level) - run[name] for there, run in zip(control if paired else runs, runs, strict=True)]
+        return [
+            (there[name] if paired else level) - run[name]
+            for there, run in zip(control if paired else runs, runs, strict=True)
+        ]
 
     bits = below("bits_per_byte")
-    return {"mean": statistics.mean(bits), "least": min(bits), "most": max(bits), "nats": statistics.mean(below("loss"))}
+    return {
+        "mean": statistics.mean(bits),
+        "least": min(bits),
+        "most": max(bits),
+        "nats": statistics.mean(below("loss")),
+    }
 
 
 def settle(found: dict, steps: int) -> None:
@@ -618,13 +690,17 @@ def settle(found: dict, steps: int) -> None:
     alike, they are compared seed by seed; else with all runs of the control, of which there may be more than three.
     """
 
-    def runs(name: str, place: int, rate: float, steps: int) -> dict[int, dict]:  # by seed; not those of what the arm was before
+    def runs(
+        name: str, place: int, rate: float, steps: int
+    ) -> dict[int, dict]:  # by seed; not those of what the arm was before
         row = found["arms"].get(name, {})
         own = row.get("digest") if name != "control" or row.get("machine") == place else None
         return {run["seed"]: run for run in found["runs"] if (run["arm"], run["machine"], run["rate"], run["steps"])
                 == (name, place, rate, steps) and own in (None, run.get("digest", own))}  # fmt: skip
 
-    def ends_of(row: dict) -> dict[str, tuple[dict, int]]:  # where each was compared, and in how many steps
+    def ends_of(
+        row: dict,
+    ) -> dict[str, tuple[dict, int]]:  # where each was compared, and in how many steps
         ends = {"equal_tokens": (row, steps)}
         if "equal_seconds" in row:
             ends["equal_seconds"] = row.get("timed", row), row["steps"]
@@ -653,7 +729,9 @@ def settle(found: dict, steps: int) -> None:
         left = np.square(left).sum() / ((len(bits) - 1) * (len(shared) - 1))
         most = max(len(control) for control, _ in beside)
         paired = bool(2 * left / len(shared) < alone * (1 / len(shared) + 1 / most))
-        found["scatter"].append({"runs": alone**0.5, "beside_seed": left**0.5, "paired": paired, "control_runs": most})
+        found["scatter"].append(
+            {"runs": alone**0.5, "beside_seed": left**0.5, "paired": paired, "control_runs": most}
+        )
     scatters = dict(enumerate(found["scatter"]))
     for name, row in arms.items():
         for end, (where, made_steps) in ends_of(row).items():
@@ -665,9 +743,15 @@ def settle(found: dict, steps: int) -> None:
             seeds = sorted(made.keys() & control.keys())
             if len(control) < 2 or len(seeds) < 2:
                 continue
-            one = gain([control[seed] for seed in (seeds if paired else sorted(control))], [made[seed] for seed in seeds], paired)
+            one = gain(
+                [control[seed] for seed in (seeds if paired else sorted(control))],
+                [made[seed] for seed in seeds],
+                paired,
+            )
             own, shared = scatter["runs"] ** 2, scatter["beside_seed"] ** 2
-            error = (2 * shared / len(seeds) if paired else own * (1 / len(seeds) + 1 / len(control))) ** 0.5
+            error = (
+                2 * shared / len(seeds) if paired else own * (1 / len(seeds) + 1 / len(control))
+            ) ** 0.5
             row[end] = one | {"low": one["mean"] - 2 * error, "high": one["mean"] + 2 * error}
 
 
@@ -676,12 +760,24 @@ def main() -> None:
     parser = BenchmarkParser("ablations", free=every, otherwise="with --on ablations_NAME.json",
                              description=__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("--arms", nargs="+", metavar="NAME", help="of --list (default: all)")
-    parser.add_argument("--on", metavar="FILE", help="a recipe that the arms are laid over (default: the first demo's, halved)")
+    parser.add_argument(
+        "--on",
+        metavar="FILE",
+        help="a recipe that the arms are laid over (default: the first demo's, halved)",
+    )
     parser.add_argument("--steps", type=int, help="of the control (default: the recipe's)")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--timed", type=int, default=96, help="steps of an arm that its cost is told from")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="runs at once, a thread each")
-    parser.add_argument("--no-costs", action="store_true", help="leave equal seconds to a later call, on a quiet machine")
+    parser.add_argument(
+        "--timed", type=int, default=96, help="steps of an arm that its cost is told from"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="runs at once, a thread each"
+    )
+    parser.add_argument(
+        "--no-costs",
+        action="store_true",
+        help="leave equal seconds to a later call, on a quiet machine",
+    )
     parser.add_argument("--list", action="store_true", help="show the arms, and run nothing")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--fresh", action="store_true", help="forget all runs")
@@ -710,7 +806,9 @@ def main() -> None:
     if options.output.exists() and not options.fresh:
         kept = json.loads(options.output.read_text(encoding="utf-8"))
         if kept.get("runs") and kept.get("steps", options.steps) != options.steps:
-            parser.error(f"{options.output} holds runs of {kept['steps']} steps, not {options.steps}: choose another --output")
+            parser.error(
+                f"{options.output} holds runs of {kept['steps']} steps, not {options.steps}: choose another --output"
+            )
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # of the workers
     table = Table(options)
     table.find_place()
@@ -719,18 +817,31 @@ def main() -> None:
     best = table.tuned("control", None)
     control = table.seeds("control", best)
     distilled = [name for name in (*options.arms, *untimed) if ARMS[name].kl_weight]
-    known = any(run["arm"] in distilled and run["machine"] == table.here for run in table.found["runs"])  # by this teacher
-    if distilled and not (known and (teacher_of(options.quick, options.on) / "config.json").is_file()):
-        table.teacher = table.pool.submit(train_teacher, best, options.steps, options.quick, options.on)
-    with ThreadPoolExecutor(options.workers + 1) as arms:  # several at a time: no worker waits for the last of a grid
-        centres = [None if name == "control" else best * ARMS[name].centre_on(options.on) for name in options.arms]
+    known = any(
+        run["arm"] in distilled and run["machine"] == table.here for run in table.found["runs"]
+    )  # by this teacher
+    if distilled and not (
+        known and (teacher_of(options.quick, options.on) / "config.json").is_file()
+    ):
+        table.teacher = table.pool.submit(
+            train_teacher, best, options.steps, options.quick, options.on
+        )
+    with ThreadPoolExecutor(
+        options.workers + 1
+    ) as arms:  # several at a time: no worker waits for the last of a grid
+        centres = [
+            None if name == "control" else best * ARMS[name].centre_on(options.on)
+            for name in options.arms
+        ]
         list(arms.map(table.at_equal_tokens, options.arms, centres, [control] * len(centres)))
     if not options.no_costs:
         if table.teacher is not None:
             table.teacher.result()  # of an arm that is only timed here
         options.arms += untimed
         try:
-            costs = [table.cost(name)["cost"] for name in options.arms]  # all of them first, while nothing runs beside
+            costs = [
+                table.cost(name)["cost"] for name in options.arms
+            ]  # all of them first, while nothing runs beside
         finally:
             if table.pair:
                 table.pair.close()
@@ -738,7 +849,11 @@ def main() -> None:
             list(arms.map(table.at_equal_seconds, options.arms, costs, [control] * len(costs)))
     rows = {name: table.found["arms"][name] for name in options.arms}
     for name, row in sorted(rows.items(), key=lambda item: -item[1]["equal_tokens"]["mean"]):
-        timed = f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}" if "cost" in row else ""
+        timed = (
+            f"{row['cost']:.2f} of a step; at equal seconds {row['equal_seconds']['mean']:+.4f}"
+            if "cost" in row
+            else ""
+        )
         print(f"{name:28} {row['equal_tokens']['mean']:+.4f} bits per byte gained "
               f"({row['equal_tokens'].get('low', math.nan):+.4f} to {row['equal_tokens'].get('high', math.nan):+.4f})  {timed}")  # fmt: skip
     table.write()

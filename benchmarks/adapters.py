@@ -22,7 +22,10 @@ TASKS = ("docstring-area", "code-tokens", "api-questions")
 ARMS = {
     "full": (None, (3e-4, 1e-3, 3e-3)),
     "rank 8": ({"type": "lora", "r": 8, "lora_alpha": 16}, (1e-3, 4e-3, 1e-2)),
-    "rank 32": ({"type": "lora", "r": 32, "lora_alpha": 64}, (1e-3, 4e-3, 1e-2)),  # about a sixth of the states
+    "rank 32": (
+        {"type": "lora", "r": 32, "lora_alpha": 64},
+        (1e-3, 4e-3, 1e-2),
+    ),  # about a sixth of the states
 }
 SEEDS = (0, 1, 2)
 
@@ -33,7 +36,9 @@ def pretrain(place: Path, steps: int) -> Path:
     from bertlab.cli.pretrain import pretrain as run
 
     place = place / f"encoder-{steps}"
-    finished = place / "metrics.json"  # a run that was interrupted leaves its own there, of fewer steps
+    finished = (
+        place / "metrics.json"
+    )  # a run that was interrupted leaves its own there, of fewer steps
     if not finished.exists() or json.loads(finished.read_text(encoding="utf-8"))["steps"] < steps:
         shape = dict(hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=3,
                      max_position_embeddings=512, local_attention=64, initializer_range=0.04)  # fmt: skip
@@ -44,7 +49,9 @@ def pretrain(place: Path, steps: int) -> Path:
     return find_model(place)
 
 
-def measure(model: str, task: str, arm: str, rate: float, seed: int, size: int | None, epochs: int) -> dict:
+def measure(
+    model: str, task: str, arm: str, rate: float, seed: int, size: int | None, epochs: int
+) -> dict:
     "One fine-tuning: scores, and bytes of states."
     import tempfile
 
@@ -63,14 +70,27 @@ def measure(model: str, task: str, arm: str, rate: float, seed: int, size: int |
         def on_train_batch_end(self, trainer, *_):
             self.bytes = max(self.bytes, state_bytes(trainer.optimizers[0]))
 
-    found = load_task(task, sizes=None if size is None else {name: size for name in ("train", "validation", "test")})
-    data = FinetuningDataModule(found.kind, load_tokenizer(model), max_sequence_length=found.max_sequence_length)
+    found = load_task(
+        task,
+        sizes=None if size is None else {name: size for name in ("train", "validation", "test")},
+    )
+    data = FinetuningDataModule(
+        found.kind, load_tokenizer(model), max_sequence_length=found.max_sequence_length
+    )
     data.set_datasets(**found.splits)
     module = FinetuningModule(found.kind, model, learning_rate=rate, warmup_ratio=0.1, scheduler_type="linear",
                               adapter=ARMS[arm][0])  # fmt: skip
     states = States()
     with tempfile.TemporaryDirectory() as place:
-        run = finetune(module, data, place, num_epochs=epochs, seed=seed, callbacks=[states], precision="32-true")
+        run = finetune(
+            module,
+            data,
+            place,
+            num_epochs=epochs,
+            seed=seed,
+            callbacks=[states],
+            precision="32-true",
+        )
     monitor = module.monitor
     return {"validation": float(run.metrics[monitor]), "states": states.bytes,
             "test": float(run.metrics[monitor.replace("val_", "test_")])}  # fmt: skip
@@ -81,7 +101,11 @@ def draw(result: dict):
     figure, axes = new_axes("", "score on the test rows", size=(6.5, 3.5))
     names = {"full": "all weights", "rank 8": "LoRA, rank 8", "rank 32": "LoRA, rank 32"}
     for place, (_, arms) in enumerate(result["cases"].items()):
-        for shift, arm, colour, marker in ((-0.2, "full", BLUE, "o"), (0.0, "rank 8", ORANGE, "v"), (0.2, "rank 32", ORANGE, "s")):
+        for shift, arm, colour, marker in (
+            (-0.2, "full", BLUE, "o"),
+            (0.0, "rank 8", ORANGE, "v"),
+            (0.2, "rank 32", ORANGE, "s"),
+        ):
             axes.plot([place + shift] * len(arms[arm]["test"]), arms[arm]["test"], marker, color=colour, alpha=0.7,
                       label=names[arm] if place == 0 else None)  # fmt: skip
     axes.set_xticks(range(len(result["cases"])), list(result["cases"]))
@@ -119,7 +143,10 @@ def main() -> None:
                                 "states": runs[0]["states"]}  # fmt: skip
             print(f"  {task:16} {arm:8} rate {rate:g}  {[round(run['test'], 3) for run in runs]}  "
                   f"{runs[0]['states'] / 2**20:.2f} MiB of states", flush=True)  # fmt: skip
-        full, best = cases[task]["full"], max(list(ARMS)[1:], key=lambda arm: mean(cases[task][arm]["validation"]))
+        full, best = (
+            cases[task]["full"],
+            max(list(ARMS)[1:], key=lambda arm: mean(cases[task][arm]["validation"])),
+        )
         lora = cases[task][best]
         slack = (max(lora["test"]) - min(lora["test"])) / 2
         judged += [judge(f"{task}: states of LoRA, {best}, over full", lora["states"] / full["states"], at_most=0.2),

@@ -47,11 +47,19 @@ def verdicts(found: list[dict]) -> list[dict]:
     judged = []
     for steps in sorted({row["steps"] for row in found}):
         chosen = [row["below"] for row in found if row["steps"] == steps and row["given"] is None]
-        judged.append(judge(f"{steps} steps: nats below the unigram line, worst seed", min(chosen), at_least=0.0))
+        judged.append(
+            judge(
+                f"{steps} steps: nats below the unigram line, worst seed", min(chosen), at_least=0.0
+            )
+        )
         for rate in sorted({row["given"] for row in found} - {None}):
-            other = [row["below"] for row in found if row["steps"] == steps and row["given"] == rate]
+            other = [
+                row["below"] for row in found if row["steps"] == steps and row["given"] == rate
+            ]
             gain = statistics.mean(chosen) - statistics.mean(other)
-            judged.append(judge(f"{steps} steps: nats below the mean of rate {rate:g}", gain, at_least=0.0))
+            judged.append(
+                judge(f"{steps} steps: nats below the mean of rate {rate:g}", gain, at_least=0.0)
+            )
     return judged
 
 
@@ -59,14 +67,30 @@ def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "bare_pretraining", rounds=1)
     parser.add_argument("--steps", type=int, nargs="+", default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    parser.add_argument("--rates", type=float, nargs="*", default=[5e-4], help="controls beside the rate nobody gave")
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="*",
+        default=[5e-4],
+        help="controls beside the rate nobody gave",
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     steps, seeds, more = options.steps, options.seeds, []
     if options.quick:
         steps, seeds = (60,), SEEDS[:1]
-        more = ["--run.vocab_size", "1000", "--data.train_batch_size", "8", "--data.data_kwargs.max_documents", "600"]
-    ledger, found = Ledger(options.kept / "bare_pretraining.json", fingerprint(__file__), options.fresh), []
+        more = [
+            "--run.vocab_size",
+            "1000",
+            "--data.train_batch_size",
+            "8",
+            "--data.data_kwargs.max_documents",
+            "600",
+        ]
+    ledger, found = (
+        Ledger(options.kept / "bare_pretraining.json", fingerprint(__file__), options.fresh),
+        [],
+    )
     for length, rate, seed in itertools.product(steps, (None, *options.rates), seeds):
         case = (length, seed, rate, more)
         row, known = ledger.ask(json.dumps([*case, options.threads]), lambda: run_once(*case))  # noqa: B023

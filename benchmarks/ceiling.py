@@ -84,11 +84,16 @@ def measure(case: dict) -> dict:
     "A step of ours with its products alone before and after it, or one of Trainer."
     if case["side"] != "ours":
         found = measure_side(case)
-        return {"step_seconds": found["wall_seconds"] / found["steps"], "tokens_per_second": found["tokens_per_second"]}
+        return {
+            "step_seconds": found["wall_seconds"] / found["steps"],
+            "tokens_per_second": found["tokens_per_second"],
+        }
     corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     with tempfile.TemporaryDirectory() as folder:
         with Products() as products:
-            our_side({**case, "steps": 1, "warm": 0, "warmup": 0}, corpus, tokenizer, f"{folder}/written")
+            our_side(
+                {**case, "steps": 1, "warm": 0, "warmup": 0}, corpus, tokenizer, f"{folder}/written"
+            )
         alone = products.timed()
         found, _ = our_side(case, corpus, tokenizer, f"{folder}/timed")
         alone += products.timed()
@@ -102,25 +107,44 @@ def shown(found: dict) -> str:
     step = f"{1e3 * found['step_seconds']:7,.0f} ms a step, {found['tokens_per_second']:8,.0f} tokens/s"
     if "share" not in found:
         return step
-    return f"{step}; products alone {1e3 * found['products_seconds']:,.0f} ms ({found['share']:.0%})"
+    return (
+        f"{step}; products alone {1e3 * found['products_seconds']:,.0f} ms ({found['share']:.0%})"
+    )
 
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "ceiling", rounds=3)
-    parser.add_argument("--models", nargs="+", default=["short", "small", "base"], choices=list(SHAPES))
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=[p for p in PRECISIONS if p != "auto"])
+    parser.add_argument(
+        "--models", nargs="+", default=["short", "small", "base"], choices=list(SHAPES)
+    )
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        default=["fp32", "bf16"],
+        choices=[p for p in PRECISIONS if p != "auto"],
+    )
     parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
     options = parser.parse_args()
     if options.case:
         return print(json.dumps(measure(json.loads(options.case))))
     steps, warm = 8, 2
     if options.quick:
-        options.models, options.precisions, options.rounds, options.documents = ["tiny"], ["fp32"], 1, 600
+        options.models, options.precisions, options.rounds, options.documents = (
+            ["tiny"],
+            ["fp32"],
+            1,
+            600,
+        )
         steps, warm = 2, 1
-    place, ledger = machine(options.threads), Ledger(options.kept / "ceiling", fingerprint(__file__), options.fresh)
+    place, ledger = (
+        machine(options.threads),
+        Ledger(options.kept / "ceiling", fingerprint(__file__), options.fresh),
+    )
     rows = []
     for model, precision in product(options.models, options.precisions):
-        shared_text(SHAPES[model][3], options.documents, options.kept)  # before the children need it
+        shared_text(
+            SHAPES[model][3], options.documents, options.kept
+        )  # before the children need it
         few = {"base": 3}.get(model, steps)
         case = {"model": model, "kind": "bert", "steps": few + warm, "warm": warm, "seconds": 0, "seed": 0, "warmup": few,
                 "documents": options.documents, "kept": str(options.kept), "precision": precision}  # fmt: skip

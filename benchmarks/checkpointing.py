@@ -22,7 +22,11 @@ from heads import resident_bytes
 from sides import BenchmarkParser, machine, write_result
 
 import bertlab
-from bertlab.model.activation_checkpointing import MemoryLedger, checkpoint_activations, read_checkpointing
+from bertlab.model.activation_checkpointing import (
+    MemoryLedger,
+    checkpoint_activations,
+    read_checkpointing,
+)
 from bertlab.model.config import modernbert_tiny
 from bertlab.core.devices import describe_device, peak_memory_bytes
 from bertlab.model.encoder import run_layers
@@ -56,7 +60,9 @@ def measure(case: str) -> dict[str, float]:
     checkpoint_activations(model, mode, **options)
     ids_BL = torch.randint(SHAPE["vocab_size"], (ROWS, LENGTH))
     positions_BM = torch.rand(ROWS, LENGTH).argsort(1)[:, : int(LABELS * LENGTH)]
-    labels_BL = torch.full_like(ids_BL, -100).scatter(1, positions_BM, ids_BL.gather(1, positions_BM))
+    labels_BL = torch.full_like(ids_BL, -100).scatter(
+        1, positions_BM, ids_BL.gather(1, positions_BM)
+    )
     rule = LossRule(chunk_size=CHUNK)  # else the head's scores are the peak
 
     def step(rows: int = ROWS) -> float:
@@ -117,7 +123,9 @@ def summary(runs: dict[str, list[dict]], place: dict) -> dict:
     for case, figures in median.items():
         control = median[control_of(case)]
         if abs(figures["loss"] - control["loss"]) > 1e-6:
-            raise SystemExit(f"{case}: loss {figures['loss']} is not the control's {control['loss']}")
+            raise SystemExit(
+                f"{case}: loss {figures['loss']} is not the control's {control['loss']}"
+            )
         shares[case] = {k: round(figures[k] / control[k], 3) for k in figures if k != "loss"}
     return {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
@@ -134,7 +142,9 @@ def draw(result: dict):
         memory = shares.get("live_bytes", shares.get("kept_bytes"))
         for what, shift, value, colour in (("peak of live bytes (compiled: bytes kept)", -0.2, memory, BLUE),
                                            ("processor time", 0.2, shares["seconds"], ORANGE)):  # fmt: skip
-            axes.barh(place + shift, value, height=0.4, color=colour, label=what if place == 0 else None)
+            axes.barh(
+                place + shift, value, height=0.4, color=colour, label=what if place == 0 else None
+            )
             axes.annotate(f"{value:.2f}", (value, place + shift), xytext=(3, 0), va="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
     axes.set_yticks(range(len(result["share_of_control"])), list(result["share_of_control"]))
@@ -163,7 +173,11 @@ def main() -> None:
             runs[case].append(run_case(case))
             shown = {k: v / 2**20 if "bytes" in k else v
                      for k, v in runs[case][-1].items()}  # fmt: skip
-            print(f"run {number + 1}: {case:26}", {k: round(v, 3) for k, v in shown.items()}, flush=True)
+            print(
+                f"run {number + 1}: {case:26}",
+                {k: round(v, 3) for k, v in shown.items()},
+                flush=True,
+            )
         write_result(options.output, summary(runs, place), draw, whole=number + 1 == options.runs)
 
 

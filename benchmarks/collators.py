@@ -31,8 +31,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     # Every third piece goes on with a word, so that words have one to several tokens.
     names += [f"##piece{i}" if i % 3 == 0 else f"word{i}" for i in range(VOCABULARY - len(names))]
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
-                                   cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
 
 
 def build_rows() -> list[dict]:
@@ -62,11 +68,21 @@ def main():
     lists = [{name: row[name].tolist() for name in names} for row in rows]
     tensors = [{name: torch.from_numpy(row[name]) for name in names} for row in rows]
     spared = [{**row, "special_tokens_mask": (row["input_ids"] < 5).long()} for row in tensors]
-    ways = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
-            ("exact", "span")]
+    ways = [
+        ("bernoulli", "token"),
+        ("exact", "token"),
+        ("bernoulli", "word"),
+        ("exact", "word"),
+        ("exact", "span"),
+    ]
     ours = {
-        f"bertlab, {unit}, {selection}": (MaskedLanguageModelingCollator.from_tokenizer(
-            tokenizer, mlm_probability=PROBABILITY, selection=selection, unit=unit), rows, 20)
+        f"bertlab, {unit}, {selection}": (
+            MaskedLanguageModelingCollator.from_tokenizer(
+                tokenizer, mlm_probability=PROBABILITY, selection=selection, unit=unit
+            ),
+            rows,
+            20,
+        )
         for selection, unit in ways
     }
     ours["bertlab, diffusion"] = MaskedDiffusionCollator.from_tokenizer(tokenizer), rows, 20
@@ -82,12 +98,19 @@ def main():
             seconds[name].append(time_calls(function, inputs, num_calls))
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     fastest = min(median for name, median in medians.items() if name.startswith("transformers"))
-    result = {name: {"tokens_per_second": round(BATCH * LENGTH / median),
-                     "milliseconds_per_batch": round(median * 1e3, 3),
-                     "speedup": round(fastest / median, 2)} for name, median in medians.items()}
+    result = {
+        name: {
+            "tokens_per_second": round(BATCH * LENGTH / median),
+            "milliseconds_per_batch": round(median * 1e3, 3),
+            "speedup": round(fastest / median, 2),
+        }
+        for name, median in medians.items()
+    }
     for name, figures in result.items():
-        print(f"{name:48}{figures['milliseconds_per_batch']:9.2f} ms a batch"
-              f"{figures['tokens_per_second']:12,} tokens/s  {figures['speedup']:6.1f} x")
+        print(
+            f"{name:48}{figures['milliseconds_per_batch']:9.2f} ms a batch"
+            f"{figures['tokens_per_second']:12,} tokens/s  {figures['speedup']:6.1f} x"
+        )
     write_result(options.output, {
         "bertlab": bertlab.__version__, "machine": machine(1), "numpy": np.__version__,
         "rows": BATCH, "positions": LENGTH, "vocabulary": VOCABULARY, "share": PROBABILITY,

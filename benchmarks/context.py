@@ -24,7 +24,11 @@ from sides import Ledger, common_parser, fingerprint, judge, machine, say, write
 import bertlab
 from bertlab.core.plots import BLUE, GREY, new_axes
 
-SHORT, LONG, ROWS = 128, 512, 8  # positions; rows of 512 in a batch, and as many positions in short ones
+SHORT, LONG, ROWS = (
+    128,
+    512,
+    8,
+)  # positions; rows of 512 in a batch, and as many positions in short ones
 RATE = 2e-3  # peak, of AdamW
 SHAPE = dict(hidden_size=192, intermediate_size=384, num_hidden_layers=4, num_attention_heads=3, local_attention=64,
              max_position_embeddings=LONG, initializer_range=0.04, global_attention_every_n_layers=2)  # fmt: skip
@@ -58,7 +62,9 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
     for number, (length, steps) in enumerate(lengths):
         seed_everything(seed + number)
         rows = ROWS * LONG // length
-        data = PretrainingDataModule(None, tokenizer, max_sequence_length=length, train_batch_size=rows, seed=seed)
+        data = PretrainingDataModule(
+            None, tokenizer, max_sequence_length=length, train_batch_size=rows, seed=seed
+        )
         data.set_datasets(texts["train"], texts["validation"])
         last, rate = number == len(lengths) - 1, RATE * factor(done)
         falling = min(steps, done + steps - total // 2)
@@ -67,7 +73,11 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
                        scheduler_cooldown_steps=min(falling, steps - warmup),
                        scheduler_cooldown_decay=RATE * factor(done + steps) / rate)  # fmt: skip
         done += steps
-        start = {"pretrained_model_name_or_path": previous} if previous else {"model_config_kwargs": dict(SHAPE)}
+        start = (
+            {"pretrained_model_name_or_path": previous}
+            if previous
+            else {"model_config_kwargs": dict(SHAPE)}
+        )
         module = PretrainingModule(**start, **options, pretrained_tokenizer_name_or_path=tokenizer)
         trainer = make_trainer(steps, "32-true")
         began, busy = time.perf_counter(), time.process_time()
@@ -75,10 +85,14 @@ def train(place: str, seed: int, lengths: list, share: float) -> dict:
         wall, seconds = wall + time.perf_counter() - began, seconds + time.process_time() - busy
         flops += module.config.flops_per_token(length / 2, 0.3) * steps * ROWS * LONG
         if last:
-            judge_data = PretrainingDataModule(None, tokenizer, max_sequence_length=LONG, train_batch_size=ROWS, seed=0)
+            judge_data = PretrainingDataModule(
+                None, tokenizer, max_sequence_length=LONG, train_batch_size=ROWS, seed=0
+            )
             judge_data.set_datasets(texts["train"], texts["validation"])
             found = make_trainer(1, "32-true").validate(module, judge_data, verbose=False)[0]
-        previous = str(save_model(module.model, tokenizer, folder / f"model-{seed}-{len(lengths)}-{share}"))
+        previous = str(
+            save_model(module.model, tokenizer, folder / f"model-{seed}-{len(lengths)}-{share}")
+        )
     return {"seconds": seconds, "wall_seconds": wall, "flops": flops, "bits_per_byte": found["val_bits_per_byte"],
             "model": Path(previous).name}  # fmt: skip
 
@@ -101,7 +115,9 @@ def needles(model: str) -> list:
     from bertlab.model.context import needle_test
     from bertlab.train.modules import load_encoder
 
-    return needle_test(load_encoder(model), load_tokenizer(model), whole_modules("validation"), [128, 512])
+    return needle_test(
+        load_encoder(model), load_tokenizer(model), whole_modules("validation"), [128, 512]
+    )
 
 
 def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
@@ -130,18 +146,36 @@ def step_cost(kernel: str, length: int, positions: int = 4096) -> dict:
         if device == "cuda":
             torch.cuda.synchronize()
         best = min(best, clock() - began)
-    return {"seconds_per_1000": 1000 * best / ids.numel(), "bytes_per_token": max(ledger.history) / ids.numel()}
+    return {
+        "seconds_per_1000": 1000 * best / ids.numel(),
+        "bytes_per_token": max(ledger.history) / ids.numel(),
+    }
 
 
 def draw(result: dict):
     "Bits per byte against cost."
-    figure, axes = new_axes("training (processor seconds)", "bits per byte of validation, rows of 512")
-    for name, colour, label in (("long", GREY, "rows of 512 throughout"), ("recipe", BLUE, "rows of 128, then of 512")):
+    figure, axes = new_axes(
+        "training (processor seconds)", "bits per byte of validation, rows of 512"
+    )
+    for name, colour, label in (
+        ("long", GREY, "rows of 512 throughout"),
+        ("recipe", BLUE, "rows of 128, then of 512"),
+    ):
         by_share = sorted(result["cases"][name].values(), key=lambda runs: runs[0]["seconds"])
-        means = [[sum(run[figure] for run in runs) / len(runs) for runs in by_share] for figure in ("seconds", "bits_per_byte")]
+        means = [
+            [sum(run[figure] for run in runs) / len(runs) for runs in by_share]
+            for figure in ("seconds", "bits_per_byte")
+        ]
         axes.plot(*means, color=colour, lw=1)
         runs = [run for found in by_share for run in found]
-        axes.plot([r["seconds"] for r in runs], [r["bits_per_byte"] for r in runs], "o", color=colour, ms=4, label=label)
+        axes.plot(
+            [r["seconds"] for r in runs],
+            [r["bits_per_byte"] for r in runs],
+            "o",
+            color=colour,
+            ms=4,
+            label=label,
+        )
     axes.axhline(result["goal"], color="0.3", ls=":", lw=0.9, label="the goal")
     axes.legend(frameon=False)
     return figure
@@ -173,7 +207,9 @@ def main() -> None:
         stages = [(SHORT, steps - max(1, steps // 10)), (LONG, max(1, steps // 10))]
         for name, lengths in (("long", [(LONG, steps)]), ("recipe", stages)):
             cases[name][str(share)] = [
-                ask([name, share, seed], lambda: train(str(place), seed, lengths, share)) for seed in options.seeds]  # noqa: B023
+                ask([name, share, seed], lambda: train(str(place), seed, lengths, share))
+                for seed in options.seeds
+            ]  # noqa: B023
             runs = cases[name][str(share)]
             print(f"  {name:7} {share:.0%} of the steps: {[round(r['bits_per_byte'], 3) for r in runs]} bits per byte, "
                   f"{[round(r['seconds']) for r in runs]} s", flush=True)  # fmt: skip

@@ -35,8 +35,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     names += [f"word{i}" for i in range(VOCABULARY - len(names))]
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
-                                   cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
 
 
 def write_corpus(path: Path, num_documents: int) -> None:
@@ -58,7 +64,9 @@ def make_module(path: Path, tokenizer, **options) -> PretrainingDataModule:
 def padded_loader(data: PretrainingDataModule, tokenizer, num_workers: int) -> DataLoader:
     "What is usual: a document a row, cut at the row's length, padded to the longest of its batch."
     documents = data.train_dataset.documents
-    rows = [{"input_ids": [2, *documents[n][: LENGTH - 2].tolist(), 3]} for n in range(len(documents))]
+    rows = [
+        {"input_ids": [2, *documents[n][: LENGTH - 2].tolist(), 3]} for n in range(len(documents))
+    ]
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
     return DataLoader(rows, BATCH, shuffle=True, collate_fn=collator, num_workers=num_workers)
 
@@ -104,16 +112,22 @@ def main():
         data = make_module(path, tokenizer, **cached)
         cases = {
             "packed, in this process": lambda: data.train_dataloader(),
-            "packed, one worker": lambda: make_module(path, tokenizer, num_workers=1, **cached).train_dataloader(),
+            "packed, one worker": lambda: make_module(
+                path, tokenizer, num_workers=1, **cached
+            ).train_dataloader(),
             "padded, transformers, in this process": lambda: padded_loader(data, tokenizer, 0),
             "padded, transformers, one worker": lambda: padded_loader(data, tokenizer, 1),
-            "streamed and tokenized, in this process": lambda: make_module(path, tokenizer, streaming=True).train_dataloader(),
+            "streamed and tokenized, in this process": lambda: make_module(
+                path, tokenizer, streaming=True
+            ).train_dataloader(),
         }
         rates = {name: [] for name in cases}
         for _ in range(options.repeats):
             for name, make in cases.items():
                 rates[name].append(tokens_per_second(iter(make()), 15))
-        result = {name: {"tokens_per_second": round(statistics.median(r))} for name, r in rates.items()}
+        result = {
+            name: {"tokens_per_second": round(statistics.median(r))} for name, r in rates.items()
+        }
         for name, figures in result.items():
             print(f"{name:44}{figures['tokens_per_second']:12,} tokens/s")
         write_corpus(larger, 4 * options.documents)

@@ -17,7 +17,18 @@ from itertools import islice
 from pathlib import Path
 
 from pretraining import FORMS, LENGTH, PROBABILITY, grouped_rows, shared_text, their_tokens
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, ratios, say, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    judge,
+    machine,
+    ratios,
+    say,
+    spread,
+    write_result,
+)
 
 import bertlab
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
@@ -65,7 +76,9 @@ def our_stages(case: dict, corpus, tokenizer) -> dict[str, float]:
 
     tokenize, documents = timed(lambda: tokenize_documents(corpus.train_texts, tokenizer, num_proc=1),
                                 lambda documents: int(documents.offsets[-1]))  # fmt: skip
-    packed, blocks = timed(lambda: pack(documents), lambda blocks: count_real(b.stacked for b in blocks))
+    packed, blocks = timed(
+        lambda: pack(documents), lambda blocks: count_real(b.stacked for b in blocks)
+    )
     data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS,
                                  collator_kwargs={"mlm_probability": PROBABILITY})  # fmt: skip
     data.setup()
@@ -109,9 +122,13 @@ def draw(result: dict):
     for place, (side, figures) in enumerate(result["sides"].items()):
         at = [x for x, stage in enumerate(STAGES) if stage in figures]
         values = [figures[stage]["median"] / 1e6 for stage in STAGES if stage in figures]
-        bars = axes.bar([x + 0.27 * (place - 1) for x in at], values, 0.25, color=colours[side], label=side)
+        bars = axes.bar(
+            [x + 0.27 * (place - 1) for x in at], values, 0.25, color=colours[side], label=side
+        )
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.set_xticks(range(len(STAGES)), [f"{stage}\n{what}" for stage, what in STAGES.items()], fontsize=7)
+    axes.set_xticks(
+        range(len(STAGES)), [f"{stage}\n{what}" for stage, what in STAGES.items()], fontsize=7
+    )
     axes.set_title(f"{result['machine']['processor']}, one thread", fontsize=9)
     axes.legend(frameon=False)
     return figure
@@ -132,14 +149,18 @@ def main() -> None:
     shared_text(VOCABULARY, options.documents, options.kept)
     base = {"documents": options.documents, "batches": options.batches, "kept": str(options.kept)}
     cases = {side: {**base, "side": side} for side in ("ours", *FORMS)}
-    show = lambda f: ", ".join(f"{stage} {rate / 1e6:.2f}" for stage, rate in f.items()) + " M tokens/s"  # noqa: E731
+    show = lambda f: (
+        ", ".join(f"{stage} {rate / 1e6:.2f}" for stage, rate in f.items()) + " M tokens/s"
+    )  # noqa: E731
     runs = alternate(__file__, cases, options.rounds, 1, ledger, show)
     compared = {f"{stage}, over {form}": ratios(runs["ours"], runs[form], stage)
                 for stage in STAGES for form in FORMS if stage in runs[form][0]}  # fmt: skip
     judged = [judge(f"delivery over {form}", compared[f"deliver, over {form}"]["median"], at_least=TARGET)
               for form in FORMS]  # fmt: skip
     say(judged)
-    sides = {side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()}
+    sides = {
+        side: {k: spread(f[k] for f in found) for k in found[0]} for side, found in runs.items()
+    }
     settings = dict(row_length=LENGTH, rows=ROWS, masked_share=PROBABILITY, vocabulary=VOCABULARY)
     write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,

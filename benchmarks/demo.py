@@ -45,7 +45,15 @@ def seconds(command: list[str], repeats: int) -> list[float]:
 
 def run_demo(directory: Path, arguments: list[str]) -> dict[str, float]:
     "One run of the demo, watched line by line."
-    command = [sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(directory), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "bertlab.cli.main",
+        "demo",
+        "--output",
+        str(directory),
+        *arguments,
+    ]
     start, first_step = time.perf_counter(), None
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)

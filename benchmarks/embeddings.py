@@ -25,13 +25,30 @@ import time
 import warnings
 from pathlib import Path
 
-from sides import Ledger, alternate, busy_loops, common_parser, fingerprint, hash_of, judge, machine, ratios, say, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    busy_loops,
+    common_parser,
+    fingerprint,
+    hash_of,
+    judge,
+    machine,
+    ratios,
+    say,
+    spread,
+    write_result,
+)
 
 import bertlab
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
 
 PARTS = ("encode", "train", "quality")
-LENGTH, BATCH, CHUNK_ROWS = 64, 256, 8  # tokens of a text, pairs of a batch, rows whose activations live
+LENGTH, BATCH, CHUNK_ROWS = (
+    64,
+    256,
+    8,
+)  # tokens of a text, pairs of a batch, rows whose activations live
 MINI_BATCHES = (32, 128)  # texts that the other side's cached loss encodes at once
 SECONDS, RATE, TEMPERATURE = 180, 2e-3, 0.05  # of quality
 
@@ -58,7 +75,11 @@ def measure_products(case: dict) -> dict:
 
     from bertlab.embeddings.bi_encoder import BiEncoder
 
-    texts, threads, model = short_texts(case["count"]), torch.get_num_threads(), BiEncoder.load(case["model"])
+    texts, threads, model = (
+        short_texts(case["count"]),
+        torch.get_num_threads(),
+        BiEncoder.load(case["model"]),
+    )
     torch.set_num_threads(1)  # the profiler sees this thread
     model.encode(texts[:200])
     begin = time.perf_counter()
@@ -93,7 +114,11 @@ def measure_encode(case: dict) -> dict:
         vectors = encode(texts)
         seconds = time.perf_counter() - begin
     sample = np.asarray(vectors)[:: max(1, len(texts) // 50)][:50]
-    return {"texts_per_second": len(texts) / seconds, "texts": len(texts), "sample": sample.round(8).tolist()}
+    return {
+        "texts_per_second": len(texts) / seconds,
+        "texts": len(texts),
+        "sample": sample.round(8).tolist(),
+    }
 
 
 def training_pairs():
@@ -120,19 +145,34 @@ def measure_train(case: dict) -> dict:
                 self.times.append(time.perf_counter())
 
         seed_everything(0)
-        watch, module = Watch(), EmbeddingModule(case["model"], chunk_rows=CHUNK_ROWS, learning_rate=1e-4)
-        data = EmbeddingDataModule(module.tokenizer, max_sequence_length=LENGTH, train_batch_size=size, validation_fraction=0)
+        watch, module = (
+            Watch(),
+            EmbeddingModule(case["model"], chunk_rows=CHUNK_ROWS, learning_rate=1e-4),
+        )
+        data = EmbeddingDataModule(
+            module.tokenizer,
+            max_sequence_length=LENGTH,
+            train_batch_size=size,
+            validation_fraction=0,
+        )
         data.set_datasets(pairs)
         make_trainer(steps, "32-true", accelerator="cpu", callbacks=[watch]).fit(module, data)
         times = watch.times
     else:
         times = their_training(case, pairs, steps, size)
-    return {"pairs_per_second": size * (len(times) - 2) / (times[-1] - times[1]), "steps": len(times)}
+    return {
+        "pairs_per_second": size * (len(times) - 2) / (times[-1] - times[1]),
+        "steps": len(times),
+    }
 
 
 def their_training(case: dict, pairs, steps: int, size: int) -> list[float]:
     import datasets
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
     from sentence_transformers.losses import CachedMultipleNegativesRankingLoss
     from transformers import TrainerCallback
 
@@ -150,7 +190,9 @@ def their_training(case: dict, pairs, steps: int, size: int) -> list[float]:
             place, max_steps=steps, per_device_train_batch_size=size, learning_rate=1e-4, report_to="none", use_cpu=True,
             save_strategy="no", logging_strategy="no", disable_tqdm=True, dataloader_drop_last=True, weight_decay=0.01,
         )  # fmt: skip
-        SentenceTransformerTrainer(model, arguments, train_dataset=rows, loss=loss, callbacks=[Watch()]).train()
+        SentenceTransformerTrainer(
+            model, arguments, train_dataset=rows, loss=loss, callbacks=[Watch()]
+        ).train()
     return times
 
 
@@ -161,16 +203,29 @@ def measure_quality(case: dict) -> dict:
     from bertlab.embeddings.bi_encoder import BiEncoder
     from bertlab.embeddings.module import EmbeddingModule
     from bertlab.embeddings.pairs import EmbeddingDataModule
-    from bertlab.embeddings.tasks import EncoderScorer, bm25_scores, evaluate_retrieval, tfidf_scores
+    from bertlab.embeddings.tasks import (
+        EncoderScorer,
+        bm25_scores,
+        evaluate_retrieval,
+        tfidf_scores,
+    )
     from bertlab.train.trainer import make_trainer, seed_everything
 
     task = training_pairs()
     if case["seed"] is None:
-        scorers = {"BM25": bm25_scores, "TF-IDF": tfidf_scores, "not trained": EncoderScorer(BiEncoder.load(case["model"]))}
+        scorers = {
+            "BM25": bm25_scores,
+            "TF-IDF": tfidf_scores,
+            "not trained": EncoderScorer(BiEncoder.load(case["model"])),
+        }
         found = evaluate_retrieval(task, scorers)
-        return {name: {k: float(v.mean()) for k, v in values.items()} for name, values in found.items()}
+        return {
+            name: {k: float(v.mean()) for k, v in values.items()} for name, values in found.items()
+        }
     seed_everything(case["seed"])
-    module = EmbeddingModule(case["demo"], learning_rate=RATE, temperature=TEMPERATURE, both_directions=True)
+    module = EmbeddingModule(
+        case["demo"], learning_rate=RATE, temperature=TEMPERATURE, both_directions=True
+    )
     data = EmbeddingDataModule(module.tokenizer, max_sequence_length=128, train_batch_size=128, validation_fraction=0,
                                seed=case["seed"])  # fmt: skip
     data.set_datasets(task.train)
@@ -184,7 +239,12 @@ def measure_quality(case: dict) -> dict:
             "finished": trainer.global_step >= case["steps"]}  # fmt: skip
 
 
-MEASURES = {"encode": measure_encode, "products": measure_products, "train": measure_train, "quality": measure_quality}
+MEASURES = {
+    "encode": measure_encode,
+    "products": measure_products,
+    "train": measure_train,
+    "quality": measure_quality,
+}
 
 
 def encode_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
@@ -192,16 +252,24 @@ def encode_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
 
     base = {"part": "encode", **model, "count": 400 if options.quick else None}
     cases = {"bertlab": {**base, "side": "ours"}}
-    cases |= {f"sentence-transformers, batches of {n}": {**base, "side": "theirs", "batch": n} for n in (32, 128)}
+    cases |= {
+        f"sentence-transformers, batches of {n}": {**base, "side": "theirs", "batch": n}
+        for n in (32, 128)
+    }
     show = lambda f: f"{f['texts_per_second']:,.0f} texts/s"  # noqa: E731
     runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
-    best = max(list(cases)[1:], key=lambda name: spread(f["texts_per_second"] for f in runs[name])["median"])
+    best = max(
+        list(cases)[1:],
+        key=lambda name: spread(f["texts_per_second"] for f in runs[name])["median"],
+    )
     apart = max(float(np.abs(np.array(f["sample"]) - np.array(runs["bertlab"][0]["sample"])).max())
                 for found in runs.values() for f in found)  # fmt: skip
     busy = {f"{name}, one core busy": {**cases[name], "busy": True} for name in ("bertlab", best)}
     runs |= alternate(__file__, busy, options.rounds, options.threads, ledger, show)
     alone = {"tokenizing and products alone": {**base, "part": "products"}}
-    ceiling = alternate(__file__, alone, options.rounds, options.threads, ledger, show)["tokenizing and products alone"]
+    ceiling = alternate(__file__, alone, options.rounds, options.threads, ledger, show)[
+        "tokenizing and products alone"
+    ]
     for found in runs.values():
         for figures in found:
             figures.pop("sample")
@@ -209,34 +277,57 @@ def encode_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     beside = ratios(*(runs[name] for name in busy), "texts_per_second")
     judged = [judge(f"texts per second over {best}", ratio["median"], at_least=3),
               judge("largest difference of a number", apart, at_most=1e-5)]  # fmt: skip
-    return {"runs": runs, "ratio": ratio, "best_of_theirs": best, "largest_difference": apart, "one_core_busy": beside,
-            "products_alone": {"runs": ceiling, "ratio": ratios(ceiling, runs[best], "texts_per_second")}}, judged
+    return {
+        "runs": runs,
+        "ratio": ratio,
+        "best_of_theirs": best,
+        "largest_difference": apart,
+        "one_core_busy": beside,
+        "products_alone": {
+            "runs": ceiling,
+            "ratio": ratios(ceiling, runs[best], "texts_per_second"),
+        },
+    }, judged
 
 
 def train_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     size, steps = (32, 4) if options.quick else (BATCH, 12)
     base = {"part": "train", **model, "steps": steps, "batch": size}
     cases = {"bertlab": {**base, "side": "ours"}}
-    cases |= {f"sentence-transformers, mini-batches of {n}": {**base, "side": "theirs", "mini_batch": n} for n in MINI_BATCHES}
+    cases |= {
+        f"sentence-transformers, mini-batches of {n}": {**base, "side": "theirs", "mini_batch": n}
+        for n in MINI_BATCHES
+    }
     show = lambda f: f"{f['pairs_per_second']:,.1f} pairs/s"  # noqa: E731
     runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
-    best = max(list(cases)[1:], key=lambda name: spread(f["pairs_per_second"] for f in runs[name])["median"])
+    best = max(
+        list(cases)[1:],
+        key=lambda name: spread(f["pairs_per_second"] for f in runs[name])["median"],
+    )
     ratio = ratios(runs["bertlab"], runs[best], "pairs_per_second")
     return {"runs": runs, "ratio": ratio, "best_of_theirs": best}, [
-        judge(f"pairs per second over {best}", ratio["median"], at_least=1.5)]
+        judge(f"pairs per second over {best}", ratio["median"], at_least=1.5)
+    ]
 
 
 def quality_part(options, ledger, model: dict) -> tuple[dict, list[dict]]:
     seconds, steps = (20, 5) if options.quick else (SECONDS, options.steps)
     base = {"part": "quality", **model, "demo": options.demo, "seconds": seconds, "steps": steps}
-    cases = {"baselines": {**base, "seed": None}} | {f"seed {n}": {**base, "seed": n} for n in range(1 if options.quick else 3)}
+    cases = {"baselines": {**base, "seed": None}} | {
+        f"seed {n}": {**base, "seed": n} for n in range(1 if options.quick else 3)
+    }
     show = lambda f: json.dumps({k: round(v, 3) for k, v in f.items()} if "mrr" in f else f)  # noqa: E731
     runs = alternate(__file__, cases, 1, options.threads, ledger, show)
     baselines = runs.pop("baselines")[0]
     recalls = [found[0]["recall_10"] for found in runs.values()]
     best = max(baselines[name]["recall_10"] for name in ("BM25", "TF-IDF"))
     return {"baselines": baselines, "seeds": runs, "recall_10": spread(recalls)}, [
-        judge("recall at 10, least of the seeds, over the better of BM25 and TF-IDF", min(recalls) - best, at_least=0)]
+        judge(
+            "recall at 10, least of the seeds, over the better of BM25 and TF-IDF",
+            min(recalls) - best,
+            at_least=0,
+        )
+    ]
 
 
 def draw(result: dict):
@@ -249,7 +340,12 @@ def draw(result: dict):
         return figure
     bars = {name: values["recall_10"] for name, values in quality["baselines"].items()}
     axes.bar(list(bars), list(bars.values()), color=[ORANGE, ORANGE, GREY])
-    axes.plot(["trained"] * len(quality["seeds"]), [s[0]["recall_10"] for s in quality["seeds"].values()], "o", color=BLUE)
+    axes.plot(
+        ["trained"] * len(quality["seeds"]),
+        [s[0]["recall_10"] for s in quality["seeds"].values()],
+        "o",
+        color=BLUE,
+    )
     return figure
 
 
@@ -257,7 +353,12 @@ def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "embeddings", rounds=5, free=["demo"])
     parser.add_argument("demo", nargs="?", help="directory of bertlab demo")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--steps", type=int, default=300, help="of quality, at most; its schedule ends there (default: 300)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=300,
+        help="of quality, at most; its schedule ends there (default: 300)",
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     if options.case:

@@ -30,7 +30,10 @@ CASES = {  # name: what is not as in the first
     "rows of 512": {"rows": 8, "length": 512},
     "recomputed": {"module": {"gradient_checkpointing": "full"}},
     "bfloat16": {"precision": "bf16-mixed"},
-    "bfloat16, recomputed": {"precision": "bf16-mixed", "module": {"gradient_checkpointing": "full"}},
+    "bfloat16, recomputed": {
+        "precision": "bf16-mixed",
+        "module": {"gradient_checkpointing": "full"},
+    },
     "LoRA": {"module": {"adapter": "lora"}},
     "lion, half frozen": {"module": {"optimizer_class": "lion", "freeze": 2}},
     "BERT, vocabulary 30,522": {"kind": "bert", "shape": {"vocab_size": 30_522}},
@@ -82,7 +85,9 @@ def measure(case: dict) -> dict:
             return DataLoader([batch() for _ in range(STEPS)], batch_size=None)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    said = estimate_memory(module, rows, length, 0.3, precision, device, saves_models=False, find_largest=False)
+    said = estimate_memory(
+        module, rows, length, 0.3, precision, device, saves_models=False, find_largest=False
+    )
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     trainer = make_trainer(STEPS, precision, devices=1)
@@ -136,7 +141,9 @@ def main() -> None:
         lean, kept = found[name]["lean"], found[name]["kept"]
         found[name]["error"] = lean["estimate"] / lean["peak"] - 1
         found[name]["heap"] = (kept["peak"] - kept["process"]) / kept["tensors"]
-        print(f"  {name:28} {found[name]['error']:+6.1%}   heap {found[name]['heap']:.2f}", flush=True)
+        print(
+            f"  {name:28} {found[name]['error']:+6.1%}   heap {found[name]['heap']:.2f}", flush=True
+        )
     worst = max(abs(case["error"]) for case in found.values())
     judged = [judge("estimate over measured peak, largest error", worst, at_most=0.10)]
     say(judged)

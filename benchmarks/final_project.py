@@ -22,8 +22,14 @@ from pathlib import Path
 from sides import Ledger, alternate, common_parser, fingerprint, machine, run_child, write_result
 
 TRACK, SHARE, PROBE = "ten-minutes", 0.9, 60  # PROBE: steps of the short run
-RECORD = {"model": {"optimizer_class": "muon", "optimizer_kwargs": {"momentum": 0.85}, "learning_rate": 1.2e-2},
-          "data": {"collator_kwargs": {"mlm_probability": 0.4}}}  # of benchmarks/records/muon_two_layers.yaml
+RECORD = {
+    "model": {
+        "optimizer_class": "muon",
+        "optimizer_kwargs": {"momentum": 0.85},
+        "learning_rate": 1.2e-2,
+    },
+    "data": {"collator_kwargs": {"mlm_probability": 0.4}},
+}  # of benchmarks/records/muon_two_layers.yaml
 RECIPES = {  # name -> what it is, what differs from the first demo, shares of the steps up and down
     "first": ("the first demo, trained longer", {}, (0.05, 0.4)),
     "record": ("the laptop's record, trained longer: two layers and Muon", {
@@ -73,14 +79,18 @@ def measure(case: dict) -> dict:
 
 def pace_of(name: str, threads: int, at_once: int, ledger: Ledger) -> float:
     "Steps per second, with as many runs beside each other as there will be; the slowest counts."
-    probes = [{"recipe": name, "steps": PROBE, "round": copy, "probe": True} for copy in range(at_once)]
+    probes = [
+        {"recipe": name, "steps": PROBE, "round": copy, "probe": True} for copy in range(at_once)
+    ]
     with ThreadPoolExecutor(at_once) as pool:
         found = pool.map(lambda probe: ledger.ask(json.dumps([probe, threads, at_once], sort_keys=True),
                                                   lambda: run_child(__file__, probe, threads))[0], probes)  # fmt: skip
         return min(one["steps_per_second"] for one in found)
 
 
-def plan(names: list[str], threads: int, at_once: int, quick: bool, ledger: Ledger) -> dict[str, dict]:
+def plan(
+    names: list[str], threads: int, at_once: int, quick: bool, ledger: Ledger
+) -> dict[str, dict]:
     "A case for each recipe, with as many steps as fit on this machine."
     from bertlab.cli.speedrun import TRACKS
 
@@ -103,7 +113,9 @@ def main() -> None:
         print(json.dumps(measure(json.loads(options.case))))
         return
     names = list(RECIPES)[: 2 if options.quick else None]
-    ledger = Ledger(options.kept / "final_project", fingerprint(__file__), options.fresh or options.quick)
+    ledger = Ledger(
+        options.kept / "final_project", fingerprint(__file__), options.fresh or options.quick
+    )
     cases = plan(names, options.threads, options.at_once, options.quick, ledger)
     where = machine(options.threads)
     runs = alternate(__file__, cases, 1 if options.quick else options.rounds, options.threads, ledger,
@@ -112,7 +124,9 @@ def main() -> None:
     for name, found in runs.items():
         for one in found:
             if one["steps"] < one["planned_steps"]:
-                print(f"  {name:8} seed {one['seed']}: ended by the clock, {one['steps']:,} of {one['planned_steps']:,} steps")
+                print(
+                    f"  {name:8} seed {one['seed']}: ended by the clock, {one['steps']:,} of {one['planned_steps']:,} steps"
+                )
     first = runs[names[0]][0]
     write_result(options.output, {
         "machine": where, "at_once": options.at_once, "track": TRACK, "line": first["line"],

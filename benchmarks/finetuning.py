@@ -36,7 +36,12 @@ NUM_EPOCHS = {"docstring-area": 4, "code-tokens": 3, "doc-words": 3, "api-questi
 RATES = {"docstring-area": 5e-4, "code-tokens": 1e-3, "doc-words": 1e-3, "api-questions": 1e-3}
 TUNING, TUNING_SEED = (5e-4, 1e-3, 2e-3), 7
 BATCH, STRIDE = 32, 32  # rows; tokens that windows of a context share
-DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "mlp_dropout": 0.1, "classifier_dropout": 0.1}
+DROPOUT = {
+    "embedding_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "mlp_dropout": 0.1,
+    "classifier_dropout": 0.1,
+}
 TARGET = "each run under 180 seconds on two cores; pretrained above both baselines"
 
 
@@ -57,13 +62,19 @@ def start_options(start: str, directory: Path) -> dict:
     "What tells the two starts apart."
     if start == "pretrained":
         return {"pretrained_model_name_or_path": str(directory)}
-    return {"model_config_kwargs": from_huggingface(directory, load_weights=False).config.to_diff_dict()}
+    return {
+        "model_config_kwargs": from_huggingface(directory, load_weights=False).config.to_diff_dict()
+    }
 
 
-def run_once(task: Task, data: FinetuningDataModule, start: dict, rate: float, seed: int, epochs: int) -> dict:
+def run_once(
+    task: Task, data: FinetuningDataModule, start: dict, rate: float, seed: int, epochs: int
+) -> dict:
     "One run: its scores on validation and test rows by the task's metric, and its seconds."
     begin = time.perf_counter()
-    dropout = dict(DROPOUT) | ({"classifier_pooling": "mean"} if task.kind == "classification" else {})
+    dropout = dict(DROPOUT) | (
+        {"classifier_pooling": "mean"} if task.kind == "classification" else {}
+    )
     module = FinetuningModule(
         task.kind, learning_rate=rate, scheduler_type="linear", warmup_ratio=0.1,
         model_kwargs=dropout, **start,
@@ -105,7 +116,11 @@ def measure_task(name: str, directory: Path, options) -> dict:
         "baselines": {base.name: base.scores[task.metric] for base in baselines},
         "preparing_seconds": time.perf_counter() - begin,
     }  # fmt: skip
-    print(f"{name} ({task.metric})", {key: round(v, 3) for key, v in result["baselines"].items()}, flush=True)
+    print(
+        f"{name} ({task.metric})",
+        {key: round(v, 3) for key, v in result["baselines"].items()},
+        flush=True,
+    )
     for start in ("pretrained", "random"):
         found = measure_start(name, task, data, start_options(start, directory), options)
         result[start] = found
@@ -123,11 +138,15 @@ def measure_task(name: str, directory: Path, options) -> dict:
 def main() -> None:
     parser = BenchmarkParser("finetuning", free=["directory"], description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="what `bertlab demo` wrote")
-    parser.add_argument("--tasks", nargs="+", default=list(TASK_RECIPES), choices=list(TASK_RECIPES))
+    parser.add_argument(
+        "--tasks", nargs="+", default=list(TASK_RECIPES), choices=list(TASK_RECIPES)
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, help="of every task (default: see NUM_EPOCHS)")
     parser.add_argument("--limit", type=int, help="rows of each split, to try the benchmark")
-    parser.add_argument("--tune", action="store_true", help="choose each start's learning rate first")
+    parser.add_argument(
+        "--tune", action="store_true", help="choose each start's learning rate first"
+    )
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     result = {
@@ -139,7 +158,9 @@ def main() -> None:
     }  # fmt: skip
     for name in options.tasks:
         result["tasks"][name] = measure_task(name, options.directory, options)
-        write_result(options.output, result, whole={*options.tasks} == {*result["tasks"]})  # after each: they take minutes
+        write_result(
+            options.output, result, whole={*options.tasks} == {*result["tasks"]}
+        )  # after each: they take minutes
 
 
 if __name__ == "__main__":

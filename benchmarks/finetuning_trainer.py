@@ -16,7 +16,16 @@ from pathlib import Path
 
 import torch
 from pretraining import DECAY, PRECISIONS, SHAPES, Meter, shape, shared_text
-from sides import Ledger, alternate, common_parser, fingerprint, machine, ratios, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    machine,
+    ratios,
+    spread,
+    write_result,
+)
 
 import bertlab
 from bertlab.core.plots import BLUE, ORANGE, new_axes
@@ -47,7 +56,9 @@ def our_side(case: dict, task, tokenizer) -> dict:
     seed_everything(0)
     config = {name: value for name, value in shape("bert", case["model"]).to_diff_dict().items()
               if not name.endswith("token_id")}  # fmt: skip
-    module = FinetuningModule(task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config)
+    module = FinetuningModule(
+        task.kind, learning_rate=RATE, weight_decay=DECAY, model_config_kwargs=config
+    )
     found = {}
 
     class Clock(Callback):
@@ -70,7 +81,10 @@ def their_dataset(task, tokenizer):
     cut = {"truncation": True, "max_length": task.max_sequence_length}
 
     def texts(batch: dict) -> dict:
-        return {**tokenizer(batch["text"], **cut), "labels": [names[label] for label in batch["label"]]}
+        return {
+            **tokenizer(batch["text"], **cut),
+            "labels": [names[label] for label in batch["label"]],
+        }
 
     def words(batch: dict) -> dict:
         made = tokenizer(batch["text"], is_split_into_words=True, **cut)
@@ -98,7 +112,9 @@ def their_dataset(task, tokenizer):
         return {**made, "start_positions": starts, "end_positions": ends}
 
     make = {"classification": texts, "token_classification": words, "question_answering": questions}
-    rows = Dataset.from_list([{k: v for k, v in row.items() if k not in ("source", "kind")} for row in task.train])
+    rows = Dataset.from_list(
+        [{k: v for k, v in row.items() if k not in ("source", "kind")} for row in task.train]
+    )
     return rows.map(make[task.kind], batched=True, remove_columns=rows.column_names)
 
 
@@ -162,14 +178,18 @@ def draw(result: dict):
         axes.bar(place, found["median"], yerr=ends, color=colour, capsize=3)
     axes.axhline(1, color="0.3", linewidth=0.8)
     axes.set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names], fontsize=7)
-    axes.set_title(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
+    axes.set_title(
+        f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9
+    )
     return figure
 
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "finetuning_trainer", rounds=3)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16"))
+    parser.add_argument(
+        "--precisions", nargs="+", default=["fp32", "bf16"], choices=("fp32", "bf16")
+    )
     parser.add_argument("--model", default="small", choices=list(SHAPES))
     parser.add_argument("--steps", type=int, default=12, help="timed steps (default: 12)")
     parser.add_argument("--train-rows", type=int, help="of a task (default: all)")
@@ -194,12 +214,19 @@ def main() -> None:
             cases = {side: {**base, "task": task, "precision": precision, "side": side}
                      for side in ("ours", "Trainer")}  # fmt: skip
             runs[name] = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
-            compared[name] = {clock: ratios(runs[name]["ours"], runs[name]["Trainer"], figure) for clock, figure
-                              in (("wall", "tokens_per_second"), ("processor", "tokens_per_processor_second"))}
+            compared[name] = {
+                clock: ratios(runs[name]["ours"], runs[name]["Trainer"], figure)
+                for clock, figure in (
+                    ("wall", "tokens_per_second"),
+                    ("processor", "tokens_per_processor_second"),
+                )
+            }
             sides[name] = {side: {k: spread(f[k] for f in found) for k in found[0]}
                            for side, found in runs[name].items()}  # fmt: skip
             print(f"  ours over Trainer: {compared[name]['wall']['median']:.2f}", flush=True)
-    settings = dict(rows=ROWS, learning_rate=RATE, weight_decay=DECAY, doc_stride=STRIDE, shapes=SHAPES)
+    settings = dict(
+        rows=ROWS, learning_rate=RATE, weight_decay=DECAY, doc_stride=STRIDE, shapes=SHAPES
+    )
     write_result(options.output, {
         "what": __doc__.splitlines()[0], "bertlab": bertlab.__version__, "machine": place,
         "model": options.model, "settings": settings, "judged": [], "ratios": compared, "sides": sides,

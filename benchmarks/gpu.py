@@ -71,9 +71,18 @@ from bertlab.optim.optimizers import get_optimizer
 from bertlab.explorers.profiling import host_reads
 
 LENGTH, MASKED = 512, 0.15
-ROWS = {"BERT-base": 128, "ModernBERT-base": 64}  # in a batch: what both sides hold in 80 GB of memory
+ROWS = {
+    "BERT-base": 128,
+    "ModernBERT-base": 64,
+}  # in a batch: what both sides hold in 80 GB of memory
 NO_DROPOUT = dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.0)
-TINY = dict(vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+TINY = dict(
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+)
 # BERT's vocabulary of 30,522 rounded up to a multiple of 64, as tensor cores want it; for both sides.
 SHAPES = {"BERT-base": (lambda **o: bert_base(**{"vocab_size": 30528, **NO_DROPOUT, **o}), BertConfig,
                         dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
@@ -91,13 +100,25 @@ SIDES = {  # name -> (attention kernel, options of torch.compile)
     "transformers, grouped": None,
     "transformers, grouped, compiled": None,
 }
-FIRST = ["bertlab", NARROW, "transformers", "transformers, grouped", "transformers, grouped, compiled"]
+FIRST = [
+    "bertlab",
+    NARROW,
+    "transformers",
+    "transformers, grouped",
+    "transformers, grouped, compiled",
+]
 # Not among them: varlen, and FlexAttention with static shapes or CUDA graphs, at most 1 % faster on an H100.
-ON_CUDA_ALONE = [name for name in SIDES if "varlen" in name or "flex" in name]  # on a CPU: no backward pass
+ON_CUDA_ALONE = [
+    name for name in SIDES if "varlen" in name or "flex" in name
+]  # on a CPU: no backward pass
 KERNELS = {  # of a step -> how the names of its kernels are known; the first that fits
-    "attention": r"flex_attention|flash|fmha", "matrix products": r"nvjet|gemm|cutlass|splitKreduce",
-    "loss": r"(?i)softmax|nll_loss", "norms": r"(?i)layer_?norm|GammaBeta", "activation": r"(?i)gelu",
-    "optimizer and clipping": r"multi_tensor|lpnorm", "copies and fills": r"^Mem",
+    "attention": r"flex_attention|flash|fmha",
+    "matrix products": r"nvjet|gemm|cutlass|splitKreduce",
+    "loss": r"(?i)softmax|nll_loss",
+    "norms": r"(?i)layer_?norm|GammaBeta",
+    "activation": r"(?i)gelu",
+    "optimizer and clipping": r"multi_tensor|lpnorm",
+    "copies and fills": r"^Mem",
 }
 TARGETS = {  # of BERT-base: (what, at least)
     "mfu": ("BERT-base's share of the measured ceiling (MFU)", 0.45),
@@ -105,7 +126,9 @@ TARGETS = {  # of BERT-base: (what, at least)
 }
 
 
-def make_batches(rows: int, options: argparse.Namespace, kind: str, texts, tokenizer, count: int | None) -> list[dict]:
+def make_batches(
+    rows: int, options: argparse.Namespace, kind: str, texts, tokenizer, count: int | None
+) -> list[dict]:
     "So many batches of the same documents, or all rows once: packed, grouped or padded (one in a row)."
     padded = kind == "padded"
     dataset = pack_texts(texts, tokenizer, LENGTH, packing=not padded)
@@ -145,7 +168,9 @@ class Side:
         self.config, self.batches, self.turn = ours(**size), batches, 0
         torch.manual_seed(0)
         if SIDES[name] is None:
-            config = theirs(**{"vocab_size": self.config.vocab_size, **size, **more}, pad_token_id=0)
+            config = theirs(
+                **{"vocab_size": self.config.vocab_size, **size, **more}, pad_token_id=0
+            )
             self.model = AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
             if name.endswith("compiled") and options.compile:
                 self.model.compile()  # of torch: its forward pass, in place
@@ -157,7 +182,9 @@ class Side:
         self.model.to(self.device).train()
         self.loss = {} if SIDES[name] is None else {"loss_rule": LossRule(only_loss=True)}
         self.graphs = bool(SIDES[name]) and "mode" in SIDES[name][1]
-        self.optimizer = get_optimizer("adamw", parameter_groups(self.model, weight_decay=0.01), {"lr": 1e-4})
+        self.optimizer = get_optimizer(
+            "adamw", parameter_groups(self.model, weight_decay=0.01), {"lr": 1e-4}
+        )
         self.rates, self.kernel, self.last_loss = [], "sdpa", None
 
     def step(self) -> None:
@@ -179,7 +206,9 @@ class Side:
         "Note the real tokens per second of some steps."
         wait = wait_function(self.device)
         numbers = range(self.turn, self.turn + steps)
-        real = sum(int((self.batches[n % len(self.batches)]["attention_mask"] > 0).sum()) for n in numbers)
+        real = sum(
+            int((self.batches[n % len(self.batches)]["attention_mask"] > 0).sum()) for n in numbers
+        )
         wait()
         start = time.perf_counter()
         for _ in numbers:
@@ -202,7 +231,10 @@ def count_waits(step: Callable[[], None]) -> dict[str, int]:  # what waited -> t
 
 def time_by_kind(side: Side, step: float) -> dict:  # milliseconds of a step
     "Where the GPU's time goes, and the kernels that are of no kind; nothing where no profile can be had."
-    names, steps = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA], len(side.batches)
+    names, steps = (
+        [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA],
+        len(side.batches),
+    )
     try:
         with torch.profiler.profile(activities=names) as profile:
             for _ in range(steps):
@@ -214,9 +246,13 @@ def time_by_kind(side: Side, step: float) -> dict:  # milliseconds of a step
     found, others = Counter(), Counter()
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            kind = next((kind for kind, known in KERNELS.items() if re.search(known, event.name)), "other")
+            kind = next(
+                (kind for kind, known in KERNELS.items() if re.search(known, event.name)), "other"
+            )
             found[kind] += event.self_device_time_total / steps / 1000
-            others[event.name[:80]] += event.self_device_time_total / steps / 1000 * (kind == "other")
+            others[event.name[:80]] += (
+                event.self_device_time_total / steps / 1000 * (kind == "other")
+            )
     if not found:
         return {}
     return {"milliseconds": {"step": step, **dict(found.most_common()), "none": step - found.total()},
@@ -239,7 +275,10 @@ def build(name: str, shape: str, options, batches: list[dict]) -> tuple[Side | N
                 side.kernel = side.model.encoder.attention_kernel(options.device, LENGTH)[0]
         reads = count_waits(side.step) if on_gpu else host_reads(side.step)
     except Exception as error:  # of a compiler, a driver, a kernel: whatever this device lacks
-        print(f"{shape}, {name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        print(
+            f"{shape}, {name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}",
+            flush=True,
+        )
         return None, {"error": f"{type(error).__name__}: {error}"[:2000]}
     peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
     return side, {"kernel": side.kernel, "peak_memory_bytes": peak, "host_waits": reads}
@@ -249,13 +288,26 @@ def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dic
     "All sides of a shape, in turns; the rate of products is measured again behind them."
     rows = options.rows or (2 if options.small else ROWS[shape])
     count = 2 if options.small else 8
-    kinds = {"transformers": "padded", **{name: "grouped" for name in SIDES if "grouped" in name}}  # others: packed
-    batches = {kind: make_batches(rows, options, kind, texts, tokenizer, count) for kind in ("packed", "grouped", "padded")}
+    kinds = {
+        "transformers": "padded",
+        **{name: "grouped" for name in SIDES if "grouped" in name},
+    }  # others: packed
+    batches = {
+        kind: make_batches(rows, options, kind, texts, tokenizer, count)
+        for kind in ("packed", "grouped", "padded")
+    }
     sides, found = {}, {}
-    if options.compile:  # torch compiles a function for so many models and shapes, and then runs it as it is
+    if (
+        options.compile
+    ):  # torch compiles a function for so many models and shapes, and then runs it as it is
         torch.compiler.reset()
     for name in options.sides:
-        if options.small and name in ON_CUDA_ALONE or name == NARROW and SHAPES[shape][0]().norm_position != "post":
+        if (
+            options.small
+            and name in ON_CUDA_ALONE
+            or name == NARROW
+            and SHAPES[shape][0]().norm_position != "post"
+        ):
             continue
         sides[name], found[name] = build(name, shape, options, batches[kinds.get(name, "packed")])
     able = {name: side for name, side in sides.items() if side is not None}
@@ -264,7 +316,9 @@ def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dic
             able[name].run(options.steps)
     for side in able.values():
         del side.rates[0]  # four times as slow, where sides have just been built
-    ceilings.append(measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device))
+    ceilings.append(
+        measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)
+    )
     ceiling = max(ceilings)
     for name, side in able.items():
         if not math.isfinite(float(side.last_loss)):  # a kernel that is fast and wrong has no rate
@@ -281,13 +335,23 @@ def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dic
             "flops_per_token": cost, "real_share": tokens / positions,
             "rows": len(side.batches[0]["input_ids"]), "mean_context": mean_context(side.batches),
             "last_loss": float(side.last_loss)}  # fmt: skip
-        print(f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
-              f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
-              f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}", flush=True)
-    for name, side in able.items() if not options.small else ():  # behind all rates, for profiles take their time
+        print(
+            f"{shape:16} {name:28} {rate:10,.0f} tokens/s  MFU {found[name]['mfu']:5.1%}  "
+            f"{(found[name]['peak_memory_bytes'] or 0) / 2**30:6.2f} GiB  {side.kernel:7} "
+            f"{tokens / positions:4.0%} real  waits of the host: {found[name]['host_waits'] or 'none'}",
+            flush=True,
+        )
+    for name, side in (
+        able.items() if not options.small else ()
+    ):  # behind all rates, for profiles take their time
         if "tokens_per_second" not in found[name]:
             continue
-        step = 1000 * sum(int((b["attention_mask"] > 0).sum()) for b in side.batches) / len(side.batches) / found[name]["tokens_per_second"]
+        step = (
+            1000
+            * sum(int((b["attention_mask"] > 0).sum()) for b in side.batches)
+            / len(side.batches)
+            / found[name]["tokens_per_second"]
+        )
         found[name] |= time_by_kind(side, step)
         print(f"{shape:16} {name}: where {step:.2f} ms of a step go", flush=True)
         for kind, spent in found[name].get("milliseconds", {}).items():
@@ -304,12 +368,24 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
     rows, steps, device = (2 if options.small else 32), options.losses, options.device
     shape = TINY if options.small else dict(
         hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4)  # fmt: skip
-    batches = make_batches(rows, options, "packed", corpus.train_texts, tokenizer, 2 if options.small else 150)
+    batches = make_batches(
+        rows, options, "packed", corpus.train_texts, tokenizer, 2 if options.small else 150
+    )
     held_out = make_batches(rows, options, "packed", corpus.validation_texts, tokenizer, None)
     losses = {name: [] for name in ("32 bits", "16 bits")}
     for name in losses:
-        config = bert_base(**{**NO_DROPOUT, **shape, "vocab_size": len(tokenizer), "residual_in_fp32": name == "32 bits"})
-        model, plain = BertLabForMaskedLM(config).to(device), BertLabForMaskedLM(config).to(device).eval()
+        config = bert_base(
+            **{
+                **NO_DROPOUT,
+                **shape,
+                "vocab_size": len(tokenizer),
+                "residual_in_fp32": name == "32 bits",
+            }
+        )
+        model, plain = (
+            BertLabForMaskedLM(config).to(device),
+            BertLabForMaskedLM(config).to(device).eval(),
+        )
         if options.compile:
             torch.compiler.reset()
             compile_layers(model.train())
@@ -317,7 +393,9 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
             torch.manual_seed(seed)
             for module in model.modules():
                 model.begin_weights(module)
-            optimizer = get_optimizer("adamw", parameter_groups(model, weight_decay=0.01), {"lr": 1e-3})
+            optimizer = get_optimizer(
+                "adamw", parameter_groups(model, weight_decay=0.01), {"lr": 1e-3}
+            )
             warm = max(1, steps // 10)
             rate = torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda n: min((n + 1) / warm, (steps - n) / (steps - warm + 1)))  # fmt: skip
@@ -327,11 +405,18 @@ def compare_streams(options: argparse.Namespace, corpus, tokenizer) -> dict:
                 optimizer.step()
                 optimizer.zero_grad()
                 rate.step()
-            plain.load_state_dict(model.state_dict())  # not compiled, which without gradients is another program
+            plain.load_state_dict(
+                model.state_dict()
+            )  # not compiled, which without gradients is another program
             with torch.no_grad():
                 parts = [scored(plain, batch, device) for batch in held_out]
-            losses[name].append(float(sum(p.loss_sum for p in parts) / sum(p.num_labels for p in parts)))
-            print(f"stream in {name}, seed {seed}: {losses[name][-1]:.4f} nats held out after {steps} steps", flush=True)
+            losses[name].append(
+                float(sum(p.loss_sum for p in parts) / sum(p.num_labels for p in parts))
+            )
+            print(
+                f"stream in {name}, seed {seed}: {losses[name][-1]:.4f} nats held out after {steps} steps",
+                flush=True,
+            )
     return {"steps": steps, "rows": rows, "layers": model.config.num_hidden_layers, "width": model.config.hidden_size,
             "held_out_loss": losses}  # fmt: skip
 
@@ -352,7 +437,9 @@ def race(options: argparse.Namespace) -> dict:
     recipe["model"]["scheduler_kwargs"]["budget"] = options.track
     here = replace(track, source=None, config_name=None, validation_fraction=0.1)
     if options.small:
-        track = here = replace(here, accelerator="cpu", vocab_size=1024, max_sequence_length=128, max_documents=100)
+        track = here = replace(
+            here, accelerator="cpu", vocab_size=1024, max_sequence_length=128, max_documents=100
+        )
         shape = {name: value for name, value in TINY.items() if name != "vocab_size"}
         recipe["model"] |= {"model_config_kwargs": shape, "compile_model": False}
         recipe["data"] |= {"train_batch_size": 4, "num_workers": 0}
@@ -360,12 +447,18 @@ def race(options: argparse.Namespace) -> dict:
         corpus = track.text()
     except (OSError, ValueError) as error:  # no network
         track, corpus = here, here.text()
-        print(f"{error}\nso the race is on the embedded corpus, which a GPU knows by heart within a minute", flush=True)
+        print(
+            f"{error}\nso the race is on the embedded corpus, which a GPU knows by heart within a minute",
+            flush=True,
+        )
     with tempfile.TemporaryDirectory() as folder:
         found, _ = run_seed(track, recipe, Path(folder) / "run", 0, corpus)
     rate = found.tokens / found.train_seconds
-    print(f"gpu-hour, in {found.train_seconds:.0f} s: {found.steps} steps, {rate:,.0f} tokens/s with compiling, "
-          f"{found.validation_loss:.3f} nats held out, {found.bits_per_byte:.3f} bits per byte", flush=True)
+    print(
+        f"gpu-hour, in {found.train_seconds:.0f} s: {found.steps} steps, {rate:,.0f} tokens/s with compiling, "
+        f"{found.validation_loss:.3f} nats held out, {found.bits_per_byte:.3f} bits per byte",
+        flush=True,
+    )
     return {"text": corpus.name, "seconds": found.train_seconds, "steps": found.steps, "tokens": found.tokens,
             "curve": found.curve[:: max(1, len(found.curve) // 20)], "validation_loss": found.validation_loss,
             "bits_per_byte": found.bits_per_byte, "recipe": recipe}  # fmt: skip
@@ -379,7 +472,9 @@ def judge(sides: dict[str, dict], small: bool) -> list[dict]:
         if not value:
             print(f"{what} ({name}): not measured")
             continue
-        verdicts.append({"what": what, "least": least, "value": value, "side": name, "reached": value >= least})
+        verdicts.append(
+            {"what": what, "least": least, "value": value, "side": name, "reached": value >= least}
+        )
         print(f"{what}: {value:.3g} ({name}), target {least:g} or more: {'' if value >= least else 'not '}reached"
               + (" (tiny shapes on a CPU: not what the target is about)" if small else ""))  # fmt: skip
     return verdicts
@@ -387,18 +482,38 @@ def judge(sides: dict[str, dict], small: bool) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, help="of 512 in a batch (default: 128, or 64; 2 with --small)")
+    parser.add_argument(
+        "--rows", type=int, help="of 512 in a batch (default: 128, or 64; 2 with --small)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of a side in a round (default: 10; 1 with --small)")
-    parser.add_argument("--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="these alone")
+    parser.add_argument(
+        "--steps", type=int, help="of a side in a round (default: 10; 1 with --small)"
+    )
+    parser.add_argument(
+        "--shapes", nargs="*", choices=SHAPES, default=list(SHAPES), help="these alone"
+    )
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=FIRST, help="these alone")
     parser.add_argument("--track", type=float, metavar="SECONDS",
                         help="of a first race on the track gpu-hour (default: 120; 3 with --small); 0: none")  # fmt: skip
-    parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="compare the losses of both streams, too")
-    parser.add_argument("--small", action="store_true", help="tiny shapes on a CPU, to try the path")
-    parser.add_argument("--output", help="(default: gpu.json in results, nowhere for a part or a rehearsal)")
+    parser.add_argument(
+        "--losses",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="compare the losses of both streams, too",
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="tiny shapes on a CPU, to try the path"
+    )
+    parser.add_argument(
+        "--output", help="(default: gpu.json in results, nowhere for a part or a rehearsal)"
+    )
     options, begin = parser.parse_args(), time.perf_counter()
-    whole = all(value == parser.get_default(name) for name, value in vars(options).items() if name not in ("losses", "output"))
+    whole = all(
+        value == parser.get_default(name)
+        for name, value in vars(options).items()
+        if name not in ("losses", "output")
+    )
     if not options.small and not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here; --small tries the same path on the CPU")
     options.device = torch.device("cpu" if options.small else "cuda")
@@ -409,8 +524,13 @@ def main() -> None:
     texts = corpus.train_texts
     tokenizer = train_tokenizer(texts, 1024 if options.small else 8192)
     ceilings = [measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)]
-    device = find_devices()[-1 if options.small else 0]  # the last is the CPU, the first what a run takes
-    print(f"{device.name}: {ceilings[0] / 1e12:.4g} TFLOP/s measured; table: {device.peak}", flush=True)
+    device = find_devices()[
+        -1 if options.small else 0
+    ]  # the last is the CPU, the first what a run takes
+    print(
+        f"{device.name}: {ceilings[0] / 1e12:.4g} TFLOP/s measured; table: {device.peak}",
+        flush=True,
+    )
     result = {
         "what": __doc__.splitlines()[0], "hardware": device.name,
         "ceiling_flops": ceilings, "table_peak": device.peak, "small": options.small, "row_length": LENGTH,
@@ -428,7 +548,9 @@ def main() -> None:
             if whole:
                 part.unlink(missing_ok=True)
 
-    output = options.output or (str(Path(__file__).parent / "results" / "gpu.json") if whole else None)
+    output = options.output or (
+        str(Path(__file__).parent / "results" / "gpu.json") if whole else None
+    )
     if output is None:
         print("a part or a rehearsal: nothing is written without --output", flush=True)
     for shape in options.shapes:

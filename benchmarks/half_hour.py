@@ -38,7 +38,18 @@ from pathlib import Path
 import torch
 from final_project import full_recipe
 from pretraining import held_out_losses, their_rows
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, processor, say, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    judge,
+    machine,
+    processor,
+    say,
+    spread,
+    write_result,
+)
 
 from bertlab.core.plots import BLUE, GREY, ORANGE, new_axes
 
@@ -65,7 +76,9 @@ def our_model(recipe: dict):
     from bertlab.cli.speedrun import TRACKS, speedrun_config
     from bertlab.model.config import BertLabConfig
 
-    shape = speedrun_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"]["model_config_kwargs"]
+    shape = speedrun_config(TRACKS["ten-minutes"], recipe, "nowhere", 0)["model"][
+        "model_config_kwargs"
+    ]
     shape = {name: value for name, value in shape.items() if not name.startswith("attn_")}
     return BertLabConfig(**shape, vocab_size=TRACKS["ten-minutes"].vocab_size)
 
@@ -84,7 +97,9 @@ def train_theirs(case: dict, corpus, tokenizer, folder: str) -> list[float]:  # 
 
     rows, times = their_rows("grouped", corpus.train_texts, tokenizer), []
     set_seed(case["seed"])
-    config = huggingface_config(our_model(full_recipe(RECIPE, case["steps"])), "modernbert", "ForMaskedLM")
+    config = huggingface_config(
+        our_model(full_recipe(RECIPE, case["steps"])), "modernbert", "ForMaskedLM"
+    )
     config.sparse_prediction = True  # scores at labels alone, as ours
     model = their_class("modernbert", "ForMaskedLM")(config)
 
@@ -117,7 +132,9 @@ def train_ours(case: dict, corpus, track, folder: str) -> list[float]:
         recipe = full_recipe(RECIPE, case["steps"])
         recipe["trainer"]["precision"] = case["precision"]
         path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-        track = replace(track, accelerator=case["device"], seconds=None)  # the steps say when it ends
+        track = replace(
+            track, accelerator=case["device"], seconds=None
+        )  # the steps say when it ends
         attempt, _ = run_seed(track, load_speedrun(path), folder, case["seed"], corpus)
     if attempt.steps < case["steps"]:
         raise RuntimeError(f"ours was stopped after {attempt.steps} of {case['steps']} steps, before the end of its schedule: "
@@ -136,14 +153,20 @@ def measure(case: dict) -> dict:
                  else train_theirs(case, corpus, tokenizer, folder))  # fmt: skip
         batches = Judge(track, corpus, tokenizer).data.val_dataloader()
         found = {} if case.get("probe") else held_out_losses(folder, batches)
-    return {**found, "nats": min(found.values(), default=None), "steps_per_minute": steps_per_minute(times)}
+    return {
+        **found,
+        "nats": min(found.values(), default=None),
+        "steps_per_minute": steps_per_minute(times),
+    }
 
 
 def device_name(device: str) -> str:
     return processor() if device == "cpu" else torch.cuda.get_device_name()
 
 
-def measure_paces(sides: list[str], steps: int, documents: int | None, options, ledger: Ledger) -> dict:
+def measure_paces(
+    sides: list[str], steps: int, documents: int | None, options, ledger: Ledger
+) -> dict:
     "Steps that a minute of each side holds, with all threads of this machine, or with those that a call for this alone asks for."
     threads = options.threads if options.probe else os.cpu_count()
     where = machine(threads)
@@ -162,13 +185,28 @@ def tuned(base: dict, steps: int, options, ledger: Ledger) -> dict:
     while next_ones:
         cases = {f"{share:g} hidden, rate {rate:g}": {**base, "side": "theirs", "seed": 0, "rate": rate, "share": share,
                                                       "steps": steps} for share, rate in next_ones}  # fmt: skip
-        found = alternate(__file__, cases, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
-        tried |= {(cases[name]["share"], cases[name]["rate"]): runs[0]["nats"] for name, runs in found.items()}
+        found = alternate(
+            __file__,
+            cases,
+            1,
+            options.threads,
+            ledger,
+            lambda f: f"{f['nats']:.3f} nats",
+            options.at_once,
+        )
+        tried |= {
+            (cases[name]["share"], cases[name]["rate"]): runs[0]["nats"]
+            for name, runs in found.items()
+        }
         next_ones = []
         for share in () if options.quick else SHARES:
             own = {rate: nats for (s, rate), nats in tried.items() if s == share}
             lowest = min(own, key=own.get)
-            next_ones += [(share, rate) for at, rate in ((min(own), lowest / 2), (max(own), lowest * 2)) if lowest == at]
+            next_ones += [
+                (share, rate)
+                for at, rate in ((min(own), lowest / 2), (max(own), lowest * 2))
+                if lowest == at
+            ]
     best = min(tried, key=tried.get)
     return {"share": best[0], "rate": best[1],
             "tried": [{"share": s, "rate": r, "nats": nats} for (s, r), nats in tried.items()]}  # fmt: skip
@@ -187,14 +225,24 @@ def minutes_needed(ours: dict[str, list[float]], target: float) -> float | None:
 
 def draw(result: dict):
     "Losses of both sides by minutes; a dot for each seed, a line through the medians."
-    figure, axes = new_axes("minutes of training, on a logarithmic scale", "held-out loss (nats per hidden token)", size=(6, 3.5))
+    figure, axes = new_axes(
+        "minutes of training, on a logarithmic scale",
+        "held-out loss (nats per hidden token)",
+        size=(6, 3.5),
+    )
     for side, name, colour in (("theirs", "Trainer", ORANGE), ("ours", "bertlab", BLUE)):
         losses = result["losses"][side]
         spans = [float(minutes) for minutes in losses]
         axes.plot(spans, [statistics.median(runs) for runs in losses.values()], color=colour, lw=1)
         for number, (minutes, runs) in enumerate(zip(spans, losses.values())):
-            axes.plot([minutes] * len(runs), runs, "o", ms=4, color=colour, label=None if number else name)
-    axes.axhline(statistics.median(result["losses"]["theirs"][f"{result['minutes']['theirs']:g}"]), color=GREY, lw=0.8)
+            axes.plot(
+                [minutes] * len(runs), runs, "o", ms=4, color=colour, label=None if number else name
+            )
+    axes.axhline(
+        statistics.median(result["losses"]["theirs"][f"{result['minutes']['theirs']:g}"]),
+        color=GREY,
+        lw=0.8,
+    )
     ticks = sorted({float(minutes) for side in result["losses"].values() for minutes in side})
     axes.set_xscale("log")
     axes.set_xticks(ticks, [f"{minutes:g}" for minutes in ticks])
@@ -204,14 +252,35 @@ def draw(result: dict):
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "half_hour", rounds=3, free=("probe", "paces", "device", "spans"))
+    parser = common_parser(
+        __doc__.splitlines()[0], "half_hour", rounds=3, free=("probe", "paces", "device", "spans")
+    )
     parser.add_argument("--theirs", type=float, default=30, help="minutes of Trainer")
     parser.add_argument("--ours", type=float, default=4, help="minutes that ours may take")
     parser.add_argument("--at-once", type=int, default=1, help="long runs side by side")
-    parser.add_argument("--spans", nargs="+", type=float, default=[0.5, 1], metavar="N", help="of our minutes (default: 0.5 1)")
-    parser.add_argument("--probe", type=Path, metavar="FILE", help="measure this machine's steps a minute, write them, and end")
-    parser.add_argument("--paces", type=Path, metavar="FILE", help="steps a minute of another machine, as --probe wrote them")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the long runs (default: cpu)")
+    parser.add_argument(
+        "--spans",
+        nargs="+",
+        type=float,
+        default=[0.5, 1],
+        metavar="N",
+        help="of our minutes (default: 0.5 1)",
+    )
+    parser.add_argument(
+        "--probe",
+        type=Path,
+        metavar="FILE",
+        help="measure this machine's steps a minute, write them, and end",
+    )
+    parser.add_argument(
+        "--paces",
+        type=Path,
+        metavar="FILE",
+        help="steps a minute of another machine, as --probe wrote them",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the long runs (default: cpu)"
+    )
     options = parser.parse_args()
     if options.case:
         return print(json.dumps(measure(json.loads(options.case))))
@@ -230,13 +299,26 @@ def main() -> None:
             "precision": where["computes_in"]}  # fmt: skip
     steps = {side: max(WARM + 2, round(pace[side] * minutes[side])) for side in minutes}
     best = tuned(base, max(WARM + 2, steps["theirs"] // SHORT), options, ledger)
-    spans = {f"{minutes['ours'] * span:g}": max(WARM + 2, round(steps["ours"] * span)) for span in sorted({*options.spans, 1.0})}
+    spans = {
+        f"{minutes['ours'] * span:g}": max(WARM + 2, round(steps["ours"] * span))
+        for span in sorted({*options.spans, 1.0})
+    }
     cases = {"theirs": {**base, "side": "theirs", "steps": steps["theirs"], "rate": best["rate"], "share": best["share"]},
              **{f"ours, {span}": {**base, "side": "ours", "steps": count} for span, count in spans.items()}}  # fmt: skip
     seeded = {f"{name}, seed {seed}": {**case, "seed": seed} for name, case in cases.items()
               for seed in range(options.rounds)}  # fmt: skip
-    found = alternate(__file__, seeded, 1, options.threads, ledger, lambda f: f"{f['nats']:.3f} nats", options.at_once)
-    runs = {name: [found[f"{name}, seed {seed}"][0] for seed in range(options.rounds)] for name in cases}
+    found = alternate(
+        __file__,
+        seeded,
+        1,
+        options.threads,
+        ledger,
+        lambda f: f"{f['nats']:.3f} nats",
+        options.at_once,
+    )
+    runs = {
+        name: [found[f"{name}, seed {seed}"][0] for seed in range(options.rounds)] for name in cases
+    }
     nats = {name: [run["nats"] for run in found] for name, found in runs.items()}
     ours = {span: nats[f"ours, {span}"] for span in spans}
     gaps = [theirs - mine for theirs, mine in zip(nats["theirs"], ours[f"{minutes['ours']:g}"])]

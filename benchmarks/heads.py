@@ -47,7 +47,9 @@ def measure_step(part: str, way: str) -> dict[str, float]:
     model = BertLabForMaskedLM(modernbert_tiny(**SHAPE)).train()
     ids_BL = torch.randint(VOCABULARY, (ROWS, LENGTH))
     positions_BM = torch.rand(ROWS, LENGTH).argsort(1)[:, : int(LABELS * LENGTH)]
-    labels_BL = torch.full_like(ids_BL, -100).scatter(1, positions_BM, ids_BL.gather(1, positions_BM))
+    labels_BL = torch.full_like(ids_BL, -100).scatter(
+        1, positions_BM, ids_BL.gather(1, positions_BM)
+    )
     rule = LossRule(chunk_size=CHUNK if way == "sparse_in_chunks" else None)
     positions_BM = None if way == "dense" else positions_BM
     weights = model.head.parameters() if part == "head" else model.parameters()
@@ -93,7 +95,9 @@ def summary(runs: dict[str, list[dict]], place: dict) -> dict:
 def main() -> None:
     parser = BenchmarkParser("heads", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=3, help="processes for each case (default: 3)")
-    parser.add_argument("--case", nargs=2, metavar=("PART", "WAY"), help="one step, in this process")
+    parser.add_argument(
+        "--case", nargs=2, metavar=("PART", "WAY"), help="one step, in this process"
+    )
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure_step(*options.case)))

@@ -71,7 +71,9 @@ class Tokenizing:
         self.folder, self.calm = folder, folder / "calm"
         train_tokenizer(texts, 1000).save_pretrained(folder / "tokenizer")
         (folder / "text").mkdir()
-        for n in range(2 * size):  # of more than a megabyte, so that each is a part of its own, and two workers have work
+        for n in range(
+            2 * size
+        ):  # of more than a megabyte, so that each is a part of its own, and two workers have work
             lines, length = [], 0
             for copy in count():
                 if length > 1_100_000:
@@ -82,7 +84,9 @@ class Tokenizing:
 
     victims = ("worker", "command", "all")
 
-    def commands(self, output: Path) -> list[tuple[list[str], dict[str, str]]]:  # to begin and to go on
+    def commands(
+        self, output: Path
+    ) -> list[tuple[list[str], dict[str, str]]]:  # to begin and to go on
         return [(["tokenize", str(self.folder / "text"), "--tokenizer", str(self.folder / "tokenizer"),
                   "--output", str(output), "--workers", "2", "--shard_tokens", "50000"], {})]  # fmt: skip
 
@@ -107,7 +111,9 @@ class Training:
         from bertlab.data.corpus import embedded_corpus
 
         self.folder, self.calm, self.steps = folder, folder / "calm", 40 * size
-        (folder / "text.txt").write_text("\n".join(embedded_corpus().train_texts[:400]) + "\n", encoding="utf-8")
+        (folder / "text.txt").write_text(
+            "\n".join(embedded_corpus().train_texts[:400]) + "\n", encoding="utf-8"
+        )
 
     victims = ("worker", "all")
 
@@ -126,7 +132,9 @@ class Training:
                  "GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "kills"}  # fmt: skip
         return [(words, {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
-    def results(self, output: Path) -> tuple[list[tuple[str, str]], dict]:  # losses as written; weights
+    def results(
+        self, output: Path
+    ) -> tuple[list[tuple[str, str]], dict]:  # losses as written; weights
         from bertlab.model.loading import read_torch_file
 
         with open(output / "history.csv", newline="", encoding="utf-8") as file:
@@ -138,7 +146,11 @@ class Training:
         "What is not as in the undisturbed run, to the last bit."
         (losses, weights), (losses_2, weights_2) = self.results(output), self.results(self.calm)
         names = weights.keys() ^ weights_2.keys()
-        names |= {name for name in weights.keys() & weights_2.keys() if not weights[name].equal(weights_2[name])}
+        names |= {
+            name
+            for name in weights.keys() & weights_2.keys()
+            if not weights[name].equal(weights_2[name])
+        }
         return [*(["losses"] * (losses != losses_2)), *sorted(names)[:3]]
 
 
@@ -198,7 +210,9 @@ def workers_of(process: BaseProcess) -> list[int]:
 
 def kill(processes: list[BaseProcess], victim: str, lots: random.Random) -> str:  # who was killed
     "Kill one, or all; all, where there is no worker."
-    workers = workers_of(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
+    workers = (
+        workers_of(processes[0]) if len(processes) == 1 else [process.pid for process in processes]
+    )
     if victim == "command" or victim == "worker" and workers:
         os.kill(lots.choice(workers) if victim == "worker" else processes[0].pid, signal.SIGKILL)
         return victim
@@ -208,7 +222,11 @@ def kill(processes: list[BaseProcess], victim: str, lots: random.Random) -> str:
 
 def chain(job, number: int, seed: int, seconds: float, most: int, patience: float) -> dict:
     "One job, killed until it ends or `most` kills were done; and what differs at its end."
-    lots, output, kills = random.Random(f"{seed}-{job.name}-{number}"), job.folder / f"chain-{number}", []
+    lots, output, kills = (
+        random.Random(f"{seed}-{job.name}-{number}"),
+        job.folder / f"chain-{number}",
+        [],
+    )
     log, found = job.folder / f"chain-{number}.log", {"chain": number, "kills": kills}
     while True:
         victim, moment = lots.choice(job.victims), lots.uniform(0, seconds)
@@ -227,7 +245,11 @@ def chain(job, number: int, seed: int, seconds: float, most: int, patience: floa
             continue
         statuses = [process.exitcode for process in processes]
         passed = b"already passed" in log.read_bytes()[-3000:]  # it was killed after its last step
-        wrong = [f"exit statuses {statuses}: {log.read_text()[-600:]}"] if any(statuses) and not passed else []
+        wrong = (
+            [f"exit statuses {statuses}: {log.read_text()[-600:]}"]
+            if any(statuses) and not passed
+            else []
+        )
         return {**found, "wrong": wrong or job.differences(output)}
 
 
@@ -238,7 +260,10 @@ def measure(job, kills: int, seed: int, in_chain: int, patience: float) -> dict:
     while (done := sum(len(c["kills"]) for c in chains)) < kills:
         found = chain(job, len(chains), seed, seconds, min(in_chain, kills - done), patience)
         chains.append(found)
-        print(f"  chain {found['chain']}: {len(found['kills'])} kills, {found['wrong'] or 'as undisturbed'}", flush=True)
+        print(
+            f"  chain {found['chain']}: {len(found['kills'])} kills, {found['wrong'] or 'as undisturbed'}",
+            flush=True,
+        )
         shutil.rmtree(job.folder / f"chain-{found['chain']}", ignore_errors=True)
         if len(chains) > 3 * kills:
             raise SystemExit(f"{job.name} ends before it can be killed: give it more to do")
@@ -252,9 +277,15 @@ def main() -> None:
     parser = BenchmarkParser("kills", free=["patience"], description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50, help="of both jobs together (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default: 0)")
-    parser.add_argument("--in-chain", type=int, default=5, help="most kills of one job (default: 5)")
-    parser.add_argument("--patience", type=float, default=60, help="seconds in which all must end (default: 60)")
-    parser.add_argument("--quick", action="store_true", help="4 kills of small jobs, to see that it runs")
+    parser.add_argument(
+        "--in-chain", type=int, default=5, help="most kills of one job (default: 5)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds in which all must end (default: 60)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="4 kills of small jobs, to see that it runs"
+    )
     options = parser.parse_args()
     kills, size = (4, 1) if options.quick else (options.kills, 3)
     first = PROCESSES.Process(target=nothing)
@@ -263,10 +294,18 @@ def main() -> None:
     result = {"what": __doc__.splitlines()[0], "machine": machine(threads=1), "seed": options.seed}
     for job, share in ((Tokenizing, kills // 2), (Training, kills - kills // 2)):
         with tempfile.TemporaryDirectory() as folder:
-            result[job.name] = measure(job(Path(folder), size), share, options.seed, options.in_chain, options.patience)
+            result[job.name] = measure(
+                job(Path(folder), size), share, options.seed, options.in_chain, options.patience
+            )
     both = [result[name] for name in ("tokenizing", "training")]
-    result["judged"] = [judge("kills", sum(one["kills"] for one in both), at_least=kills),
-                            judge("jobs that ended otherwise than undisturbed", sum(one["wrong"] for one in both), at_most=0)]
+    result["judged"] = [
+        judge("kills", sum(one["kills"] for one in both), at_least=kills),
+        judge(
+            "jobs that ended otherwise than undisturbed",
+            sum(one["wrong"] for one in both),
+            at_most=0,
+        ),
+    ]
     write_result(options.output, result)
     say(result["judged"])
     if any(one["wrong"] for one in both):

@@ -25,15 +25,39 @@ from pathlib import Path
 
 import torch
 import yaml
-from sides import Ledger, alternate, common_parser, fingerprint, judge, machine, say, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    judge,
+    machine,
+    say,
+    spread,
+    write_result,
+)
 
 LENGTH, ROWS, VOCABULARY, HELD_OUT = 256, 256, 16_384, 0.05
-SHAPE = dict(hidden_size=384, intermediate_size=768, num_hidden_layers=8, num_attention_heads=6, max_position_embeddings=1024)
+SHAPE = dict(
+    hidden_size=384,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=6,
+    max_position_embeddings=1024,
+)
 PUBLISHED = {"warmup": 400 / 7500, "cooldown": 1500 / 7500, "hidden": {"mlm_probability": 0.3}}
 LAPTOP = {"warmup": 0.01, "cooldown": 0.5,
           "hidden": {"mlm_probability": 0.4, "selection": "exact", "min_labels_per_document": 1}}  # fmt: skip
-ADAMW = {"optimizer_class": "adamw", "optimizer_kwargs": {"betas": [0.9, 0.98], "eps": 1e-6}, "weight_decay": 0.01}
-MUON = {"optimizer_class": "muon", "optimizer_kwargs": {"momentum": 0.85, "betas": [0.9, 0.98], "eps": 1e-6}, "weight_decay": 0.05}
+ADAMW = {
+    "optimizer_class": "adamw",
+    "optimizer_kwargs": {"betas": [0.9, 0.98], "eps": 1e-6},
+    "weight_decay": 0.01,
+}
+MUON = {
+    "optimizer_class": "muon",
+    "optimizer_kwargs": {"momentum": 0.85, "betas": [0.9, 0.98], "eps": 1e-6},
+    "weight_decay": 0.05,
+}
 SIDES = {  # name -> (optimizer, schedule and share, rates of the first grid)
     "published": (ADAMW, PUBLISHED, (1e-3, 2e-3, 4e-3)),
     "shares": (ADAMW, LAPTOP, (1e-3, 2e-3, 4e-3)),
@@ -46,7 +70,16 @@ def recipe(case: dict) -> dict:
     optimizer, plan, _ = SIDES[case["side"]]
     shape, rows, precision = SHAPE, ROWS, "32-true" if case["device"] == "cpu" else "bf16-mixed"
     if case["quick"]:
-        shape, rows = {**SHAPE, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}, 4
+        shape, rows = (
+            {
+                **SHAPE,
+                "hidden_size": 48,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+            },
+            4,
+        )
     return {
         "model": {**optimizer, "model_config_kwargs": {**shape, "local_attention": 128, "initializer_range": 0.02},
                   "learning_rate": case["rate"], "scheduler_warmup_steps": max(1, round(plan["warmup"] * case["steps"])),
@@ -73,7 +106,9 @@ def measure(case: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(yaml.safe_dump(recipe(case)), encoding="utf-8")
-        attempt, hidden = run_seed(track, load_speedrun(path), Path(folder) / "run", case["seed"], corpus)
+        attempt, hidden = run_seed(
+            track, load_speedrun(path), Path(folder) / "run", case["seed"], corpus
+        )
     (first, begin, _), (last, end, _) = attempt.curve[len(attempt.curve) // 2], attempt.curve[-1]
     return {"nats": attempt.validation_loss, "bits_per_byte": attempt.bits_per_byte, "accuracy": attempt.validation_accuracy,
             "tokens": attempt.tokens, "hidden_sha256": hidden, "text_sha256": corpus.sha256,
@@ -84,11 +119,22 @@ def tuned(side: str, base: dict, options, ledger: Ledger) -> dict:
     "The best rate of a side on seed 0, between worse ones."
     tried, new = {}, list(SIDES[side][2])
     while new:
-        cases = {f"{side}, rate {rate:g}": {**base, "side": side, "seed": 0, "rate": rate} for rate in new}
+        cases = {
+            f"{side}, rate {rate:g}": {**base, "side": side, "seed": 0, "rate": rate}
+            for rate in new
+        }
         found = alternate(__file__, cases, 1, options.threads, ledger, show, options.at_once)
         tried |= {cases[name]["rate"]: runs[0]["nats"] for name, runs in found.items()}
         best = min(tried, key=tried.get)
-        new = [] if options.quick else [next_one for end, next_one in ((min(tried), best / 2), (max(tried), best * 2)) if best == end]
+        new = (
+            []
+            if options.quick
+            else [
+                next_one
+                for end, next_one in ((min(tried), best / 2), (max(tried), best * 2))
+                if best == end
+            ]
+        )
     return {"rate": best, "tried": {f"{rate:g}": nats for rate, nats in sorted(tried.items())}}
 
 
@@ -97,11 +143,17 @@ def show(figures: dict) -> str:
 
 
 def main() -> None:
-    parser = common_parser(__doc__.splitlines()[0], "larger_recipe", rounds=3, free=("texts", "device"))
+    parser = common_parser(
+        __doc__.splitlines()[0], "larger_recipe", rounds=3, free=("texts", "device")
+    )
     parser.add_argument("texts", nargs="*", help="files, folders; none: the embedded corpus")
     parser.add_argument("--steps", type=int, default=400, help="of a run (default: 400)")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="these alone")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="these alone"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side")
     options = parser.parse_args()
     if options.case:
@@ -117,10 +169,15 @@ def main() -> None:
     cases = {f"{side}, seed {seed}": {**base, "side": side, "seed": seed, "rate": best[side]["rate"]}
              for seed in range(options.rounds) for side in options.sides}  # fmt: skip
     found = alternate(__file__, cases, 1, options.threads, ledger, show, options.at_once)
-    runs = {side: [found[f"{side}, seed {seed}"][0] for seed in range(options.rounds)] for side in options.sides}
+    runs = {
+        side: [found[f"{side}, seed {seed}"][0] for seed in range(options.rounds)]
+        for side in options.sides
+    }
     bits = {side: [run["bits_per_byte"] for run in each] for side, each in runs.items()}
     first, *others = options.sides
-    gains = {side: [before - after for before, after in zip(bits[first], bits[side])] for side in others}
+    gains = {
+        side: [before - after for before, after in zip(bits[first], bits[side])] for side in others
+    }
     judged = [judge(f"bits per byte that {side} gains on {first}, the least of {options.rounds} seeds", min(gain), at_least=0.0)
               for side, gain in gains.items()]  # fmt: skip
     say(judged)

@@ -13,7 +13,16 @@ heads.py and checkpointing.py.
 import json
 
 from pretraining import LENGTH, PROBABILITY, shape
-from sides import Ledger, alternate, common_parser, fingerprint, machine, ratios, spread, write_result
+from sides import (
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    machine,
+    ratios,
+    spread,
+    write_result,
+)
 
 import bertlab
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, new_axes

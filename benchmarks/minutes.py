@@ -29,8 +29,16 @@ from sides import Ledger, alternate, common_parser, fingerprint, machine, spread
 
 from bertlab.core.plots import BLUE, GREEN, ORANGE
 
-RECIPES = {"first": (0, 1, 3, 10), "record": (0, 1, 3, 10), "wider": (10,)}  # of final_project.py -> minutes
-TUNED = {"first": 3, "record": 3, "wider": 10}  # minutes of the model with which a recipe's rates are found
+RECIPES = {
+    "first": (0, 1, 3, 10),
+    "record": (0, 1, 3, 10),
+    "wider": (10,),
+}  # of final_project.py -> minutes
+TUNED = {
+    "first": 3,
+    "record": 3,
+    "wider": 10,
+}  # minutes of the model with which a recipe's rates are found
 ROWS, EPOCHS, RATES = 1000, 4, (3e-4, 1e-3, 3e-3)  # of fine-tuning
 
 
@@ -57,7 +65,9 @@ def measure(case: dict) -> dict:
         path.write_text(yaml.safe_dump(case["with"]), encoding="utf-8")
         attempt, _ = run_seed(track, load_speedrun(path), home, seed, text)
         if case.get("probe"):
-            return {"steps_per_minute": steps_per_minute([seconds for _, seconds, _ in attempt.curve])}
+            return {
+                "steps_per_minute": steps_per_minute([seconds for _, seconds, _ in attempt.curve])
+            }
         tasks = {task: [{"rate": rate, **finetune(str(home), task, "full", rate, seed, case["size"], case["epochs"])}
                         for rate in rates] for task, rates in case["rates"].items()}  # fmt: skip
     return {"nats": attempt.validation_loss, "tokens": attempt.tokens, "tasks": tasks}
@@ -78,16 +88,28 @@ def draw(result: dict):
 
     names = ("mean of the three", *TASKS)
     figure, panels = plt.subplots(1, 4, figsize=(11, 3.2), layout="constrained")
-    looks = (("first", "the first demo's", BLUE, "-o"), ("record", "the record's", ORANGE, "-s"), ("wider", "wider", GREEN, "^"))
+    looks = (
+        ("first", "the first demo's", BLUE, "-o"),
+        ("record", "the record's", ORANGE, "-s"),
+        ("wider", "wider", GREEN, "^"),
+    )
     for axes, name in zip(panels, names):
         for recipe, label, colour, look in looks:
             rows = [row for row in result["rows"] if row["recipe"] == recipe]
             scores = [row["scores"] if name not in TASKS else row["tasks"][name] for row in rows]
             places = [result["minutes"].index(row["minutes"]) for row in rows]
-            axes.plot(places, [statistics.median(each) for each in scores], look, color=colour, label=label)
+            axes.plot(
+                places,
+                [statistics.median(each) for each in scores],
+                look,
+                color=colour,
+                label=label,
+            )
             for place, each in zip(places, scores):
                 axes.plot([place] * len(each), each, ".", color=colour, alpha=0.5)
-        axes.set_xticks(range(len(result["minutes"])), [f"{minutes:g}" for minutes in result["minutes"]])
+        axes.set_xticks(
+            range(len(result["minutes"])), [f"{minutes:g}" for minutes in result["minutes"]]
+        )
         axes.set_title(name, fontsize=9)
         axes.set_xlabel("minutes of pretraining")
     panels[0].set_ylabel("test score")
@@ -103,17 +125,38 @@ def main() -> None:
         return print(json.dumps(measure(json.loads(options.case))))
     size, epochs, rates, minutes_of, probe = ROWS, EPOCHS, RATES, RECIPES, PROBE
     if options.quick:
-        size, epochs, rates, minutes_of, probe, options.rounds = 64, 1, RATES[1:], {"first": (0, 3), "record": (3,)}, WARM + 3, 1
-    ledger, where = Ledger(options.kept / "minutes", fingerprint(__file__), options.fresh), machine(options.threads)
-    probes = {name: {"seed": 0, "with": recipe_of(name, probe), "probe": True} for name in minutes_of}
+        size, epochs, rates, minutes_of, probe, options.rounds = (
+            64,
+            1,
+            RATES[1:],
+            {"first": (0, 3), "record": (3,)},
+            WARM + 3,
+            1,
+        )
+    ledger, where = (
+        Ledger(options.kept / "minutes", fingerprint(__file__), options.fresh),
+        machine(options.threads),
+    )
+    probes = {
+        name: {"seed": 0, "with": recipe_of(name, probe), "probe": True} for name in minutes_of
+    }
     found = alternate(__file__, probes, 1 if options.quick else 3, os.cpu_count(), ledger,
                       lambda f: f"{f['steps_per_minute']:.0f} steps a minute")  # fmt: skip
-    pace = {name: statistics.median(run["steps_per_minute"] for run in runs) for name, runs in found.items()}
+    pace = {
+        name: statistics.median(run["steps_per_minute"] for run in runs)
+        for name, runs in found.items()
+    }
     if options.quick:
         pace = dict.fromkeys(pace, 2.0)
-    steps = {(name, minutes): round(pace[name] * minutes) for name, each in minutes_of.items() for minutes in each}
+    steps = {
+        (name, minutes): round(pace[name] * minutes)
+        for name, each in minutes_of.items()
+        for minutes in each
+    }
 
-    def ask(wanted: list[tuple[str, int]], seed: int, rates: dict[str, dict[str, list[float]]]) -> dict:
+    def ask(
+        wanted: list[tuple[str, int]], seed: int, rates: dict[str, dict[str, list[float]]]
+    ) -> dict:
         "Models of one seed, by recipe and minutes."
         cases = {f"{name}, {minutes} minutes, seed {seed}": {"with": recipe_of(name, steps[name, minutes]), "seed": seed,
                                                              "rates": rates[name], "size": size, "epochs": epochs}
@@ -124,8 +167,16 @@ def main() -> None:
 
     tuned = [(name, TUNED[name]) for name in minutes_of]
     first = ask(tuned, 0, {name: dict.fromkeys(TASKS, list(rates)) for name in minutes_of})
-    chosen = {name: {task: [best(tried)["rate"]] for task, tried in first[name, TUNED[name]]["tasks"].items()} for name in minutes_of}
-    seeds = [ask([one for one in steps if seed or one not in tuned], seed, chosen) for seed in range(options.rounds)]
+    chosen = {
+        name: {
+            task: [best(tried)["rate"]] for task, tried in first[name, TUNED[name]]["tasks"].items()
+        }
+        for name in minutes_of
+    }
+    seeds = [
+        ask([one for one in steps if seed or one not in tuned], seed, chosen)
+        for seed in range(options.rounds)
+    ]
     seeds[0] |= first
     rows = []
     for (name, minutes), number in steps.items():

@@ -51,7 +51,9 @@ def finite(loss: float) -> float | None:
     return round(loss, 4) if math.isfinite(loss) else None
 
 
-def run_once(race: dict, name: str, rate: float, seed: int, num_steps: int) -> tuple[float | None, list]:
+def run_once(
+    race: dict, name: str, rate: float, seed: int, num_steps: int
+) -> tuple[float | None, list]:
     "The held-out loss at the end, and the training losses."
     model, losses = race["train"](name, rate, seed, num_steps)
     final = finite(race["held_out_loss"](model))
@@ -61,7 +63,10 @@ def run_once(race: dict, name: str, rate: float, seed: int, num_steps: int) -> t
 
 def race_one(race: dict, name: str, rates: tuple[float, ...], num_steps: int) -> dict:
     "Tune one optimizer, then run it with the seeds of the race."
-    tried = {rate: [run_once(race, name, rate, seed, num_steps)[0] for seed in TUNING_SEEDS] for rate in rates}
+    tried = {
+        rate: [run_once(race, name, rate, seed, num_steps)[0] for seed in TUNING_SEEDS]
+        for rate in rates
+    }
     given_up = []
     for rate in sorted(rates, key=lambda rate: max(loss or math.inf for loss in tried[rate])):
         finals, losses = zip(*(run_once(race, name, rate, seed, num_steps) for seed in RACE_SEEDS))
@@ -101,7 +106,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", help="write what was tried to this JSON file")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--watch", metavar="RECORD", help="measure updates at the rates of this earlier record")
+    parser.add_argument(
+        "--watch", metavar="RECORD", help="measure updates at the rates of this earlier record"
+    )
     options = parser.parse_args()
     race, results = read_race(), {}
     if options.watch:

@@ -44,7 +44,9 @@ def make_parts(corpus, tokenizer) -> tuple[PretrainingModule, PretrainingDataMod
               if not name.endswith("token_id")}  # fmt: skip
     module = PretrainingModule(config, None, tokenizer, scheduler_warmup_steps=10)
     module.configure_model()
-    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS)
+    data = PretrainingDataModule(
+        corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS
+    )
     data.setup()
     return module, data
 
@@ -70,25 +72,37 @@ class StepClock(Callback):
         self.times.append(both_clocks())
 
 
-def run_engine(module, data, steps: int) -> tuple[float, float]:  # seconds of a step, by both clocks
+def run_engine(
+    module, data, steps: int
+) -> tuple[float, float]:  # seconds of a step, by both clocks
     "Train as `bertlab pretrain` does."
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         run = RunChoices(output=folder, progress="plain", val_every_steps=10 * steps,
                          checkpoint_every_steps=10 * steps)  # fmt: skip
-        options = {"max_steps": steps, "precision": "32-true", "callbacks": [clock], "gradient_clip_val": 1.0}
+        options = {
+            "max_steps": steps,
+            "precision": "32-true",
+            "callbacks": [clock],
+            "gradient_clip_val": 1.0,
+        }
         run_trainer(run, options, module, "").fit(module, data)
     return median_step(clock.times)
 
 
-def run_bare(module, batches, steps: int) -> tuple[float, float]:  # seconds of a step, by both clocks
+def run_bare(
+    module, batches, steps: int
+) -> tuple[float, float]:  # seconds of a step, by both clocks
     "Forward, backward, optimizer."
     model = module.model.train()
     found = pretraining_optimizer(model, module.hparams, steps)
     optimizer, schedule = found["optimizer"], found["lr_scheduler"]["scheduler"]
     times = []
     for batch in batches[:steps]:
-        out = model(**{name: batch[name] for name in BATCH_KEYS if name in batch}, loss_rule=module.loss_rule)
+        out = model(
+            **{name: batch[name] for name in BATCH_KEYS if name in batch},
+            loss_rule=module.loss_rule,
+        )
         optimizer.zero_grad()
         (out.loss_sum / out.num_labels).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -111,7 +125,9 @@ def measure(steps: int, rounds: int) -> dict:
         for way in medians:
             module, data = make_parts(corpus, tokenizer)
             bare = way == "bare"
-            medians[way].append(run_bare(module, batches, steps) if bare else run_engine(module, data, steps))
+            medians[way].append(
+                run_bare(module, batches, steps) if bare else run_engine(module, data, steps)
+            )
     clocks = {f"{name}_seconds_per_step": {way: [pair[i] for pair in pairs] for way, pairs in medians.items()}
               for i, name in enumerate(("processor", "wall"))}  # fmt: skip
     return {**clocks, "num_params": sum(p.numel() for p in module.model.parameters())}

@@ -23,13 +23,25 @@ import bertlab
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.core.files import written_whole
-from bertlab.data.packing import EpochOrder, PackedDataset, TokenizedDocuments, plan_best_fit, split_long
+from bertlab.data.packing import (
+    EpochOrder,
+    PackedDataset,
+    TokenizedDocuments,
+    plan_best_fit,
+    split_long,
+)
 from bertlab.core.plots import BLUE, GREEN, GREY, ORANGE, RED, new_axes
 from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamWindow
 
 BUFFER, SPECIAL = 1000, {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
-COLOURS = {"padding": RED, "next-fit": ORANGE, "ModernBERT, batch 64": GREY,
-           "ModernBERT, batch 200": GREY, "bertlab, stream": BLUE, "bertlab, plan": GREEN}
+COLOURS = {
+    "padding": RED,
+    "next-fit": ORANGE,
+    "ModernBERT, batch 64": GREY,
+    "ModernBERT, batch 200": GREY,
+    "bertlab, stream": BLUE,
+    "bertlab, plan": GREEN,
+}
 
 
 def next_fit(lengths: list[int], capacity: int) -> int:
@@ -108,7 +120,9 @@ def compare(sizes: np.ndarray, capacity: int) -> tuple[dict[str, float], dict[st
                 "bertlab, plan": lambda n: len(plan_best_fit(n, capacity)),
             }[name](lengths)  # fmt: skip
         rates[name] = round(total / (time.perf_counter() - start))
-        shares[name] = round(tokens / (rows * capacity), 5) if rows else 0.0  # no full batch of rows
+        shares[name] = (
+            round(tokens / (rows * capacity), 5) if rows else 0.0
+        )  # no full batch of rows
     return shares, rates
 
 
@@ -129,8 +143,12 @@ def time_planning(num: int = 1_000_000) -> dict[str, float]:
     plan()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    return {"documents": num, "plan_seconds": round(plan_seconds, 2),
-            "epoch_seconds": round(epoch_seconds, 2), "peak_megabytes": round(peak / 1e6, 1)}
+    return {
+        "documents": num,
+        "plan_seconds": round(plan_seconds, 2),
+        "epoch_seconds": round(epoch_seconds, 2),
+        "peak_megabytes": round(peak / 1e6, 1),
+    }
 
 
 def make_stream(num: int, **options) -> PackedStream:
@@ -167,9 +185,11 @@ def time_rows(num: int = 30_000) -> dict[str, int]:
 def stream_memory(num: int) -> float:
     "Peak megabytes of a fresh process that reads a stream of so many documents to its end."
     # VmHWM begins anew with the program; getrusage would hand down the peak of this process.
-    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent)!r}); import packing\n"
-            "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
-            f"for row in packing.make_stream({num}, world_size=1000): pass\nprint(peak())")
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parent)!r}); import packing\n"
+        "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        f"for row in packing.make_stream({num}, world_size=1000): pass\nprint(peak())"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return round(int(done.stdout) * 1024 / 1e6, 1)
 
@@ -188,7 +208,9 @@ def draw(shares: dict[str, dict[str, float]], path: Path) -> None:
     for place, (name, colour) in enumerate(COLOURS.items()):
         waste = [100 * (1 - by_packer[name]) for by_packer in shares.values()]
         at = np.arange(len(shares)) + (place - 2.5) * 0.13
-        axes.bar(at, waste, 0.12, color=colour, label=name, alpha=0.5 if name.endswith("200") else 1)
+        axes.bar(
+            at, waste, 0.12, color=colour, label=name, alpha=0.5 if name.endswith("200") else 1
+        )
     axes.set_yscale("log")
     axes.set_xticks(range(len(shares)), [name.replace(", rows", ",\nrows") for name in shares])
     axes.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.2))
@@ -211,14 +233,21 @@ def main():
     shares = {name: share for name, (share, _) in compared.items()}
     for name, by_packer in shares.items():
         print(f"{name} ({len(streams[name][0]):,} documents)")
-        print("".join(f"    {packer:24}{share:9.3%}\n" for packer, share in by_packer.items()), end="")
-    result = {"bertlab": bertlab.__version__, "machine": machine(1),
-              "documents": {name: len(sizes) for name, (sizes, _) in streams.items()},
-              "share_of_positions_in_use": shares,
-              "tokens_placed_per_second": {name: rate for name, (_, rate) in compared.items()}, "planning": time_planning(),
-              "tokens_per_second": time_rows(),
-              "stream_peak_megabytes": {f"{n:,} documents": stream_memory(n)
-                                        for n in (0, 100_000, 1_000_000)}}
+        print(
+            "".join(f"    {packer:24}{share:9.3%}\n" for packer, share in by_packer.items()), end=""
+        )
+    result = {
+        "bertlab": bertlab.__version__,
+        "machine": machine(1),
+        "documents": {name: len(sizes) for name, (sizes, _) in streams.items()},
+        "share_of_positions_in_use": shares,
+        "tokens_placed_per_second": {name: rate for name, (_, rate) in compared.items()},
+        "planning": time_planning(),
+        "tokens_per_second": time_rows(),
+        "stream_peak_megabytes": {
+            f"{n:,} documents": stream_memory(n) for n in (0, 100_000, 1_000_000)
+        },
+    }
     print(json.dumps({name: result[name] for name in list(result)[5:]}, indent=2))
     if options.output:
         with written_whole(options.output) as path:

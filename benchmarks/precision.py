@@ -96,7 +96,9 @@ def measure(steps: int, seed: int, tokenizer, data: PretrainingDataModule) -> di
         seconds = {name: statistics.median(pair[i] for pair in times[name]) for name in PRECISIONS}
         found[f"{clock}_seconds_per_step"] = seconds
         found[f"{clock}_tokens_per_second"] = {name: real / seconds[name] for name in PRECISIONS}
-    found["training_loss"] = {name: [round(loss, 4) for loss in run.losses] for name, run in runs.items()}
+    found["training_loss"] = {
+        name: [round(loss, 4) for loss in run.losses] for name, run in runs.items()
+    }
     validation = list(data.val_dataloader())
     found["validation_loss"] = {name: run.validate(validation) for name, run in runs.items()}
     a, b = found["validation_loss"].values()
@@ -112,14 +114,22 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     corpus = embedded_corpus(max_documents=DOCUMENTS)
     tokenizer = train_tokenizer(corpus.train_texts, VOCABULARY)
-    data = PretrainingDataModule(corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS)
+    data = PretrainingDataModule(
+        corpus, tokenizer, max_sequence_length=LENGTH, train_batch_size=ROWS
+    )
     data.setup()
     runs, start = [], time.perf_counter()
     for seed in range(arguments.seeds):
         runs.append(measure(arguments.steps, seed, tokenizer, data))
-        print(f"seed {seed}: {runs[-1]['processor_ratio']:.2f} and {runs[-1]['wall_ratio']:.2f} times float32, "
-              f"validation loss {runs[-1]['relative_loss_difference']:+.2%}", flush=True)
-    ratios = {clock: statistics.median(run[f"{clock}_ratio"] for run in runs) for clock in ("processor", "wall")}
+        print(
+            f"seed {seed}: {runs[-1]['processor_ratio']:.2f} and {runs[-1]['wall_ratio']:.2f} times float32, "
+            f"validation loss {runs[-1]['relative_loss_difference']:+.2%}",
+            flush=True,
+        )
+    ratios = {
+        clock: statistics.median(run[f"{clock}_ratio"] for run in runs)
+        for clock in ("processor", "wall")
+    }
     difference = max((run["relative_loss_difference"] for run in runs), key=abs)
     result = {
         "what": __doc__.splitlines()[0], "target": TARGET,

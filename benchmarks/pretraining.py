@@ -48,7 +48,10 @@ TARGETS = {  # (model, form, same precision?): at least so many times their toke
     ("small", "grouped", False): 4.0, ("small", "padded", False): 10.0,
     ("base", "grouped", True): 1.3, ("base", "padded", True): 3.5,
 }  # fmt: skip
-ALONE, KEPT_BUSY = ("short", "grouped", "fp32", 2.5), 0.75  # times theirs; the share of it that is left beside busy loops
+ALONE, KEPT_BUSY = (
+    ("short", "grouped", "fp32", 2.5),
+    0.75,
+)  # times theirs; the share of it that is left beside busy loops
 USED = {"small": 0.5, "base": 0.7}  # of the machine's rate of matrix products
 NATS = 0.3  # by which our loss must be lower after the same time
 
@@ -59,7 +62,9 @@ def shape(kind: str, model: str, **overrides) -> BertLabConfig:
     sizes = dict(vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, pad_token_id=0,
                  num_attention_heads=heads, max_position_embeddings=512)  # fmt: skip
     if kind == "bert":
-        return bert_base(**{**sizes, "intermediate_size": 4 * width, "norm_eps": 1e-12, **overrides})
+        return bert_base(
+            **{**sizes, "intermediate_size": 4 * width, "norm_eps": 1e-12, **overrides}
+        )
     return modernbert_tiny(**{**sizes, "intermediate_size": 3 * width // 2, "local_attention": 128,
                               "initializer_range": 0.02, **overrides})  # fmt: skip
 
@@ -89,8 +94,12 @@ class Meter:
             mask = named["attention_mask"]
             self.real += int((mask > 0).sum())
             self.positions += mask.numel()
-            documents = torch.arange(len(mask))[:, None] * (int(mask.max()) + 1) + mask  # a number for each
-            self.seen += int(documents[mask > 0].bincount().square().sum())  # a token sees its document
+            documents = (
+                torch.arange(len(mask))[:, None] * (int(mask.max()) + 1) + mask
+            )  # a number for each
+            self.seen += int(
+                documents[mask > 0].bincount().square().sum()
+            )  # a token sees its document
 
     def mark(self) -> tuple[float, float, int, int, int]:
         return time.perf_counter(), time.process_time(), self.real, self.positions, self.seen
@@ -141,12 +150,18 @@ def our_side(case: dict, corpus, tokenizer, folder: str) -> dict:
                 trainer.should_stop = True
 
     steps = case["steps"] if not case["seconds"] else 10**6
-    run = RunChoices(output=folder, progress="none", val_every_steps=10**9, checkpoint_every_steps=10**9)
+    run = RunChoices(
+        output=folder, progress="none", val_every_steps=10**9, checkpoint_every_steps=10**9
+    )
     options = {"max_steps": steps, "precision": PRECISIONS[case["precision"]], "callbacks": [Clock()],
                "gradient_clip_val": CLIP, "limit_val_batches": 0, **case.get("trainer", {})}  # fmt: skip
     trainer = run_trainer(run, options, module, "")
     trainer.fit(module, data)
-    return {"preparation_seconds": prepared, "precision": trainer.precision, **meter.figures(case["warm"])}, module.model
+    return {
+        "preparation_seconds": prepared,
+        "precision": trainer.precision,
+        **meter.figures(case["warm"]),
+    }, module.model
 
 
 def their_tokens(form: str, texts: list[str], tokenizer):
@@ -167,7 +182,9 @@ def grouped_rows(tokens):
     def group(batch: dict) -> dict:
         joined = {name: [x for row in rows for x in row] for name, rows in batch.items()}
         end = len(joined["input_ids"]) // LENGTH * LENGTH
-        return {name: [v[i : i + LENGTH] for i in range(0, end, LENGTH)] for name, v in joined.items()}
+        return {
+            name: [v[i : i + LENGTH] for i in range(0, end, LENGTH)] for name, v in joined.items()
+        }
 
     return tokens.map(group, batched=True)
 
@@ -194,7 +211,9 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     set_seed(case["seed"])
     config = huggingface_config(shape(case["kind"], case["model"]), case["kind"], "ForMaskedLM")
     if case["kind"] == "modernbert":
-        config.sparse_prediction = True  # scores at labels alone, as ours; off where nobody asks for it
+        config.sparse_prediction = (
+            True  # scores at labels alone, as ours; off where nobody asks for it
+        )
     model = their_class(case["kind"], "ForMaskedLM")(config)
     meter = Meter(model)
 
@@ -216,7 +235,11 @@ def their_side(case: dict, corpus, tokenizer, folder: str) -> dict:
     )  # fmt: skip
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=PROBABILITY)
     Trainer(model, arguments, collator, dataset, callbacks=[Clock()]).train()
-    return {"preparation_seconds": prepared, "precision": PRECISIONS[case["precision"]], **meter.figures(case["warm"])}, model
+    return {
+        "preparation_seconds": prepared,
+        "precision": PRECISIONS[case["precision"]],
+        **meter.figures(case["warm"]),
+    }, model
 
 
 def held_out_losses(directory: str, batches) -> dict[str, float]:
@@ -253,7 +276,10 @@ def held_out_rows(corpus, tokenizer):
 
 def validation_loss(directory: str, corpus, tokenizer) -> dict[str, float]:
     "Loss on held-out text."
-    return {f"loss_{way}": loss for way, loss in held_out_losses(directory, held_out_rows(corpus, tokenizer)).items()}
+    return {
+        f"loss_{way}": loss
+        for way, loss in held_out_losses(directory, held_out_rows(corpus, tokenizer)).items()
+    }
 
 
 def unigram_loss(corpus, tokenizer) -> float:
@@ -261,7 +287,10 @@ def unigram_loss(corpus, tokenizer) -> float:
     from bertlab.model.losses import unigram_counts
 
     texts = tokenizer(corpus.train_texts, add_special_tokens=False)["input_ids"]
-    counts = unigram_counts(torch.tensor([token for ids in texts for token in ids]), len(tokenizer)) + 1.0
+    counts = (
+        unigram_counts(torch.tensor([token for ids in texts for token in ids]), len(tokenizer))
+        + 1.0
+    )
     labels = torch.cat([batch["labels"].flatten() for batch in held_out_rows(corpus, tokenizer)])
     return -(counts / counts.sum()).log()[labels[labels >= 0]].mean().item()
 
@@ -277,7 +306,9 @@ def measure(case: dict) -> dict:
         with busy_loops(case.get("busy", 0)):
             figures, model = side(case, corpus, tokenizer, folder)
         found = rates[figures["precision"]] + [measured_peak_flops(figures["precision"])]
-        operations = shape(case["kind"], case["model"]).flops_per_token(figures["mean_context"], PROBABILITY)
+        operations = shape(case["kind"], case["model"]).flops_per_token(
+            figures["mean_context"], PROBABILITY
+        )
         figures["useful_share"] = figures["tokens_per_second"] * operations / statistics.mean(found)
         figures["num_params"] = sum(p.numel() for p in model.parameters())
         if case["seconds"]:
@@ -333,10 +364,15 @@ def judge_rates(model: str, kind: str, compared: dict[str, dict]) -> list[dict]:
         equal = [r["wall"]["median"] for name, r in compared.items()
                  if f"over {form}" in name and name.split()[2] == name.split()[-1]]  # fmt: skip
         default = compared.get(f"ours in auto over {form} in fp32")
-        for same, values in ((True, equal), (False, [default["wall"]["median"]] if default else [])):
+        for same, values in (
+            (True, equal),
+            (False, [default["wall"]["median"]] if default else []),
+        ):
             if values and (target := TARGETS.get((model, form, same))):
                 how = "equal precision, the lesser of both" if same else "auto against fp32"
-                judged.append(judge(f"{model}, {kind}, {form}: {how}", min(values), at_least=target))
+                judged.append(
+                    judge(f"{model}, {kind}, {form}: {how}", min(values), at_least=target)
+                )
     return judged
 
 
@@ -359,7 +395,9 @@ def race(kind: str, options, ledger: Ledger) -> dict:
             cases = dict(reversed(cases.items()))
         for side, found in alternate(__file__, cases, 1, options.threads, ledger, show).items():
             runs[side] += found
-    losses = {side: spread(min(f["loss_apart"], f["loss_joined"]) for f in runs[side]) for side in runs}
+    losses = {
+        side: spread(min(f["loss_apart"], f["loss_joined"]) for f in runs[side]) for side in runs
+    }
     gaps = {form: spread(min(b["loss_apart"], b["loss_joined"]) - a["loss_apart"]
                          for a, b in zip(runs["ours"], runs[form])) for form in FORMS}  # fmt: skip
     text = shared_text(SHAPES[options.race_model][3], options.documents, options.kept)
@@ -374,7 +412,9 @@ def beside_loops(model: str, kind: str, options, ledger: Ledger) -> dict:
     runs = alternate(__file__, cases, options.rounds, options.threads, ledger, show)
     parts = {loops: {name.rpartition(", ")[0]: found for name, found in runs.items() if name.endswith(f", {loops} busy")}
              for loops in (0, *options.busy)}  # fmt: skip
-    return {str(loops): {"ratios": compare_rates(part), "runs": part} for loops, part in parts.items()}
+    return {
+        str(loops): {"ratios": compare_rates(part), "runs": part} for loops, part in parts.items()
+    }
 
 
 def judge_busy(name: str, found: dict) -> list[dict]:
@@ -389,7 +429,9 @@ def judge_busy(name: str, found: dict) -> list[dict]:
         for loops, ratio in middle.items() if loops != "0")]  # fmt: skip
 
 
-def earlier_parts(output: Path | None, place: dict, settings: dict, fresh: bool = False) -> dict[str, dict]:
+def earlier_parts(
+    output: Path | None, place: dict, settings: dict, fresh: bool = False
+) -> dict[str, dict]:
     "The parts of the file that is there. What was measured elsewhere or otherwise goes with `fresh` alone."
     parts: dict[str, dict] = {name: {} for name in ("rates", "races", "busy")}
     if output is None or not output.exists():
@@ -397,16 +439,23 @@ def earlier_parts(output: Path | None, place: dict, settings: dict, fresh: bool 
     old = json.loads(output.read_text(encoding="utf-8"))
     settings, before = json.loads(json.dumps(settings)), dict(old.get("settings", {}))
     shapes = before.pop("shapes", {})  # one that is new spoils no figure of the others
-    same = all(settings["shapes"].get(name) == one for name, one in shapes.items()) and before == {
-        name: value for name, value in settings.items() if name != "shapes"} and all(
-        place[name] == old["machine"][name] for name in ("processor", "cores", "threads", "torch", "transformers"))
+    same = (
+        all(settings["shapes"].get(name) == one for name, one in shapes.items())
+        and before == {name: value for name, value in settings.items() if name != "shapes"}
+        and all(
+            place[name] == old["machine"][name]
+            for name in ("processor", "cores", "threads", "torch", "transformers")
+        )
+    )
     if not same and not fresh:
         raise SystemExit(f"{output} is of another machine or other settings: choose another --output, or --fresh to "
                          "replace all of it")  # fmt: skip
     if not same:
         return parts
     for name in parts:
-        parts[name] = {case: {"machine": old["machine"], **part} for case, part in old.get(name, {}).items()}
+        parts[name] = {
+            case: {"machine": old["machine"], **part} for case, part in old.get(name, {}).items()
+        }
     return parts
 
 
@@ -435,25 +484,47 @@ def draw(result: dict):
         axes.set_xlim(0, 1.25 * max(f["max"] for f in figures.values()))
         axes.locator_params(axis="x", nbins=5)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.supxlabel("real tokens per second (median, least and most), and as multiples of the slowest")
-    figure.suptitle(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
+    figure.supxlabel(
+        "real tokens per second (median, least and most), and as multiples of the slowest"
+    )
+    figure.suptitle(
+        f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9
+    )
     return figure
 
 
 def main() -> None:
     parser = common_parser(__doc__.splitlines()[0], "pretraining", rounds=3,
                            merged=["models", "kinds", "race_kinds", "seconds", "busy"])  # fmt: skip
-    parser.add_argument("--models", nargs="*", default=["small", "base", "demo"], choices=list(SHAPES))
+    parser.add_argument(
+        "--models", nargs="*", default=["small", "base", "demo"], choices=list(SHAPES)
+    )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS))
+    parser.add_argument(
+        "--precisions", nargs="+", default=["fp32", "bf16", "auto"], choices=list(PRECISIONS)
+    )
     parser.add_argument("--steps", type=int, help="timed steps (default: 8, of the base shape 3)")
     parser.add_argument("--warm", type=int, help="steps before (default: 2)")
     parser.add_argument("--documents", type=int, help="of the corpus (default: all)")
-    parser.add_argument("--busy", nargs="+", type=int, default=[], metavar="N", help="also beside so many busy loops")
-    parser.add_argument("--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)")
+    parser.add_argument(
+        "--busy",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="also beside so many busy loops",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=180.0, help="of each race; 0: none (default: 180)"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the races")
-    parser.add_argument("--race-kinds", nargs="+", default=["modernbert"], choices=KINDS,
-                        help="BERT's norms want a longer warm-up")
+    parser.add_argument(
+        "--race-kinds",
+        nargs="+",
+        default=["modernbert"],
+        choices=KINDS,
+        help="BERT's norms want a longer warm-up",
+    )
     parser.add_argument("--race-model", default="small", choices=list(SHAPES))
     parser.add_argument("--race-precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--no-picture", action="store_true", help="write the figures alone")
@@ -463,7 +534,12 @@ def main() -> None:
         return
     if options.quick:
         options.models, options.kinds, options.rounds, options.seeds = ["tiny"], ["bert"], 1, [0]
-        options.steps, options.warm, options.documents, options.seconds = 2, 1, 2000, min(options.seconds, 1)
+        options.steps, options.warm, options.documents, options.seconds = (
+            2,
+            1,
+            2000,
+            min(options.seconds, 1),
+        )
         options.race_model, options.precisions = "tiny", ["bf16", "auto"]
     place, ledger = machine(options.threads), Ledger(
         options.kept / "pretraining.json", fingerprint(__file__), options.fresh)  # fmt: skip
@@ -475,20 +551,41 @@ def main() -> None:
         shared_text(vocabulary, options.documents, options.kept)  # before the children need it
     for model, kind in product(options.models, options.kinds):
         print(f"{model}, {kind}", flush=True)
-        runs = alternate(__file__, rate_cases(model, kind, options), options.rounds, options.threads, ledger, show)
-        sides = {side: {k: spread(f[k] for f in found) for k in found[0] if k != "precision"} for side, found in runs.items()}
+        runs = alternate(
+            __file__,
+            rate_cases(model, kind, options),
+            options.rounds,
+            options.threads,
+            ledger,
+            show,
+        )
+        sides = {
+            side: {k: spread(f[k] for f in found) for k in found[0] if k != "precision"}
+            for side, found in runs.items()
+        }
         rates[f"{model}, {kind}"] = {"machine": place, "ratios": compare_rates(runs),
                                      "sides": sides, "runs": runs}  # fmt: skip
     for model, kind in product(options.models, options.kinds) if options.busy else ():
         print(f"{model}, {kind}, beside busy loops", flush=True)
-        busy[f"{model}, {kind}"] = {"machine": place, "loops": beside_loops(model, kind, options, ledger)}
+        busy[f"{model}, {kind}"] = {
+            "machine": place,
+            "loops": beside_loops(model, kind, options, ledger),
+        }
     for kind in options.race_kinds if options.seconds else ():
         print(f"race, {kind}", flush=True)
         races[kind] = {"machine": place, **race(kind, options, ledger)}
     rates = {f"{model}, {kind}": rates[f"{model}, {kind}"] for model, kind in product(SHAPES, KINDS)
              if f"{model}, {kind}" in rates}  # fmt: skip
-    judged = [one for name, found in rates.items() for one in judge_rates(*name.split(", "), found["ratios"])]
-    judged += [one for name, found in rates.items() for one in judge_shares(*name.split(", "), found["sides"])]
+    judged = [
+        one
+        for name, found in rates.items()
+        for one in judge_rates(*name.split(", "), found["ratios"])
+    ]
+    judged += [
+        one
+        for name, found in rates.items()
+        for one in judge_shares(*name.split(", "), found["sides"])
+    ]
     judged += [one for kind, found in races.items() for one in judge_race(kind, found)]
     judged += [one for name, found in busy.items() for one in judge_busy(name, found["loops"])]
     say(judged)

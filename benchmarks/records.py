@@ -16,7 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import yaml
-from sides import RESULTS, Ledger, alternate, common_parser, fingerprint, hash_of, machine, ratios, write_result
+from sides import (
+    RESULTS,
+    Ledger,
+    alternate,
+    common_parser,
+    fingerprint,
+    hash_of,
+    machine,
+    ratios,
+    write_result,
+)
 
 from bertlab.cli.speedrun import TRACKS, load_speedrun, run_seed, speedrun
 
@@ -28,7 +38,11 @@ def attempt(case: dict) -> dict:
     "One seed of one recipe: the log of `bertlab speedrun`, or on other text what its track gives."
     said, seed = case["recipe"], case["round"]
     if case["quick"]:
-        model = {**said.get("model", {}), "scheduler_warmup_steps": 1, "scheduler_cooldown_steps": 1}
+        model = {
+            **said.get("model", {}),
+            "scheduler_warmup_steps": 1,
+            "scheduler_cooldown_steps": 1,
+        }
         said |= {"model": model, "trainer": {"max_steps": 4}}
     with tempfile.TemporaryDirectory() as folder:
         if case["text"] is None:
@@ -41,7 +55,10 @@ def attempt(case: dict) -> dict:
 
 def row(runs: list[dict], base: list[dict]) -> dict:
     "What a table shows of a recipe, beside the base's seconds of the same seed."
-    shares = [ratios([one], [other], "train_seconds")["median"] for one, other in zip(runs, base, strict=True)]
+    shares = [
+        ratios([one], [other], "train_seconds")["median"]
+        for one, other in zip(runs, base, strict=True)
+    ]
     return {"seconds": [round(one["train_seconds"], 2) for one in runs], "share_of_base": shares,
             "steps": runs[0]["steps"], "losses": [one["validation_loss"] for one in runs],
             "bits_per_byte": [one["bits_per_byte"] for one in runs]}  # fmt: skip
@@ -56,7 +73,14 @@ def main() -> None:
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     parser = common_parser(__doc__.splitlines()[0], "records/laptop", rounds=3, free=["text"])
     raced = [name for name in names if name != BASE]  # the base runs in any case
-    parser.add_argument("--only", nargs="+", choices=names, default=raced, metavar="NAME", help="of benchmarks/records")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=names,
+        default=raced,
+        metavar="NAME",
+        help="of benchmarks/records",
+    )
     parser.add_argument("--text", help="file or directory of other text (default: the track's)")
     options = parser.parse_args()
     if options.case:
@@ -72,7 +96,9 @@ def main() -> None:
         recipes = {name: load_speedrun(RECIPES / f"{name}.yaml") for name in names}
     except ValueError as error:
         parser.error(str(error))
-    cases = {name: {"recipe": recipe, **text, "quick": options.quick} for name, recipe in recipes.items()}
+    cases = {
+        name: {"recipe": recipe, **text, "quick": options.quick} for name, recipe in recipes.items()
+    }
     kept = options.kept / f"records{'-text' * bool(options.text)}{'-quick' * options.quick}"
     ledger, where = Ledger(kept, fingerprint(__file__), options.fresh), machine(options.threads)
     logs = alternate(__file__, cases, options.rounds, options.threads, ledger, shown)
@@ -82,7 +108,9 @@ def main() -> None:
         "text": Path(options.text).name if options.text else "the track's",
         "rows": {name: row(found, runs[BASE]) for name, found in runs.items()}})  # fmt: skip
     for name in names if options.output and not options.text else ():
-        write_result(options.output.with_name(f"{name}.log.json"), {**logs[name][-1], "attempts": runs[name]})
+        write_result(
+            options.output.with_name(f"{name}.log.json"), {**logs[name][-1], "attempts": runs[name]}
+        )
 
 
 if __name__ == "__main__":

@@ -115,14 +115,23 @@ def rows_case(case: dict, folder: str) -> dict:
 
     keep_freed_memory()  # as training on a CPU does
     _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
-    lengths = np.random.default_rng(0).lognormal(np.log(134) - 0.5, 1.0, case["positions"] // 20).astype(int)
-    documents = [np.random.default_rng(n).integers(5, 1000, size + 1).tolist() for n, size in enumerate(lengths)]
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(np.log(134) - 0.5, 1.0, case["positions"] // 20)
+        .astype(int)
+    )
+    documents = [
+        np.random.default_rng(n).integers(5, 1000, size + 1).tolist()
+        for n, size in enumerate(lengths)
+    ]
     length, rows = case["length"], case["positions"] // case["length"]
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=length, train_batch_size=rows)
     data.set_datasets(documents, documents[:10])
     data.setup()
     batch = next(iter(data.train_dataloader()))
-    model = BertLabForMaskedLM(shape("modernbert", case["model"], max_position_embeddings=8192)).train()
+    model = BertLabForMaskedLM(
+        shape("modernbert", case["model"], max_position_embeddings=8192)
+    ).train()
     times = []
     for _ in range(case["steps"] - 1):  # as many as on other parts, and the first not timed
         start, busy = time.perf_counter(), time.process_time()
@@ -142,7 +151,14 @@ def processes_case(case: dict, folder: str) -> dict:
     trainer = {"devices": case["processes"], "accelerator": "cpu"}
     if case["processes"] > 1:
         trainer["strategy"] = "ddp"
-    settings = {"kind": "bert", "precision": "fp32", "seconds": 0, "seed": 0, "warm": 2, "warmup": 1}
+    settings = {
+        "kind": "bert",
+        "precision": "fp32",
+        "seconds": 0,
+        "seed": 0,
+        "warm": 2,
+        "warmup": 1,
+    }
     figures, _ = our_side({**case, **settings, "trainer": trainer}, corpus, tokenizer, folder)
     all_tokens = figures["real_tokens"] * case["processes"]
     return {"tokens": all_tokens, "microseconds": 1e6 * figures["wall_seconds"] / all_tokens}
@@ -155,9 +171,18 @@ def ways_case(case: dict, folder: str) -> dict:
     trainer = {"devices": processes, "accelerator": "cpu"}
     if processes > 1:
         trainer["strategy"] = case["way"]
-    settings = {"kind": "modernbert", "precision": "fp32", "seconds": 0, "seed": 0, "warm": 2, "warmup": 1}
+    settings = {
+        "kind": "modernbert",
+        "precision": "fp32",
+        "seconds": 0,
+        "seed": 0,
+        "warm": 2,
+        "warmup": 1,
+    }
     rows = SHAPES[case["model"]][-1] // readers
-    figures, _ = our_side({**case, **settings, "trainer": trainer, "rows": rows}, corpus, tokenizer, folder)
+    figures, _ = our_side(
+        {**case, **settings, "trainer": trainer, "rows": rows}, corpus, tokenizer, folder
+    )
     tokens = figures["real_tokens"] * readers
     return {"tokens": tokens, "microseconds": 1e6 * figures["wall_seconds"] / tokens}
 
@@ -187,7 +212,11 @@ def start_case(script: str | Path, case: dict, output: Path) -> subprocess.Popen
 
 def printed(output: Path) -> list[dict]:
     "The figures that a child has printed so far."
-    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines() if line[-1:] == "}"]
+    return [
+        json.loads(line)
+        for line in output.read_text(encoding="utf-8").splitlines()
+        if line[-1:] == "}"
+    ]
 
 
 def in_slices(
@@ -209,7 +238,9 @@ def in_slices(
                     if child.poll() is None:
                         os.killpg(child.pid, signal.SIGSTOP)
                     elif name != longest or child.returncode:
-                        raise SystemExit(f"{cases[name]} failed:\n{outputs[name].read_text()[-3000:]}")
+                        raise SystemExit(
+                            f"{cases[name]} failed:\n{outputs[name].read_text()[-3000:]}"
+                        )
         finally:
             for child in children.values():
                 if child.poll() is None:
@@ -221,7 +252,9 @@ def in_slices(
             for name, found in runs.items()}  # fmt: skip
 
 
-def corpus_rounds(cases: dict[str, dict], rounds: int, ledger: Ledger, show) -> dict[str, list[dict]]:
+def corpus_rounds(
+    cases: dict[str, dict], rounds: int, ledger: Ledger, show
+) -> dict[str, list[dict]]:
     "All sizes of the corpus, side by side in each round."
     grown_file(next(iter(cases.values())))  # before the children need it
     runs = {name: [] for name in cases}
@@ -272,7 +305,12 @@ def main() -> None:
         print(json.dumps(measure(json.loads(options.case))))
         return
     if options.quick:
-        options.rounds, options.documents, options.growth, options.lengths = 1, 1200, [1, 2], [128, 256]
+        options.rounds, options.documents, options.growth, options.lengths = (
+            1,
+            1200,
+            [1, 2],
+            [128, 256],
+        )
         options.positions, options.steps, options.model = 1024, 2, "tiny"
     base = {"documents": options.documents, "kept": str(options.kept), "model": options.model,
             "steps": options.steps + 2, "positions": options.positions, "copies": max(options.growth)}  # fmt: skip

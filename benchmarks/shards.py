@@ -73,10 +73,21 @@ def repeated(directory: Path, num_tokens: int) -> dict:
     times = -(-num_tokens // len(ids) // parts)
     start = time.perf_counter()
     for part in range(parts):
-        write_part(directory, part, lambda first: ((ids, lengths) for _ in range(times)), "repeated", "uint16")
+        write_part(
+            directory,
+            part,
+            lambda first: ((ids, lengths) for _ in range(times)),
+            "repeated",
+            "uint16",
+        )
     manifest = finish_shards(directory, parts, "repeated")
-    return {"tokens": manifest["tokens"], "documents": manifest["documents"], "shards": len(manifest["shards"]),
-            "blocks": manifest["blocks"]["count"], "write_s": time.perf_counter() - start}
+    return {
+        "tokens": manifest["tokens"],
+        "documents": manifest["documents"],
+        "shards": len(manifest["shards"]),
+        "blocks": manifest["blocks"]["count"],
+        "write_s": time.perf_counter() - start,
+    }
 
 
 def tokenizing(folder: Path, megabytes: float) -> dict:
@@ -106,11 +117,16 @@ def tokenizing(folder: Path, megabytes: float) -> dict:
             processor[name].append(found["processor_seconds"])
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     one = "1 process of one thread"
-    return {"megabytes": len(text) * copies * 8 / 1e6, "tokens": found["tokens"], "seconds": seconds,
-            "processor_seconds": processor,
-            "tokens_per_processor_second": found["tokens"] / statistics.median(processor[one]),
-            "tokens_per_s_of_one": found["tokens"] / middle[one],
-            "times_as_fast": middle[one] / min(middle["2 processes"], middle["2 processes of one thread"])}
+    return {
+        "megabytes": len(text) * copies * 8 / 1e6,
+        "tokens": found["tokens"],
+        "seconds": seconds,
+        "processor_seconds": processor,
+        "tokens_per_processor_second": found["tokens"] / statistics.median(processor[one]),
+        "tokens_per_s_of_one": found["tokens"] / middle[one],
+        "times_as_fast": middle[one]
+        / min(middle["2 processes"], middle["2 processes of one thread"]),
+    }
 
 
 CORES = 16  # of each machine on paper
@@ -122,8 +138,12 @@ def on_paper(tokens_per_s: float, bytes_per_token: float) -> dict:
     for machines in (1, 16, 256):
         rate = tokens_per_s * CORES * machines
         read = rate * bytes_per_token / 1e6
-        found[machines] = {"hours": 1e12 / bytes_per_token / rate / 3600, "read_mb_per_s": read,
-                           "read_mb_per_s_of_each": read / machines, "write_mb_per_s": rate * 2 / 1e6}
+        found[machines] = {
+            "hours": 1e12 / bytes_per_token / rate / 3600,
+            "read_mb_per_s": read,
+            "read_mb_per_s_of_each": read / machines,
+            "write_mb_per_s": rate * 2 / 1e6,
+        }
     return found
 
 
@@ -132,8 +152,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000_000)
     parser.add_argument("--megabytes", type=float, default=40)
     parser.add_argument("--skip-tokenizing", action="store_true")
-    parser.add_argument("--skip-cache", action="store_true", help="keep the cache's figures of the run before")
-    parser.add_argument("--quick", action="store_true", help="a hundredth of the tokens, to see that it runs")
+    parser.add_argument(
+        "--skip-cache", action="store_true", help="keep the cache's figures of the run before"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a hundredth of the tokens, to see that it runs"
+    )
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.megabytes = options.tokens // 100, min(options.megabytes, 2)

@@ -79,8 +79,13 @@ def with_imports(files: Iterable[str | Path]) -> list[Path]:
             continue
         found.add(file)
         for node in ast.walk(ast.parse(file.read_bytes())) if file.suffix == ".py" else ():
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [
-                one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else [one.name for one in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             beside = (file.with_name(f"{name}.py") for name in names)
             ahead += [other for other in beside if other.is_file()]
     return sorted(found)
@@ -213,7 +218,9 @@ def ratios(ours: list[dict], theirs: list[dict], figure: str) -> dict[str, float
     return spread(a[figure] / b[figure] for a, b in zip(ours, theirs, strict=True))
 
 
-def judge(what: str, measured: float, at_least: float | None = None, at_most: float | None = None) -> dict:
+def judge(
+    what: str, measured: float, at_least: float | None = None, at_most: float | None = None
+) -> dict:
     "A target beside what was measured. Nothing ends because of it."
     passed = (at_least is None or measured >= at_least) and (at_most is None or measured <= at_most)
     bounds = {"at_least": at_least, "at_most": at_most}
@@ -225,7 +232,9 @@ def say(judgements: list[dict]) -> None:
     "Print targets, measured figures and verdicts."
     for one in judgements:
         bound = f">= {one['at_least']:g}" if "at_least" in one else f"<= {one['at_most']:g}"
-        print(f"{'pass' if one['passed'] else 'MISS'}  {one['measured']:8.2f}  {bound:8}  {one['what']}")
+        print(
+            f"{'pass' if one['passed'] else 'MISS'}  {one['measured']:8.2f}  {bound:8}  {one['what']}"
+        )
 
 
 def write_result(
@@ -281,7 +290,9 @@ class BenchmarkParser(argparse.ArgumentParser):
                  otherwise: str = "nowhere for a part or a rehearsal", **options):  # fmt: skip
         super().__init__(**options)
         self.name, self.free, self.merged = name, {*HOW, *free}, set(merged)
-        self.add_argument("--output", type=Path, help=f"(default: {name}.json in results, {otherwise})")
+        self.add_argument(
+            "--output", type=Path, help=f"(default: {name}.json in results, {otherwise})"
+        )
 
     def leaves_out(self, name: str, value: Any) -> bool:
         "Whether an option makes a measurement that the full result is not to be replaced with."
@@ -291,13 +302,20 @@ class BenchmarkParser(argparse.ArgumentParser):
 
     def parse_known_args(self, *words, **options) -> tuple[argparse.Namespace, list[str]]:
         "Choose the file where none was given; exit with a message where a quick run names the full one."
-        (read, rest), full = super().parse_known_args(*words, **options), RESULTS / f"{self.name}.json"
+        (read, rest), full = (
+            super().parse_known_args(*words, **options),
+            RESULTS / f"{self.name}.json",
+        )
         quick = getattr(read, "quick", False)
         if quick and read.output is None:
             read.output = getattr(read, "kept", KEPT) / "quick" / full.name
         elif quick and read.output.resolve() == full.resolve():
-            self.error(f"--quick measures tiny sizes, and {read.output} holds the full result: choose another --output")
-        elif read.output is None and (rest or any(self.leaves_out(*one) for one in vars(read).items())):
+            self.error(
+                f"--quick measures tiny sizes, and {read.output} holds the full result: choose another --output"
+            )
+        elif read.output is None and (
+            rest or any(self.leaves_out(*one) for one in vars(read).items())
+        ):
             print("a part or a rehearsal: nothing is written without --output", flush=True)
         elif read.output is None:
             read.output = full
@@ -308,9 +326,13 @@ def common_parser(description: str, name: str, rounds: int, **options) -> Benchm
     "The flags that all benchmarks of two sides take."
     parser = BenchmarkParser(name, description=description, **options)
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns (default: {rounds})")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each side (default: all)")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of each side (default: all)"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run has measured")
+    parser.add_argument(
+        "--fresh", action="store_true", help="forget what an earlier run has measured"
+    )
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # JSON: one case, in this process
     return parser

@@ -39,16 +39,25 @@ def first_step(case: dict) -> dict:
     corpus, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     with tempfile.TemporaryDirectory() as folder:
         side = our_side if case["side"] == "ours" else their_side
-        side({**case, "warm": 0, "warmup": 1, "steps": 1, "seconds": 0, "seed": 0}, corpus, tokenizer, folder)
+        side(
+            {**case, "warm": 0, "warmup": 1, "steps": 1, "seconds": 0, "seed": 0},
+            corpus,
+            tokenizer,
+            folder,
+        )
     return {}
 
 
 def seconds_of(arguments: list[str], threads: int) -> dict[str, float]:
     "Wall and processor time of a fresh Python."
     before, start = os.times(), time.perf_counter()
-    subprocess.run([sys.executable, *arguments], env=environment(threads), check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, *arguments], env=environment(threads), check=True, capture_output=True
+    )
     wall, after = time.perf_counter() - start, os.times()
-    busy = after.children_user + after.children_system - before.children_user - before.children_system
+    busy = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     return {"seconds": wall, "processor_seconds": busy}
 
 
@@ -57,7 +66,10 @@ def draw(result: dict):
     names = list(result["seconds"])
     figure, axes = new_axes("seconds", "", size=(7.5, 3.6))
     values = [result["seconds"][name]["seconds"]["median"] for name in names]
-    colours = [BLUE if "bertlab" in n else ORANGE if "Trainer" in n or "transformers" in n else GREY for n in names]
+    colours = [
+        BLUE if "bertlab" in n else ORANGE if "Trainer" in n or "transformers" in n else GREY
+        for n in names
+    ]
     axes.barh(names, values, color=colours)
     axes.invert_yaxis()
     axes.set_xscale("log")
@@ -78,7 +90,9 @@ def main() -> None:
     commands, warm = dict(COMMANDS), 1
     if options.quick:
         options.rounds, options.documents, options.model, warm = 1, 2000, "tiny", 0
-        commands = {name: commands[name] for name in ("python alone", "import bertlab", "bertlab --help")}
+        commands = {
+            name: commands[name] for name in ("python alone", "import bertlab", "bertlab --help")
+        }
     base = {"model": options.model, "kind": "bert", "precision": "fp32", "documents": options.documents,
             "kept": str(options.kept)}  # fmt: skip
     shared_text(SHAPES[options.model][3], options.documents, options.kept)
@@ -92,11 +106,23 @@ def main() -> None:
         figures, _ = ledger.ask(key, lambda: seconds_of(commands[name], options.threads))  # noqa: B023
         if number >= warm:
             runs[name].append(figures)
-            print(f"  {number + 1 - warm}/{options.rounds} {name:26} {figures['seconds']:7.2f} s", flush=True)
-    found = {name: {k: spread(f[k] for f in figures) for k in figures[0]} for name, figures in runs.items()}
+            print(
+                f"  {number + 1 - warm}/{options.rounds} {name:26} {figures['seconds']:7.2f} s",
+                flush=True,
+            )
+    found = {
+        name: {k: spread(f[k] for f in figures) for k in figures[0]}
+        for name, figures in runs.items()
+    }
     bare = found["python alone"]["seconds"]["median"]
-    judged = [judge("import bertlab, seconds", found["import bertlab"]["seconds"]["median"] - bare, at_most=0.2),
-              judge("bertlab --help, seconds", found["bertlab --help"]["seconds"]["median"], at_most=1.0)]
+    judged = [
+        judge(
+            "import bertlab, seconds",
+            found["import bertlab"]["seconds"]["median"] - bare,
+            at_most=0.2,
+        ),
+        judge("bertlab --help, seconds", found["bertlab --help"]["seconds"]["median"], at_most=1.0),
+    ]
     say(judged)
     compared = ratios(runs["first step, Trainer"], runs["first step, bertlab"], "seconds")
     write_result(options.output, {

@@ -75,10 +75,22 @@ PARTS = (
     Part("scaling", 25, resumes=True),
     Part("final_project", 140, resumes=True),
     Part("pretraining", 75, resumes=True),
-    Part("pretraining_busy", 15, None, (*_SHORT, "--models", "short", "--precisions", "fp32", "--busy", "1", "2"),
-         resumes=True, measured_by="pretraining"),
-    Part("pretraining_share", 20, None, (*_SHORT, "--models", "small", "base", "--precisions", "fp32", "bf16"),
-         resumes=True, measured_by="pretraining"),
+    Part(
+        "pretraining_busy",
+        15,
+        None,
+        (*_SHORT, "--models", "short", "--precisions", "fp32", "--busy", "1", "2"),
+        resumes=True,
+        measured_by="pretraining",
+    ),
+    Part(
+        "pretraining_share",
+        20,
+        None,
+        (*_SHORT, "--models", "small", "base", "--precisions", "fp32", "bf16"),
+        resumes=True,
+        measured_by="pretraining",
+    ),
     Part("ceiling", 30, resumes=True),
     Part("half_hour", 130, resumes=True),
     Part("records", 25, resumes=True, result="records/laptop", reads=("records/*.yaml",)),
@@ -110,41 +122,66 @@ def chosen(options: argparse.Namespace) -> list[Part]:
     return [part for part in parts if not options.quick or part.quick is not None]
 
 
-def plan(parts: list[Part], done: dict[str, str], words: dict[str, list[str]], quick: bool) -> list[Part]:
+def plan(
+    parts: list[Part], done: dict[str, str], words: dict[str, list[str]], quick: bool
+) -> list[Part]:
     "Print what is ahead, and return it."
     ahead = [part for part in parts if done.get(part.name) != stamp(part, words[part.name])]
     for part in parts:
         about = "" if quick else f"about {part.minutes:g} minutes"
         print(f"  {part.name:20} {about if part in ahead else 'done with this code, here'}")
     if not quick:
-        print(f"  in all               about {sum(part.minutes for part in ahead) / 60:.1f} hours", flush=True)
+        print(
+            f"  in all               about {sum(part.minutes for part in ahead) / 60:.1f} hours",
+            flush=True,
+        )
     return ahead
 
 
 def judgements(parts: list[Part], folder: Path) -> list[dict]:
     "The verdicts of some parts, each with its part's name."
     paths = {part.name: part.output(folder) for part in parts}
-    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
-    return [one | {"what": f"{name}: {one['what']}"} for name, result in found.items() if isinstance(result, dict)
-            for one in result.get("judged", [])]
+    found = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in paths.items()
+        if path.exists()
+    }
+    return [
+        one | {"what": f"{name}: {one['what']}"}
+        for name, result in found.items()
+        if isinstance(result, dict)
+        for one in result.get("judged", [])
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, to see that everything runs"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=[part.name for part in PARTS], help="these alone"
+    )
     parser.add_argument("--threads", type=int, help="of each side (default: all)")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    parser.add_argument("--folder", type=Path, help="of the results (default: results in --kept; quick there)")
+    parser.add_argument(
+        "--folder", type=Path, help="of the results (default: results in --kept; quick there)"
+    )
     parser.add_argument("--kept", type=Path, default=KEPT, help="where figures wait for the end")
-    parser.add_argument("--plan", action="store_true", help="say what would be run, and how long it takes")
+    parser.add_argument(
+        "--plan", action="store_true", help="say what would be run, and how long it takes"
+    )
     options = parser.parse_args()
     slow = [part.name for part in PARTS if options.quick and part.quick is None]
     if asked := [name for name in slow if name in (options.only or ())]:
-        parser.error(f"there is no quick way to run {', '.join(asked)}: leave --quick out, or name others after --only")
+        parser.error(
+            f"there is no quick way to run {', '.join(asked)}: leave --quick out, or name others after --only"
+        )
     options.folder = options.folder or options.kept / ("quick" if options.quick else "results")
     if options.quick and options.folder.resolve() == RESULTS.resolve():
-        parser.error(f"--quick measures tiny sizes, and {options.folder} holds the full results: choose another --folder")
+        parser.error(
+            f"--quick measures tiny sizes, and {options.folder} holds the full results: choose another --folder"
+        )
     options.kept.mkdir(parents=True, exist_ok=True)
     book = options.kept / ("quick.json" if options.quick else "finished.json")
     done = json.loads(book.read_text()) if book.exists() and not options.fresh else {}
@@ -155,10 +192,18 @@ def main() -> None:
         print(f"  left out, for want of a quick way: {', '.join(slow)}", flush=True)
     for part in [] if options.plan else ahead:
         print(f"\n== {part.name}", flush=True)
-        start, begun_with = time.perf_counter(), stamp(part, words[part.name])  # the code may change meanwhile
+        start, begun_with = (
+            time.perf_counter(),
+            stamp(part, words[part.name]),
+        )  # the code may change meanwhile
         if str(DEMO) in words[part.name] and not (DEMO / "metrics.json").exists():
-            subprocess.run([sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(DEMO)], check=True)
-        code = subprocess.run(words[part.name], env=environment(options.threads) if options.threads else None)
+            subprocess.run(
+                [sys.executable, "-m", "bertlab.cli.main", "demo", "--output", str(DEMO)],
+                check=True,
+            )
+        code = subprocess.run(
+            words[part.name], env=environment(options.threads) if options.threads else None
+        )
         if code.returncode:
             failed.append(part.name)
             continue

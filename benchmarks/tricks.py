@@ -90,9 +90,13 @@ class EmbeddingSkips(BertLabForMaskedLM):
         super().__init__(config)
         self.mixes = nn.ModuleList(Mix() for _ in self.encoder.blocks)
         self._first: list[Tensor | None] = [None]
-        self.encoder.embeddings.register_forward_hook(lambda part, given, x: self._first.__setitem__(0, x))
+        self.encoder.embeddings.register_forward_hook(
+            lambda part, given, x: self._first.__setitem__(0, x)
+        )
         for block, mix in zip(self.encoder.blocks, self.mixes):
-            block.register_forward_pre_hook(lambda part, given, mix=mix: (mix(given[0], self._first[0]), *given[1:]))
+            block.register_forward_pre_hook(
+                lambda part, given, mix=mix: (mix(given[0], self._first[0]), *given[1:])
+            )
         self.post_init()
 
 
@@ -102,13 +106,18 @@ class ValueEmbeddings(BertLabForMaskedLM):
     def __init__(self, config):
         super().__init__(config)
         D, last = config.hidden_size, config.num_hidden_layers - 1
-        self.values = nn.ModuleDict({str(i): nn.Embedding(config.vocab_size, D) for i in dict.fromkeys((0, last))})
+        self.values = nn.ModuleDict(
+            {str(i): nn.Embedding(config.vocab_size, D) for i in dict.fromkeys((0, last))}
+        )
         self.shares = nn.ModuleDict({i: Mix() for i in self.values})
         self._ids: list[Tensor | None] = [None]
-        self.encoder.embeddings.register_forward_pre_hook(lambda part, given: self._ids.__setitem__(0, given[0]))
+        self.encoder.embeddings.register_forward_pre_hook(
+            lambda part, given: self._ids.__setitem__(0, given[0])
+        )
         for i, table in self.values.items():
             self.encoder.blocks[int(i)].attention.qkv.register_forward_hook(
-                lambda part, given, y, table=table, mix=self.shares[i]: self._add(y, table, mix))
+                lambda part, given, y, table=table, mix=self.shares[i]: self._add(y, table, mix)
+            )
         self.post_init()
 
     def _add(self, y_BLX: Tensor, table: nn.Embedding, mix: Mix) -> Tensor:
@@ -148,7 +157,9 @@ class FallingMasks(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         done = trainer.global_step / trainer.max_steps
         collator = trainer.datamodule.batches.collator
-        collator.rule = replace(collator.rule, mlm_probability=self.first + (self.last - self.first) * done)
+        collator.rule = replace(
+            collator.rule, mlm_probability=self.first + (self.last - self.first) * done
+        )
 
 
 class GrowingWindows(Callback):
@@ -162,7 +173,9 @@ class GrowingWindows(Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
         share = min(1.0, 2 * trainer.global_step / trainer.max_steps)
-        module.config.local_attention = 2 * round((self.first + share * (self.full - self.first)) / 2)
+        module.config.local_attention = 2 * round(
+            (self.first + share * (self.full - self.first)) / 2
+        )
 
     def on_validation_start(self, trainer, module) -> None:
         module.config.local_attention = self.full
@@ -180,9 +193,13 @@ class ShortRowsFirst(Callback):
         for name in ("input_ids", "attention_mask", "position_ids", "labels"):
             batch[name] = batch[name].reshape(-1, self.length)
         labelled_BL = (batch["labels"] != IGNORED).numpy()
-        batch["label_positions"] = torch.from_numpy(place_labels(labelled_BL, labelled_BL.sum(1).max()))
+        batch["label_positions"] = torch.from_numpy(
+            place_labels(labelled_BL, labelled_BL.sum(1).max())
+        )
         dropped_B = batch["num_dropped_labels"]
-        batch["num_dropped_labels"] = torch.cat((dropped_B, dropped_B.new_zeros(len(labelled_BL) - len(dropped_B))))
+        batch["num_dropped_labels"] = torch.cat(
+            (dropped_B, dropped_B.new_zeros(len(labelled_BL) - len(dropped_B)))
+        )
 
 
 class DoublingBatch(GrowingBatch):
@@ -193,7 +210,9 @@ class DoublingBatch(GrowingBatch):
 
     def on_train_start(self, trainer, module) -> None:
         single = round(2 * trainer.max_steps / 3)
-        self.warmup = replace(self.warmup, warmup_tokens=single * self.warmup.tokens_per_micro_batch)
+        self.warmup = replace(
+            self.warmup, warmup_tokens=single * self.warmup.tokens_per_micro_batch
+        )
         super().on_train_start(trainer, module)
 
 
@@ -236,7 +255,9 @@ class EasyFirst(Callback):
 
         def easy_first(keys):
             pairs = [key if isinstance(key, tuple) else (dataset.epoch, key) for key in keys]
-            return build([(epoch, int(order[index]) if epoch == 0 else index) for epoch, index in pairs])
+            return build(
+                [(epoch, int(order[index]) if epoch == 0 else index) for epoch, index in pairs]
+            )
 
         dataset.build = easy_first
 

@@ -45,16 +45,28 @@ from bertlab.model.vocabulary import (
 )
 
 LENGTH, ROWS = 128, 16
-RATES = {"fresh": 2e-3, "adapted": 1e-3}  # peaks of AdamW: of 1, 2 and 4e-3 the best, for short runs, on seed 0
-LENGTHS = {"fresh": (0.4, 0.55, 0.75, 1.0), "adapted": (0.05, 0.1, 0.2)}  # of runs, in shares of the old model's steps
-WAYS = {"to its own": ("away", "all"), "to a foreign one": ("all", "away")}  # the text of each vocabulary, old and new
+RATES = {
+    "fresh": 2e-3,
+    "adapted": 1e-3,
+}  # peaks of AdamW: of 1, 2 and 4e-3 the best, for short runs, on seed 0
+LENGTHS = {
+    "fresh": (0.4, 0.55, 0.75, 1.0),
+    "adapted": (0.05, 0.1, 0.2),
+}  # of runs, in shares of the old model's steps
+WAYS = {
+    "to its own": ("away", "all"),
+    "to a foreign one": ("all", "away"),
+}  # the text of each vocabulary, old and new
 
 
 def fresh(tokenizer, seed, quick):
     "A model that knows nothing."
     torch.manual_seed(seed)
     width = 64 if quick else 128
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+        for name in ("pad", "cls", "sep", "mask")
+    }
     return BertLabForMaskedLM(modernbert_tiny(
         vocab_size=len(tokenizer), hidden_size=width, num_attention_heads=width // 32, num_hidden_layers=2 if quick else 4,
         intermediate_size=width * 3 // 2, max_position_embeddings=LENGTH, local_attention=32, **special))  # fmt: skip
@@ -64,7 +76,9 @@ def batches(tokenizer, texts, seed):
     "Batches without end; a function of the seed."
     rows = PackedDataset(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids, LENGTH, seed=seed,
                          **special_ids(tokenizer))  # fmt: skip
-    collate = MaskedLanguageModelingCollator.from_tokenizer(tokenizer, seed=seed, max_sequence_length=LENGTH, unit="word")
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        tokenizer, seed=seed, max_sequence_length=LENGTH, unit="word"
+    )
     epoch = 0
     while True:
         for start in range(0, len(rows) - ROWS + 1, ROWS):
@@ -95,7 +109,9 @@ def first_below(curve, goal):
 def parts_of_corpus(quick):
     "Texts of the domain, of the rest, and held-out ones of both."
     corpus = embedded_corpus()
-    is_away = lambda document: any(word in document.text for word in ("async", "corout", "socket", "thread"))
+    is_away = lambda document: any(
+        word in document.text for word in ("async", "corout", "socket", "thread")
+    )
     home = [d.text for d in corpus.train if not is_away(d)][: 1000 if quick else None]
     away = [d.text for d in corpus.train if is_away(d)][: 300 if quick else None]
     held_out = [d.text for d in corpus.validation if is_away(d)][: 30 if quick else None]
@@ -114,19 +130,26 @@ def measure_seed(seed, steps, quick):
     kept = trim_tokenizer(old, away).kept
     options = dict(padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
     with torch.no_grad():
-        full, less = model.eval()(**old(away[:100], **options)).logits, small.eval()(**fewer(away[:100], **options)).logits
+        full, less = (
+            model.eval()(**old(away[:100], **options)).logits,
+            small.eval()(**fewer(away[:100], **options)).logits,
+        )
     found = {"old": goal, "trim": {"rows": [model.config.vocab_size, small.config.vocab_size],
                                    "largest_difference": float((full[..., kept] - less[..., : len(kept)]).abs().max())},
              "extend": {}, "transplant": {}}  # fmt: skip
     for number in (50, 200) if quick else (50, 200, 800):
         longer, more = extend_vocabulary(model, old, away, number)
         zero = masked_bits_per_byte(longer, more, held_out, LENGTH)
-        after = train(longer, more, home + away, held_out, steps // 10, seed + 100, RATES["adapted"])
+        after = train(
+            longer, more, home + away, held_out, steps // 10, seed + 100, RATES["adapted"]
+        )
         found["extend"][len(more) - len(old)] = {"0": zero, str(steps // 10): after}
     texts = {"away": away, "all": home + away}
     for way, (before, behind) in list(WAYS.items())[: 2 if seed == 0 else 1]:
         pair = (train_tokenizer(texts[name], size, kind="bpe") for name in (before, behind))
-        found["transplant"][way] = measure_transplants(*pair, texts["all"], held_out, seed, steps, quick)
+        found["transplant"][way] = measure_transplants(
+            *pair, texts["all"], held_out, seed, steps, quick
+        )
         print(f"  seed {seed}, {way}: {found['transplant'][way]}", flush=True)
     return found
 
@@ -135,7 +158,12 @@ def measure_transplants(old, new, texts, held_out, seed, steps, quick):
     "Bits per byte by steps with another tokenizer, by each method and afresh."
     model = fresh(old, seed, quick)
     goal = train(model, old, texts, held_out, steps, seed, RATES["fresh"])
-    found = {"goal": goal, "entries": len(new), "twins": len(find_counterparts(old, new).twins), "methods": {}}
+    found = {
+        "goal": goal,
+        "entries": len(new),
+        "twins": len(find_counterparts(old, new).twins),
+        "methods": {},
+    }
     for method in (*TRANSPLANTS, "fresh"):
         kind = "fresh" if method == "fresh" else "adapted"
         curve = {}
@@ -150,15 +178,22 @@ def measure_transplants(old, new, texts, held_out, seed, steps, quick):
 def shares(way):
     "Steps of each method over those of a fresh model; None where the goal was not reached in as many as were tried."
     methods = way["methods"]
-    fresh_steps = methods["fresh"]["steps"] or max(map(int, methods["fresh"]["curve"]))  # or more than all that were tried
+    fresh_steps = methods["fresh"]["steps"] or max(
+        map(int, methods["fresh"]["curve"])
+    )  # or more than all that were tried
     steps = {method: methods[method]["steps"] for method in TRANSPLANTS}
-    return {method: None if number is None else number / fresh_steps for method, number in steps.items()}
+    return {
+        method: None if number is None else number / fresh_steps for method, number in steps.items()
+    }
 
 
 def summarise(seeds):
     "Every target beside its worst seed."
     zero = [curve["0"] / one["old"] - 1 for one in seeds for curve in one["extend"].values()]
-    by_seed = {way: [shares(one["transplant"][way]) for one in seeds if way in one["transplant"]] for way in WAYS}
+    by_seed = {
+        way: [shares(one["transplant"][way]) for one in seeds if way in one["transplant"]]
+        for way in WAYS
+    }
     return {"trim_largest_difference": max(one["trim"]["largest_difference"] for one in seeds),
             "extend_worst_rise_at_zero_steps": max(zero),
             "transplant_share_of_fresh_steps": {way: {method: [one[method] for one in found] for method in TRANSPLANTS}
@@ -171,7 +206,9 @@ def verdicts(summary):
               judge("extend: rise of bits per byte at zero steps", summary["extend_worst_rise_at_zero_steps"],
                     at_most=0.05)]  # fmt: skip
     for way, found in summary["transplant_share_of_fresh_steps"].items():
-        worst = min(max(99.0 if one is None else one for one in by_seed) for by_seed in found.values())
+        worst = min(
+            max(99.0 if one is None else one for one in by_seed) for by_seed in found.values()
+        )
         what = f"transplant {way}: share of a fresh model's steps, worst seed of the best method"
         judged.append(judge(what, worst, at_most=0.2))
     return judged
@@ -185,11 +222,36 @@ def draw(result):
     for axes, way in zip(panels, WAYS):
         for number, one in enumerate(seed for seed in result["seeds"] if way in seed["transplant"]):
             found = one["transplant"][way]
-            for (name, method), colour in zip(found["methods"].items(), (BLUE, GREEN, ORANGE, RED, GREY)):
-                curve = {int(steps): value for steps, value in method["curve"].items() if name != "fresh" or steps != "0"}
-                axes.plot(list(curve), list(curve.values()), "o-", color=colour, lw=1, ms=3, label=name if number == 0 else None)
-            axes.axhline(found["goal"], color="0.3", ls=":", lw=0.9, label="the old model" if number == 0 else None)
-        axes.set_title({"to its own": "to a vocabulary of its own text"}.get(way, "to a vocabulary of other text"), fontsize=10)
+            for (name, method), colour in zip(
+                found["methods"].items(), (BLUE, GREEN, ORANGE, RED, GREY)
+            ):
+                curve = {
+                    int(steps): value
+                    for steps, value in method["curve"].items()
+                    if name != "fresh" or steps != "0"
+                }
+                axes.plot(
+                    list(curve),
+                    list(curve.values()),
+                    "o-",
+                    color=colour,
+                    lw=1,
+                    ms=3,
+                    label=name if number == 0 else None,
+                )
+            axes.axhline(
+                found["goal"],
+                color="0.3",
+                ls=":",
+                lw=0.9,
+                label="the old model" if number == 0 else None,
+            )
+        axes.set_title(
+            {"to its own": "to a vocabulary of its own text"}.get(
+                way, "to a vocabulary of other text"
+            ),
+            fontsize=10,
+        )
         axes.set_xlabel("steps of the run")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("bits per byte of hidden words")
@@ -210,7 +272,12 @@ def main() -> None:
         key = json.dumps([seed, steps, asked.quick, asked.threads])
         found, known = ledger.ask(key, lambda: measure_seed(seed, steps, asked.quick))  # noqa: B023
         seeds.append(found)
-        print(seed, f"{time.perf_counter() - start:.0f} s{' (kept)' * known}", summarise(seeds), flush=True)
+        print(
+            seed,
+            f"{time.perf_counter() - start:.0f} s{' (kept)' * known}",
+            summarise(seeds),
+            flush=True,
+        )
     judged = verdicts(summary := summarise(seeds))
     say(judged)
     write_result(asked.output, {"what": __doc__.splitlines()[0], "machine": machine(asked.threads), "steps": steps,

@@ -40,7 +40,9 @@ from bertlab.train.xla import CompileRecorder  # noqa: E402
 
 LENGTH, BATCH, DOCUMENTS, EPOCHS = 64, 4, 74, 3
 LOADERS = ("packed", "one document a row", "padded to the longest")
-SHAPE = dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=2)
+SHAPE = dict(
+    vocab_size=512, hidden_size=32, intermediate_size=48, num_attention_heads=2, num_hidden_layers=2
+)
 
 
 class PaddedToLongest(IterableDataset):
@@ -80,9 +82,13 @@ class Shapes(Callback):
 def run(batches: Any, num_batches: int) -> dict[str, Any]:
     "Train for three epochs; return shapes, programs and seconds after each step."
     seed_everything(0)
-    module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict(), learning_rate=3e-3, scheduler_warmup_steps=4)
+    module = PretrainingModule(
+        modernbert_tiny(**SHAPE).to_diff_dict(), learning_rate=3e-3, scheduler_warmup_steps=4
+    )
     history, recorder, shapes = History(), CompileRecorder(), Shapes()
-    trainer = make_trainer(EPOCHS * num_batches, "32-true", "tpu", callbacks=[history, recorder, shapes])
+    trainer = make_trainer(
+        EPOCHS * num_batches, "32-true", "tpu", callbacks=[history, recorder, shapes]
+    )
     trainer.fit(module, batches)
     return {"batches_per_epoch": num_batches, "shapes": shapes.shapes,
             "programs": [c.compilations for c in recorder.counts],
@@ -95,7 +101,9 @@ def batches_of(name: str) -> tuple[Any, int]:
     corpus = embedded_corpus()
     tokenizer = train_tokenizer(corpus.train_texts[:1000], vocab_size=SHAPE["vocab_size"])
     draw = np.random.default_rng(0)
-    texts = [" ".join(text.split()[: draw.integers(2, 40)]) for text in corpus.train_texts[:DOCUMENTS]]
+    texts = [
+        " ".join(text.split()[: draw.integers(2, 40)]) for text in corpus.train_texts[:DOCUMENTS]
+    ]
     if name == "padded to the longest":
         padded = PaddedToLongest(texts, tokenizer)
         return torch.utils.data.DataLoader(padded, batch_size=None), len(padded)
@@ -116,18 +124,26 @@ def in_fresh_process(name: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", default=str(ROOT / "benchmarks/results/xla.json"))
-    parser.add_argument("--loader", choices=LOADERS, help="run this one, here, and print its result")
+    parser.add_argument(
+        "--loader", choices=LOADERS, help="run this one, here, and print its result"
+    )
     options = parser.parse_args()
     if options.loader:
         stand_in()
         print(json.dumps(run(*batches_of(options.loader))))
         return
     what = f"{EPOCHS} epochs of {DOCUMENTS} documents, rows of at most {LENGTH} tokens, {BATCH} in a batch"
-    versions = {"bertlab": bertlab.__version__, "torch": torch.__version__, "torch_xla": torch_xla.__version__}
+    versions = {
+        "bertlab": bertlab.__version__,
+        "torch": torch.__version__,
+        "torch_xla": torch_xla.__version__,
+    }
     loaders = {}
     for name in LOADERS:
         loaders[name] = in_fresh_process(name)
-        print(f"{name}: {loaders[name]['programs'][-1]} programs in {len(loaders[name]['programs'])} steps")
+        print(
+            f"{name}: {loaders[name]['programs'][-1]} programs in {len(loaders[name]['programs'])} steps"
+        )
     with written_whole(options.output) as temporary:
         result = {"what": what, "versions": versions, "loaders": loaders}
         temporary.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")

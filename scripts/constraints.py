@@ -22,7 +22,15 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
-TORCH_NEEDS = ["filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec"]
+TORCH_NEEDS = [
+    "filelock",
+    "typing-extensions",
+    "setuptools",
+    "sympy",
+    "networkx",
+    "jinja2",
+    "fsspec",
+]
 HEADER = """\
 # The versions that were tested together, for Python 3.10 to 3.13. Written by scripts/constraints.py.
 # `make demo` and `make test` install under it; a user's own project need not.
@@ -37,9 +45,12 @@ def stand_in_for_torch(folder: Path) -> Path:
     needs = "".join(f"Requires-Dist: {name}\n" for name in TORCH_NEEDS)
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}+standin\n{needs}"
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {TORCH}+standin\n{needs}",
         )
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return wheel
 
@@ -52,7 +63,9 @@ def runs_on(metadata: dict, python: str) -> bool:
 def minor_version(python: str) -> str:
     "3.11 of an interpreter."
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
-    return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [python, "-c", ask], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def resolve(
@@ -68,12 +81,27 @@ def resolve(
     subprocess.run([*pip, "install", "--quiet", "--upgrade", "pip"], check=True)
     report, wishes, bounds = folder / "report.json", folder / "lead.txt", folder / "bounds.txt"
     bounds.touch()
-    command = [*pip, "install", "--quiet", "--dry-run", "--ignore-installed", "--report", str(report)]
+    command = [
+        *pip,
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--report",
+        str(report),
+    ]
     command += [f"{ROOT}[dev]", str(stand_in_for_torch(folder))]
-    wishes.write_text("".join(f"{name}=={number}\n" for name, number in lead.items() if name != "torch"))
+    wishes.write_text(
+        "".join(f"{name}=={number}\n" for name, number in lead.items() if name != "torch")
+    )
     command += ["--constraint", str(bounds)]
     while True:
-        if not lead or subprocess.run([*command, "--constraint", str(wishes)], capture_output=True).returncode:
+        if (
+            not lead
+            or subprocess.run(
+                [*command, "--constraint", str(wishes)], capture_output=True
+            ).returncode
+        ):
             subprocess.run(command, check=True)
         items = json.loads(report.read_text())["install"]
         late = [item["metadata"] for item in items if not runs_on(item["metadata"], f"{version}.0")]
@@ -109,13 +137,19 @@ def merge(resolved: dict[str, dict[str, str]]) -> list[str]:
         distinct = dict.fromkeys(filter(None, versions.values()))
         for version in distinct:
             same = [python for python in pythons if versions[python] == version]
-            lines.append(f"{name}=={version}" + (f" ; {marker(same, pythons)}" if len(distinct) > 1 else ""))
+            lines.append(
+                f"{name}=={version}" + (f" ; {marker(same, pythons)}" if len(distinct) > 1 else "")
+            )
     return lines
 
 
 def standing(python: str) -> dict[str, str]:
     "The versions in constraints.txt for one minor version of Python."
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     found = [Requirement(line) for line in lines]
     return {one.name: next(iter(one.specifier)).version for one in found
             if one.marker is None or one.marker.evaluate({"python_version": python})}  # fmt: skip
@@ -124,7 +158,9 @@ def standing(python: str) -> dict[str, str]:
 def main(words: list[str]) -> None:
     keep, interpreters = "--keep" in words, [word for word in words if word != "--keep"]
     if not interpreters:
-        sys.exit("usage: python scripts/constraints.py [--keep] PYTHON...   (one interpreter for each version)")
+        sys.exit(
+            "usage: python scripts/constraints.py [--keep] PYTHON...   (one interpreter for each version)"
+        )
     resolved: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as name:
         for number, python in enumerate(interpreters):

@@ -76,7 +76,11 @@ def described_version(version: str, repo: str) -> str:
     released = {version, f"v{version}"} & set(git("tag", "--points-at", "HEAD").split())
     changed = ", with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     at = f"[{commit[:7]}]({repo}/commit/{commit}){changed}"
-    return f"bertlab {version} ({at})" if released and not changed else f"bertlab {version} in development ({at})"
+    return (
+        f"bertlab {version} ({at})"
+        if released and not changed
+        else f"bertlab {version} in development ({at})"
+    )
 
 
 def split_title(cells: list) -> list:
@@ -88,7 +92,11 @@ def split_title(cells: list) -> list:
             lines = cell.source.splitlines()
             end = 2 if len(lines) > 1 and lines[1].startswith(">") else 1
             cell.set_source("\n".join(lines[:end]))
-            return [*cells[: number + 1], mk_cell("\n".join(lines[end:]).strip(), "markdown"), *cells[number + 1 :]]
+            return [
+                *cells[: number + 1],
+                mk_cell("\n".join(lines[end:]).strip(), "markdown"),
+                *cells[number + 1 :],
+            ]
     return cells
 
 
@@ -97,14 +105,18 @@ STATIC = {"text/html", "image/png", "image/svg+xml"}
 
 
 def is_progress(data: dict) -> bool:
-    return WIDGET in data and re.search(r"%\||^HBox\(children=\((HTML|FloatProgress)", "".join(data.get("text/plain", "")))
+    return WIDGET in data and re.search(
+        r"%\||^HBox\(children=\((HTML|FloatProgress)", "".join(data.get("text/plain", ""))
+    )
 
 
 def prefer_static(notebook) -> None:
     "Leave a widget's static form alone on the page: the live one needs a kernel, and scripts from elsewhere."
     for cell in notebook.cells:
         if "outputs" in cell:  # a bar of progress says nothing afterwards
-            cell["outputs"] = [one for one in cell["outputs"] if not is_progress(one.get("data", {}))]
+            cell["outputs"] = [
+                one for one in cell["outputs"] if not is_progress(one.get("data", {}))
+            ]
         for output in cell.get("outputs", []):
             if WIDGET in output.get("data", {}) and STATIC & output["data"].keys():
                 del output["data"][WIDGET]
@@ -114,7 +126,10 @@ def prefer_static(notebook) -> None:
 def png_size(data: str) -> dict[str, int]:  # base64
     "Width and height of a picture, from its head."
     head = base64.b64decode(data[:32])
-    return {"width": int.from_bytes(head[16:20], "big"), "height": int.from_bytes(head[20:24], "big")}
+    return {
+        "width": int.from_bytes(head[16:20], "big"),
+        "height": int.from_bytes(head[20:24], "big"),
+    }
 
 
 def give_sizes(notebook) -> None:
@@ -151,7 +166,9 @@ def part_headings(text: str, explained: set[str]) -> str:
         same = not heading.endswith("}") and anchors(heading) & explained
         return f"{heading} {{#about-{same.pop()}}}" if same else heading
 
-    return reference.outside_fences(text, lambda part: re.sub(r"^#{1,6} .*\S", own, part, flags=re.MULTILINE))
+    return reference.outside_fences(
+        text, lambda part: re.sub(r"^#{1,6} .*\S", own, part, flags=re.MULTILINE)
+    )
 
 
 def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
@@ -173,7 +190,9 @@ def stage_notebook(source: Path, name: str) -> tuple[object, set[str]]:
         if known is not None:
             found = reference.find(known, name)
             if found is None:
-                sys.exit(f"{name} cannot be staged: show_doc({known}) names nothing in bertlab; run `make sync`")
+                sys.exit(
+                    f"{name} cannot be staged: show_doc({known}) names nothing in bertlab; run `make sync`"
+                )
             explained.add(reference.anchor(known))
             cell = mk_cell(reference.document(found, code_at), "markdown")
         elif cell.cell_type == "markdown":
@@ -198,7 +217,12 @@ def stage(model: Path | None = None) -> Path:
     os.chdir(ROOT)
     address, config = Address.read(ROOT), get_config()
     version = described_version(config.version, address.git_url)
-    values = {"site": address.site_url, "repo": address.git_url, "branch": address.branch, "version": version}
+    values = {
+        "site": address.site_url,
+        "repo": address.git_url,
+        "branch": address.branch,
+        "version": version,
+    }
     (ROOT / "nbs/nbdev.yml").write_text(
         NBDEV_YML.format(title=config.title, description=config.description, **values)
     )
@@ -213,7 +237,9 @@ def stage(model: Path | None = None) -> Path:
             if cell.cell_type == "markdown":
                 cell.source = reference.add_links(cell.source, name, shown)
         if name in RENAMED:  # with another address, too
-            notebook.cells[0].source = re.sub(r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE)
+            notebook.cells[0].source = re.sub(
+                r"^output-file: .*\n", "", notebook.cells[0].source, flags=re.MULTILINE
+            )
         target = staged / RENAMED.get(name, name)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_nb(notebook, target)
@@ -231,7 +257,9 @@ def stage(model: Path | None = None) -> Path:
     bars = yaml.safe_load((staged / "sidebar.yml").read_text(encoding="utf-8"))
     bars["website"]["sidebar"][-1]["contents"] += reference.sidebar()
     (staged / "sidebar.yml").write_text(yaml.safe_dump(bars, sort_keys=False), encoding="utf-8")
-    (staged / "llms.txt").write_text(landing.llms(staged, bars["website"]["sidebar"]), encoding="utf-8")
+    (staged / "llms.txt").write_text(
+        landing.llms(staged, bars["website"]["sidebar"]), encoding="utf-8"
+    )
     return staged
 
 
@@ -252,17 +280,31 @@ def read_page(path: Path) -> SimpleNamespace:
     "A staged page: its front matter, its Markdown, its code cells, its headings' anchors."
     if path.suffix == ".qmd":
         _, front, text = path.read_text(encoding="utf-8").split("---\n", 2)
-        return SimpleNamespace(front=yaml.safe_load(front), text=text, code=[], anchors=anchors(text))
+        return SimpleNamespace(
+            front=yaml.safe_load(front), text=text, code=[], anchors=anchors(text)
+        )
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    front = source_of(cells[0]).strip().strip("-") if cells and cells[0]["cell_type"] == "raw" else ""
+    front = (
+        source_of(cells[0]).strip().strip("-") if cells and cells[0]["cell_type"] == "raw" else ""
+    )
     code = [cell for cell in cells if cell["cell_type"] == "code"]
-    shown = ["".join(o.get("data", {}).get("text/markdown", "")) for cell in code for o in cell["outputs"]]
-    text = "\n\n".join([*(source_of(cell) for cell in cells if cell["cell_type"] == "markdown"), *shown])
-    return SimpleNamespace(front=yaml.safe_load(front) or {}, text=text, code=code, anchors=anchors(text))
+    shown = [
+        "".join(o.get("data", {}).get("text/markdown", ""))
+        for cell in code
+        for o in cell["outputs"]
+    ]
+    text = "\n\n".join(
+        [*(source_of(cell) for cell in cells if cell["cell_type"] == "markdown"), *shown]
+    )
+    return SimpleNamespace(
+        front=yaml.safe_load(front) or {}, text=text, code=code, anchors=anchors(text)
+    )
 
 
 def without_code(text: str) -> str:
-    return re.sub(r"`[^`\n]*`", "", re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL))
+    return re.sub(
+        r"`[^`\n]*`", "", re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    )
 
 
 def anchors(text: str) -> set[str]:
@@ -283,7 +325,9 @@ def links(text: str) -> list[str]:
     return re.findall(r"(?<!\\)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", without_code(text))
 
 
-def check_links(name: str, page: SimpleNamespace, pages: dict, outputs: dict, staged: Path, site: str) -> list[str]:
+def check_links(
+    name: str, page: SimpleNamespace, pages: dict, outputs: dict, staged: Path, site: str
+) -> list[str]:
     "Internal links that lead nowhere; those to the site's own address, which nbdev writes, are internal."
     problems = []
     for link in links(page.text):
@@ -308,8 +352,12 @@ def check_figures(name: str, page: SimpleNamespace) -> list[str]:
     for cell in page.code:
         if any(WIDGET in output.get("data", {}) for output in cell["outputs"]):
             head = source_of(cell).splitlines()[-1]
-            problems.append(f"{name}: a widget has no static form (text/html or image/png beside it): {head}")
-        has_picture = any(kind.startswith("image/") for o in cell["outputs"] for kind in o.get("data", {}))
+            problems.append(
+                f"{name}: a widget has no static form (text/html or image/png beside it): {head}"
+            )
+        has_picture = any(
+            kind.startswith("image/") for o in cell["outputs"] for kind in o.get("data", {})
+        )
         if has_picture and not directives(source_of(cell)).get("fig-alt"):
             head = source_of(cell).splitlines()[0]
             problems.append(f'{name}: a figure has no alternative text (#| fig-alt: "..."): {head}')
@@ -341,9 +389,17 @@ def check_navigation(pages: dict, staged: Path) -> list[str]:
         config[name] = loaded.get("website", {})
     listed = [name for bar in config["sidebar.yml"]["sidebar"] for name in entries(bar)]
     named = listed + entries(config["_quarto.yml"].get("navbar", {}))
-    problems = [f"the navigation names {name}, which is not there" for name in named if name not in pages]
-    problems += [f"the sidebar lacks {name}" for name in pages if name not in (*listed, "index.qmd", "404.qmd")]
-    return problems + [f"the sidebar names {name} twice" for name in set(listed) if listed.count(name) > 1]
+    problems = [
+        f"the navigation names {name}, which is not there" for name in named if name not in pages
+    ]
+    problems += [
+        f"the sidebar lacks {name}"
+        for name in pages
+        if name not in (*listed, "index.qmd", "404.qmd")
+    ]
+    return problems + [
+        f"the sidebar names {name} twice" for name in set(listed) if listed.count(name) > 1
+    ]
 
 
 def check_documented(pages: dict) -> list[str]:
@@ -352,7 +408,9 @@ def check_documented(pages: dict) -> list[str]:
     for module, names in public_symbols().items():
         page = notebook_of(module)
         problems += [
-            f"{page}: no show_doc for {module}.{name}" for name in names if name.lower() not in pages[page].anchors
+            f"{page}: no show_doc for {module}.{name}"
+            for name in names
+            if name.lower() not in pages[page].anchors
         ]
     return problems
 
@@ -369,15 +427,25 @@ def check(staged: Path) -> list[str]:
     for name, page in pages.items():
         for key in ("title", "description"):
             if not page.front.get(key):
-                problems.append(f"{name}: the page has no {key}: `# Title`, then a line `> description`")
+                problems.append(
+                    f"{name}: the page has no {key}: `# Title`, then a line `> description`"
+                )
         if extra := set(page.front) - FRONT:
-            problems.append(f"{name}: lines of the title's cell became front matter: {sorted(extra)}")
-        output = Path(name).with_name(page.front.get("output-file", Path(name).stem + ".html")).as_posix()
+            problems.append(
+                f"{name}: lines of the title's cell became front matter: {sorted(extra)}"
+            )
+        output = (
+            Path(name)
+            .with_name(page.front.get("output-file", Path(name).stem + ".html"))
+            .as_posix()
+        )
         if output in outputs:
             problems.append(f"{name} and {outputs[output]} both render to {output}")
         outputs[output] = name
         if name.endswith(".ipynb") and "[Open in Colab](https:" not in page.text:
-            problems.append(f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`")
+            problems.append(
+                f"{name}: no link to Colab; write [Open in Colab](colab) and run `make sync`"
+            )
         problems += check_figures(name, page)
     site = Address.read(ROOT).site_url
     for name, page in pages.items():
@@ -418,7 +486,9 @@ def render(staged: Path) -> None:
         sys.exit("quarto could not render the site")
     if warnings := list(find_warnings(said)):
         sys.exit("quarto warned:\n" + "\n".join(f"  {one}" for one in warnings))
-    missing = [name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()]
+    missing = [
+        name for name in ("index.html", "api.html") if not (staged / "_docs" / name).is_file()
+    ]
     if missing:
         sys.exit(f"quarto rendered no {' and no '.join(missing)}")
     landing.finish(staged / "_docs", staged)
@@ -436,7 +506,9 @@ def model_for_site(named: str | None, train: bool) -> Path | None:
         sys.exit("--model names a model that is there, and --train makes one: choose")
     if named:
         if not any((Path(named) / file).is_file() for file in ("config.json", "page.json")):
-            sys.exit(f"--model {named} holds no config.json: name the directory of a run, or of its web page")
+            sys.exit(
+                f"--model {named} holds no config.json: name the directory of a run, or of its web page"
+            )
         return Path(named).resolve()
     if train and not (SITE_MODEL / "metrics.json").is_file():
         command = "import sys; from bertlab.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -449,9 +521,15 @@ def model_for_site(named: str | None, train: bool) -> Path | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="directory of a run, or of its web page (bertlab export --to web)")
-    parser.add_argument("--train", action="store_true", help="train that model first, where there is none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", help="directory of a run, or of its web page (bertlab export --to web)"
+    )
+    parser.add_argument(
+        "--train", action="store_true", help="train that model first, where there is none"
+    )
     asked = parser.parse_args()
     model = model_for_site(asked.model, asked.train)
     staged = stage(model)
@@ -459,7 +537,9 @@ def main() -> None:
     if problems:
         sys.exit("The site is not in order:\n" + "\n".join(f"  {problem}" for problem in problems))
     count = len(list(staged.rglob("*.ipynb")))
-    print(f"{count} notebooks staged in _proc: front matter, links, sidebar, show_doc and figures are in order")
+    print(
+        f"{count} notebooks staged in _proc: front matter, links, sidebar, show_doc and figures are in order"
+    )
     if model is None:
         print("No model lives in the pages: --train makes one, --model DIRECTORY takes one")
     if find_quarto():

@@ -37,7 +37,9 @@ def export_live(model: Path, target: Path) -> Path:
     except ValueError as problem:
         if "npm" not in str(problem):
             raise
-        print(f"The browser's packages are not beside the live page, but at their pinned address: {problem}")
+        print(
+            f"The browser's packages are not beside the live page, but at their pinned address: {problem}"
+        )
         export_web_page(model, target, name="The model of this site")
     for name in ("history.csv", "metrics.json"):
         if (model / name).is_file():
@@ -60,7 +62,9 @@ def guess_tables(answer: dict) -> str:
         rows = "".join(f'<tr><th scope="row">{html.escape(word)}</th><td class="number">{share_text(share)}</td></tr>'
                        for word, share, _ in answer["guesses"][str(place)])  # fmt: skip
         caption = "The gap" if len(answer["gaps"]) == 1 else f"Gap {number}"
-        tables.append(f'<table class="plain"><caption>{caption}</caption><tbody>{rows}</tbody></table>')
+        tables.append(
+            f'<table class="plain"><caption>{caption}</caption><tbody>{rows}</tbody></table>'
+        )
     return "".join(tables)
 
 
@@ -79,7 +83,9 @@ def lens_table(answer: dict) -> str:
 def attention_bars(answer: dict) -> str:
     "The mean attention of the last layer from the first gap, a bar for each piece, as SVG."
     place, last = answer["gaps"][0], answer["attention"][-1]
-    shares = [sum(head[place][to] for head in last) / len(last) for to in range(len(answer["pieces"]))]
+    shares = [
+        sum(head[place][to] for head in last) / len(last) for to in range(len(answer["pieces"]))
+    ]
     height, most = 18, max(shares)
     rows = []
     for number, (piece, share) in enumerate(zip(answer["pieces"], shares, strict=True)):
@@ -98,7 +104,9 @@ def attention_bars(answer: dict) -> str:
 def curve(history: Path, unigram: float) -> str:
     "The loss of a run over the line that a model which ignores its input cannot cross, as SVG."
     with history.open(encoding="utf-8") as lines:
-        points = [(float(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]]
+        points = [
+            (float(row["step"]), float(row["loss"])) for row in csv.DictReader(lines) if row["loss"]
+        ]
     width, height, left, bottom = 640, 300, 44, 34
     steps = points[-1][0]
     low, high = min(loss for _, loss in points), max(loss for _, loss in points)
@@ -109,7 +117,9 @@ def curve(history: Path, unigram: float) -> str:
     smooth = []
     for i in range(0, len(points), window):
         part = points[i : i + window]
-        smooth.append((sum(step for step, _ in part) / len(part), sum(loss for _, loss in part) / len(part)))
+        smooth.append(
+            (sum(step for step, _ in part) / len(part), sum(loss for _, loss in part) / len(part))
+        )
     path = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in smooth)
     ticks = "".join(f'<text x="{left - 8}" y="{y(nats) + 4:.1f}" text-anchor="end">{nats}</text>'
                     for nats in range(int(low) + 1, int(high) + 1))  # fmt: skip
@@ -128,9 +138,15 @@ def curve(history: Path, unigram: float) -> str:
 
 def walkthrough_picture() -> str:
     "The loss figure of the walkthrough Three minutes, for a site without a model."
-    notebook = json.loads((ROOT / "nbs/walkthroughs/01_three_minutes.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(
+        (ROOT / "nbs/walkthroughs/01_three_minutes.ipynb").read_text(encoding="utf-8")
+    )
     for cell in notebook["cells"]:
-        alt = re.search(r'^#\| fig-alt: "(.*unigram.*)"', "".join(cell["source"]), flags=re.MULTILINE | re.IGNORECASE)
+        alt = re.search(
+            r'^#\| fig-alt: "(.*unigram.*)"',
+            "".join(cell["source"]),
+            flags=re.MULTILINE | re.IGNORECASE,
+        )
         for output in cell.get("outputs", []):
             if alt and "image/png" in output.get("data", {}):
                 png = "".join(output["data"]["image/png"]).replace("\n", "")
@@ -166,9 +182,21 @@ def measured() -> list[tuple[str, str, str]]:
 # --- pages ----------------------------------------------------------------------------------------
 
 CARDS = (
-    ("guides/own_text.ipynb", "Train on my text", "A file, a directory or a table becomes a model that fills gaps."),
-    ("guides/finetune_csv.ipynb", "Fine-tune", "Labels from a CSV, with the controls that say whether it was worth it."),
-    ("course/index.ipynb", "Learn how it works", "A course with a map, and an encoder made of glass."),
+    (
+        "guides/own_text.ipynb",
+        "Train on my text",
+        "A file, a directory or a table becomes a model that fills gaps.",
+    ),
+    (
+        "guides/finetune_csv.ipynb",
+        "Fine-tune",
+        "Labels from a CSV, with the controls that say whether it was worth it.",
+    ),
+    (
+        "course/index.ipynb",
+        "Learn how it works",
+        "A course with a map, and an encoder made of glass.",
+    ),
     ("api.qmd", "Reference", "Every command, every setting, every name."),
 )
 EXAMPLES_FORM = """\
@@ -186,7 +214,10 @@ EXAMPLES_FORM = """\
 
 def form(live: Path, identifier: str) -> str:
     page = json.loads((live / "page.json").read_text(encoding="utf-8"))
-    buttons = "".join(f'<button type="button" class="example">{html.escape(text)}</button>' for text in page["examples"][1:])
+    buttons = "".join(
+        f'<button type="button" class="example">{html.escape(text)}</button>'
+        for text in page["examples"][1:]
+    )
     text = EXAMPLES_FORM.format(id=identifier, first=html.escape(page["first"]["text"]), examples=buttons,
                                 megabytes=page["bytes"] / 1e6)  # fmt: skip
     if any("://" in package["url"] for package in page["packages"].values()):
@@ -320,7 +351,16 @@ def glass_page(live: Path | None) -> str:
 
 def changelog_page() -> str:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")[2]
-    return "\n".join([*front("Changelog", "What changed for those who use bertlab, version by version.", repo_actions="false"), text])
+    return "\n".join(
+        [
+            *front(
+                "Changelog",
+                "What changed for those who use bertlab, version by version.",
+                repo_actions="false",
+            ),
+            text,
+        ]
+    )
 
 
 def missing_page() -> str:
@@ -328,7 +368,9 @@ def missing_page() -> str:
                   search="false", repo_actions="false")  # fmt: skip
     parts += ["It may have moved. The search at the top finds it, or begin at one of these:", ""]
     site = Address.read(ROOT).site_url
-    parts += [f"- [{title}]({site}/{Path(target).with_suffix('.html')})" for target, title, _ in CARDS]
+    parts += [
+        f"- [{title}]({site}/{Path(target).with_suffix('.html')})" for target, title, _ in CARDS
+    ]
     return "\n".join([*parts, ""])
 
 
@@ -354,7 +396,9 @@ def head_of_page(path: Path) -> dict:
 
 def output_of(name: str, front_matter: dict) -> str:
     "The address of a staged page, relative to the site."
-    return Path(name).with_name(front_matter.get("output-file", Path(name).stem + ".html")).as_posix()
+    return (
+        Path(name).with_name(front_matter.get("output-file", Path(name).stem + ".html")).as_posix()
+    )
 
 
 def llms(staged: Path, sidebars: list[dict]) -> str:
@@ -372,7 +416,9 @@ def llms(staged: Path, sidebars: list[dict]) -> str:
             name = item if isinstance(item, str) else item["href"]
             if (staged / name).is_file():
                 head = head_of_page(staged / name)
-                lines.append(f"- [{head['title']}]({address.site_url}/{output_of(name, head)}): {head['description']}")
+                lines.append(
+                    f"- [{head['title']}]({address.site_url}/{output_of(name, head)}): {head['description']}"
+                )
 
     for bar in sidebars:
         lines.append(f"\n## {bar['title']}\n")
@@ -393,7 +439,9 @@ def search_entries(staged: Path) -> list[dict]:
             text = path.read_text(encoding="utf-8").split("---\n", 2)[2]
         else:
             cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-            text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+            text = "\n\n".join(
+                "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+            )
         text = re.sub(r"^(`{3,}).*?^\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
         sections = re.split(r"^(#{2,4} .*)$", text, flags=re.MULTILINE)
         entries = [("", "", sections[0])]
@@ -446,13 +494,20 @@ def slim_icons(docs: Path) -> None:
     from fontTools import subset
 
     logging.getLogger("fontTools").setLevel(logging.CRITICAL)  # it wonders at Quarto's font
-    others = [path for kind in ("html", "js", "css") for path in docs.rglob(f"*.{kind}") if path != style]
+    others = [
+        path for kind in ("html", "js", "css") for path in docs.rglob(f"*.{kind}") if path != style
+    ]
     text = "\n".join(path.read_text(encoding="utf-8") for path in others)
-    names, codes = set(re.findall(r"\bbi-([\w-]+)", text)), set(re.findall(r'content:\s*"\\(f[0-9a-f]{3})"', text))
+    names, codes = (
+        set(re.findall(r"\bbi-([\w-]+)", text)),
+        set(re.findall(r'content:\s*"\\(f[0-9a-f]{3})"', text)),
+    )
     rules = re.compile(r'\.bi-([\w-]+)::before\s*\{\s*content:\s*"\\(\w+)";?\s*\}\s*')
     css = style.read_text(encoding="utf-8")
     codes |= {code for name, code in rules.findall(css) if name in names}
-    style.write_text(rules.sub(lambda rule: rule[0] if rule[1] in names else "", css), encoding="utf-8")
+    style.write_text(
+        rules.sub(lambda rule: rule[0] if rule[1] in names else "", css), encoding="utf-8"
+    )
     options = subset.Options(flavor="woff", with_zopfli=False)
     opened = subset.load_font(str(font), options)
     chosen = subset.Subsetter(options)
@@ -464,8 +519,12 @@ def slim_icons(docs: Path) -> None:
 def mend(text: str) -> str:
     "A rendered page without scripts from elsewhere, and with boxes that scroll by keyboard, too."
     text = ELSEWHERE.sub("", text)
-    text = text.replace("return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)")
-    text = re.sub(r'<pre(?=(?: class="[^"]*")?><code| class="sourceCode)', '<pre tabindex="0"', text)
+    text = text.replace(
+        "return filterRegex.test(href)", f"return {SAME_SITE} || filterRegex.test(href)"
+    )
+    text = re.sub(
+        r'<pre(?=(?: class="[^"]*")?><code| class="sourceCode)', '<pre tabindex="0"', text
+    )
     text = text.replace('<math display="block"', '<math tabindex="0" display="block"')
     table = re.compile(r'<table(?![^>]*class="plain")[^>]*>.*?</table>', re.DOTALL)
     box = '<div class="scrolls" tabindex="0" role="region" aria-label="Table">{}</div>'
@@ -482,7 +541,9 @@ def finish(docs: Path, staged: Path) -> None:
         changed = mend(text)
         if changed != text:
             path.write_text(changed, encoding="utf-8")
-    (docs / "search.json").write_text(json.dumps(search_entries(staged), ensure_ascii=False), encoding="utf-8")
+    (docs / "search.json").write_text(
+        json.dumps(search_entries(staged), ensure_ascii=False), encoding="utf-8"
+    )
     finder = docs / "site_libs/quarto-search/fuse.min.js"
     if finder.is_file():  # Quarto's finds a phrase as it is typed, or nothing
         shutil.copyfile(staged / "site/find.js", finder)

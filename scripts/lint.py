@@ -1,8 +1,8 @@
 """Hold notebooks against the house's style: frame, figures, clean outputs, nothing of one machine.
 
-    python scripts/lint.py [NOTEBOOK...]      all of nbs/ by default
-    python scripts/lint.py --outliers         the longest cells, functions, classes and modules, for a person to
-                                              look at; sizes fail nothing
+python scripts/lint.py [NOTEBOOK...]      all of nbs/ by default
+python scripts/lint.py --outliers         the longest cells, functions, classes and modules, for a person to
+                                          look at; sizes fail nothing
 """
 
 import ast
@@ -16,13 +16,18 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from sync import LESSONS, SETUP_MARK, directives, is_setup, notebooks, source_of  # noqa: E402
 
-MAX_WIDTH = 100  # characters of a line of code
 MAX_NOTEBOOK_BYTES = 1_000_000
 MIN_FIGURES, MIN_EXERCISES = 2, 3
 # Folders that exist on one machine only, and hosts of package registries.
-MACHINE_PATH = re.compile(r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users")
-REGISTRY = re.compile(r"\b(?:pypi|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.org\b")
-NOT_HERE = "Not so in this run:"  # as `bertlab.core.progress.claim` begins, which this need not import
+MACHINE_PATH = re.compile(
+    r"(?<![\w.~/])/(?:root|home|Users|work|mnt|tmp|opt|var|usr/local)/[\w.-]+|[A-Z]:\\Users"
+)
+REGISTRY = re.compile(
+    r"\b(?:pypi|files\.pythonhosted|registry\.npmjs|deb\.debian|download\.pytorch)\.org\b"
+)
+NOT_HERE = (
+    "Not so in this run:"  # as `bertlab.core.progress.claim` begins, which this need not import
+)
 ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 
 
@@ -42,11 +47,16 @@ def code_lines(cell: dict) -> list[str]:
 
 
 def visible(cell: dict) -> bool:
-    return cell["cell_type"] == "code" and not {"hide", "default_exp"} & directives(source_of(cell)).keys()
+    return (
+        cell["cell_type"] == "code"
+        and not {"hide", "default_exp"} & directives(source_of(cell)).keys()
+    )
 
 
 def exported(cell: dict) -> bool:
-    return cell["cell_type"] == "code" and bool({"export", "exports", "exporti"} & directives(source_of(cell)).keys())
+    return cell["cell_type"] == "code" and bool(
+        {"export", "exports", "exporti"} & directives(source_of(cell)).keys()
+    )
 
 
 def statements(cell: dict) -> list[ast.stmt]:
@@ -66,7 +76,9 @@ def mixes_imports(cell: dict) -> bool:
     body = statements(cell)
     # An exported function may import inside: export cells are run for the site in any case.
     nodes = body if exported(cell) else [node for statement in body for node in ast.walk(statement)]
-    return any(isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes) and not imports_only(cell)
+    return any(
+        isinstance(node, (ast.Import, ast.ImportFrom)) for node in nodes
+    ) and not imports_only(cell)
 
 
 def output_text(cell: dict) -> str:
@@ -83,7 +95,13 @@ def is_silent(cell: dict) -> bool:
     "Whether a visible lesson cell that ran displays nothing."
     marks = directives(source_of(cell))
     ran = marks.get("eval") != "false" and not {"slow", "gpu", "tpu"} & marks.keys()
-    return visible(cell) and ran and not exported(cell) and not imports_only(cell) and not cell["outputs"]
+    return (
+        visible(cell)
+        and ran
+        and not exported(cell)
+        and not imports_only(cell)
+        and not cell["outputs"]
+    )
 
 
 def shown_next(cells: list[dict]) -> bool:
@@ -110,9 +128,6 @@ def lint_cells(cells: list[dict]) -> list[str]:
         if is_setup(source):
             continue
         marks = directives(source)
-        for line in lines:
-            if len(line) > MAX_WIDTH:
-                problems.append(f"{head}: a line of {len(line)} characters, {MAX_WIDTH} at most")
         if marks.get("eval") != "false" and mixes_imports(cell):
             problems.append(f"{head}: imports share a cell with other code")
         if any(output["output_type"] == "error" for output in cell["outputs"]):
@@ -122,10 +137,16 @@ def lint_cells(cells: list[dict]) -> list[str]:
         if NOT_HERE in output_text(cell) and "def claim(" not in "".join(map(source_of, cells)):
             problems.append(f"{head}: a claim of the page does not hold in its own outputs")
         if is_silent(cell) and not shown_next(cells[number + 1 :]):
-            problems.append(f"{head}: displays nothing; end it in a value or a figure, then execute the notebook")
-        pictures = [o for o in cell["outputs"] if any(key.startswith("image/") for key in o.get("data", {}))]
+            problems.append(
+                f"{head}: displays nothing; end it in a value or a figure, then execute the notebook"
+            )
+        pictures = [
+            o for o in cell["outputs"] if any(key.startswith("image/") for key in o.get("data", {}))
+        ]
         if pictures and "hide" not in marks and not marks.get("fig-alt"):
-            problems.append(f'{head}: a figure without alternative text; begin with #| fig-alt: "..."')
+            problems.append(
+                f'{head}: a figure without alternative text; begin with #| fig-alt: "..."'
+            )
     return problems
 
 
@@ -137,24 +158,45 @@ def lint_frame(cells: list[dict], kind: str) -> list[str]:
     text = "\n\n".join(markdown)
     title = markdown[0] if markdown else ""
     if not re.match(r"# \S.*\n> \S", title):
-        problems.append("the first text cell must begin with `# Title` and a line `> what it is about`")
-    if sum(len(re.findall(r"^# \S", part, re.MULTILINE)) for part in map(strip_fences, markdown)) != 1:
+        problems.append(
+            "the first text cell must begin with `# Title` and a line `> what it is about`"
+        )
+    if (
+        sum(len(re.findall(r"^# \S", part, re.MULTILINE)) for part in map(strip_fences, markdown))
+        != 1
+    ):
         problems.append("there must be one heading of the first level")
     if not re.search(r"\[Open in Colab\]\([^)]+\)", text):
         problems.append("no [Open in Colab](colab)")
     if not any(map(is_setup, code)):
         problems.append(f"no hidden set-up cell (#| hide, #| eval: false, {SETUP_MARK})")
-    if kind == "guide":  # a recipe: what you have, what comes out, a command, what goes wrong, where to go on
-        wanted = {"**You have**": "what one begins with", "**You get**": "what one ends with", "**Takes**": "minutes"}
+    if (
+        kind == "guide"
+    ):  # a recipe: what you have, what comes out, a command, what goes wrong, where to go on
+        wanted = {
+            "**You have**": "what one begins with",
+            "**You get**": "what one ends with",
+            "**Takes**": "minutes",
+        }
         problems += [f"no {word} ({what})" for word, what in wanted.items() if word not in text]
-        problems += [f"no part `## {part}`" for part in ("What goes wrong", "Next") if f"\n## {part}\n" not in f"{text}\n"]
+        problems += [
+            f"no part `## {part}`"
+            for part in ("What goes wrong", "Next")
+            if f"\n## {part}\n" not in f"{text}\n"
+        ]
         if not re.search(r"^```sh\n(?:.*\n)*?bertlab ", text, re.MULTILINE):
             problems.append("no command: a block of ```sh with a line `bertlab ...`")
     if kind in ("page", "guide"):
         return problems
-    if kind == "library" and not re.match(r"#\|\s*default_exp \w+(?:\.\w+)?", code[0] if code else ""):
+    if kind == "library" and not re.match(
+        r"#\|\s*default_exp \w+(?:\.\w+)?", code[0] if code else ""
+    ):
         problems.append("the first cell must be #| default_exp")
-    wanted = {"You can now": "goals", "Before": "prerequisites", "Takes": "measured minutes and megabytes"}
+    wanted = {
+        "You can now": "goals",
+        "Before": "prerequisites",
+        "Takes": "measured minutes and megabytes",
+    }
     for word, what in wanted.items():
         if f"**{word}**" not in text:
             problems.append(f"no **{word}** ({what})")
@@ -181,8 +223,13 @@ def strip_fences(text: str) -> str:
 
 def lint_figures(cells: list[dict], kind: str) -> list[str]:
     "Too few figures."
-    with_picture = [c for c in cells if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))]
-    if kind in ("library", "walkthrough") and len([cell for cell in with_picture if visible(cell)]) < MIN_FIGURES:
+    with_picture = [
+        c for c in cells if any("image/png" in o.get("data", {}) for o in c.get("outputs", []))
+    ]
+    if (
+        kind in ("library", "walkthrough")
+        and len([cell for cell in with_picture if visible(cell)]) < MIN_FIGURES
+    ):
         return [f"{len(with_picture)} figures, {MIN_FIGURES} at least"]
     return []
 
@@ -205,13 +252,20 @@ def lint(path: Path) -> list[str]:
 
 def outliers(root: Path, most: int = 15) -> list[str]:
     "The longest things of each kind, longest first: cells of notebooks, and what the package is made of."
-    lengths: dict[str, list[tuple[int, str]]] = {"cells": [], "functions": [], "classes": [], "modules": []}
+    lengths: dict[str, list[tuple[int, str]]] = {
+        "cells": [],
+        "functions": [],
+        "classes": [],
+        "modules": [],
+    }
     for path in notebooks(root):
         for number, cell in enumerate(json.loads(path.read_text(encoding="utf-8"))["cells"]):
             if cell["cell_type"] == "code":
                 lines = code_lines(cell)
                 head = lines[0][:50] if lines else ""
-                lengths["cells"].append((len(lines), f"{path.relative_to(root)} cell {number}: {head}"))
+                lengths["cells"].append(
+                    (len(lines), f"{path.relative_to(root)} cell {number}: {head}")
+                )
     for path in sorted((root / "bertlab").rglob("[!_]*.py")):
         source, name = path.read_text(encoding="utf-8"), path.relative_to(root).as_posix()
         lengths["modules"].append((len(source.splitlines()), name))
@@ -222,7 +276,10 @@ def outliers(root: Path, most: int = 15) -> list[str]:
     return [
         line
         for kind, found in lengths.items()
-        for line in (kind, *(f"  {lines:5} lines  {what}" for lines, what in sorted(found, reverse=True)[:most]))
+        for line in (
+            kind,
+            *(f"  {lines:5} lines  {what}" for lines, what in sorted(found, reverse=True)[:most]),
+        )
     ]
 
 

@@ -53,7 +53,9 @@ def head_of(node: ast.AST, lines: list[str]) -> str:
     bases = ", ".join(map(ast.unparse, [*node.bases, *(key.value for key in node.keywords)]))
     text = [f"@{ast.unparse(one)}" for one in node.decorator_list]
     text.append(f"class {node.name}({bases}):" if bases else f"class {node.name}:")
-    makes = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    makes = next(
+        (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
+    )
     if makes:
         text.append(textwrap.indent(head_of(makes, lines), "    "))
     else:
@@ -85,8 +87,17 @@ def read_module(path: Path) -> Module | None:
             return
         source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
         known = f"{prefix}{node.name}"
-        module.found.setdefault(known, Definition(
-            name, known, head_of(node, lines), ast.get_docstring(node) or "", source, node.lineno))
+        module.found.setdefault(
+            known,
+            Definition(
+                name,
+                known,
+                head_of(node, lines),
+                ast.get_docstring(node) or "",
+                source,
+                node.lineno,
+            ),
+        )
         if isinstance(node, ast.ClassDef):
             for inside in node.body:
                 add(inside, f"{known}.")
@@ -138,7 +149,11 @@ def outside_fences(text: str, change) -> str:
     "Apply a change to the lines of a text that are no code."
     parts = re.split(r"(^(`{3,}).*?^\2[^\n]*$)", text, flags=re.MULTILINE | re.DOTALL)
     # Each fence gives two groups: the whole, and its mark.
-    return "".join(part if number % 3 == 1 else change(part) for number, part in enumerate(parts) if number % 3 < 2)
+    return "".join(
+        part if number % 3 == 1 else change(part)
+        for number, part in enumerate(parts)
+        if number % 3 < 2
+    )
 
 
 LIST_ITEM = r"(?:[-*+]|\d+[.)])\s+\S"
@@ -152,7 +167,11 @@ def separate_lists(text: str) -> str:
 
 def telling(name: str) -> bool:
     "Whether a name can only be a name: one with an underscore, a dot or a capital inside is no common word."
-    return "_" in name.strip("_") or "." in name or bool(re.search(r"[a-z][A-Z]|^[A-Z][a-z]+[A-Z]|^[A-Z]{2,}[a-z]", name))
+    return (
+        "_" in name.strip("_")
+        or "." in name
+        or bool(re.search(r"[a-z][A-Z]|^[A-Z][a-z]+[A-Z]|^[A-Z]{2,}[a-z]", name))
+    )
 
 
 @lru_cache(maxsize=1)
@@ -168,7 +187,9 @@ def places() -> dict[str, tuple[str, str]]:
 
 
 SPAN = re.compile(r"(?<![`\\])`([A-Za-z_][\w.]*)(\(\))?`(?!`)")
-LINK = re.compile(r"(``.+?``|!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|^#{1,6} .*$|<[^>]+>)", flags=re.MULTILINE)
+LINK = re.compile(
+    r"(``.+?``|!?\[(?:[^\[\]]|\[[^\]]*\])*\]\([^)]*\)|^#{1,6} .*$|<[^>]+>)", flags=re.MULTILINE
+)
 
 
 def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
@@ -178,14 +199,22 @@ def add_links(text: str, page: str, shown: dict[str, set[str]]) -> str:
     def link(match: re.Match) -> str:
         name = match[1]
         where = places().get(name)
-        if where is None or not (telling(name) or match[2]) or where[1] not in shown.get(where[0], ()):
+        if (
+            where is None
+            or not (telling(name) or match[2])
+            or where[1] not in shown.get(where[0], ())
+        ):
             return match[0]
-        target = "" if where[0] == page else posixpath.relpath(where[0], posixpath.dirname(page) or ".")
+        target = (
+            "" if where[0] == page else posixpath.relpath(where[0], posixpath.dirname(page) or ".")
+        )
         return f"[{match[0]}]({target}#{where[1]})"
 
     def change(part: str) -> str:
         pieces = LINK.split(part)
-        return "".join(piece if number % 2 else SPAN.sub(link, piece) for number, piece in enumerate(pieces))
+        return "".join(
+            piece if number % 2 else SPAN.sub(link, piece) for number, piece in enumerate(pieces)
+        )
 
     return outside_fences(text, change)
 
@@ -197,7 +226,14 @@ def front(title: str, description: str, **more: str) -> list[str]:
     quoted = lambda text: '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
     more = {"repo_actions": "false", **more}  # what is made has no file to edit
     extra = [f"{key.replace('_', '-')}: {value}" for key, value in more.items()]
-    return ["---", f"title: {quoted(title)}", f"description: {quoted(description)}", *extra, "---", ""]
+    return [
+        "---",
+        f"title: {quoted(title)}",
+        f"description: {quoted(description)}",
+        *extra,
+        "---",
+        "",
+    ]
 
 
 def cell(text: object) -> str:
@@ -239,12 +275,21 @@ def api_page(chapter: str, shown: dict[str, set[str]]) -> str:
 
     title, sentence = CHAPTERS[chapter]
     parts = front(f"Names of bertlab.{chapter}", f"{title}: {sentence}.")
-    parts += ["Names in bold can be had from `bertlab` itself, too: `bertlab.make_trainer`, for example.", "", FILTER]
+    parts += [
+        "Names in bold can be had from `bertlab` itself, too: `bertlab.make_trainer`, for example.",
+        "",
+        FILTER,
+    ]
     for module in modules().values():
         if not module.notebook.startswith(f"{chapter}/") or not module.public:
             continue
         page = f"../../{module.notebook}"
-        parts += [f"## {module.name} {{#{module.name.replace('.', '-')}}}", "", f"{module.doc} [Explained]({page})", ""]
+        parts += [
+            f"## {module.name} {{#{module.name.replace('.', '-')}}}",
+            "",
+            f"{module.doc} [Explained]({page})",
+            "",
+        ]
         parts += ["| name | what it is |", "|:---|:-------|"]
         for name in sorted(module.public, key=str.lower):
             mark = "**" if bertlab._PLACES.get(name) == module.name.removeprefix("bertlab.") else ""
@@ -260,7 +305,9 @@ def api_index() -> str:
     parts = front("Names in Python", "Every public name of the package, a page for each chapter.")
     parts += ["| chapter | what it is for | names |", "|:---|:-------|---:|"]
     for chapter, (_, sentence) in CHAPTERS.items():
-        count = sum(len(m.public) for m in modules().values() if m.notebook.startswith(f"{chapter}/"))
+        count = sum(
+            len(m.public) for m in modules().values() if m.notebook.startswith(f"{chapter}/")
+        )
         parts.append(f"| [bertlab.{chapter}](reference/api/{chapter}.qmd) | {sentence} | {count} |")
     return "\n".join([*parts, ""])
 
@@ -331,7 +378,9 @@ def settings_page(name: str) -> str:
         default = "required" if option.required else shown_default(option.default)
         meaning = cell(option.help)
         if names := command.known_names(key):
-            meaning += ("; " if meaning else "") + "one of " + ", ".join(f"`{one}`" for one in names)
+            meaning += (
+                ("; " if meaning else "") + "one of " + ", ".join(f"`{one}`" for one in names)
+            )
         parts.append(f"| `{last}` | {code_in_table(option.kind)} | {default} | {meaning} |")
     return "\n".join([*parts, ""])
 

@@ -133,7 +133,9 @@ class Address:
         config = configparser.ConfigParser()
         config.read(root / "settings.ini", encoding="utf-8")
         d = config["DEFAULT"]
-        return cls(d["user"], d["repo"], d["branch"], d["git_url"], d["doc_host"] + d["doc_baseurl"])
+        return cls(
+            d["user"], d["repo"], d["branch"], d["git_url"], d["doc_host"] + d["doc_baseurl"]
+        )
 
     def colab(self, notebook: str) -> str:
         "The notebook's page on Colab; `notebook` is its path in the repository."
@@ -148,11 +150,20 @@ class Address:
 # what belongs there. An empty place is written as the last column shows.
 PLACES = [
     (r"\[Open in Colab\]\([^)]*\)", lambda a, nb: f"[Open in Colab]({a.colab(nb)})"),  # (colab)
-    (r"\[Documentation\]\((?:site|https?:[^)]*)\)", lambda a, nb: f"[Documentation]({a.site_url})"),  # (site)
+    (
+        r"\[Documentation\]\((?:site|https?:[^)]*)\)",
+        lambda a, nb: f"[Documentation]({a.site_url})",
+    ),  # (site)
     (r"\[Source\]\((?:source|https?:[^)]*)\)", lambda a, nb: f"[Source]({a.git_url})"),  # (source)
-    (r"\[Issues\]\((?:issues|https?:[^)]*)\)", lambda a, nb: f"[Issues]({a.git_url}/issues)"),  # (issues)
+    (
+        r"\[Issues\]\((?:issues|https?:[^)]*)\)",
+        lambda a, nb: f"[Issues]({a.git_url}/issues)",
+    ),  # (issues)
     (r"git\+(?:ADDRESS|https?:[^\"'\s]+)", lambda a, nb: a.pip),  # git+ADDRESS
-    (r"git clone (?:ADDRESS|https?:\S+)", lambda a, nb: f"git clone {a.git_url}"),  # git clone ADDRESS
+    (
+        r"git clone (?:ADDRESS|https?:\S+)",
+        lambda a, nb: f"git clone {a.git_url}",
+    ),  # git clone ADDRESS
     (r"(?<=\ncd )(?:REPO|\S+)(?=\nmake )", lambda a, nb: a.repo),  # cd REPO, before a line of make
 ]
 
@@ -200,7 +211,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 def notebooks(root: Path) -> list[Path]:
     found = (root / "nbs").rglob("*.ipynb")
-    return sorted(path for path in found if not any(part[0] in "._" for part in path.relative_to(root).parts))
+    return sorted(
+        path for path in found if not any(part[0] in "._" for part in path.relative_to(root).parts)
+    )
 
 
 def source_of(cell: dict) -> str:
@@ -211,7 +224,11 @@ def sync_notebook(path: Path, root: Path, address: Address) -> None:
     "Fill the address into one notebook, in nbdev_clean's format."
     notebook = json.loads(path.read_text(encoding="utf-8"))
     name = path.relative_to(root).as_posix()
-    told = (NEEDED_EXTRAS.search(source_of(cell)) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    told = (
+        NEEDED_EXTRAS.search(source_of(cell))
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "markdown"
+    )
     extras = next((found[1] for found in told if found), "")
     for cell in notebook["cells"]:
         old = new = source_of(cell)
@@ -235,7 +252,9 @@ def sync_urls(root: Path, address: Address) -> None:
     }
     lines = "".join(f'{name} = "{url}"\n' for name, url in urls.items())
     pattern = r"(?<=^\[project\.urls\]\n)(?:\w+ = .*\n)*"
-    new, count = re.subn(pattern, lambda _: lines, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    new, count = re.subn(
+        pattern, lambda _: lines, path.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     if count != 1:
         sys.exit("pyproject.toml needs one [project.urls] section")
     write_whole(path, new)
@@ -315,13 +334,18 @@ def pages_of(chapter: str, names: list[str]) -> list[str]:
     """
     members = [name for name in names if name.startswith(f"{chapter}/")]
     first = [f"{chapter}/index.ipynb", f"{chapter}/torch_refresher.ipynb"]
-    return sorted(members, key=lambda name: (first.index(name) if name in first else len(first), name))
+    return sorted(
+        members, key=lambda name: (first.index(name) if name in first else len(first), name)
+    )
 
 
 def guide_pages(names: list[str]) -> list[str]:
     "The guides among some pages, in the order of GUIDES."
     order = {f"guides/{name}.ipynb": number for number, name in enumerate(GUIDES)}
-    return sorted((name for name in names if name.startswith("guides/")), key=lambda name: (order.get(name, 99), name))
+    return sorted(
+        (name for name in names if name.startswith("guides/")),
+        key=lambda name: (order.get(name, 99), name),
+    )
 
 
 def title_of(path: Path) -> str:
@@ -369,7 +393,12 @@ def sidebar(root: Path) -> str:
 
     def bar(identifier: str, title: str) -> None:
         nonlocal lines
-        lines += [f"    - id: {identifier}", f"      title: {title}", "      style: docked", "      contents:"]
+        lines += [
+            f"    - id: {identifier}",
+            f"      title: {title}",
+            "      style: docked",
+            "      contents:",
+        ]
 
     def entries(members: list[str], depth: int = 8) -> None:
         nonlocal lines
@@ -420,7 +449,9 @@ def package_files(root: Path) -> dict[str, str]:
     for module, names in space["_FACE"].items():
         stub += [f"from .{module} import {name} as {name}" for name in names.split()]
     files = {"bertlab/__init__.pyi": "\n".join([*stub, "", "__version__: str", ""])}
-    made = [module for module, _ in sorted(modules_made(root).items(), key=lambda item: item[1].name)]
+    made = [
+        module for module, _ in sorted(modules_made(root).items(), key=lambda item: item[1].name)
+    ]
     for chapter, (_, sentence) in CHAPTERS.items():
         parts = [module.partition(".")[2] for module in made if module.startswith(f"{chapter}.")]
         listed = "".join(f'    "{part}",\n' for part in parts)
@@ -429,7 +460,9 @@ def package_files(root: Path) -> dict[str, str]:
             f"from .. import _lazy_parts\n\n__getattr__, __dir__ = _lazy_parts(__name__, (\n{listed}))\n"
         )
         imports = "".join(f"from . import {part} as {part}\n" for part in parts)
-        files[f"bertlab/{chapter}/__init__.pyi"] = f"# Written by scripts/sync.py from the notebooks' names.\n\n{imports}"
+        files[f"bertlab/{chapter}/__init__.pyi"] = (
+            f"# Written by scripts/sync.py from the notebooks' names.\n\n{imports}"
+        )
     return files
 
 
@@ -447,7 +480,11 @@ def modules_without_notebook(root: Path) -> tuple[list[Path], list[Path]]:
     made = modules_made(root)
     found = [path for path in sorted((root / "bertlab").rglob("[!_]*.py"))
              if ".".join(path.relative_to(root / "bertlab").with_suffix("").parts) not in made]  # fmt: skip
-    by_hand = [path for path in found if "# AUTOGENERATED! DO NOT EDIT!" not in path.read_text(encoding="utf-8")]
+    by_hand = [
+        path
+        for path in found
+        if "# AUTOGENERATED! DO NOT EDIT!" not in path.read_text(encoding="utf-8")
+    ]
     return [path for path in found if path not in by_hand], by_hand
 
 
@@ -497,7 +534,11 @@ def copy_sources(root: Path, destination: Path) -> None:
 
 
 def files_of(root: Path) -> set[str]:
-    found = [path for name in SOURCES for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
+    found = [
+        path
+        for name in SOURCES
+        for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])
+    ]
     hidden = ("__pycache__", ".ipynb_checkpoints")
     names = [path.relative_to(root) for path in found if path.is_file() and path.suffix != ".tmp"]
     return {name.as_posix() for name in names if not any(part in hidden for part in name.parts)}
@@ -518,13 +559,19 @@ def out_of_step(root: Path) -> list[str]:
         if done.returncode:
             sys.exit(f"sync failed on a copy:\n{done.stdout}{done.stderr}")
         both = files_of(root) & files_of(copy)
-        changed = [name for name in both if not filecmp.cmp(root / name, copy / name, shallow=False)]
+        changed = [
+            name for name in both if not filecmp.cmp(root / name, copy / name, shallow=False)
+        ]
         return sorted({*changed, *(files_of(root) ^ files_of(copy))})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing, fail if something would change")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing, fail if something would change"
+    )
     root = Path(__file__).resolve().parent.parent
     if not parser.parse_args().check:
         sync(root)

@@ -44,13 +44,20 @@ CORE = ("tests/core", "tests/data", "tests/model", "tests/optim", "tests/train/t
 
 def direct(project: dict) -> dict[str, Requirement]:  # name -> what pyproject.toml asks for
     "The requirements that a user's installation has, with the extras that the core is tested with."
-    asked = [*project["dependencies"], *(one for extra in EXTRAS for one in project["optional-dependencies"][extra])]
+    asked = [
+        *project["dependencies"],
+        *(one for extra in EXTRAS for one in project["optional-dependencies"][extra]),
+    ]
     return {canonicalize_name(Requirement(one).name): Requirement(one) for one in asked}
 
 
 def lower_bound(requirement: Requirement) -> Version | None:  # None: it has none
     "The version that a requirement begins with."
-    found = [Version(one.version.removesuffix(".*")) for one in requirement.specifier if one.operator in (">=", "==", "~=")]
+    found = [
+        Version(one.version.removesuffix(".*"))
+        for one in requirement.specifier
+        if one.operator in (">=", "==", "~=")
+    ]
     return max(found, default=None)
 
 
@@ -60,7 +67,9 @@ def read_lock(text: str) -> dict[str, Version]:
     return {canonicalize_name(name): Version(version) for name, version in pairs}
 
 
-def compare(asked: dict[str, Requirement], locked: dict[str, Version]) -> list[str]:  # lines for a person
+def compare(
+    asked: dict[str, Requirement], locked: dict[str, Version]
+) -> list[str]:  # lines for a person
     """Say what each direct requirement has become. Raises `SystemExit` where one is missing or does not fit.
 
     A bound that no release has is not wrong, but worth a line: the release above it is what was tried.
@@ -72,7 +81,9 @@ def compare(asked: dict[str, Requirement], locked: dict[str, Version]) -> list[s
         if not requirement.specifier.contains(locked[name].public, prereleases=True):
             sys.exit(f"versions: {name} {locked[name]} does not fit {requirement.specifier}")
         low = lower_bound(requirement)
-        note = "" if low is None or low == Version(locked[name].public) else f"   (the bound is {low})"
+        note = (
+            "" if low is None or low == Version(locked[name].public) else f"   (the bound is {low})"
+        )
         lines.append(f"{name:<20} {locked[name]}{note}")
     return lines
 
@@ -93,7 +104,9 @@ def run(*command: str, **options) -> None:
         sys.exit(done.returncode)
 
 
-def prepare(which: str, python: str, cpu: bool, fresh: bool, plan: bool) -> Path:  # the environment's Python
+def prepare(
+    which: str, python: str, cpu: bool, fresh: bool, plan: bool
+) -> Path:  # the environment's Python
     "Resolve, show and install."
     uv, place = find_uv(), ROOT / f".venv-{which}"
     interpreter, lock = place / "bin" / "python", place / "versions.txt"
@@ -119,12 +132,18 @@ def main(words: list[str]) -> None:
     own, theirs = words[:end], words[end + 1 :]
     parser = argparse.ArgumentParser(prog="versions.py", description=__doc__.partition("\n")[0])
     parser.add_argument("which", choices=sorted(PYTHONS))
-    parser.add_argument("--python", help="interpreter or version; default: 3.10 for lowest, 3.13 for newest")
+    parser.add_argument(
+        "--python", help="interpreter or version; default: 3.10 for lowest, 3.13 for newest"
+    )
     parser.add_argument("--cpu", action="store_true", help="torch without CUDA")
     parser.add_argument("--fresh", action="store_true", help="make the environment anew")
-    parser.add_argument("--plan", action="store_true", help="resolve and say, but install and run nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="resolve and say, but install and run nothing"
+    )
     asked = parser.parse_args(own)
-    python = prepare(asked.which, asked.python or PYTHONS[asked.which], asked.cpu, asked.fresh, asked.plan)
+    python = prepare(
+        asked.which, asked.python or PYTHONS[asked.which], asked.cpu, asked.fresh, asked.plan
+    )
     command = [str(python), "-m", "pytest", "-m", "not slow", *theirs, *CORE]
     print(" ".join(["python", *command[1:]]), flush=True)
     if not asked.plan:

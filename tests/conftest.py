@@ -41,7 +41,10 @@ WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // WORKERS))
 os.environ.pop("IN_TEST", None)  # nbdev exports nothing where this is set
 # Tests of one chapter may use what those of another prepare, so file names are unique over all of them.
-sys.path[:0] = [str(ROOT / "scripts"), *sorted(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir())]
+sys.path[:0] = [
+    str(ROOT / "scripts"),
+    *sorted(str(path) for path in (ROOT / "tests").iterdir() if path.is_dir()),
+]
 
 
 def why_no_gpu() -> str:
@@ -53,11 +56,15 @@ def why_no_gpu() -> str:
 def why_no_tpu() -> str:
     if find_spec("torch_xla") is None:
         return "needs torch_xla, which is not installed"
-    return "" if os.environ.get("PJRT_DEVICE") == "TPU" else "needs a TPU, and PJRT_DEVICE is not TPU"
+    return (
+        "" if os.environ.get("PJRT_DEVICE") == "TPU" else "needs a TPU, and PJRT_DEVICE is not TPU"
+    )
 
 
 def find_chromium() -> str | None:
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
 
 def why_no_browser() -> str:
@@ -74,7 +81,10 @@ def pytest_xdist_auto_num_workers(config) -> int:
     return min(8, os.cpu_count() or 1)
 
 
-SPREAD = {"test_notebooks.py", "test_house.py"}  # each case stands alone; elsewhere a file shares its fixtures
+SPREAD = {
+    "test_notebooks.py",
+    "test_house.py",
+}  # each case stands alone; elsewhere a file shares its fixtures
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -44,9 +44,11 @@ def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
     found = [path for path in found if path.parent.name in finished]
     if len(found) < 2:
         more = f", and {', '.join(rest)} unfinished: bertlab finetune --resume {directory}"
-        raise ValueError(f"{directory} holds the best weights of {len(found)} finished seeds"
-                         f"{more * bool(rest)}; an average needs two or more: bertlab finetune "
-                         "--run.seeds '[0, 1, 2]'")
+        raise ValueError(
+            f"{directory} holds the best weights of {len(found)} finished seeds"
+            f"{more * bool(rest)}; an average needs two or more: bertlab finetune "
+            "--run.seeds '[0, 1, 2]'"
+        )
     return found, rest
 
 
@@ -92,11 +94,18 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     with written_directory(output, new=True) as temporary:
         save_for_pipeline(plain.model, temporary, run.tokenizer)
         write_reading(run.data, temporary)
-        note = {"average_of": chosen, "how": how, "monitor": run.monitor, "value": value,
-                "singles": singles}
+        note = {
+            "average_of": chosen,
+            "how": how,
+            "monitor": run.monitor,
+            "value": value,
+            "singles": singles,
+        }
         write_json(temporary / "average.json", note)
-    lines = [f"{name:<10} {run.monitor} {single:.4f}{' *' * (name in chosen)}"
-             for name, single in singles.items()]
+    lines = [
+        f"{name:<10} {run.monitor} {single:.4f}{' *' * (name in chosen)}"
+        for name, single in singles.items()
+    ]
     lines += [f"{name:<10} left out: it is not finished" for name in unfinished]
     return "\n".join([*lines, f"{how:<10} {run.monitor} {value:.4f}", f"written to {output}"])
 
@@ -123,16 +132,22 @@ def average(
         if len(places) > 1:
             raise ValueError("name one fine-tuning run: its seeds are averaged")
         if last is not None:
-            raise ValueError(f"last={last} is of the models that a pretraining run keeps, and of a "
-                             "fine-tuning run all finished seeds are averaged: leave it out")
+            raise ValueError(
+                f"last={last} is of the models that a pretraining run keeps, and of a "
+                "fine-tuning run all finished seeds are averaged: leave it out"
+            )
         return _average_seeds(places[0], target, how)
     if how == "greedy":
-        raise ValueError("how='greedy' scores on validation rows, which a fine-tuning run has: "
-                         "name one, or call greedy_soup with a score of your own")
+        raise ValueError(
+            "how='greedy' scores on validation rows, which a fine-tuning run has: "
+            "name one, or call greedy_soup with a score of your own"
+        )
     models = find_models(places, last)
     if len(models) < 2:
-        raise ValueError(f"there is {len(models)} model to average: name more, or a run that keeps "
-                         "more (run.keep_last)")
+        raise ValueError(
+            f"there is {len(models)} model to average: name more, or a run that keeps "
+            "more (run.keep_last)"
+        )
     write_average(models, target)
     return "\n".join(["the mean of", *(f"  {model}" for model in models), f"written to {target}"])
 
@@ -170,5 +185,7 @@ def lengthen(
         copy_uses(place, temporary)
     cut = _cut_length(place)
     still = f"; texts are cut at {cut} tokens as before, unless max_sequence_length says otherwise"
-    return (f"{model.config.max_position_embeddings} -> {reads} positions ({how}), written to "
-            f"{target}; train it on longer rows before you trust it{still if cut else ''}")
+    return (
+        f"{model.config.max_position_embeddings} -> {reads} positions ({how}), written to "
+        f"{target}; train it on longer rows before you trust it{still if cut else ''}"
+    )

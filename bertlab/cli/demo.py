@@ -81,27 +81,38 @@ class Recipe:
             raise ValueError(f"learning_rate must be above 0 and finite, got {self.learning_rate}")
         if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"weight_decay must be 0 or more and finite, got {self.weight_decay}")
-        for name, known in (("level", LEVELS), ("precision", PRECISIONS),
-                            ("optimizer", _OPTIMIZERS)):
+        for name, known in (
+            ("level", LEVELS),
+            ("precision", PRECISIONS),
+            ("optimizer", _OPTIMIZERS),
+        ):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
         width = self.hidden_size
         if width % 64 if width > 64 else width % 2:
-            raise ValueError("hidden_size must be a multiple of 64, or even and below 64, got "
-                             f"{width}")
+            raise ValueError(
+                f"hidden_size must be a multiple of 64, or even and below 64, got {width}"
+            )
         shares = self.warmup_fraction, self.cooldown_fraction
         if not (min(shares) >= 0 and sum(shares) <= 1):
             raise ValueError(f"warmup_fraction and cooldown_fraction share the run, got {shares}")
 
     def load_corpus(self) -> Corpus:
         "Load the text that is named; this needs no torch, so a wrong path is answered at once."
-        return load_corpus(self.data, text_column=self.text_column, level=self.level,
-                           streaming=self.streaming, max_documents=self.max_documents,
-                           header=self.header, on_error=self.on_error)
+        return load_corpus(
+            self.data,
+            text_column=self.text_column,
+            level=self.level,
+            streaming=self.streaming,
+            max_documents=self.max_documents,
+            header=self.header,
+            on_error=self.on_error,
+        )
 
 
-FIRST_RECIPE = Recipe(num_hidden_layers=4, steps=880, optimizer="adamw", learning_rate=2e-3,
-                      warmup_fraction=0.05)
+FIRST_RECIPE = Recipe(
+    num_hidden_layers=4, steps=880, optimizer="adamw", learning_rate=2e-3, warmup_fraction=0.05
+)
 
 # %% ../../nbs/cli/03_demo.ipynb #ca873649
 def load_recipe(
@@ -116,8 +127,10 @@ def load_recipe(
         content = {"optimizer": "adamw"} | content
     for name in content:
         if name not in known:
-            raise ValueError(f"{path}: unknown {name}{did_you_mean(str(name), known)}; known are "
-                             f"{', '.join(known)}")
+            raise ValueError(
+                f"{path}: unknown {name}{did_you_mean(str(name), known)}; known are "
+                f"{', '.join(known)}"
+            )
     try:
         return Recipe(**content), record
     except ValueError as error:
@@ -169,37 +182,59 @@ def demo_config(recipe: Recipe, output: str | os.PathLike) -> dict[str, Any]:
     from bertlab.model.config import modernbert_tiny
 
     recipe = settle_steps(recipe)
-    shape = shape_settings(modernbert_tiny(
-        hidden_size=recipe.hidden_size, num_hidden_layers=recipe.num_hidden_layers,
-        intermediate_size=2 * recipe.hidden_size,
-        num_attention_heads=max(1, recipe.hidden_size // 64),
-        max_position_embeddings=max(512, recipe.max_sequence_length),
-    ))
+    shape = shape_settings(
+        modernbert_tiny(
+            hidden_size=recipe.hidden_size,
+            num_hidden_layers=recipe.num_hidden_layers,
+            intermediate_size=2 * recipe.hidden_size,
+            num_attention_heads=max(1, recipe.hidden_size // 64),
+            max_position_embeddings=max(512, recipe.max_sequence_length),
+        )
+    )
     config = COMMANDS["pretrain"].parse([]).config | {"seed_everything": recipe.seed}
     config["model"] |= {
-        "model_config_kwargs": shape, "compile_model": False,
-        "learning_rate": recipe.learning_rate, "weight_decay": recipe.weight_decay,
+        "model_config_kwargs": shape,
+        "compile_model": False,
+        "learning_rate": recipe.learning_rate,
+        "weight_decay": recipe.weight_decay,
         "optimizer_class": recipe.optimizer,
-        "optimizer_kwargs": {"betas": [0.9, 0.98], "eps": 1e-6,
-                             **({"momentum": 0.85} if recipe.optimizer == "muon" else {})},
+        "optimizer_kwargs": {
+            "betas": [0.9, 0.98],
+            "eps": 1e-6,
+            **({"momentum": 0.85} if recipe.optimizer == "muon" else {}),
+        },
         "scheduler_warmup_steps": round(recipe.steps * recipe.warmup_fraction),
         "scheduler_cooldown_steps": round(recipe.steps * recipe.cooldown_fraction),
     }
     config["data"] |= {
-        "train_dataset_name_or_path": recipe.data, "text_column": recipe.text_column,
+        "train_dataset_name_or_path": recipe.data,
+        "text_column": recipe.text_column,
         "pretrained_tokenizer_name_or_path": recipe.tokenizer,
         "max_sequence_length": recipe.max_sequence_length,
-        "train_batch_size": recipe.batch_size, "val_batch_size": recipe.batch_size,
-        "collator_kwargs": {"mlm_probability": recipe.mlm_probability, "selection": "exact",
-                            "min_labels_per_document": 1},
-        "data_kwargs": {"level": recipe.level, "max_documents": recipe.max_documents,
-                        "header": recipe.header, "on_error": recipe.on_error},
+        "train_batch_size": recipe.batch_size,
+        "val_batch_size": recipe.batch_size,
+        "collator_kwargs": {
+            "mlm_probability": recipe.mlm_probability,
+            "selection": "exact",
+            "min_labels_per_document": 1,
+        },
+        "data_kwargs": {
+            "level": recipe.level,
+            "max_documents": recipe.max_documents,
+            "header": recipe.header,
+            "on_error": recipe.on_error,
+        },
     }
     config["trainer"] |= {"max_steps": recipe.steps, "precision": recipe.precision}
     config["run"] |= {
-        "output": str(output), "vocab_size": recipe.vocab_size, "keep_last": 1,
-        "val_every_steps": max(1, recipe.steps // 5), "measure_every_steps": 0,
-        "skip_spikes": False, "models": False, "report": False,
+        "output": str(output),
+        "vocab_size": recipe.vocab_size,
+        "keep_last": 1,
+        "val_every_steps": max(1, recipe.steps // 5),
+        "measure_every_steps": 0,
+        "skip_spikes": False,
+        "models": False,
+        "report": False,
     }
     return config
 
@@ -235,8 +270,11 @@ def prepare_demo(
     found = {"corpus": corpus.name, "corpus_sha256": corpus.sha256, **provenance()}
     print(f"device  {found['device']}\n{corpus.describe()}", flush=True)
     if asked is None and recipe.steps != _STEPS:
-        print(f"steps   {recipe.steps:,} instead of {_STEPS:,}, because float32 takes longer on a "
-              "CPU than bfloat16; --steps says otherwise", flush=True)
+        print(
+            f"steps   {recipe.steps:,} instead of {_STEPS:,}, because float32 takes longer on a "
+            "CPU than bfloat16; --steps says otherwise",
+            flush=True,
+        )
     notes = {"command": "demo", "recipe": asdict(recipe), "record": found}
     run = Run(demo_config(recipe, output), resume, overwrite, notes)
     # The text is here already.

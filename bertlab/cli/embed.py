@@ -68,19 +68,26 @@ def finetune_embeddings(
     Raises `ValueError` and `OSError` before training, `RunInterrupted` after a signal.
     """
     asked = ask_for_run("embed finetune", words, resume)
-    config = {name: dict(part) if isinstance(part, Mapping) else part
-              for name, part in asked.config.items()}
+    config = {
+        name: dict(part) if isinstance(part, Mapping) else part
+        for name, part in asked.config.items()
+    }
     choices, output = EmbedChoices(**config["run"]), Path(config["run"]["output"])
-    check_one_process("embed finetune", config["trainer"],
-                      "train with EmbeddingModule and make_trainer in a script of your own")
+    check_one_process(
+        "embed finetune",
+        config["trainer"],
+        "train with EmbeddingModule and make_trainer in a script of your own",
+    )
     again, overwrite = bool(asked.resume), overwrite or asked.overwrite
     check_run_directory(output, again, overwrite, option="--run.output")
     if overwrite:
         check_beginning(output, [config["model"]["pretrained_model_name_or_path"]])
     model, data_options, seed = config["model"], config["data"], config["seed_everything"]
     if model["pretrained_model_name_or_path"] is None and model["model_config_kwargs"] is None:
-        raise ValueError("nothing to start from: give model.pretrained_model_name_or_path, such "
-                         "as the directory of bertlab demo, or model.model_config_kwargs")
+        raise ValueError(
+            "nothing to start from: give model.pretrained_model_name_or_path, such "
+            "as the directory of bertlab demo, or model.model_config_kwargs"
+        )
     seed_everything(seed)
     with naming_options():
         module = EmbeddingModule(**model)
@@ -92,16 +99,24 @@ def finetune_embeddings(
     data.setup()
     module.check_pairs(data.datasets)
     module.check_parts(data)
-    given = {k: v for k, v in trainer_options(config["trainer"]).items()
-             if v is not None or k == "gradient_clip_val"}
+    given = {
+        k: v
+        for k, v in trainer_options(config["trainer"]).items()
+        if v is not None or k == "gradient_clip_val"
+    }
     window = given.get("accumulate_grad_batches", 1)
     steps = given.pop("max_steps", None)  # `make_trainer` refuses less than 1
     if steps is None:
         steps = max(1, round(choices.num_epochs * len(data.train_dataloader()) / window))
     history = History()
     series = CheckpointSeries(output / "checkpoints", choices.checkpoint_every_steps, keep_last=1)
-    callbacks = [history, NonFiniteGuard(), *get_progress(choices.progress, history),
-                 *(given.pop("callbacks", None) or []), series]
+    callbacks = [
+        history,
+        NonFiniteGuard(),
+        *get_progress(choices.progress, history),
+        *(given.pop("callbacks", None) or []),
+        series,
+    ]
     budget = clock_budget(module.hparams)
     if budget is not None and not any(isinstance(one, TimeLimit) for one in callbacks):
         callbacks.insert(-1, TimeLimit(budget))  # behind it the rate is 0
@@ -110,8 +125,14 @@ def finetune_embeddings(
     trainer = make_trainer(steps, callbacks=callbacks, val_check_steps=every, **given)
     checkpoint = find_checkpoint(output / "checkpoints") if again else None
     if checkpoint is not None:  # a run that was stopped behind its last step is only written
-        check_resume(checkpoint, module, data, steps, trainer=trainer,
-                     may_be_finished=not (output / "metrics.json").exists())
+        check_resume(
+            checkpoint,
+            module,
+            data,
+            steps,
+            trainer=trainer,
+            may_be_finished=not (output / "metrics.json").exists(),
+        )
     prepare_run_directory(output, again, overwrite)
     record = provenance(config["trainer"]["accelerator"])
     notes = {"command": "embed finetune", "record": record}
@@ -129,8 +150,16 @@ def finetune_embeddings(
     said = [f"{name:<18}  {values[name]:.4f}" for name in sorted(values) if name[:4] == "val_"]
     is_ours = read_json(output / "config.json")["model_type"] == BertLabConfig.model_type
     how = "import bertlab, then load it with" if is_ours else "load it with"
-    print("\n".join([*said, f"written  {output}: {how} SentenceTransformer({str(output)!r}),"
-                            f" or: bertlab embed search {output} FOLDER QUERY"]), flush=True)
+    print(
+        "\n".join(
+            [
+                *said,
+                f"written  {output}: {how} SentenceTransformer({str(output)!r}),"
+                f" or: bertlab embed search {output} FOLDER QUERY",
+            ]
+        ),
+        flush=True,
+    )
     return values
 
 # %% ../../nbs/cli/06_embed.ipynb #a9d792e5
@@ -179,15 +208,27 @@ def embed_encode(
     check_form(output, overwrite)
     check_outside(output, source, "output")
     notes: Counter = Counter()
-    documents = source_documents(source, text_column, lines, split, file_format, on_error, header,
-                                 notes)
+    documents = source_documents(
+        source, text_column, lines, split, file_format, on_error, header, notes
+    )
     loaded = load_bi_encoder(model, max_sequence_length, pooling)
     with tqdm(unit=" texts", disable=not sys.stderr.isatty()) as bar:
+
         def show(count: int) -> None:
             bar.update(count - bar.n)
 
-        count = encode_texts(loaded, documents, output, ", ".join(source), part_size, width,
-                             overwrite, show, notes, prompt)
+        count = encode_texts(
+            loaded,
+            documents,
+            output,
+            ", ".join(source),
+            part_size,
+            width,
+            overwrite,
+            show,
+            notes,
+            prompt,
+        )
     said = [f"{count:,} texts, {width or loaded.width} numbers each, written to {output}"]
     if before := find_prompt(loaded, prompt):
         others = " or ".join(f"--prompt {side}" for side in SIDES if side != prompt)
@@ -223,8 +264,11 @@ def embed_search(
     if not Path(place).exists():
         raise ValueError(f"there is no {place}; name an index, a file or a folder of texts")
     index = TextIndex.open(place) if (Path(place) / "store.json").is_file() else None
-    documents = source_documents([place], text_column, lines, on_error=on_error, header=header,
-                                 notes=notes) if index is None else None
+    documents = (
+        source_documents([place], text_column, lines, on_error=on_error, header=header, notes=notes)
+        if index is None
+        else None
+    )
     loaded = load_bi_encoder(model)
     find_similarity(loaded)  # or refuse, before anything is encoded
     if index is not None:
@@ -282,7 +326,8 @@ def embed_evaluate(
     for one in tasks:
         left_out: list[str] = []
         scorers = {"model": EncoderScorer(loaded)} | (
-            {"model, MaxSim": LateScorer(loaded)} if late else {})
+            {"model, MaxSim": LateScorer(loaded)} if late else {}
+        )
         if baselines:
             scorers |= {"BM25": bm25_scores, "TF-IDF": tfidf_scores}
             try:
@@ -291,8 +336,9 @@ def embed_evaluate(
                 left_out = [f"mean of word vectors: left out, because {error}"]
         found = evaluate_retrieval(one, scorers)
         told += [one.describe(), retrieval_table(found), *left_out, ""]
-        numbers[one.name] = {name: {m: bootstrap(v) for m, v in values.items()}
-                             for name, values in found.items()}
+        numbers[one.name] = {
+            name: {m: bootstrap(v) for m, v in values.items()} for name, values in found.items()
+        }
     if mteb:
         numbers["mteb"] = by_mteb
         told += [f"{name}: {value:.4f} (mteb)" for name, value in by_mteb.items()]

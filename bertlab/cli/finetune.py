@@ -72,16 +72,18 @@ class FinetuneChoices:
         if self.task is not None and self.task not in TASK_RECIPES:
             look_up(self.task, TASK_RECIPES, "run.task")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError("run.seeds must be one or more different numbers, got "
-                             f"{list(self.seeds)}")
+            raise ValueError(
+                f"run.seeds must be one or more different numbers, got {list(self.seeds)}"
+            )
         for name in ("num_epochs", "validations_per_epoch", "checkpoint_every_steps"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"run.{name} must be 1 or more, got {value}")
         if not all(0 <= seed < 2**32 for seed in self.seeds):
             raise ValueError(f"run.seeds must be from 0 to 2**32 - 1, got {list(self.seeds)}")
         if self.average is not None and not 0 <= self.average < 1:
-            raise ValueError("run.average must be 0 or more and below 1, or null, got "
-                             f"{self.average}")
+            raise ValueError(
+                f"run.average must be 0 or more and below 1, or null, got {self.average}"
+            )
         if self.patience is not None and self.patience < 0:
             raise ValueError(f"run.patience must be 0 or more, or null, got {self.patience}")
 
@@ -101,9 +103,14 @@ GLUE = {  # columns of texts, and the metric to choose by (Wang et al. 2019, tab
 def glue_options(name: str) -> dict[str, Any]:  # of FinetuningDataModule
     "Where a task of GLUE is on the hub, and how it is read. Raises `ValueError`."
     columns, matched = look_up(name, GLUE, "run.glue")[0], "_matched" * (name == "mnli")
-    return {"dataset_name_or_path": "nyu-mll/glue", "dataset_config_name": name,
-            "text_column": columns if len(columns) > 1 else columns[0], "label_column": "label",
-            "val_split": f"validation{matched}", "test_split": f"test{matched}"}
+    return {
+        "dataset_name_or_path": "nyu-mll/glue",
+        "dataset_config_name": name,
+        "text_column": columns if len(columns) > 1 else columns[0],
+        "label_column": "label",
+        "val_split": f"validation{matched}",
+        "test_split": f"test{matched}",
+    }
 
 
 def _is_plain(source: str | Mapping) -> bool:
@@ -115,27 +122,56 @@ def _is_plain(source: str | Mapping) -> bool:
 _MODEL, _TOKENIZER = "pretrained_model_name_or_path", "pretrained_tokenizer_name_or_path"
 # What a resume may change although seeds are finished, by section of the configuration: where and
 # how it is computed, up to rounding, and what is watched.
-_FREE = {"model": {"compile_model", "gradient_checkpointing"},
-         "trainer": {"accelerator", "devices", "num_nodes", "strategy", "logger", "profiler",
-                     "log_every_n_steps", "default_root_dir", "deterministic", "benchmark",
-                     "inference_mode", "detect_anomaly", "limit_test_batches",
-                     "limit_predict_batches", "enable_autolog_hparams", "model_registry"},
-         "run": {"output", "seeds", "progress", "baselines", "checkpoint_every_steps"}}
+_FREE = {
+    "model": {"compile_model", "gradient_checkpointing"},
+    "trainer": {
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "strategy",
+        "logger",
+        "profiler",
+        "log_every_n_steps",
+        "default_root_dir",
+        "deterministic",
+        "benchmark",
+        "inference_mode",
+        "detect_anomaly",
+        "limit_test_batches",
+        "limit_predict_batches",
+        "enable_autolog_hparams",
+        "model_registry",
+    },
+    "run": {"output", "seeds", "progress", "baselines", "checkpoint_every_steps"},
+}
 
 
 def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by seed, if it is done
     "What metrics.json of a run holds, NaN for null. Raises `ValueError` for a damaged file."
     found = read_json(path)
     seeds, runs = found.get("seeds"), found.get("runs")
-    if not isinstance(runs, list) or not isinstance(seeds, list) or len(seeds) != len(runs) \
-            or not all(isinstance(seed, int) for seed in seeds) or not all(
-            isinstance(run, dict) and all(isinstance(value, (int, float, type(None))) for value in
-                                          (run.get(monitor, ""), run.get("val_loss")))
-            for run in runs):
-        raise ValueError(f"{path} is damaged: it needs `seeds`, and `runs` with {monitor} in each; "
-                         "move it away to score the seeds anew")
-    return {seed: {name: math.nan if value is None else value for name, value in run.items()}
-            for seed, run in zip(seeds, runs)}
+    if (
+        not isinstance(runs, list)
+        or not isinstance(seeds, list)
+        or len(seeds) != len(runs)
+        or not all(isinstance(seed, int) for seed in seeds)
+        or not all(
+            isinstance(run, dict)
+            and all(
+                isinstance(value, (int, float, type(None)))
+                for value in (run.get(monitor, ""), run.get("val_loss"))
+            )
+            for run in runs
+        )
+    ):
+        raise ValueError(
+            f"{path} is damaged: it needs `seeds`, and `runs` with {monitor} in each; "
+            "move it away to score the seeds anew"
+        )
+    return {
+        seed: {name: math.nan if value is None else value for name, value in run.items()}
+        for seed, run in zip(seeds, runs)
+    }
 
 
 def _name_weights(source: str | None) -> str:
@@ -176,8 +212,9 @@ class FinetuningRun:
         given = trainer_options(self.config["trainer"])
         self.trainer_options = {k: v for k, v in given.items() if v is not None}
         self.callbacks = self.trainer_options.pop("callbacks", [])
-        check_one_process("finetune", self.config["trainer"],
-                          "call bertlab.finetune in a script of your own")
+        check_one_process(
+            "finetune", self.config["trainer"], "call bertlab.finetune in a script of your own"
+        )
         try:
             tried = make_trainer(1, **{"limit_val_batches": 1.0, **self.trainer_options})
             self.precision_plugin = tried.precision_plugin
@@ -189,19 +226,31 @@ class FinetuningRun:
         run, model, data = self.choices, self.config["model"], self.config["data"]
         given = data["dataset_name_or_path"]
         if run.task is not None and (run.glue is not None or given is not None):
-            raise ValueError(f"run.task={run.task!r} brings its own rows: leave run.glue and "
-                             "data.dataset_name_or_path out")
+            raise ValueError(
+                f"run.task={run.task!r} brings its own rows: leave run.glue and "
+                "data.dataset_name_or_path out"
+            )
         if run.task is None and run.glue is None and given is None:
-            raise ValueError("nothing to learn from: give data.dataset_name_or_path, run.task ("
-                             f"{', '.join(TASK_RECIPES)}) or run.glue ({', '.join(GLUE)})")
+            raise ValueError(
+                "nothing to learn from: give data.dataset_name_or_path, run.task ("
+                f"{', '.join(TASK_RECIPES)}) or run.glue ({', '.join(GLUE)})"
+            )
         kind = TASK_RECIPES[run.task].kind if run.task else "classification"
         if (run.task or run.glue) and model["task"] not in ("classification", kind):
-            raise ValueError(f"model.task={model['task']!r}, but {run.task or run.glue} is "
-                             f"{kind}: leave model.task out")
+            raise ValueError(
+                f"model.task={model['task']!r}, but {run.task or run.glue} is "
+                f"{kind}: leave model.task out"
+            )
         if run.task:
             model["task"] = kind
-        usual = {"text_column": None, "label_column": None, "dataset_name_or_path": None,
-                 "dataset_config_name": None, "val_split": "validation", "test_split": "test"}
+        usual = {
+            "text_column": None,
+            "label_column": None,
+            "dataset_name_or_path": None,
+            "dataset_config_name": None,
+            "val_split": "validation",
+            "test_split": "test",
+        }
         known = glue_options(run.glue) if run.glue else {}
         if given is not None and _is_plain(given):  # it has neither configurations nor their splits
             known = {name: known[name] for name in ("text_column", "label_column") if name in known}
@@ -214,8 +263,10 @@ class FinetuningRun:
         run, model = self.choices, dict(self.config["model"])
         data = {**self.config["data"], "task": model["task"]}
         if model["problem_type"] is not None and model["task"] == "classification":
-            data["collator_kwargs"] = {"problem_type": model["problem_type"],
-                                       **(data["collator_kwargs"] or {})}
+            data["collator_kwargs"] = {
+                "problem_type": model["problem_type"],
+                **(data["collator_kwargs"] or {}),
+            }
         self.task = load_task(run.task, sizes=run.task_sizes) if run.task else None
         if self.task and data["max_sequence_length"] == 512:  # the default is for unknown texts
             data["max_sequence_length"] = self.task.max_sequence_length
@@ -225,8 +276,11 @@ class FinetuningRun:
             self.data.set_datasets(**self.task.splits)
         kept = self.output / "tokenizer" if self.resume else None
         tokenizer = choose_tokenizer(
-            [data[_TOKENIZER]], model[_MODEL], kept,
-            lambda: train_tokenizer(self.data.texts(), data["vocab_size"]))
+            [data[_TOKENIZER]],
+            model[_MODEL],
+            kept,
+            lambda: train_tokenizer(self.data.texts(), data["vocab_size"]),
+        )
         self.data.tokenizer = self.tokenizer = tokenizer
         if model["model_config_kwargs"] is not None:  # random weights fit the tokenizer
             ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
@@ -261,11 +315,14 @@ class FinetuningRun:
 
     def _check_optimizer(self, optimizer: Any, name: Any) -> None:
         "Refuse at once what training would: two averages, a curvature with a loss scale."
-        averaged = self.choices.average is not None \
-            or any(isinstance(one, AveragedWeights) for one in self.callbacks)
+        averaged = self.choices.average is not None or any(
+            isinstance(one, AveragedWeights) for one in self.callbacks
+        )
         if averaged and callable(getattr(optimizer, "eval", None)):
-            raise ValueError(f"run.average={self.choices.average}, and the optimizer ({name}) "
-                             "keeps averages of its own: leave out run.average and AveragedWeights")
+            raise ValueError(
+                f"run.average={self.choices.average}, and the optimizer ({name}) "
+                "keeps averages of its own: leave out run.average and AveragedWeights"
+            )
         check_scaler(self.precision_plugin, optimizer_facts(name).second_backward)
 
     def _check_finished(self) -> None:
@@ -280,9 +337,11 @@ class FinetuningRun:
                 # A precision that nobody named is the device's own, and may be another elsewhere.
                 is_open = name == "precision" and (None in both or "auto" in both)
                 if both[0] != both[1] and not is_open:
-                    raise ValueError(f"seed {min(done)} of {self.output} was trained with {part}."
-                                     f"{name}={old[name]!r}, and now it is {new[name]!r}: put it "
-                                     "back, or choose another --run.output")
+                    raise ValueError(
+                        f"seed {min(done)} of {self.output} was trained with {part}."
+                        f"{name}={old[name]!r}, and now it is {new[name]!r}: put it "
+                        "back, or choose another --run.output"
+                    )
 
     def check_same(self) -> None:
         "Refuse other rows, tokens or models than those of the checkpoints that are there."
@@ -298,8 +357,9 @@ class FinetuningRun:
             if path:
                 kept = read_checkpoint(path)
                 check_monitor(path, kept, self.monitor)
-                refuse_differences(path, kept.get("fingerprint", {}),
-                                   self.fingerprint | {"seed": seed})
+                refuse_differences(
+                    path, kept.get("fingerprint", {}), self.fingerprint | {"seed": seed}
+                )
 
     def _settle_beginning(self) -> None:
         "Find what the seeds begin with, or have begun with: a mean is of one beginning."
@@ -323,7 +383,8 @@ class FinetuningRun:
             raise ValueError(
                 f"seed {seed} of {self.output} would begin with other weights than those before "
                 f"it: {self.config['model'][_MODEL]} has changed. Put it back, or choose "
-                "another --run.output")
+                "another --run.output"
+            )
 
     def prepare(self) -> None:
         "Check a resume, and only then write: the directory, run.yaml, the tokenizer."
@@ -335,8 +396,11 @@ class FinetuningRun:
         record = {**device, "begins_with": self.begins_with}
         self.text = format_yaml({**self.config, "command": "finetune", "record": record})
         told = [describe_task(self.task)] if self.task else []
-        told += [self.data.describe(num_rows=1), f"model    {self.description}",
-                 f"watched  {self.monitor}"]
+        told += [
+            self.data.describe(num_rows=1),
+            f"model    {self.description}",
+            f"watched  {self.monitor}",
+        ]
         prepare_run_directory(self.output, self.resume, self.overwrite)
         with written_whole(self.output / MARKER) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
@@ -361,9 +425,15 @@ class FinetuningRun:
             done = tuple(one for one in run.seeds if one in found)
             results = SeedResults(done, tuple(found[one] for one in done))
             best = max(done, key=lambda one: rank_metric(self.monitor, found[one]))
-            metrics = {"monitor": self.monitor, "seeds": results.seeds, "runs": results.runs,
-                       "mean": results.mean(), "deviation": results.deviation(),
-                       "best_seed": best, "baselines": baselines}
+            metrics = {
+                "monitor": self.monitor,
+                "seeds": results.seeds,
+                "runs": results.runs,
+                "mean": results.mean(),
+                "deviation": results.deviation(),
+                "best_seed": best,
+                "baselines": baselines,
+            }
             write_json(path, metrics)
             if watch is not None and watch.pruned:
                 break
@@ -377,16 +447,30 @@ class FinetuningRun:
         run, place, own = self.choices, self.output / f"seed-{seed}", self.data.seed
         history = ShownHistory()
         series = CheckpointSeries(place / "checkpoints", run.checkpoint_every_steps, keep_last=1)
-        watchers = [history, *get_progress(run.progress, history),
-                    *([AveragedWeights(run.average)] if run.average is not None else []),
-                    *[ScoreLines()] * (run.progress != "none"), *copy.deepcopy(self.callbacks),
-                    *([] if watch is None else [watch]), series]
+        watchers = [
+            history,
+            *get_progress(run.progress, history),
+            *([AveragedWeights(run.average)] if run.average is not None else []),
+            *[ScoreLines()] * (run.progress != "none"),
+            *copy.deepcopy(self.callbacks),
+            *([] if watch is None else [watch]),
+            series,
+        ]
         checkpoint = find_checkpoint(place / "checkpoints")
         try:
-            found = finetune(FinetuningModule(**self.module_options), self.data, place,
-                             run.num_epochs, run.patience, self.monitor, seed,
-                             run.validations_per_epoch, watchers, checkpoint=checkpoint,
-                             **self.trainer_options)
+            found = finetune(
+                FinetuningModule(**self.module_options),
+                self.data,
+                place,
+                run.num_epochs,
+                run.patience,
+                self.monitor,
+                seed,
+                run.validations_per_epoch,
+                watchers,
+                checkpoint=checkpoint,
+                **self.trainer_options,
+            )
         except RunInterrupted as stopped:
             raise RunInterrupted(*stopped.args, str(self.output)) from None
         finally:
@@ -408,8 +492,11 @@ class FinetuningRun:
         module.to(kind if kind in ("cuda", "mps") else "cpu")  # it has no trainer that would
         evaluation = evaluate_split(module, self.data, split)
         evaluation.write(self.output)
-        print(f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {self.output}: load it "
-              f"with transformers.pipeline, or: bertlab predict {self.output} FILE", flush=True)
+        print(
+            f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {self.output}: load it "
+            f"with transformers.pipeline, or: bertlab predict {self.output} FILE",
+            flush=True,
+        )
 
 # %% ../../nbs/cli/04_finetune.ipynb #af050547
 class ShownHistory(History):
@@ -418,6 +505,7 @@ class ShownHistory(History):
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     "Write numbers; what is none (the deviation of a single seed) is null."
+
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: clean(one) for name, one in value.items()}
@@ -467,8 +555,9 @@ def predict(
         check_output(output, file, overwrite)
     options = PredictionOptions(batch_size, all_probabilities, null_threshold, num_best)
     predictor = load_predictor(directory, max_sequence_length)
-    told, found = predict_file(predictor, file, output, text_column, format, options, header,
-                               overwrite, delimiter)
+    told, found = predict_file(
+        predictor, file, output, text_column, format, options, header, overwrite, delimiter
+    )
     if output is None:
         sys.stdout.write(WRITERS["jsonl"](told))
         sys.stdout.flush()

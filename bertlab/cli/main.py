@@ -65,9 +65,13 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
     except RuntimeError as error:
         if not _LOST_PEER.search(str(error)):
             raise
-        print(f"bertlab {command}: process {process_number()} ends, because another process of "
-              "this run has died; what that one said tells why. Checkpoints are whole: go on with "
-              "the same command and --resume", file=sys.stderr, flush=True)
+        print(
+            f"bertlab {command}: process {process_number()} ends, because another process of "
+            "this run has died; what that one said tells why. Checkpoints are whole: go on with "
+            "the same command and --resume",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(3)  # leaving in order would wait for the process that is gone
     except Stopped as stopped:
         try:
@@ -77,11 +81,15 @@ def answer(command: str, work: Callable[[], Any]) -> int:  # the exit status: 0,
         return 130
     except (KeyboardInterrupt, SystemExit) as stopped:
         # Lightning makes an exit of Ctrl-C, and no longer listens to it.
-        if isinstance(stopped, SystemExit) and not isinstance(stopped.__context__,
-                                                              KeyboardInterrupt):
+        if isinstance(stopped, SystemExit) and not isinstance(
+            stopped.__context__, KeyboardInterrupt
+        ):
             return int(stopped.code or 0)
-        more = ("; where the directory already holds a run, go on with the same command and "
-                "--resume" if COMMANDS[command].resume else "")
+        more = (
+            "; where the directory already holds a run, go on with the same command and --resume"
+            if COMMANDS[command].resume
+            else ""
+        )
         print(f"\nbertlab {command}: stopped before it was done{more}", file=sys.stderr, flush=True)
         return 130
     finally:
@@ -97,8 +105,9 @@ def go_on_with(command: str, work: Callable[[], Any]) -> Any:  # what the work g
     try:
         return work()
     except RunInterrupted as stopped:
-        raise Stopped(f"stopped at step {stopped.args[0]} and saved; go on with:\n"
-                      f"  bertlab {command}") from None
+        raise Stopped(
+            f"stopped at step {stopped.args[0]} and saved; go on with:\n  bertlab {command}"
+        ) from None
 
 
 def _typed(words: list[str]) -> str:
@@ -108,8 +117,10 @@ def _typed(words: list[str]) -> str:
     # Python quotes a word for the program, and only one with a blank. The shell, which comes before
     # it, reads signs such as & on its own, so such words get a blank, and lose it again.
     plain = re.compile(r"[\w%+=:./\\-]+")
-    return " ".join(word if plain.fullmatch(word) else
-                    '"' + subprocess.list2cmdline([f" {word}"])[2:] for word in words)
+    return " ".join(
+        word if plain.fullmatch(word) else '"' + subprocess.list2cmdline([f" {word}"])[2:]
+        for word in words
+    )
 
 
 def same_with_resume(asked: Asked) -> str:  # after `bertlab`, as it is typed in a shell
@@ -212,8 +223,10 @@ def _check_own_file(key: str, name: str) -> None:  # "my_file.MyClass"
     here = Path(f"{top}.py").is_file() or Path(top).is_dir()
     if not here and not (top.isidentifier() and find_spec(top)):
         files = [path.stem for path in Path().glob("*.py")]
-        raise ValueError(f"{key} {name!r}: there is no file {top}.py here, and no package of that "
-                         f"name{did_you_mean(top, files)}")
+        raise ValueError(
+            f"{key} {name!r}: there is no file {top}.py here, and no package of that "
+            f"name{did_you_mean(top, files)}"
+        )
 
 
 def _holds_tokens(name: str) -> bool:
@@ -247,8 +260,10 @@ def check_model_place(name: Any) -> None:  # a name, or a directory
         raise ValueError(f"{name} is the directory of a run, not of a model; {there}")
     if not any((place / file).exists() for file in ("config.json", *TOKENIZER_FILES)):
         held = sorted(path.name for path in place.iterdir())[:3]
-        raise ValueError(f"{name} holds no model (no config.json; it holds "
-                         f"{', '.join(held) or 'nothing'}); name the directory of one")
+        raise ValueError(
+            f"{name} holds no model (no config.json; it holds "
+            f"{', '.join(held) or 'nothing'}); name the directory of one"
+        )
 
 
 def _check_place(asked: Asked) -> str:  # the directory of the run
@@ -366,14 +381,20 @@ def _tokenize(asked: Asked) -> None:
     made = tokenize_shards(**{**asked.config, "overwrite": asked.overwrite})
     output = asked.config["output"]
     if "queued" in made:
-        print(f"{made['queued']} parts are queued; {output} can be trained on when its manifest "
-              "is there", flush=True)
+        print(
+            f"{made['queued']} parts are queued; {output} can be trained on when its manifest "
+            "is there",
+            flush=True,
+        )
         return
     for what, count in made["notes"].items():
         print(f"{count:,} documents {what}", flush=True)
-    print(f"{made['tokens']:,} tokens of {made['documents']:,} documents in {len(made['shards'])} "
-          f"shards; train on them with\n  bertlab pretrain --data.train_dataset_name_or_path "
-          f"{output}", flush=True)
+    print(
+        f"{made['tokens']:,} tokens of {made['documents']:,} documents in {len(made['shards'])} "
+        f"shards; train on them with\n  bertlab pretrain --data.train_dataset_name_or_path "
+        f"{output}",
+        flush=True,
+    )
 
 
 def _speedrun(asked: Asked) -> None:
@@ -384,8 +405,10 @@ def _speedrun(asked: Asked) -> None:
     config = dict(asked.config)
     log, model = config.pop("check"), config.pop("score")
     for use, reads in (("check", {"check"}), ("score", {"score", "track"})):
-        others = sorted({*asked.given, *["resume"] * bool(asked.resume),
-                         *["overwrite"] * asked.overwrite} - reads)
+        others = sorted(
+            {*asked.given, *["resume"] * bool(asked.resume), *["overwrite"] * asked.overwrite}
+            - reads
+        )
         if asked.given.get(use) is not None and others:
             flags = ", ".join(name if name == "recipe" else f"--{name}" for name in others)
             raise ValueError(f"--{use} trains nothing: leave out {flags}")
@@ -407,8 +430,10 @@ def _speedrun(asked: Asked) -> None:
     load_speedrun(recipe)
     check_run_directory(output, bool(asked.resume), asked.overwrite)
     quieten()
-    go_on_with(same_with_resume(asked), lambda: speedrun(
-        **config, resume=bool(asked.resume), overwrite=asked.overwrite))
+    go_on_with(
+        same_with_resume(asked),
+        lambda: speedrun(**config, resume=bool(asked.resume), overwrite=asked.overwrite),
+    )
 
 
 def _card(asked: Asked) -> None:
@@ -421,8 +446,11 @@ def _card(asked: Asked) -> None:
     from bertlab.train.model_cards import CardChoices, push_model, write_card
 
     quieten()
-    pushing = {name: config.pop(name) for name in ("repo", "private", "message", "dry_run")
-               if name in config}
+    pushing = {
+        name: config.pop(name)
+        for name in ("repo", "private", "message", "dry_run")
+        if name in config
+    }
     place, choices = find_model(directory), CardChoices(**config)
     if asked.command == "card":
         print(write_card(place, choices, asked.overwrite), flush=True)
@@ -440,7 +468,7 @@ def _export(asked: Asked) -> None:
     if os.path.lexists(output):
         raise ValueError(f"output {output} is there already; choose another one")
     if missing := [name for name in ("onnx", "onnxruntime", "onnxscript") if not find_spec(name)]:
-        raise ValueError(f"ONNX files need {', '.join(missing)}: pip install \"bertlab[export]\"")
+        raise ValueError(f'ONNX files need {", ".join(missing)}: pip install "bertlab[export]"')
     from bertlab.cli.export import export  # torch: seconds
 
     quieten()
@@ -488,8 +516,11 @@ def _embed(asked: Asked) -> None:
         again = _typed(["embed", "finetune", "--resume", output])
         go_on_with(again, lambda: embed.finetune_embeddings(asked))
         return
-    work = {"embed encode": embed.embed_encode, "embed search": embed.embed_search,
-            "embed evaluate": embed.embed_evaluate}
+    work = {
+        "embed encode": embed.embed_encode,
+        "embed search": embed.embed_search,
+        "embed evaluate": embed.embed_evaluate,
+    }
     more = {"overwrite": asked.overwrite} if asked.command == "embed encode" else {}
     print(work[asked.command](**asked.config, **more), flush=True)
 
@@ -502,13 +533,27 @@ def _devices(asked: Asked) -> None:
 
 # %% ../../nbs/cli/12_main.ipynb #00c6e5e3
 _STARTED = time.perf_counter()
-_WORK = {"demo": _demo, "pretrain": _pretrain, "finetune": _finetune, "predict": _predict,
-         "validate": _validate, "fill-mask": _fill_mask, "write": _write, "distill": _distill,
-         "speedrun": _speedrun, "card": _card, "push": _card, "tokenize": _tokenize,
-         "export": _export, "average": _average, "lengthen": _lengthen, "tune": _tune,
-         "devices": _devices,
-         **{name: _tokenizer for name in COMMANDS if name.startswith("tokenizer ")},
-         **{name: _embed for name in COMMANDS if name.startswith("embed ")}}
+_WORK = {
+    "demo": _demo,
+    "pretrain": _pretrain,
+    "finetune": _finetune,
+    "predict": _predict,
+    "validate": _validate,
+    "fill-mask": _fill_mask,
+    "write": _write,
+    "distill": _distill,
+    "speedrun": _speedrun,
+    "card": _card,
+    "push": _card,
+    "tokenize": _tokenize,
+    "export": _export,
+    "average": _average,
+    "lengthen": _lengthen,
+    "tune": _tune,
+    "devices": _devices,
+    **{name: _tokenizer for name in COMMANDS if name.startswith("tokenizer ")},
+    **{name: _embed for name in COMMANDS if name.startswith("embed ")},
+}
 
 
 def join_family(words: list[str]) -> list[str]:
@@ -529,11 +574,22 @@ def usage() -> str:
     "What `bertlab --help` shows."
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: bertlab COMMAND [options]", "", "Train BERT-style encoders.", "",
-                      "commands:", *lines, "", "bertlab COMMAND --help lists the options of a "
-                      "command; bertlab --version says which bertlab this is.", "",
-                      "exit status: 0 done, 2 a mistake in what was asked, 3 another process of "
-                      "the run has died, 130 stopped"])
+    return "\n".join(
+        [
+            "usage: bertlab COMMAND [options]",
+            "",
+            "Train BERT-style encoders.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "bertlab COMMAND --help lists the options of a "
+            "command; bertlab --version says which bertlab this is.",
+            "",
+            "exit status: 0 done, 2 a mistake in what was asked, 3 another process of "
+            "the run has died, 130 stopped",
+        ]
+    )
 
 
 def _run(words: Sequence[str]) -> None:
@@ -549,7 +605,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:  # what is written instead;
     "Characters that a stream lacks, as JSON writes them: lines of JSON stay what they are."
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    return json.dumps(error.object[error.start:error.end])[1:-1], error.end
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def _prepare_streams() -> None:
@@ -581,8 +637,11 @@ def main(argv: Sequence[str] | None = None) -> int:  # the exit status
         print(unknown + family, file=sys.stdout if asked_for else sys.stderr)
         return 0 if words[1:] and asked_for else 2
     if words[0] not in COMMANDS:
-        print(f"bertlab: {words[0]!r} is no command{did_you_mean(words[0], COMMANDS)}; choose one "
-              f"of {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"bertlab: {words[0]!r} is no command{did_you_mean(words[0], COMMANDS)}; choose one "
+            f"of {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     with directories_kept():  # one command in one directory
         return answer(words[0], lambda: _run(words))

@@ -129,12 +129,11 @@ def read_options(
         found.append(Option(key, kind, value, help, required=default is None))
     return found
 
-
-
 # %% ../../nbs/cli/01_options.ipynb #65b277dc
 @lru_cache(maxsize=None)
 def _kinds(annotation: str) -> tuple[tuple[str, str], ...]:  # (name, what is inside)
     "Take an annotation apart: unions give several."
+
     def walk(node: ast.expr) -> list[tuple[str, str]]:
         if isinstance(node, ast.BinOp):
             return walk(node.left) + walk(node.right)
@@ -143,8 +142,14 @@ def _kinds(annotation: str) -> tuple[tuple[str, str], ...]:  # (name, what is in
             several = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             if outer in ("Optional", "Union"):
                 return [k for n in several for k in walk(n)] + [("None", "")] * (outer[0] == "O")
-            outer = {"List": "list", "Sequence": "list", "Iterable": "list", "tuple": "list",
-                     "Dict": "dict", "Mapping": "dict"}.get(outer, outer)
+            outer = {
+                "List": "list",
+                "Sequence": "list",
+                "Iterable": "list",
+                "tuple": "list",
+                "Dict": "dict",
+                "Mapping": "dict",
+            }.get(outer, outer)
             return [(outer, ast.unparse(several[-1]))]
         return [(ast.unparse(node).rpartition(".")[2], "Any")]
 
@@ -182,8 +187,11 @@ def convert(
         except (TypeError, OverflowError, ValueError) as error:  # no integer is infinite
             if kind == own:  # a list with a wrong element
                 raise ValueError(str(error) or f"{name} cannot be {value!r}") from None
-    shown = annotation.replace("Optional[", "").replace("]", "") if "Optional" in annotation \
+    shown = (
+        annotation.replace("Optional[", "").replace("]", "")
+        if "Optional" in annotation
         else annotation
+    )
     raise ValueError(f"{name} must be {shown}, got {value!r}")
 
 
@@ -192,8 +200,11 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
     names = {kind for kind, _ in _kinds(annotation)}
     if names <= {"str", "PathLike", "None", "Path"}:
         return None if text == "null" and "None" in names else text
-    if names <= {"list", "dict", "None"} and "list" in names \
-            and not (text == "null" and "None" in names):
+    if (
+        names <= {"list", "dict", "None"}
+        and "list" in names
+        and not (text == "null" and "None" in names)
+    ):
         inside = next(one for kind, one in _kinds(annotation) if kind == "list")
         begins = ("[", "{") if "dict" in names else "["
         if not text.lstrip().startswith(begins):  # a list of one
@@ -217,6 +228,8 @@ def convert_text(text: str, annotation: str, name: str) -> Any:
 # %% ../../nbs/cli/01_options.ipynb #5f21afcf
 LIGHTNING = "lightning:pytorch/trainer/trainer.py"
 NOTES = ("command", "recipe", "record", "stages")  # what run.yaml holds besides the options
+
+
 @dataclass(frozen=True)
 class Asked:
     "What the words of a command line ask for."
@@ -235,9 +248,11 @@ class Asked:
 def _read_file(file: str) -> dict[str, Any]:
     "A file of --config. Raises `ValueError`."
     if not Path(file).exists() and "configs" in Path(file).parent.parts:
-        raise ValueError(f"{file} is not here: the files of configs/ come with the source of "
-                         "bertlab, not with the installed package; run in a clone of it, or give "
-                         "the path of a copy")
+        raise ValueError(
+            f"{file} is not here: the files of configs/ come with the source of "
+            "bertlab, not with the installed package; run in a clone of it, or give "
+            "the path of a copy"
+        )
     return read_yaml(file)
 
 
@@ -331,8 +346,9 @@ class Command:
             texts.append((name, key, rest.pop(0), grows))
         for key, several in self._places(positional).items():
             if any(name == key and not grows for name, _, _, grows in texts):
-                raise ValueError(f"{key} is said twice, as {several[0]!r} and by --{key}: leave "
-                                 "one of them out")
+                raise ValueError(
+                    f"{key} is said twice, as {several[0]!r} and by --{key}: leave one of them out"
+                )
             if f"*{key}" in self.positionals:  # all of them, as they were typed
                 listed = len(several) > 1 or known[key].kind.startswith(("list", "Sequence"))
                 unflagged[key] = several if listed else several[0]
@@ -364,15 +380,26 @@ class Command:
         missing = [key for key, option in known.items() if option.required and key not in given]
         if missing and shown is None:
             raise ValueError(f"{missing[0]} is missing: {known[missing[0]].help}")
-        return Asked(self.name, config, given, own["files"], tuple(words),
-                     own["flags"].get("resume", False), "overwrite" in own["flags"],
-                     "estimate" in own["flags"], shown)
+        return Asked(
+            self.name,
+            config,
+            given,
+            own["files"],
+            tuple(words),
+            own["flags"].get("resume", False),
+            "overwrite" in own["flags"],
+            "estimate" in own["flags"],
+            shown,
+        )
 
     def _take_own(self, name: str, rest: list[str], own: dict, equals: bool) -> bool:
         "Take --help, --config, --print_config, --resume, --overwrite, --estimate, where it has it."
-        if name == "help" or (name == "overwrite" and self.overwrite) or (
-                name == "estimate" and self.estimate) or (
-                name == "print_config" and self.configured):
+        if (
+            name == "help"
+            or (name == "overwrite" and self.overwrite)
+            or (name == "estimate" and self.estimate)
+            or (name == "print_config" and self.configured)
+        ):
             if equals:
                 raise ValueError(f"--{name} stands alone: leave ={rest[0]} out")
             own["flags"][name] = True
@@ -403,9 +430,14 @@ class Command:
                 return key
         if name in self.follows:
             raise ValueError(f"{name} follows {self.follows[name]}: set that one")
-        flags = [*known, "help", *["resume"] * bool(self.resume),
-                 *["overwrite"] * bool(self.overwrite), *["estimate"] * bool(self.estimate),
-                 *["config", "print_config"] * self.configured]
+        flags = [
+            *known,
+            "help",
+            *["resume"] * bool(self.resume),
+            *["overwrite"] * bool(self.overwrite),
+            *["estimate"] * bool(self.estimate),
+            *["config", "print_config"] * self.configured,
+        ]
         raise ValueError(f"{name!r} is no parameter{_suggest(name, flags)}")
 
     def _is_switch(self, option: Option, name: str, rest: list[str]) -> bool:
@@ -422,8 +454,10 @@ class Command:
         if self.positionals and self.positionals[-1].startswith("*"):
             names += [names[-1]] * len(positional)
         if len(positional) > len(names):
-            raise ValueError(f"nobody reads {positional[len(names)]!r}: a flag begins with --; see "
-                             f"bertlab {self.name} --help")
+            raise ValueError(
+                f"nobody reads {positional[len(names)]!r}: a flag begins with --; see "
+                f"bertlab {self.name} --help"
+            )
         found: dict[str, list[str]] = {}
         for name, word in zip(names, positional):
             found.setdefault(name, []).append(word)
@@ -487,8 +521,9 @@ class Command:
             for value in given.get(key) if isinstance(given.get(key), list) else [given.get(key)]:
                 if names and isinstance(value, str) and value not in names and "." not in value:
                     hint = did_you_mean(value, names) or ";"
-                    raise ValueError(f"{key} {value!r} is unknown{hint} choose one of "
-                                     f"{', '.join(names)}")
+                    raise ValueError(
+                        f"{key} {value!r} is unknown{hint} choose one of {', '.join(names)}"
+                    )
 
     def _complete(self, known: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
         "All options in their sections, with the value that was given or the default."
@@ -512,13 +547,20 @@ class Command:
         lines = [usage, "", self.about, ""]
         own = [("--help", "show this")]
         if self.configured:
-            own += [("--config FILE", "YAML with options; several are laid over each other, and "
-                                      "flags win over all"),
-                    ("--print_config", "show the whole configuration, and run nothing")]
+            own += [
+                (
+                    "--config FILE",
+                    "YAML with options; several are laid over each other, and flags win over all",
+                ),
+                ("--print_config", "show the whole configuration, and run nothing"),
+            ]
         own += [("--resume" + " [DIRECTORY]" * self.configured, self.resume)] if self.resume else []
         moved = "start anew; the run that is there is moved into previous-N"
-        own += [("--overwrite", moved if self.overwrite is True else self.overwrite)
-                ] if self.overwrite else []
+        own += (
+            [("--overwrite", moved if self.overwrite is True else self.overwrite)]
+            if self.overwrite
+            else []
+        )
         own += [("--estimate", self.estimate)] if self.estimate else []
         entries = {"": own}
         for key, option in known.items():
@@ -550,8 +592,10 @@ def _entries(
 ) -> dict[str, Any]:
     "A copy of a mapping, for another entry. Raises `ValueError` for a value that is none."
     if not isinstance(value or {}, Mapping):
-        raise ValueError(f"--{name} sets an entry of {place}, which is {yaml_text(value)}: say "
-                         f"all of it at once, as --{place} '{{name: value}}'")
+        raise ValueError(
+            f"--{name} sets an entry of {place}, which is {yaml_text(value)}: say "
+            f"all of it at once, as --{place} '{{name: value}}'"
+        )
     return dict(value or {})
 
 
@@ -571,170 +615,390 @@ def _entry(flag: str, text: str, width: int, indent: int = 30) -> list[str]:
     wrapped = textwrap.wrap(text, max(30, width - indent)) or [""]
     if len(flag) > indent - 4:
         return [f"  {flag}", *(" " * indent + line for line in wrapped if line)]
-    return [f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
-            *(" " * indent + line for line in wrapped[1:])]
+    return [
+        f"  {flag:<{indent - 2}}{wrapped[0]}".rstrip(),
+        *(" " * indent + line for line in wrapped[1:]),
+    ]
 
 # %% ../../nbs/cli/01_options.ipynb #fc19e2e5
 _PRETRAIN = dict(
-    sections={"model": ("train/modules.py", "PretrainingModule"),
-              "data": ("data/module.py", "PretrainingDataModule"),
-              "trainer": (LIGHTNING, "Trainer"), "run": ("cli/pretrain.py", "RunChoices")},
-    configured=True, more=(Option("seed_everything", "int", 0, "of weights, order and masks"),),
-    defaults={"trainer.max_steps": 1000, "trainer.devices": 1, "trainer.gradient_clip_val": 1.0,
-              "trainer.use_distributed_sampler": False, "trainer.check_val_every_n_epoch": None},
+    sections={
+        "model": ("train/modules.py", "PretrainingModule"),
+        "data": ("data/module.py", "PretrainingDataModule"),
+        "trainer": (LIGHTNING, "Trainer"),
+        "run": ("cli/pretrain.py", "RunChoices"),
+    },
+    configured=True,
+    more=(Option("seed_everything", "int", 0, "of weights, order and masks"),),
+    defaults={
+        "trainer.max_steps": 1000,
+        "trainer.devices": 1,
+        "trainer.gradient_clip_val": 1.0,
+        "trainer.use_distributed_sampler": False,
+        "trainer.check_val_every_n_epoch": None,
+    },
     follows={"data.objective": "model.objective", "data.seed": "seed_everything"},
-    choices={"model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
-             "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
-             **{f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "KINDS", phase)
-                for phase in ("warmup", "training", "cooldown")},
-             "data.file_format": ("data/readers.py", "FORMATS"),
-             "run.shape": ("cli/pretrain.py", "SHAPES"),
-             "run.progress": ("train/monitors.py", "PROGRESS"),
-             "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_KINDS"),
-             "run.loggers": ("train/monitors.py", "_LOGGERS")},
-    helps={"trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
-                                "and init_args; they come after the run's own"},
+    choices={
+        "model.objective": ("train/modules.py", "OBJECTIVE_MODELS"),
+        "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
+        **{
+            f"model.scheduler_{phase}_kind": ("optim/schedulers.py", "KINDS", phase)
+            for phase in ("warmup", "training", "cooldown")
+        },
+        "data.file_format": ("data/readers.py", "FORMATS"),
+        "run.shape": ("cli/pretrain.py", "SHAPES"),
+        "run.progress": ("train/monitors.py", "PROGRESS"),
+        "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_KINDS"),
+        "run.loggers": ("train/monitors.py", "_LOGGERS"),
+    },
+    helps={
+        "trainer.callbacks": "callbacks by name, such as my_file.MyCallback, or as class_path "
+        "and init_args; they come after the run's own"
+    },
     epilog="Parts of your own lie in a file beside you, my_file.py, and are named by it: "
-           "--data.collator my_file.MyCollator, --model.optimizer_class my_file.MyOptimizer, "
-           "--model.schedule my_file.my_schedule, --trainer.callbacks my_file.MyCallback, "
-           "--model.objective my_file.MyModel, --model.model_config_kwargs.norm my_file.MyNorm "
-           "(mlp and hidden_activation likewise). The guide 'Your own parts' runs one of each.",
+    "--data.collator my_file.MyCollator, --model.optimizer_class my_file.MyOptimizer, "
+    "--model.schedule my_file.my_schedule, --trainer.callbacks my_file.MyCallback, "
+    "--model.objective my_file.MyModel, --model.model_config_kwargs.norm my_file.MyNorm "
+    "(mlp and hidden_activation likewise). The guide 'Your own parts' runs one of each.",
 )
 _OF_MODEL = Option("directory", "str", None, "of a run, or of a model", required=True)
 _KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_KINDS")}
-COMMANDS = {command.name: command for command in (
-    Command("demo", "train a small encoder on text, in minutes",
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "demo",
+            "train a small encoder on text, in minutes",
             {"": ("cli/demo.py", "Recipe")},
-            more=(Option("output", "str", "bertlab-demo", "directory of the run"),
-                  Option("config", "str | None", None, "recipe to start from, such as the run.yaml "
-                                                       "of a demo")),
-            resume="go on with the run in --output", overwrite=True,
-            choices={"level": ("cli/demo.py", "LEVELS"),
-                     "precision": ("cli/demo.py", "PRECISIONS")}),
-    Command("pretrain", "train on texts (files, directories, hub datasets; none: Python's own "
+            more=(
+                Option("output", "str", "bertlab-demo", "directory of the run"),
+                Option(
+                    "config",
+                    "str | None",
+                    None,
+                    "recipe to start from, such as the run.yaml of a demo",
+                ),
+            ),
+            resume="go on with the run in --output",
+            overwrite=True,
+            choices={
+                "level": ("cli/demo.py", "LEVELS"),
+                "precision": ("cli/demo.py", "PRECISIONS"),
+            },
+        ),
+        Command(
+            "pretrain",
+            "train on texts (files, directories, hub datasets; none: Python's own "
             "documentation), by flags and configuration files",
             positionals=("*data.train_dataset_name_or_path",),
-            titles={"data.train_dataset_name_or_path": "TEXT"}, **_PRETRAIN,
-            resume="go on with a run, in run.output or in DIRECTORY", overwrite=True,
-            estimate="say what memory the run would need and what fits here, and run nothing"),
-    Command("finetune", "fine-tune a model on a task, by configuration files and flags",
-            {"model": ("finetuning/module.py", "FinetuningModule"),
-             "data": ("finetuning/data.py", "FinetuningDataModule"),
-             "trainer": (LIGHTNING, "Trainer"), "run": ("cli/finetune.py", "FinetuneChoices")},
-            configured=True, overwrite=True, resume="go on with a run that was stopped",
-            defaults={"model.task": "classification", "trainer.devices": 1,
-                      "data.pretrained_tokenizer_name_or_path": None,
-                      "trainer.logger": False, "trainer.gradient_clip_val": 1.0},
-            skip=tuple(f"trainer.{name}" for name in (
-                "max_steps", "max_epochs", "min_steps", "min_epochs", "max_time",
-                "val_check_interval", "check_val_every_n_epoch", "enable_checkpointing",
-                "num_sanity_val_steps", "use_distributed_sampler",
-                "reload_dataloaders_every_n_epochs", "barebones", "fast_dev_run",
-                "overfit_batches", "enable_progress_bar", "enable_model_summary")),
+            titles={"data.train_dataset_name_or_path": "TEXT"},
+            **_PRETRAIN,
+            resume="go on with a run, in run.output or in DIRECTORY",
+            overwrite=True,
+            estimate="say what memory the run would need and what fits here, and run nothing",
+        ),
+        Command(
+            "finetune",
+            "fine-tune a model on a task, by configuration files and flags",
+            {
+                "model": ("finetuning/module.py", "FinetuningModule"),
+                "data": ("finetuning/data.py", "FinetuningDataModule"),
+                "trainer": (LIGHTNING, "Trainer"),
+                "run": ("cli/finetune.py", "FinetuneChoices"),
+            },
+            configured=True,
+            overwrite=True,
+            resume="go on with a run that was stopped",
+            defaults={
+                "model.task": "classification",
+                "trainer.devices": 1,
+                "data.pretrained_tokenizer_name_or_path": None,
+                "trainer.logger": False,
+                "trainer.gradient_clip_val": 1.0,
+            },
+            skip=tuple(
+                f"trainer.{name}"
+                for name in (
+                    "max_steps",
+                    "max_epochs",
+                    "min_steps",
+                    "min_epochs",
+                    "max_time",
+                    "val_check_interval",
+                    "check_val_every_n_epoch",
+                    "enable_checkpointing",
+                    "num_sanity_val_steps",
+                    "use_distributed_sampler",
+                    "reload_dataloaders_every_n_epochs",
+                    "barebones",
+                    "fast_dev_run",
+                    "overfit_batches",
+                    "enable_progress_bar",
+                    "enable_model_summary",
+                )
+            ),
             follows={"data.task": "model.task"},
-            helps={"data.pretrained_tokenizer_name_or_path":
-                       "name or directory; null: the model's own, and for random weights one "
-                       "that is trained",
-                   "data.seed": "of held-out rows; run.seeds decide weights and order"},
-            choices={"run.progress": ("train/monitors.py", "PROGRESS"),
-                     "run.glue": ("cli/finetune.py", "GLUE"),
-                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
-                     "model.scheduler_type": ("finetuning/module.py", "SCHEDULES"),
-                     "model.task": ("finetuning/data.py", "TASKS")},
+            helps={
+                "data.pretrained_tokenizer_name_or_path": "name or directory; null: the model's own, and for random weights one "
+                "that is trained",
+                "data.seed": "of held-out rows; run.seeds decide weights and order",
+            },
+            choices={
+                "run.progress": ("train/monitors.py", "PROGRESS"),
+                "run.glue": ("cli/finetune.py", "GLUE"),
+                "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
+                "model.scheduler_type": ("finetuning/module.py", "SCHEDULES"),
+                "model.task": ("finetuning/data.py", "TASKS"),
+            },
             epilog="Parts of your own lie in a file beside you, my_file.py, and are named by it: "
-                   "--model.optimizer_class my_file.MyOptimizer, --model.scheduler_type "
-                   "my_file.my_schedule, --trainer.callbacks my_file.MyCallback. The guide 'Your "
-                   "own parts' runs one of each."),
-    Command("predict", "label what a file or standard input holds",
-            {"": ("cli/finetune.py", "predict")}, ("directory", "file"),
+            "--model.optimizer_class my_file.MyOptimizer, --model.scheduler_type "
+            "my_file.my_schedule, --trainer.callbacks my_file.MyCallback. The guide 'Your "
+            "own parts' runs one of each.",
+        ),
+        Command(
+            "predict",
+            "label what a file or standard input holds",
+            {"": ("cli/finetune.py", "predict")},
+            ("directory", "file"),
             overwrite="write --output anew where that file is there already",
-            skip=("overwrite",)),
-    Command("validate", "measure a model on validation text", positionals=("run.output",),
-            **_PRETRAIN),
-    Command("fill-mask", "let a model fill the gaps of texts",
-            {"": ("cli/pretrain.py", "fill_gaps")}, ("directory", "*texts")),
-    Command("write", "let a model write: fill gaps, go on, answer, rewrite",
-            {"": ("cli/write.py", "write_texts")}, ("directory", "*prompts"),
-            choices={"mode": ("model/writing.py", "MODES"),
-                     "sampler": ("model/samplers.py", "SAMPLERS"),
-                     "schedule": ("data/diffusion.py", "NOISE")}),
-    Command("distill", "train in stages, each held close to the last",
+            skip=("overwrite",),
+        ),
+        Command(
+            "validate",
+            "measure a model on validation text",
+            positionals=("run.output",),
+            **_PRETRAIN,
+        ),
+        Command(
+            "fill-mask",
+            "let a model fill the gaps of texts",
+            {"": ("cli/pretrain.py", "fill_gaps")},
+            ("directory", "*texts"),
+        ),
+        Command(
+            "write",
+            "let a model write: fill gaps, go on, answer, rewrite",
+            {"": ("cli/write.py", "write_texts")},
+            ("directory", "*prompts"),
+            choices={
+                "mode": ("model/writing.py", "MODES"),
+                "sampler": ("model/samplers.py", "SAMPLERS"),
+                "schedule": ("data/diffusion.py", "NOISE"),
+            },
+        ),
+        Command(
+            "distill",
+            "train in stages, each held close to the last",
             {"": ("cli/pretrain.py", "distill"), "run": ("cli/pretrain.py", "RunChoices")},
-            ("config",), resume="go on with what is in --output", overwrite=True,
-            skip=("resume", "overwrite", "run", *(f"run.{name}" for name in (
-                "output", "vocab_size", "tokenizer_kind", "val_every_steps", "validate_first",
-                "loggers", "models", "checkpoint_every_steps", "keep_last", "keep_best", "report",
-                "shape"))),
-            choices={"run.progress": ("train/monitors.py", "PROGRESS")}),
-    Command("tokenizer train", "train a tokenizer on text",
-            {"": ("cli/vocabularies.py", "train")}, ("*sources",), choices=_KINDS),
-    Command("tokenizer compare", "measure tokenizers, and models by bits per byte, side by side",
-            {"": ("cli/vocabularies.py", "compare")}, ("*tokenizers",)),
-    Command("tokenizer extend", "add pieces for a text to a model or tokenizer",
-            {"": ("cli/vocabularies.py", "extend")}, ("directory", "output")),
-    Command("tokenizer trim", "drop what a text never uses from a model or tokenizer",
-            {"": ("cli/vocabularies.py", "trim")}, ("directory", "output")),
-    Command("tokenizer transplant", "give a model another tokenizer",
-            {"": ("cli/vocabularies.py", "transplant")}, ("directory", "tokenizer", "output"),
-            choices={"method": ("model/vocabulary.py", "TRANSPLANTS")}),
-    Command("tokenize", "turn text into shards of tokens, to train on",
-            {"": ("data/tokenize.py", "tokenize_shards")}, ("*source",),
+            ("config",),
+            resume="go on with what is in --output",
+            overwrite=True,
+            skip=(
+                "resume",
+                "overwrite",
+                "run",
+                *(
+                    f"run.{name}"
+                    for name in (
+                        "output",
+                        "vocab_size",
+                        "tokenizer_kind",
+                        "val_every_steps",
+                        "validate_first",
+                        "loggers",
+                        "models",
+                        "checkpoint_every_steps",
+                        "keep_last",
+                        "keep_best",
+                        "report",
+                        "shape",
+                    )
+                ),
+            ),
+            choices={"run.progress": ("train/monitors.py", "PROGRESS")},
+        ),
+        Command(
+            "tokenizer train",
+            "train a tokenizer on text",
+            {"": ("cli/vocabularies.py", "train")},
+            ("*sources",),
+            choices=_KINDS,
+        ),
+        Command(
+            "tokenizer compare",
+            "measure tokenizers, and models by bits per byte, side by side",
+            {"": ("cli/vocabularies.py", "compare")},
+            ("*tokenizers",),
+        ),
+        Command(
+            "tokenizer extend",
+            "add pieces for a text to a model or tokenizer",
+            {"": ("cli/vocabularies.py", "extend")},
+            ("directory", "output"),
+        ),
+        Command(
+            "tokenizer trim",
+            "drop what a text never uses from a model or tokenizer",
+            {"": ("cli/vocabularies.py", "trim")},
+            ("directory", "output"),
+        ),
+        Command(
+            "tokenizer transplant",
+            "give a model another tokenizer",
+            {"": ("cli/vocabularies.py", "transplant")},
+            ("directory", "tokenizer", "output"),
+            choices={"method": ("model/vocabulary.py", "TRANSPLANTS")},
+        ),
+        Command(
+            "tokenize",
+            "turn text into shards of tokens, to train on",
+            {"": ("data/tokenize.py", "tokenize_shards")},
+            ("*source",),
             overwrite="start anew; the tokens that are there are moved into previous-N",
-            skip=("overwrite",), choices={"executor": ("data/tokenize.py", "EXECUTORS"),
-                                          "filters": ("data/tokenize.py", "FILTERS")}),
-    Command("speedrun", "race a recipe to a target loss, with a log that others can check",
-            {"": ("cli/speedrun.py", "speedrun")}, ("recipe",),
-            more=(Option("check", "str | None", None, "log of an attempt: say what does not fit in "
-                                                      "it, and train nothing"),
-                  Option("score", "str | None", None, "directory of a model: let the track's judge "
-                                                      "score it, and train nothing")),
-            resume="go on with the seeds that are not finished", overwrite=True,
-            skip=("resume", "overwrite")),
-    Command("card", "write a model card beside a model",
-            {"": ("train/model_cards.py", "CardChoices")}, ("directory",),
+            skip=("overwrite",),
+            choices={
+                "executor": ("data/tokenize.py", "EXECUTORS"),
+                "filters": ("data/tokenize.py", "FILTERS"),
+            },
+        ),
+        Command(
+            "speedrun",
+            "race a recipe to a target loss, with a log that others can check",
+            {"": ("cli/speedrun.py", "speedrun")},
+            ("recipe",),
+            more=(
+                Option(
+                    "check",
+                    "str | None",
+                    None,
+                    "log of an attempt: say what does not fit in it, and train nothing",
+                ),
+                Option(
+                    "score",
+                    "str | None",
+                    None,
+                    "directory of a model: let the track's judge score it, and train nothing",
+                ),
+            ),
+            resume="go on with the seeds that are not finished",
+            overwrite=True,
+            skip=("resume", "overwrite"),
+        ),
+        Command(
+            "card",
+            "write a model card beside a model",
+            {"": ("train/model_cards.py", "CardChoices")},
+            ("directory",),
             overwrite="write the card anew where one is there already",
-            more=(_OF_MODEL,)),
-    Command("push", "send a model and its card to a hub, in one commit",
-            {"": ("train/model_cards.py", "CardChoices")}, ("directory", "repo"),
-            more=(_OF_MODEL, Option("repo", "str", None, "owner/name on the hub", required=True),
-                  Option("private", "bool", False, "nobody else may see a new repository"),
-                  Option("message", "str", "Model and card", "of the commit"),
-                  Option("dry_run", "bool", False, "check everything, send nothing"))),
-    Command("export", "write a model as ONNX, or as a web page that computes it",
-            {"": ("cli/export.py", "export")}, ("directory",),
-            choices={"to": ("cli/export.py", "TARGETS"), "parts": ("train/export.py", "PARTS")}),
-    Command("average", "average models of one shape, or the seeds of a fine-tuning run",
-            {"": ("cli/adapt.py", "average")}, ("*directories",)),
-    Command("lengthen", "let a model read longer rows",
-            {"": ("cli/adapt.py", "lengthen")}, ("directory",)),
-    Command("tune", "search settings over the ranges of a file",
-            {"": ("cli/tune.py", "tune")}, ("config",), resume="go on with the search in --output",
-            skip=("resume",)),
-    Command("devices", "say what a run would use here", {}),
-    Command("embed finetune", "train text vectors on pairs",
-            {"model": ("embeddings/module.py", "EmbeddingModule"),
-             "data": ("embeddings/pairs.py", "EmbeddingDataModule"),
-             "trainer": (LIGHTNING, "Trainer"), "run": ("cli/embed.py", "EmbedChoices")},
-            configured=True, overwrite=True, resume="go on with a run that was stopped",
+            more=(_OF_MODEL,),
+        ),
+        Command(
+            "push",
+            "send a model and its card to a hub, in one commit",
+            {"": ("train/model_cards.py", "CardChoices")},
+            ("directory", "repo"),
+            more=(
+                _OF_MODEL,
+                Option("repo", "str", None, "owner/name on the hub", required=True),
+                Option("private", "bool", False, "nobody else may see a new repository"),
+                Option("message", "str", "Model and card", "of the commit"),
+                Option("dry_run", "bool", False, "check everything, send nothing"),
+            ),
+        ),
+        Command(
+            "export",
+            "write a model as ONNX, or as a web page that computes it",
+            {"": ("cli/export.py", "export")},
+            ("directory",),
+            choices={"to": ("cli/export.py", "TARGETS"), "parts": ("train/export.py", "PARTS")},
+        ),
+        Command(
+            "average",
+            "average models of one shape, or the seeds of a fine-tuning run",
+            {"": ("cli/adapt.py", "average")},
+            ("*directories",),
+        ),
+        Command(
+            "lengthen",
+            "let a model read longer rows",
+            {"": ("cli/adapt.py", "lengthen")},
+            ("directory",),
+        ),
+        Command(
+            "tune",
+            "search settings over the ranges of a file",
+            {"": ("cli/tune.py", "tune")},
+            ("config",),
+            resume="go on with the search in --output",
+            skip=("resume",),
+        ),
+        Command("devices", "say what a run would use here", {}),
+        Command(
+            "embed finetune",
+            "train text vectors on pairs",
+            {
+                "model": ("embeddings/module.py", "EmbeddingModule"),
+                "data": ("embeddings/pairs.py", "EmbeddingDataModule"),
+                "trainer": (LIGHTNING, "Trainer"),
+                "run": ("cli/embed.py", "EmbedChoices"),
+            },
+            configured=True,
+            overwrite=True,
+            resume="go on with a run that was stopped",
             more=(Option("seed_everything", "int", 0, "of weights, dropout and order"),),
-            defaults={"trainer.devices": 1, "trainer.gradient_clip_val": 1.0,
-                      "trainer.max_steps": None},
-            skip=tuple(f"trainer.{name}" for name in (
-                "max_epochs", "min_steps", "min_epochs", "val_check_interval", "logger",
-                "check_val_every_n_epoch", "enable_checkpointing", "num_sanity_val_steps",
-                "use_distributed_sampler", "reload_dataloaders_every_n_epochs", "barebones",
-                "fast_dev_run", "overfit_batches", "enable_progress_bar", "enable_model_summary")),
+            defaults={
+                "trainer.devices": 1,
+                "trainer.gradient_clip_val": 1.0,
+                "trainer.max_steps": None,
+            },
+            skip=tuple(
+                f"trainer.{name}"
+                for name in (
+                    "max_epochs",
+                    "min_steps",
+                    "min_epochs",
+                    "val_check_interval",
+                    "logger",
+                    "check_val_every_n_epoch",
+                    "enable_checkpointing",
+                    "num_sanity_val_steps",
+                    "use_distributed_sampler",
+                    "reload_dataloaders_every_n_epochs",
+                    "barebones",
+                    "fast_dev_run",
+                    "overfit_batches",
+                    "enable_progress_bar",
+                    "enable_model_summary",
+                )
+            ),
             follows={"data.seed": "seed_everything"},
-            choices={"run.progress": ("train/monitors.py", "PROGRESS"),
-                     "model.pooling": ("embeddings/pooling.py", "POOLINGS"),
-                     "model.distillation": ("embeddings/losses.py", "DISTILLATIONS"),
-                     "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS")}),
-    Command("embed encode", "turn texts into vectors: .npy, .parquet, or an index to search in",
-            {"": ("cli/embed.py", "embed_encode")}, ("model", "*source"),
+            choices={
+                "run.progress": ("train/monitors.py", "PROGRESS"),
+                "model.pooling": ("embeddings/pooling.py", "POOLINGS"),
+                "model.distillation": ("embeddings/losses.py", "DISTILLATIONS"),
+                "model.optimizer_class": ("optim/optimizers.py", "OPTIMIZERS"),
+            },
+        ),
+        Command(
+            "embed encode",
+            "turn texts into vectors: .npy, .parquet, or an index to search in",
+            {"": ("cli/embed.py", "embed_encode")},
+            ("model", "*source"),
             overwrite="write --output anew where that file or index is there already",
-            skip=("overwrite",), choices={"prompt": ("embeddings/search.py", "SIDES")}),
-    Command("embed search", "find the texts that are most like a query",
-            {"": ("cli/embed.py", "embed_search")}, ("model", "place", "*queries")),
-    Command("embed evaluate", "measure retrieval beside BM25 and TF-IDF",
-            {"": ("cli/embed.py", "embed_evaluate")}, ("model",)),
-)}
+            skip=("overwrite",),
+            choices={"prompt": ("embeddings/search.py", "SIDES")},
+        ),
+        Command(
+            "embed search",
+            "find the texts that are most like a query",
+            {"": ("cli/embed.py", "embed_search")},
+            ("model", "place", "*queries"),
+        ),
+        Command(
+            "embed evaluate",
+            "measure retrieval beside BM25 and TF-IDF",
+            {"": ("cli/embed.py", "embed_evaluate")},
+            ("model",),
+        ),
+    )
+}

@@ -112,10 +112,18 @@ class RunChoices:
         known, progress = COMMANDS["pretrain"].known_names("run.progress"), self.progress
         look_up(self.tokenizer_kind, TOKENIZER_KINDS, "run.tokenizer_kind")
         if progress not in known:
-            raise ValueError(f"run.progress {progress!r} is unknown; choose one of "
-                             f"{', '.join(known)}")
-        least = {"val_every_steps": 1, "checkpoint_every_steps": 1, "preview_every_steps": 1,
-                 "measure_every_steps": 0, "keep_last": 1, "keep_best": 0, "vocab_size": 6}
+            raise ValueError(
+                f"run.progress {progress!r} is unknown; choose one of {', '.join(known)}"
+            )
+        least = {
+            "val_every_steps": 1,
+            "checkpoint_every_steps": 1,
+            "preview_every_steps": 1,
+            "measure_every_steps": 0,
+            "keep_last": 1,
+            "keep_best": 0,
+            "vocab_size": 6,
+        }
         for name, smallest in least.items():
             if (value := getattr(self, name)) is not None and value < smallest:
                 raise ValueError(f"run.{name} must be {smallest} or more, got {value}")
@@ -128,8 +136,10 @@ class RunChoices:
         if self.average is not None and not 0 <= self.average < 1:
             raise ValueError(f"run.average is a decay, 0 or more and below 1, got {self.average}")
         if self.microbatch_tokens is not None and self.batch_tokens is None:
-            raise ValueError(f"run.microbatch_tokens={self.microbatch_tokens} says in which parts "
-                             "run.batch_tokens is computed: say that, too")
+            raise ValueError(
+                f"run.microbatch_tokens={self.microbatch_tokens} says in which parts "
+                "run.batch_tokens is computed: say that, too"
+            )
         if isinstance(self.peak_flops, str) and self.peak_flops != "measured":
             raise ValueError(f"run.peak_flops must be a number or measured: {self.peak_flops!r}")
 
@@ -174,8 +184,9 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
         texts = [t.replace("[MASK]", module.tokenizer.mask_token) for t in run.preview_sentences]
         encode_masked(module.tokenizer, texts, module.config.max_position_embeddings)  # or refuse
         kind = DiffusionPreview if module.hparams.objective == "diffusion" else FillMaskPreview
-        callbacks.append(kind(texts, module.tokenizer, run.preview_every_steps,
-                              path=output / "previews.jsonl"))
+        callbacks.append(
+            kind(texts, module.tokenizer, run.preview_every_steps, path=output / "previews.jsonl")
+        )
     if run.compile_ahead:
         from bertlab.train.previews import CompileAhead
 
@@ -186,13 +197,25 @@ def run_monitors(run: RunChoices, module: PretrainingModule) -> list[Callback]:
 def run_watchers(run: RunChoices, module: PretrainingModule, text: str) -> list[Callback]:
     "All callbacks of a run; the history comes first, for others read it."
     output, every, history = Path(run.output), run.checkpoint_every_steps, History()
-    callbacks = [history, *get_progress(run.progress, history), *run_guards(run),
-                 *run_limits(run, clock_budget(module.hparams)), *run_monitors(run, module)]
+    callbacks = [
+        history,
+        *get_progress(run.progress, history),
+        *run_guards(run),
+        *run_limits(run, clock_budget(module.hparams)),
+        *run_monitors(run, module),
+    ]
     if run.average is not None:
         callbacks.append(AveragedWeights(run.average))
     if run.models:
-        callbacks.append(ModelDirectories(output / "models", module.tokenizer, every,
-                                          keep_last=run.keep_last, keep_best=run.keep_best))
+        callbacks.append(
+            ModelDirectories(
+                output / "models",
+                module.tokenizer,
+                every,
+                keep_last=run.keep_last,
+                keep_best=run.keep_best,
+            )
+        )
     callbacks.append(CheckpointSeries(output / "checkpoints", every, run.keep_last))
     if run.report:
         from bertlab.train.reports import RunReport
@@ -221,8 +244,11 @@ def run_trainer(
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
     "What was said: None leaves it to `make_trainer`, but a clipping of None means do not clip."
-    return {name: value for name, value in options.items()
-            if value is not None or name == "gradient_clip_val"}
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None or name == "gradient_clip_val"
+    }
 
 # %% ../../nbs/cli/02_pretrain.ipynb #88f4d701
 TOKENIZER = "pretrained_tokenizer_name_or_path"
@@ -258,8 +284,10 @@ def _try_optimizer(
         sum(p.square().sum() for p in toy.parameters()).backward(**backward_options(optimizer))
         optimizer.step()
     except Exception as error:  # libraries look at some options in the first step alone
-        raise ValueError(f"optimizer_kwargs: {name} with {said} fails in its first step: "
-                         f"{type(error).__name__}: {one_line(error)}") from error
+        raise ValueError(
+            f"optimizer_kwargs: {name} with {said} fails in its first step: "
+            f"{type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def check_parts(module: PretrainingModule) -> None:
@@ -293,9 +321,16 @@ def check_parts(module: PretrainingModule) -> None:
 # not every callable will do: `subprocess.run` is one.
 PARTS = (Callback, Logger, Profiler, Strategy, Accelerator, Precision, CheckpointIO,
          ClusterEnvironment, LayerSync)  # fmt: skip
-SHAPES = {"modernbert_tiny": modernbert_tiny, "modernbert_base": modernbert_base,
-          "modernbert_large": modernbert_large, "bert_tiny": bert_tiny, "bert_base": bert_base,
-          "bert_large": bert_large, "roberta_base": roberta_base, "neobert": neobert}
+SHAPES = {
+    "modernbert_tiny": modernbert_tiny,
+    "modernbert_base": modernbert_base,
+    "modernbert_large": modernbert_large,
+    "bert_tiny": bert_tiny,
+    "bert_base": bert_base,
+    "bert_large": bert_large,
+    "roberta_base": roberta_base,
+    "neobert": neobert,
+}
 
 
 def shape_settings(shape: BertLabConfig) -> dict[str, Any]:  # of BertLabConfig
@@ -327,14 +362,17 @@ def _settle_shape(
     model, asked = config["model"], config["run"]["shape"]
     if model[MODEL] is not None:
         if asked is not None:
-            raise ValueError(f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
-                             "brings its own shape: leave one of them out")
+            raise ValueError(
+                f"run.shape={asked!r} is for fresh weights, and {model[MODEL]} "
+                "brings its own shape: leave one of them out"
+            )
         return None
     if asked is None and begun and model["model_config_kwargs"] is not None:
         return None  # a run of before shapes were named where settings are few
     kind = find_accelerator(config["trainer"]["accelerator"])
-    name, settings = settle_shape(asked, model["model_config_kwargs"], kind,
-                                  config["data"]["max_sequence_length"])
+    name, settings = settle_shape(
+        asked, model["model_config_kwargs"], kind, config["data"]["max_sequence_length"]
+    )
     config["run"]["shape"], model["model_config_kwargs"] = name, settings
     return None if name == asked else name
 
@@ -350,8 +388,10 @@ def build_objects(value: Any) -> Any:
             theirs = L.pytorch.callbacks.__all__
             if name not in theirs and name not in dir(bertlab):
                 hint = did_you_mean(name, [*theirs, *dir(bertlab)]) or ";"
-                raise ValueError(f"class {name!r} is neither of Lightning's callbacks nor in "
-                                 f"bertlab{hint} your own is named by its file, as my_file.{name}")
+                raise ValueError(
+                    f"class {name!r} is neither of Lightning's callbacks nor in "
+                    f"bertlab{hint} your own is named by its file, as my_file.{name}"
+                )
             name = f"lightning.pytorch.callbacks.{name}" if name in theirs else f"bertlab.{name}"
         with naming_options():
             return find_object(name, "class", PARTS)(**options)
@@ -360,6 +400,7 @@ def build_objects(value: Any) -> Any:
 
 def trainer_options(options: Mapping[str, Any]) -> dict[str, Any]:
     "The options of the trainer, with objects where classes are named. Raises `ValueError`."
+
     def named(one: Any) -> Any:
         return {"class_path": one} if isinstance(one, str) else one
 
@@ -393,14 +434,18 @@ class Run:
         notes: Mapping[str, Any] | None = None,  # kept in run.yaml beside the configuration
         launch: Launch | None = None,  # who started this process; None: as torchrun or SLURM says
     ):
-        self.config = {name: dict(part) if isinstance(part, Mapping) else part
-                       for name, part in config.items()}
+        self.config = {
+            name: dict(part) if isinstance(part, Mapping) else part for name, part in config.items()
+        }
         self.resume, self.overwrite, self.notes = resume, overwrite, dict(notes or {})
         self.chosen_shape: str | None = None  # where nobody named one
         asked = dict(self.config["trainer"])
         # Who started the processes knows how many there are.
-        self.config["trainer"] = launched_options(asked) if launch is None else {
-            **asked, "devices": launch.devices, "num_nodes": launch.num_nodes}
+        self.config["trainer"] = (
+            launched_options(asked)
+            if launch is None
+            else {**asked, "devices": launch.devices, "num_nodes": launch.num_nodes}
+        )
         self.choices = RunChoices(**self.config["run"])
         self.output = Path(self.choices.output)
         if rank_zero_only.rank == 0:
@@ -411,15 +456,22 @@ class Run:
             self._split_batch()
         given = self.config["model"]["model_config_kwargs"]
         self.chosen_shape = _settle_shape(self.config, resume)
-        linked = {"objective": data_objective(self.config["model"]["objective"]),
-                  "seed": self.config["seed_everything"]}
+        linked = {
+            "objective": data_objective(self.config["model"]["objective"]),
+            "seed": self.config["seed_everything"],
+        }
         self.data_options = {**self.config["data"], **linked}
         self._check()
         # The shape's name says the rest, so that another run.shape may be laid over the file. A
         # launcher's processes are not written: a resume without it would wait for the others.
-        written = {**self.config, "model": {**self.config["model"], "model_config_kwargs": given},
-                   "trainer": {**self.config["trainer"], **{
-                       name: asked[name] for name in ("devices", "num_nodes")}}}
+        written = {
+            **self.config,
+            "model": {**self.config["model"], "model_config_kwargs": given},
+            "trainer": {
+                **self.config["trainer"],
+                **{name: asked[name] for name in ("devices", "num_nodes")},
+            },
+        }
         self.text = format_yaml({**written, **self.notes})
         self.trainer_options = trainer_options(self.config["trainer"])
         self.checkpoint: Path | None = None  # to go on from
@@ -429,16 +481,23 @@ class Run:
         data, trainer, run = self.config["data"], self.config["trainer"], self.choices
         known = ("devices", "num_nodes", "accelerator", "strategy")
         processes = {name: trainer[name] for name in known}
-        rows, window = batch_options(run.batch_tokens, run.microbatch_tokens,
-                                     {"max_sequence_length": data["max_sequence_length"]},
-                                     processes)
+        rows, window = batch_options(
+            run.batch_tokens,
+            run.microbatch_tokens,
+            {"max_sequence_length": data["max_sequence_length"]},
+            processes,
+        )
         defaults = COMMANDS["pretrain"].options()
-        for section, name, found in ((data, "train_batch_size", rows),
-                                     (trainer, "accumulate_grad_batches", window)):
+        for section, name, found in (
+            (data, "train_batch_size", rows),
+            (trainer, "accumulate_grad_batches", window),
+        ):
             key = f"{'data' if section is data else 'trainer'}.{name}"
             if section[name] not in (defaults[key].default, found[name]):
-                raise ValueError(f"run.batch_tokens={run.batch_tokens} makes {name} "
-                                 f"{found[name]}: leave {key}={section[name]} out")
+                raise ValueError(
+                    f"run.batch_tokens={run.batch_tokens} makes {name} "
+                    f"{found[name]}: leave {key}={section[name]} out"
+                )
             section[name] = found[name]
         if data["val_batch_size"] == defaults["data.val_batch_size"].default:
             data["val_batch_size"] = rows["val_batch_size"]
@@ -447,19 +506,28 @@ class Run:
         "Refuse device, shape, loss, optimizer or schedule that cannot be, before long work."
         trainer, model = self.config["trainer"], self.config["model"]
         if trainer["max_steps"] < 1:
-            raise ValueError(f"trainer.max_steps={trainer['max_steps']}: say how many optimizer "
-                             "steps the run has")
+            raise ValueError(
+                f"trainer.max_steps={trainer['max_steps']}: say how many optimizer "
+                "steps the run has"
+            )
         if trainer["accumulate_grad_batches"] < 1:
-            raise ValueError("trainer.accumulate_grad_batches must be 1 or more, got "
-                             f"{trainer['accumulate_grad_batches']}")
+            raise ValueError(
+                "trainer.accumulate_grad_batches must be 1 or more, got "
+                f"{trainer['accumulate_grad_batches']}"
+            )
         if isinstance(trainer["logger"], str):
-            raise ValueError(f"trainer.logger={trainer['logger']!r} is no logger: name it in "
-                             f"run.loggers, as --run.loggers [{trainer['logger']}]")
-        kind = check_request(trainer["accelerator"], trainer["precision"] or "auto",
-                             trainer["devices"])
+            raise ValueError(
+                f"trainer.logger={trainer['logger']!r} is no logger: name it in "
+                f"run.loggers, as --run.loggers [{trainer['logger']}]"
+            )
+        kind = check_request(
+            trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"]
+        )
         if kind == "tpu" and self.choices.compile_ahead:
-            raise ValueError("run.compile_ahead does nothing on a TPU, where XLA compiles what is "
-                             "sent off: leave it out")
+            raise ValueError(
+                "run.compile_ahead does nothing on a TPU, where XLA compiles what is "
+                "sent off: leave it out"
+            )
         options = {**model, TOKENIZER: None}
         if options[MODEL] is not None:  # its shape is known when it is loaded
             options |= {MODEL: None, "model_config_kwargs": None}
@@ -472,24 +540,29 @@ class Run:
             if model["float8"]:
                 from bertlab.model.float8 import convert_to_float8
 
-                convert_to_float8(toy, model["float8"], torch.device("xla" if kind == "tpu"
-                                                                     else kind))
+                convert_to_float8(
+                    toy, model["float8"], torch.device("xla" if kind == "tpu" else kind)
+                )
             data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
             check_outside(self.output, data.named_sources(), "run.output")
             cache = self.data_options["cache_dir"]
             home = Path(cache).expanduser().resolve() if cache is not None else None
             if home and not self.resume and home.is_relative_to(self.output.resolve()):
-                raise ValueError(f"data.cache_dir {cache} is inside of run.output {self.output}: "
-                                 "a directory that holds files is no place for a new run; choose "
-                                 "another one for the tokens")
+                raise ValueError(
+                    f"data.cache_dir {cache} is inside of run.output {self.output}: "
+                    "a directory that holds files is no place for a new run; choose "
+                    "another one for the tokens"
+                )
             strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
             check_precision(strategy, trainer["precision"])
             if hasattr(strategy, "check"):  # whether so many processes can share this run
-                count = count_processes({name: trainer[name] for name in
-                                         ("devices", "num_nodes", "accelerator")})
+                count = count_processes(
+                    {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+                )
                 shape = None if model[MODEL] is not None else module.config
-                strategy.check(count, shape, model["optimizer_class"],
-                               self.data_options["max_sequence_length"])
+                strategy.check(
+                    count, shape, model["optimizer_class"], self.data_options["max_sequence_length"]
+                )
 
     def build(self) -> None:
         "Read the text; make tokenizer, data, module and trainer, each once."
@@ -500,9 +573,11 @@ class Run:
             written = self.resume or started_by_first()  # which has kept its tokenizer there
             with self._naming_beginning():
                 self.tokenizer = choose_tokenizer(
-                    [self.config["data"][TOKENIZER], model[TOKENIZER]], model[MODEL],
+                    [self.config["data"][TOKENIZER], model[TOKENIZER]],
+                    model[MODEL],
                     self.output / "tokenizer" if written else None,
-                    self._own_tokenizer)
+                    self._own_tokenizer,
+                )
             self.data.tokenizer = self.tokenizer
             strategy = get_strategy(build_objects(self.config["trainer"]["strategy"]) or "auto")
             later = model[MODEL] is not None and getattr(strategy, "fills_shares", False)
@@ -513,9 +588,11 @@ class Run:
                 check_parts(self.module)
             longest = getattr(self.module.config, "max_position_embeddings", None)
             if longest is not None and self.data.max_sequence_length > longest:
-                raise ValueError(f"data.max_sequence_length={self.data.max_sequence_length} is "
-                                 f"more than the model's max_position_embeddings {longest}: lower "
-                                 "it, or make the model longer first (bertlab lengthen)")
+                raise ValueError(
+                    f"data.max_sequence_length={self.data.max_sequence_length} is "
+                    f"more than the model's max_position_embeddings {longest}: lower "
+                    "it, or make the model longer first (bertlab lengthen)"
+                )
             self.data.prepare_data()
             self.data.setup("fit")
         self.trainer = run_trainer(self.choices, self.trainer_options, self.module, self.text)
@@ -541,9 +618,11 @@ class Run:
             try:
                 read_shape(name)  # on the hub, or in its cache here: what is wrong is another thing
             except ValueError:
-                raise ValueError(f"the run began with {name}, which is not here, and its shape and "
-                                 f"tokenizer are read at a resume: say where it is now, as --model."
-                                 f"{MODEL} DIRECTORY ({one_line(error)})") from None
+                raise ValueError(
+                    f"the run began with {name}, which is not here, and its shape and "
+                    f"tokenizer are read at a resume: say where it is now, as --model."
+                    f"{MODEL} DIRECTORY ({one_line(error)})"
+                ) from None
             raise
 
     def _own_tokenizer(self) -> Any:
@@ -581,10 +660,16 @@ class Run:
         if self.resume:
             self.checkpoint = find_checkpoint(self.output / "checkpoints")
         if self.checkpoint is not None:
-            check_resume(self.checkpoint, self.module, self.data, self.trainer.max_steps,
-                         trainer=self.trainer,
-                         may_be_finished=not self.is_written() if may_be_finished is None
-                         else may_be_finished)
+            check_resume(
+                self.checkpoint,
+                self.module,
+                self.data,
+                self.trainer.max_steps,
+                trainer=self.trainer,
+                may_be_finished=not self.is_written()
+                if may_be_finished is None
+                else may_be_finished,
+            )
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
             with written_whole(self.output / MARKER) as temporary:
@@ -599,15 +684,19 @@ class Run:
         line = ""
         if self.data.val_datasets:
             entropy = validation_entropy(self.data)
-            line = (f"\nline    {entropy:.3f} nats on the validation text, which no model comes "
-                    "below that ignores its input (the entropy of single tokens)")
+            line = (
+                f"\nline    {entropy:.3f} nats on the validation text, which no model comes "
+                "below that ignores its input (the entropy of single tokens)"
+            )
         fresh = "" if self.checkpoint else self.module.describe_fresh()  # else it has them all
         fresh = f"\nfresh   {fresh}" if fresh else ""
         rate = self.module.hparams.learning_rate
         device = describe_device(kind=find_accelerator(self.config["trainer"]["accelerator"]))
-        return (f"device  {device}\n{self.data.describe(num_rows=1)}\n"
-                f"model   {size}{fresh}\nrate    {rate:.3g} at its peak{line}\n"
-                f"output  {self.output}")
+        return (
+            f"device  {device}\n{self.data.describe(num_rows=1)}\n"
+            f"model   {size}{fresh}\nrate    {rate:.3g} at its peak{line}\n"
+            f"output  {self.output}"
+        )
 
     def fit(self) -> dict[str, float]:  # the final validation; empty where there is no such text
         "Train to the last step. Raises `RunInterrupted` after a signal, with the directory."
@@ -621,8 +710,7 @@ class Run:
             said = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
             print(f"before step 1: {said}", flush=True)
         try:
-            self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint,
-                             weights_only=True)
+            self.trainer.fit(self.module, self.data, ckpt_path=self.checkpoint, weights_only=True)
         except RunInterrupted as stopped:
             raise RunInterrupted(*stopped.args, str(self.output)) from None
         last = (self.history.record.validation or [{}])[-1]
@@ -654,8 +742,12 @@ def provenance(
 ) -> dict[str, str]:
     "What a reader of run.yaml needs to know about where the numbers came from."
     device = describe_device(kind=find_accelerator(accelerator))
-    return {"device": str(device), "python": platform.python_version(),
-            "torch": str(torch.__version__), "bertlab": bertlab.__version__}
+    return {
+        "device": str(device),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "bertlab": bertlab.__version__,
+    }
 
 # %% ../../nbs/cli/02_pretrain.ipynb #f48184b5
 def estimate_run(
@@ -664,8 +756,10 @@ def estimate_run(
     "What a run would need, with no text read and nothing written: `bertlab pretrain --estimate`."
     from bertlab.train.estimate import estimate_memory
 
-    config = {name: dict(part) if isinstance(part, Mapping) else part
-              for name, part in asked.config.items()}
+    config = {
+        name: dict(part) if isinstance(part, Mapping) else part
+        for name, part in asked.config.items()
+    }
     model, data, trainer = config["model"], config["data"], config["trainer"]
     choices = RunChoices(**config["run"])
     kind = check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
@@ -673,9 +767,12 @@ def estimate_run(
     if choices.batch_tokens is not None:
         known = ("devices", "num_nodes", "accelerator", "strategy")
         processes = {name: trainer[name] for name in known}
-        rows = batch_options(choices.batch_tokens, choices.microbatch_tokens,
-                             {"max_sequence_length": data["max_sequence_length"]},
-                             processes)[0]["train_batch_size"]
+        rows = batch_options(
+            choices.batch_tokens,
+            choices.microbatch_tokens,
+            {"max_sequence_length": data["max_sequence_length"]},
+            processes,
+        )[0]["train_batch_size"]
     _settle_shape(config)
     named = next((name for name in (data[TOKENIZER], model[TOKENIZER]) if name), None)
     with same_random_states(), naming_options():
@@ -686,13 +783,20 @@ def estimate_run(
         linked = {"objective": data_objective(model["objective"]), TOKENIZER: "not read"}
         collator = PretrainingDataModule(**{**data, **linked}).collator_kwargs
     found = estimate_memory(
-        module, rows, data["max_sequence_length"], collator.get("mlm_probability", 0.3),
-        trainer["precision"] or "auto", "cuda" if kind == "cuda" else "cpu", choices.models)
+        module,
+        rows,
+        data["max_sequence_length"],
+        collator.get("mlm_probability", 0.3),
+        trainer["precision"] or "auto",
+        "cuda" if kind == "cuda" else "cpu",
+        choices.models,
+    )
     strategy = get_strategy(build_objects(trainer["strategy"]) or "auto")
     if not isinstance(strategy, FullyShardedStrategy):
         return found
-    count = count_processes({name: trainer[name] for name in
-                             ("devices", "num_nodes", "accelerator")})
+    count = count_processes(
+        {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
+    )
     return replace(found, shares=count // strategy.mesh_sizes(count)[2])
 
 
@@ -701,9 +805,12 @@ def _without_split(config: Mapping[str, Any]) -> dict[str, Any]:
     split = {"data": "train_batch_size", "trainer": "accumulate_grad_batches"}
     if not isinstance(run := config.get("run"), Mapping) or not run.get("batch_tokens"):
         return dict(config)
-    return {part: {name: value for name, value in options.items() if name != split[part]}
-            if part in split and isinstance(options, Mapping) else options
-            for part, options in config.items()}
+    return {
+        part: {name: value for name, value in options.items() if name != split[part]}
+        if part in split and isinstance(options, Mapping)
+        else options
+        for part, options in config.items()
+    }
 
 
 def check_one_process(
@@ -725,8 +832,10 @@ def check_one_process(
         raise ValueError(f"trainer: {one_line(error)}") from None
     if count > 1:
         who = f"{launch.launcher} has started" if launch else "trainer.devices and num_nodes make"
-        raise ValueError(f"bertlab {command} trains in one process, and {who} {count}: let it be "
-                         f"one, or {instead}")
+        raise ValueError(
+            f"bertlab {command} trains in one process, and {who} {count}: let it be "
+            f"one, or {instead}"
+        )
 
 
 def check_beginning(
@@ -740,8 +849,10 @@ def check_beginning(
         place = Path(name).expanduser().resolve()
         inside = place.relative_to(home).parts if place.is_relative_to(home) else ("previous-",)
         if place.exists() and not (inside and inside[0].startswith("previous-")):
-            raise ValueError(f"{name} is what the run begins with, and --overwrite would move it "
-                             f"aside: choose another {option}, or copy it first")
+            raise ValueError(
+                f"{name} is what the run begins with, and --overwrite would move it "
+                f"aside: choose another {option}, or copy it first"
+            )
 
 
 def ask_for_run(
@@ -776,9 +887,12 @@ def pretrain(
         found = estimate_run(asked)
         print(found.describe(), flush=True)
         return {"peak_bytes": found.peak, "largest_rows": found.largest_rows}
-    run = Run(asked.config, bool(asked.resume), overwrite or asked.overwrite,
-              {"command": "pretrain",
-               "record": provenance(asked.config["trainer"]["accelerator"])})
+    run = Run(
+        asked.config,
+        bool(asked.resume),
+        overwrite or asked.overwrite,
+        {"command": "pretrain", "record": provenance(asked.config["trainer"]["accelerator"])},
+    )
     run.build()
     run.prepare()
     if rank_zero_only.rank == 0:
@@ -812,8 +926,10 @@ def fill_gaps(
     tokenizer, model = load_tokenizer(place), load_encoder(place)
     check_tokenizer(tokenizer, model.config.vocab_size)
     if not isinstance(model, BertLabTokenPredictor):
-        raise ValueError(f"the model in {place} is a {type(model).__name__}, which predicts no "
-                         "words: train it with an objective, as bertlab pretrain does")
+        raise ValueError(
+            f"the model in {place} is a {type(model).__name__}, which predicts no "
+            "words: train it with an objective, as bertlab pretrain does"
+        )
     texts = [text.replace("[MASK]", tokenizer.mask_token) for text in texts or []]
     return fill_each_mask(model, tokenizer, texts, top_k)
 
@@ -843,8 +959,7 @@ def validate(
     # What run.yaml named may have changed since; the model has its own beside it.
     named = [asked.given.get(f"{part}.{TOKENIZER}") for part in ("data", "model")]
     tokenizer = choose_tokenizer(named, model[MODEL])
-    linked = {"objective": data_objective(model["objective"]),
-              "seed": config["seed_everything"]}
+    linked = {"objective": data_objective(model["objective"]), "seed": config["seed_everything"]}
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})
     with naming_options():
         data = PretrainingDataModule(**{**config["data"], **linked, TOKENIZER: tokenizer})
@@ -864,8 +979,13 @@ def validate(
         data.val_datasets = [rows_of_set]
         found = trainer.validate(module, data, verbose=False)[0]
         metrics = {key.removeprefix("val_"): value for key, value in found.items()}
-        rows.append({"set": names[number] if names else f"held out of {text}",
-                     "model": str(model[MODEL]), **metrics})
+        rows.append(
+            {
+                "set": names[number] if names else f"held out of {text}",
+                "model": str(model[MODEL]),
+                **metrics,
+            }
+        )
     if trainer.is_global_zero:
         with written_whole(output / "validation.json") as temporary:
             temporary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -885,22 +1005,27 @@ def stages_run(
             given = COMMANDS["distill"].parse(["stages"], said).given
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        found |= {key.removeprefix("run."): value for key, value in given.items()
-                  if key.startswith("run.")}
+        found |= {
+            key.removeprefix("run."): value
+            for key, value in given.items()
+            if key.startswith("run.")
+        }
     return found
 
 
 def _recorded(run: RunChoices) -> dict[str, Any]:
     "The options that `bertlab distill` takes, for run.yaml."
-    return {key.removeprefix("run."): getattr(run, key.removeprefix("run."))
-            for key in COMMANDS["distill"].options() if key.startswith("run.")}
+    return {
+        key.removeprefix("run."): getattr(run, key.removeprefix("run."))
+        for key in COMMANDS["distill"].options()
+        if key.startswith("run.")
+    }
 
 
 def _beginnings(stages: Sequence[Any]) -> Iterator[Any]:  # each a Stage
     "The models and tokenizers that stages name; a reference may be the stage before."
     for stage in stages:
-        yield from (stage.module.get(MODEL), stage.module.get(TOKENIZER),
-                    stage.data.get(TOKENIZER))
+        yield from (stage.module.get(MODEL), stage.module.get(TOKENIZER), stage.data.get(TOKENIZER))
         if stage.reference != "previous":
             yield stage.reference
 
@@ -926,8 +1051,10 @@ def distill(
     stages, limits = load_stages(config), run_limits(choices)
     if overwrite:
         check_beginning(output, list(_beginnings(stages)), "--output")
-    stages = [_split_stage(_launched_stage(stage, number), choices)
-              for number, stage in enumerate(stages, 1)]
+    stages = [
+        _split_stage(_launched_stage(stage, number), choices)
+        for number, stage in enumerate(stages, 1)
+    ]
     for limit in limits if resume else ():
         limit.count_from(*spent_in_stages(stages, output))
 
@@ -936,12 +1063,23 @@ def distill(
             say(f"{place.name}: {module.describe_fresh()}")
         own = replace(choices, output=str(place))
         averages = [] if own.average is None else [AveragedWeights(own.average)]
-        return [*get_progress(own.progress, history), *run_guards(own), *limits,
-                *run_monitors(own, module), *averages]
+        return [
+            *get_progress(own.progress, history),
+            *run_guards(own),
+            *limits,
+            *run_monitors(own, module),
+            *averages,
+        ]
 
     try:
-        return train_stages(stages, output, resume, overwrite=overwrite, watchers=watchers,
-                            notes={"run": _recorded(choices)})
+        return train_stages(
+            stages,
+            output,
+            resume,
+            overwrite=overwrite,
+            watchers=watchers,
+            notes={"run": _recorded(choices)},
+        )
     except StageStopped as stopped:
         raise ValueError(str(stopped)) from None
 

@@ -32,9 +32,11 @@ def launch_of(
 ) -> Launch:
     "Say who a worker of Ray's is. Raises `ValueError` where machines have different shares."
     if len(set(sizes)) > 1:
-        raise ValueError(f"Ray has put {max(sizes)} of num_workers={len(sizes)} on one machine and "
-                         f"{min(sizes)} on another: choose a number that the machines share "
-                         "evenly, or placement_strategy='STRICT_SPREAD' for one on each")
+        raise ValueError(
+            f"Ray has put {max(sizes)} of num_workers={len(sizes)} on one machine and "
+            f"{min(sizes)} on another: choose a number that the machines share "
+            "evenly, or placement_strategy='STRICT_SPREAD' for one on each"
+        )
     return Launch("Ray", rank, len(sizes), len(sizes) // sizes[0])
 
 # %% ../../nbs/cli/13_ray.ipynb #0d201a4b
@@ -48,10 +50,13 @@ def count_places(
     """
     wanted = {name: amount for name, amount in per_worker.items() if amount}
     if not wanted:
-        raise ValueError("a worker that takes nothing has no place; give it a CPU at least, as in "
-                         "resources_per_worker={'CPU': 1}")
-    return sum(min(int(has.get(name, 0) // amount) for name, amount in wanted.items())
-               for has in machines)
+        raise ValueError(
+            "a worker that takes nothing has no place; give it a CPU at least, as in "
+            "resources_per_worker={'CPU': 1}"
+        )
+    return sum(
+        min(int(has.get(name, 0) // amount) for name, amount in wanted.items()) for has in machines
+    )
 
 # %% ../../nbs/cli/13_ray.ipynb #d5147285
 def ray_strategy(
@@ -65,8 +70,10 @@ def ray_strategy(
         return asked
     if asked not in known:
         name = asked if isinstance(asked, str) else type(asked).__name__
-        raise ValueError(f"trainer.strategy={name!r} is not for workers of Ray's; choose one of "
-                         f"{', '.join(STRATEGIES)} (fsdp is FSDP2, in place of RayFSDPStrategy)")
+        raise ValueError(
+            f"trainer.strategy={name!r} is not for workers of Ray's; choose one of "
+            f"{', '.join(STRATEGIES)} (fsdp is FSDP2, in place of RayFSDPStrategy)"
+        )
     from ray.train.lightning import RayDDPStrategy
 
     return RayDDPStrategy(gradient_as_bucket_view=True)
@@ -115,9 +122,11 @@ def check_shared(
 
     def look() -> None:
         if not shared.exists():
-            raise ValueError(f"run.output={directory} is not the same directory on every machine: "
-                             f"{platform.node()} does not see what another one wrote there; "
-                             "name one on a disk that all of them share")
+            raise ValueError(
+                f"run.output={directory} is not the same directory on every machine: "
+                f"{platform.node()} does not see what another one wrote there; "
+                "name one on a disk that all of them share"
+            )
 
     try:
         _agree(write if first else lambda: None)
@@ -149,8 +158,11 @@ def _make_run(settings: Mapping[str, Any]) -> Run:
     again = _first_says(_agree(lambda: _is_ours(output / MARKER, job)))
     record = {**provenance(config["trainer"]["accelerator"]), "ray": job}
     notes = {"command": "pretrain", "record": record}
-    run = _agree(lambda: Run(config, settings["resume"] or again,
-                             settings["overwrite"] and not again, notes, launch))
+    run = _agree(
+        lambda: Run(
+            config, settings["resume"] or again, settings["overwrite"] and not again, notes, launch
+        )
+    )
     check_shared(output)
     asked = build_objects(run.config["trainer"]["strategy"])
     run.trainer_options["strategy"] = _agree(lambda: ray_strategy(asked))
@@ -186,8 +198,10 @@ def _import_ray() -> Any:
         import ray
         import ray.train.torch
     except ImportError as error:
-        raise ImportError('training on Ray needs Ray Train: pip install "bertlab[ray]", on every '
-                          "machine of the cluster") from error
+        raise ImportError(
+            'training on Ray needs Ray Train: pip install "bertlab[ray]", on every '
+            "machine of the cluster"
+        ) from error
     return ray
 
 
@@ -204,9 +218,11 @@ def _check_places(ray: Any, num_workers: int, per_worker: Mapping[str, float]) -
     places = count_places(machines, per_worker)
     if num_workers > places:
         takes = " and ".join(f"{n:g} {name}" for name, n in per_worker.items() if n)
-        raise ValueError(f"num_workers={num_workers} of {takes} each, and the {len(machines)} "
-                         f"machine(s) of this Ray cluster have places for {places}: ask for fewer, "
-                         "give each less, or start more machines first")
+        raise ValueError(
+            f"num_workers={num_workers} of {takes} each, and the {len(machines)} "
+            f"machine(s) of this Ray cluster have places for {places}: ask for fewer, "
+            "give each less, or start more machines first"
+        )
 
 
 def train_on_ray(
@@ -224,20 +240,26 @@ def train_on_ray(
     bertlab must be installed on each. Raises `ValueError`, `OSError` and `ImportError` before
     training, and Ray's `TrainingFailedError` when workers have died too often.
     """
-    _check_numbers(num_workers=(num_workers, 1), cpus_per_worker=(cpus_per_worker, 1),
-                   max_failures=(max_failures, -1))
+    _check_numbers(
+        num_workers=(num_workers, 1),
+        cpus_per_worker=(cpus_per_worker, 1),
+        max_failures=(max_failures, -1),
+    )
     asked = ask_for_run("pretrain", words, resume)
     if asked.estimate:
-        raise ValueError("--estimate reads and trains nothing, so it needs no cluster: ask "
-                         "bertlab pretrain")
+        raise ValueError(
+            "--estimate reads and trains nothing, so it needs no cluster: ask bertlab pretrain"
+        )
     overwrite = overwrite or asked.overwrite
     output = os.path.abspath(asked.config["run"]["output"])
     config = {**asked.config, "run": {**asked.config["run"], "output": output}}
     check_run_directory(output, bool(asked.resume), overwrite, option="--run.output")
     kind = config["trainer"]["accelerator"]
     if kind not in ("auto", "cpu", "gpu", "cuda"):
-        raise ValueError(f"trainer.accelerator={kind!r} is not for workers of Ray's here; choose "
-                         "one of auto, cpu, gpu")
+        raise ValueError(
+            f"trainer.accelerator={kind!r} is not for workers of Ray's here; choose "
+            "one of auto, cpu, gpu"
+        )
     ray = _import_ray()
     ray_strategy(build_objects(config["trainer"]["strategy"]))
     if not ray.is_initialized():
@@ -246,15 +268,22 @@ def train_on_ray(
     per_worker = {"CPU": cpus_per_worker, "GPU": int(with_gpu)}
     per_worker |= scaling.pop("resources_per_worker", None) or {}
     _check_places(ray, num_workers, per_worker)
-    settings = {"config": config, "resume": bool(asked.resume), "overwrite": overwrite,
-                "directory": os.getcwd(), "job": token_hex(8)}
-    workers = ray.train.ScalingConfig(num_workers=num_workers, use_gpu=with_gpu,
-                                      resources_per_worker=per_worker, **scaling)
+    settings = {
+        "config": config,
+        "resume": bool(asked.resume),
+        "overwrite": overwrite,
+        "directory": os.getcwd(),
+        "job": token_hex(8),
+    }
+    workers = ray.train.ScalingConfig(
+        num_workers=num_workers, use_gpu=with_gpu, resources_per_worker=per_worker, **scaling
+    )
     failures = ray.train.FailureConfig(max_failures=max_failures)
     with tempfile.TemporaryDirectory() as books:  # Ray's own; the run keeps its checkpoints itself
         place = ray.train.RunConfig(storage_path=books, failure_config=failures)
-        trainer = ray.train.torch.TorchTrainer(_work, train_loop_config=settings,
-                                               scaling_config=workers, run_config=place)
+        trainer = ray.train.torch.TorchTrainer(
+            _work, train_loop_config=settings, scaling_config=workers, run_config=place
+        )
         said = trainer.fit().return_value
     if "refused" in said:
         raise ValueError(said["refused"])

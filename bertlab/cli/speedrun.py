@@ -58,9 +58,12 @@ class Track:
 
     def text(self) -> Any:  # a `Corpus`
         "The text, the same for every recipe."
-        return load_corpus(self.source, config_name=self.config_name,
-                           validation_fraction=self.validation_fraction,
-                           max_documents=self.max_documents)
+        return load_corpus(
+            self.source,
+            config_name=self.config_name,
+            validation_fraction=self.validation_fraction,
+            max_documents=self.max_documents,
+        )
 
     def in_time(self, seconds: float) -> bool:  # of training
         "Whether a training fits into the track's time; the step under way may end."
@@ -70,31 +73,75 @@ class Track:
         "What a run may take that begins with a trained model. Raises `ValueError` for nothing."
         left = None if self.seconds is None else self.seconds - before
         if left is not None and left <= 0:
-            raise ValueError(f"pretrained_model_name_or_path was trained for {before:.0f} s, and "
-                             f"the track {self.name!r} allows {self.seconds:.0f} s in all: begin "
-                             "with a model that took less")
+            raise ValueError(
+                f"pretrained_model_name_or_path was trained for {before:.0f} s, and "
+                f"the track {self.name!r} allows {self.seconds:.0f} s in all: begin "
+                "with a model that took less"
+            )
         return left
 
 
-TRACKS = {track.name: track for track in (
-    Track("laptop", "reach the loss of the first demo on a CPU", "cpu", 4.25),
-    Track("gpu-hour", "the lowest loss after an hour of training on one GPU", "cuda", None, 3600.0,
-          "Salesforce/wikitext", "wikitext-103-raw-v1", 0.01, 32_768, 512),
-    Track("ten-minutes", "the lowest loss after ten minutes of training on a CPU", "cpu", None,
-          600.0),
-)}
+TRACKS = {
+    track.name: track
+    for track in (
+        Track("laptop", "reach the loss of the first demo on a CPU", "cpu", 4.25),
+        Track(
+            "gpu-hour",
+            "the lowest loss after an hour of training on one GPU",
+            "cuda",
+            None,
+            3600.0,
+            "Salesforce/wikitext",
+            "wikitext-103-raw-v1",
+            0.01,
+            32_768,
+            512,
+        ),
+        Track(
+            "ten-minutes",
+            "the lowest loss after ten minutes of training on a CPU",
+            "cpu",
+            None,
+            600.0,
+        ),
+    )
+}
 
 # %% ../../nbs/cli/07_speedrun.ipynb #12c115de
 # Options that a track decides, or that would let a recipe read what is held out.
 _OF_THE_TRACK = {
-    "data": ("train_dataset_name_or_path", "val_dataset_name_or_path", "train_split", "val_split",
-             "file_format", "text_column", "streaming", "pretrained_tokenizer_name_or_path",
-             "val_batch_size"),
+    "data": (
+        "train_dataset_name_or_path",
+        "val_dataset_name_or_path",
+        "train_split",
+        "val_split",
+        "file_format",
+        "text_column",
+        "streaming",
+        "pretrained_tokenizer_name_or_path",
+        "val_batch_size",
+    ),
     "model": ("pretrained_tokenizer_name_or_path", "objective"),
-    "run": ("output", "val_every_steps", "validate_first", "models", "keep_last", "keep_best",
-            "report", "loggers"),
-    "trainer": ("accelerator", "devices", "num_nodes", "limit_train_batches", "limit_val_batches",
-                "overfit_batches", "fast_dev_run", "barebones"),
+    "run": (
+        "output",
+        "val_every_steps",
+        "validate_first",
+        "models",
+        "keep_last",
+        "keep_best",
+        "report",
+        "loggers",
+    ),
+    "trainer": (
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "limit_train_batches",
+        "limit_val_batches",
+        "overfit_batches",
+        "fast_dev_run",
+        "barebones",
+    ),
 }
 _DATA_KWARGS = ("overflow", "overlap")  # how long documents are cut; everything else names text
 
@@ -108,23 +155,28 @@ def check_recipe(
         raise ValueError(f"{where}a recipe must be a mapping of sections, got {said!r}")
     for section, options in said.items():
         if section not in _OF_THE_TRACK:
-            raise ValueError(f"{where}{section!r} is no section of a recipe"
-                             f"{did_you_mean(str(section), _OF_THE_TRACK)}; it has "
-                             f"{', '.join(_OF_THE_TRACK)}")
+            raise ValueError(
+                f"{where}{section!r} is no section of a recipe"
+                f"{did_you_mean(str(section), _OF_THE_TRACK)}; it has "
+                f"{', '.join(_OF_THE_TRACK)}"
+            )
         if not isinstance(options or {}, Mapping):
             raise ValueError(f"{where}{section} must be a mapping, got {options!r}")
         for name in options or {}:
             if name in _OF_THE_TRACK[section]:
-                raise ValueError(f"{where}{section}.{name} is the same for every recipe of a "
-                                 "track: leave it out")
+                raise ValueError(
+                    f"{where}{section}.{name} is the same for every recipe of a track: leave it out"
+                )
     try:
         COMMANDS["pretrain"].parse([], said)  # types, and keys that are none
     except ValueError as error:
         raise ValueError(f"{where}{error}") from None
     for name in (said.get("data") or {}).get("data_kwargs") or {}:
         if name not in _DATA_KWARGS:
-            raise ValueError(f"{where}data.data_kwargs.{name} would change the text of the track; "
-                             f"a recipe may set {', '.join(_DATA_KWARGS)}")
+            raise ValueError(
+                f"{where}data.data_kwargs.{name} would change the text of the track; "
+                f"a recipe may set {', '.join(_DATA_KWARGS)}"
+            )
     return {section: dict(options or {}) for section, options in said.items()}
 
 
@@ -142,22 +194,32 @@ def seconds_of_run(
 ) -> float | None:  # of training; None: no run.yaml, or no metrics.json of that run, says it
     "How long a model was trained. Raises `ValueError` where it has read another text."
     directory = Path(directory).expanduser()
-    home = next((place for place in (directory, *list(directory.resolve().parents)[:2])
-                 if (place / "run.yaml").is_file()), None)
+    home = next(
+        (
+            place
+            for place in (directory, *list(directory.resolve().parents)[:2])
+            if (place / "run.yaml").is_file()
+        ),
+        None,
+    )
     said = {} if home is None else read_yaml(home / "run.yaml")
     if home is None or "speedrun" in said:  # a race's own; each of its seeds has one, too
         return None
     record = said.get("record") or {}
     if record.get("corpus_sha256") != text_sha256:
-        raise ValueError(f"{argument}={str(directory)!r} has read "
-                         f"{record.get('corpus', 'a text without a name')}, which is not the text "
-                         "of this track: it may know what is held out")
+        raise ValueError(
+            f"{argument}={str(directory)!r} has read "
+            f"{record.get('corpus', 'a text without a name')}, which is not the text "
+            "of this track: it may know what is held out"
+        )
     if not (home / "metrics.json").is_file():  # it is running, was killed, or writes no report
         return None
     seconds = read_json(home / "metrics.json", finite=False).get("train_seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-        raise ValueError(f"{argument}={str(directory)!r}: its metrics.json has "
-                         f"train_seconds={seconds!r}, which is no time")
+        raise ValueError(
+            f"{argument}={str(directory)!r}: its metrics.json has "
+            f"train_seconds={seconds!r}, which is no time"
+        )
     return float(seconds)
 
 
@@ -169,9 +231,11 @@ def seconds_before(
     argument = "pretrained_model_name_or_path"
     seconds = seconds_of_run(directory, text_sha256, argument)
     if seconds is None:
-        raise ValueError(f"{argument}={str(directory)!r}: a recipe may begin "
-                         "with a model of `bertlab demo` or of an earlier speedrun alone, whose "
-                         "run.yaml and metrics.json say what it has read and for how long")
+        raise ValueError(
+            f"{argument}={str(directory)!r}: a recipe may begin "
+            "with a model of `bertlab demo` or of an earlier speedrun alone, whose "
+            "run.yaml and metrics.json say what it has read and for how long"
+        )
     return seconds
 
 # %% ../../nbs/cli/07_speedrun.ipynb #73bdd72e
@@ -186,10 +250,14 @@ def measure_machine(
     from bertlab.core.devices import find_accelerator, measured_peak_flops, multiplied_type
 
     kind = multiplied_type(precision)
-    return {**provenance(accelerator), "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(), "precision": precision,
-            "matmul_type": kind,
-            "matmul_flops": measured_peak_flops(kind, device=find_accelerator(accelerator))}
+    return {
+        **provenance(accelerator),
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "matmul_type": kind,
+        "matmul_flops": measured_peak_flops(kind, device=find_accelerator(accelerator)),
+    }
 
 
 @dataclass
@@ -220,9 +288,17 @@ class Judge:
 
         self.track = track
         self.data = PretrainingDataModule(
-            corpus, tokenizer, max_sequence_length=track.max_sequence_length, val_batch_size=16,
-            collator_kwargs={"mlm_probability": track.mlm_probability, "selection": "exact",
-                             "min_labels_per_document": 1, "seed": 0})
+            corpus,
+            tokenizer,
+            max_sequence_length=track.max_sequence_length,
+            val_batch_size=16,
+            collator_kwargs={
+                "mlm_probability": track.mlm_probability,
+                "selection": "exact",
+                "min_labels_per_document": 1,
+                "seed": 0,
+            },
+        )
         self.data.setup("validate")
 
     def sha256(self) -> str:
@@ -258,8 +334,11 @@ def measure_target(
 ) -> dict[str, Any]:  # nats, bits_per_byte and hidden_sha256, as in a log
     "What a track asks for, by a judge with the track's own tokenizer; takes seconds."
     judge = Judge(track, corpus, train_tokenizer(corpus.train_texts, track.vocab_size))
-    return {"nats": track.target, "bits_per_byte": judge.target_bits(),
-            "hidden_sha256": judge.sha256()}
+    return {
+        "nats": track.target,
+        "bits_per_byte": judge.target_bits(),
+        "hidden_sha256": judge.sha256(),
+    }
 
 # %% ../../nbs/cli/07_speedrun.ipynb #7a3255e7
 def speedrun_config(
@@ -270,8 +349,9 @@ def speedrun_config(
     spent: float = 0.0,  # training seconds of the model that the recipe begins with
 ) -> dict[str, Any]:  # for `Run`
     "The first demo's configuration with a recipe's changes and the track's keys."
-    base = replace(FIRST_RECIPE, vocab_size=track.vocab_size,
-                   max_sequence_length=track.max_sequence_length)
+    base = replace(
+        FIRST_RECIPE, vocab_size=track.vocab_size, max_sequence_length=track.max_sequence_length
+    )
     config = copy.deepcopy(demo_config(base, output)) | {"seed_everything": seed}
     first = recipe.get("model", {}).get("pretrained_model_name_or_path")
     if first:  # it brings its shape
@@ -283,8 +363,13 @@ def speedrun_config(
             config[section][name] = {**before, **value} if both else value
     if first:
         config["model"]["pretrained_model_name_or_path"] = os.path.expanduser(first)
-    config["run"] |= {"output": str(output), "models": False, "report": False,
-                      "val_every_steps": config["trainer"]["max_steps"], "validate_first": False}
+    config["run"] |= {
+        "output": str(output),
+        "models": False,
+        "report": False,
+        "val_every_steps": config["trainer"]["max_steps"],
+        "validate_first": False,
+    }
     if track.seconds is not None:
         config["run"]["time_limit"] = track.seconds_left(spent)
     config["trainer"] |= {"accelerator": track.accelerator, "devices": 1}
@@ -297,9 +382,11 @@ def check_positions(
 ) -> None:
     "Raise `ValueError` for a model that cannot read a row of the judge."
     if longest is not None and longest < track.max_sequence_length:
-        raise ValueError(f"the model reads rows of {longest} tokens (max_position_embeddings), and "
-                         f"those of the track {track.name!r} have {track.max_sequence_length}: "
-                         "give it as many positions")
+        raise ValueError(
+            f"the model reads rows of {longest} tokens (max_position_embeddings), and "
+            f"those of the track {track.name!r} have {track.max_sequence_length}: "
+            "give it as many positions"
+        )
 
 
 def run_seed(
@@ -320,13 +407,25 @@ def run_seed(
     first = recipe.get("model", {}).get("pretrained_model_name_or_path")
     before = seconds_before(first, corpus.sha256) if first else 0.0
     config = speedrun_config(track, recipe, output, seed, before)
-    notes = {"command": "speedrun", "record": {
-        "corpus": corpus.name, "corpus_sha256": corpus.sha256, "track": track.name,
-        **provenance(track.accelerator)}}
+    notes = {
+        "command": "speedrun",
+        "record": {
+            "corpus": corpus.name,
+            "corpus_sha256": corpus.sha256,
+            "track": track.name,
+            **provenance(track.accelerator),
+        },
+    }
     run = Run(config, resume=(Path(output) / "run.yaml").exists(), notes=notes)
-    run.data_options |= {"train_dataset_name_or_path": corpus, "data_kwargs": {
-        name: value for name, value in (run.data_options["data_kwargs"] or {}).items()
-        if name in _DATA_KWARGS} or None}
+    run.data_options |= {
+        "train_dataset_name_or_path": corpus,
+        "data_kwargs": {
+            name: value
+            for name, value in (run.data_options["data_kwargs"] or {}).items()
+            if name in _DATA_KWARGS
+        }
+        or None,
+    }
     run.build()
     check_positions(track, run.module.config.max_position_embeddings)
     run.data.val_datasets = []  # the judge validates, once
@@ -345,11 +444,23 @@ def run_seed(
     tokens, seconds = run.history.totals()
     curve = [(int(row[0]), round(row[5] + before, 3), round(row[1], 4)) for row in record.rows]
     attempt = Attempt(
-        seed, found["val_loss"], found["val_accuracy"], found["val_bits_per_byte"],
-        seconds + before, int(record.rows[-1][0]), tokens, statistics.mean(rates), curve)
+        seed,
+        found["val_loss"],
+        found["val_accuracy"],
+        found["val_bits_per_byte"],
+        seconds + before,
+        int(record.rows[-1][0]),
+        tokens,
+        statistics.mean(rates),
+        curve,
+    )
     with written_whole(Path(output) / "metrics.json") as temporary:  # later recipes may begin here
-        temporary.write_text(json.dumps({"train_seconds": seconds + before,
-                                         "validation_loss": found["val_loss"]}, indent=2) + "\n")
+        temporary.write_text(
+            json.dumps(
+                {"train_seconds": seconds + before, "validation_loss": found["val_loss"]}, indent=2
+            )
+            + "\n"
+        )
     return attempt, judge.sha256()
 
 # %% ../../nbs/cli/07_speedrun.ipynb #c1e933aa
@@ -373,7 +484,9 @@ def _own_names(said: Any) -> Iterator[str]:
         here = bool(_own_files(top)) or top == "__main__"
         found = None if here else importlib.util.find_spec(top)
         if found is None or not {"bertlab", "site-packages", "dist-packages"} & {
-                top, *Path(found.origin or "").parts}:
+            top,
+            *Path(found.origin or "").parts,
+        }:
             yield said
 
 
@@ -404,8 +517,10 @@ def _needs(recipe: Mapping[str, Any], text_sha256: str) -> dict[str, Any]:
     if first := recipe.get("model", {}).get("pretrained_model_name_or_path"):
         home = Path(first).expanduser()
         weights = [path for end in ("safetensors", "bin") for path in home.glob(f"*.{end}")]
-        needs["model"] = {"train_seconds": seconds_before(first, text_sha256),
-                          "sha256": _sha256_of(sorted(weights))}
+        needs["model"] = {
+            "train_seconds": seconds_before(first, text_sha256),
+            "sha256": _sha256_of(sorted(weights)),
+        }
     tops = {name.partition(".")[0] for name in _own_names(recipe)}
     if code := {top: _sha256_of(_own_files(top)) for top in sorted(tops) if _own_files(top)}:
         needs["code"] = code
@@ -424,8 +539,11 @@ def arrived(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
     if target["nats"] is None:  # the lowest loss wins, and NaN is none
         return math.isfinite(attempt["validation_loss"])
     own = log["hidden_sha256"] == target["hidden_sha256"]
-    return attempt["validation_loss"] <= target["nats"] if own else (
-        attempt["bits_per_byte"] <= target["bits_per_byte"])
+    return (
+        attempt["validation_loss"] <= target["nats"]
+        if own
+        else (attempt["bits_per_byte"] <= target["bits_per_byte"])
+    )
 
 
 def summarize_speedrun(log: Mapping[str, Any]) -> dict[str, Any]:
@@ -433,14 +551,17 @@ def summarize_speedrun(log: Mapping[str, Any]) -> dict[str, Any]:
     attempts = log["attempts"]
     if not attempts:
         raise ValueError("this log holds no attempt: it says nothing to sum up")
-    worst = lambda name: max((one[name] for one in attempts),
-                             key=lambda value: math.inf if math.isnan(value) else value)
+    worst = lambda name: max(
+        (one[name] for one in attempts), key=lambda value: math.inf if math.isnan(value) else value
+    )
     seconds = [one["train_seconds"] for one in attempts]
     budgets = [one["train_seconds"] * one["matmul_flops"] / 1e12 for one in attempts]
     return {
-        "track": log["track"], "seeds": len(attempts),
+        "track": log["track"],
+        "seeds": len(attempts),
         "arrived": sum(arrived(log, one) for one in attempts),
-        "median_seconds": statistics.median(seconds), "median_tflop": statistics.median(budgets),
+        "median_seconds": statistics.median(seconds),
+        "median_tflop": statistics.median(budgets),
         "worst_loss": worst("validation_loss"),
         "worst_bits_per_byte": worst("bits_per_byte"),
     }
@@ -478,19 +599,25 @@ def speedrun(
     earlier = _read_race(marker) if resume else {}
     if resume:
         if {name: earlier[name] for name in key} != key:
-            raise ValueError(f"{place} holds another attempt (track {earlier['track']}, recipe "
-                             f"{earlier['recipe_sha256'][:12]}): give the same recipe, or another "
-                             "--output")
+            raise ValueError(
+                f"{place} holds another attempt (track {earlier['track']}, recipe "
+                f"{earlier['recipe_sha256'][:12]}): give the same recipe, or another "
+                "--output"
+            )
         begun = _begun_seeds(place, earlier)
     seeds = list(dict.fromkeys([*begun, *(seeds or ([] if begun else (0, 1, 2)))]))
     corpus = course.text()
     if earlier.get("text_sha256", corpus.sha256) != corpus.sha256:
-        raise ValueError(f"{place} was begun on another text, because each version of Python has "
-                         "its own: resume it with that Python, or give another --output")
+        raise ValueError(
+            f"{place} was begun on another text, because each version of Python has "
+            "its own: resume it with that Python, or give another --output"
+        )
     needs = _needs(said, corpus.sha256)
     if earlier.get("needs", needs) != needs:
-        raise ValueError(f"{place} was begun with other weights or other code than its recipe "
-                         "names now: put them back, or give another --output")
+        raise ValueError(
+            f"{place} was begun with other weights or other code than its recipe "
+            "names now: put them back, or give another --output"
+        )
     if "model" in needs:
         course.seconds_left(needs["model"]["train_seconds"])
     if left := [seed for seed in seeds if not (place / f"seed-{seed}" / "attempt.json").exists()]:
@@ -498,12 +625,32 @@ def speedrun(
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
     with written_whole(marker) as temporary:
-        temporary.write_text(format_yaml({"speedrun": {
-            **key, "text_sha256": corpus.sha256, "seeds": seeds, "recipe": said,
-            "needs": needs}}), "utf-8")
-    log = {"format": FORMAT, **key, "recipe": said, "needs": needs, "text": corpus.name,
-           "text_sha256": corpus.sha256, "target": target, "hidden_sha256": "",
-           "machine": {}, "attempts": []}
+        temporary.write_text(
+            format_yaml(
+                {
+                    "speedrun": {
+                        **key,
+                        "text_sha256": corpus.sha256,
+                        "seeds": seeds,
+                        "recipe": said,
+                        "needs": needs,
+                    }
+                }
+            ),
+            "utf-8",
+        )
+    log = {
+        "format": FORMAT,
+        **key,
+        "recipe": said,
+        "needs": needs,
+        "text": corpus.name,
+        "text_sha256": corpus.sha256,
+        "target": target,
+        "hidden_sha256": "",
+        "machine": {},
+        "attempts": [],
+    }
     for seed in seeds:
         home = place / f"seed-{seed}"
         done = home / "attempt.json"
@@ -512,13 +659,18 @@ def speedrun(
             machine = measure_machine(_precision(course, said), course.accelerator)
             kept = {**vars(attempt), "curve": _thinned(attempt.curve)}
             with written_whole(done) as temporary:
-                temporary.write_text(json.dumps({"attempt": kept, "hidden_sha256": hidden,
-                                                 "machine": machine}) + "\n", "utf-8")
+                temporary.write_text(
+                    json.dumps({"attempt": kept, "hidden_sha256": hidden, "machine": machine})
+                    + "\n",
+                    "utf-8",
+                )
         found = read_json(done, finite=False)  # a run may have ended in NaN
         if log["attempts"] and found["hidden_sha256"] != log["hidden_sha256"]:
-            raise ValueError(f"seed {seed} of {place} was asked other gaps than the seeds before "
-                             "it, as by another version of a library: race all of them with one, "
-                             "in another --output")
+            raise ValueError(
+                f"seed {seed} of {place} was asked other gaps than the seeds before "
+                "it, as by another version of a library: race all of them with one, "
+                "in another --output"
+            )
         log["attempts"].append({**found["attempt"], "machine": found["machine"]})
         log |= {"hidden_sha256": found["hidden_sha256"], "machine": found["machine"]}
         print(_format_attempt(log, found["attempt"]), flush=True)
@@ -530,11 +682,14 @@ def speedrun(
 
 def _check_seeds(seeds: Sequence[int]) -> None:
     "Raise `ValueError` for seeds that a race cannot have."
-    whole = all(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
-                for seed in seeds)
+    whole = all(
+        isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32 for seed in seeds
+    )
     if not seeds or not whole or len(set(seeds)) < len(seeds):
-        raise ValueError("seeds must be one or more different whole numbers from 0 to 2**32 - 1, "
-                         f"got {list(seeds)}")
+        raise ValueError(
+            "seeds must be one or more different whole numbers from 0 to 2**32 - 1, "
+            f"got {list(seeds)}"
+        )
 
 
 _KINDS = {"WordPiece": "wordpiece", "BPE": "bpe", "Unigram": "unigram"}  # of `train_tokenizer`
@@ -547,16 +702,24 @@ def _check_tokenizer(track: Track, corpus: Any, directory: str) -> None:
     if kind := _KINDS.get(type(model).__name__):
         with suppress(ValueError):  # it has fewer entries than the text has characters
             own = train_tokenizer(corpus.train_texts, len(tokenizer), kind=kind)
-    if own is None or Judge(track, corpus, own).sha256() != Judge(
-            track, corpus, tokenizer).sha256():
-        raise ValueError(f"pretrained_model_name_or_path={directory!r} has a tokenizer of "
-                         f"{len(tokenizer):,} entries that is not the one which the training text "
-                         "of this track gives: begin with a model of `bertlab demo` without "
-                         "--tokenizer, or of a speedrun, trained with this version of bertlab")
+    if (
+        own is None
+        or Judge(track, corpus, own).sha256() != Judge(track, corpus, tokenizer).sha256()
+    ):
+        raise ValueError(
+            f"pretrained_model_name_or_path={directory!r} has a tokenizer of "
+            f"{len(tokenizer):,} entries that is not the one which the training text "
+            "of this track gives: begin with a model of `bertlab demo` without "
+            "--tokenizer, or of a speedrun, trained with this version of bertlab"
+        )
 
 
 def _check_run(
-    track: Track, said: Mapping[str, Any], home: Path, seed: int, corpus: Any,
+    track: Track,
+    said: Mapping[str, Any],
+    home: Path,
+    seed: int,
+    corpus: Any,
 ) -> None:
     "Refuse what a run refuses, before anything is made. `run_seed` finds the rest of it."
     from bertlab.cli.pretrain import Run
@@ -572,7 +735,8 @@ def _read_race(marker: Path) -> dict[str, Any]:  # track, recipe_sha256; later a
     "What the run.yaml of a race says. Raises `ValueError` for one of another command."
     earlier = read_yaml(marker).get("speedrun")
     if not isinstance(earlier, Mapping) or not all(
-            isinstance(earlier.get(name), str) for name in ("track", "recipe_sha256")):
+        isinstance(earlier.get(name), str) for name in ("track", "recipe_sha256")
+    ):
         raise ValueError(f"{marker} is not that of a speedrun: give another --output")
     return dict(earlier)
 
@@ -604,17 +768,21 @@ def _are_first(seeds: Sequence[int]) -> bool:
 def _format_attempt(log: Mapping[str, Any], attempt: Mapping[str, Any]) -> str:
     "One line about a seed."
     reached = "arrived" if arrived(log, attempt) else "did not arrive"
-    return (f"seed {attempt['seed']}: {attempt['validation_loss']:.3f} nats per masked token, "
-            f"{attempt['bits_per_byte']:.4f} bits per byte after {attempt['train_seconds']:.1f} s "
-            f"of training: {reached}")
+    return (
+        f"seed {attempt['seed']}: {attempt['validation_loss']:.3f} nats per masked token, "
+        f"{attempt['bits_per_byte']:.4f} bits per byte after {attempt['train_seconds']:.1f} s "
+        f"of training: {reached}"
+    )
 
 
 def format_speedrun(log: Mapping[str, Any]) -> str:
     "The result of an attempt, for a person."
     found, target = summarize_speedrun(log), log["target"]
     if target["nats"] is None:
-        verdict = (f"the worst of {found['seeds']} seeds reached {found['worst_loss']:.3f} nats, "
-                   f"{found['worst_bits_per_byte']:.4f} bits per byte")
+        verdict = (
+            f"the worst of {found['seeds']} seeds reached {found['worst_loss']:.3f} nats, "
+            f"{found['worst_bits_per_byte']:.4f} bits per byte"
+        )
         if log["hidden_sha256"] != target["hidden_sha256"]:
             verdict += " (a tokenizer of its own: only its bits compare with others)"
     elif found["arrived"] == found["seeds"]:
@@ -622,11 +790,17 @@ def format_speedrun(log: Mapping[str, Any]) -> str:
         verdict = "every seed arrived" + ("" if _are_first(seeds) else f"; {_NEEDS_SEEDS}")
     else:
         verdict = f"{found['seeds'] - found['arrived']} of {found['seeds']} seeds did not arrive"
-    goal = "lowest loss" if target["nats"] is None else (
-        f"{target['nats']} nats ({target['bits_per_byte']:.4f} bits per byte)")
-    lines = {"track": f"{log['track']}: {goal}", "verdict": verdict,
-             "median time": f"{found['median_seconds']:.1f} s of training",
-             "median budget": f"{found['median_tflop']:,.1f} TFLOP at the machine's own rate"}
+    goal = (
+        "lowest loss"
+        if target["nats"] is None
+        else (f"{target['nats']} nats ({target['bits_per_byte']:.4f} bits per byte)")
+    )
+    lines = {
+        "track": f"{log['track']}: {goal}",
+        "verdict": verdict,
+        "median time": f"{found['median_seconds']:.1f} s of training",
+        "median budget": f"{found['median_tflop']:,.1f} TFLOP at the machine's own rate",
+    }
     return "\n".join(f"  {name:<14}{value}" for name, value in lines.items())
 
 # %% ../../nbs/cli/07_speedrun.ipynb #c6d11dd7
@@ -649,28 +823,46 @@ def _check_parts(log: Mapping[str, Any]) -> None:
     for number, one in enumerate(attempts, 1):
         for name in (part.name for part in fields(Attempt) if part.name != "curve"):
             if not _is_number(one.get(name)):
-                raise ValueError(f"{no_log}attempt {number} needs a number as {name}, got "
-                                 f"{one.get(name)!r}")
+                raise ValueError(
+                    f"{no_log}attempt {number} needs a number as {name}, got {one.get(name)!r}"
+                )
         curve = one.get("curve")
         if not isinstance(curve, list) or not all(
-                isinstance(point, (list, tuple)) and len(point) == 3 and all(map(_is_number, point))
-                for point in curve):
-            raise ValueError(f"{no_log}attempt {number} needs a curve, a list of [step, seconds, "
-                             "loss]")
+            isinstance(point, (list, tuple)) and len(point) == 3 and all(map(_is_number, point))
+            for point in curve
+        ):
+            raise ValueError(
+                f"{no_log}attempt {number} needs a curve, a list of [step, seconds, loss]"
+            )
     names = ("nats", "bits_per_byte")
-    if not isinstance(target, Mapping) or "hidden_sha256" not in target or not (
+    if (
+        not isinstance(target, Mapping)
+        or "hidden_sha256" not in target
+        or not (
             all(target.get(name, 0) is None for name in names)
-            or all(_is_number(target.get(name)) for name in names)):
-        raise ValueError(f"{no_log}its target needs nats, bits_per_byte and hidden_sha256, got "
-                         f"{target!r}")
+            or all(_is_number(target.get(name)) for name in names)
+        )
+    ):
+        raise ValueError(
+            f"{no_log}its target needs nats, bits_per_byte and hidden_sha256, got {target!r}"
+        )
 
 
 def _read_log(log: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
     "A log with everything that the checks compute with. Raises `ValueError` for what is none."
     if isinstance(log, (str, os.PathLike)):
         log = read_json(log, finite=False)  # a run may have ended in NaN
-    needed = ("format", "track", "recipe", "recipe_sha256", "text_sha256", "target", "attempts",
-              "hidden_sha256", "machine")
+    needed = (
+        "format",
+        "track",
+        "recipe",
+        "recipe_sha256",
+        "text_sha256",
+        "target",
+        "attempts",
+        "hidden_sha256",
+        "machine",
+    )
     if missing := [name for name in needed if not isinstance(log, Mapping) or name not in log]:
         raise ValueError(f"this is no log of a speedrun: it lacks {', '.join(missing)}")
     _check_parts(log)
@@ -701,12 +893,19 @@ def _check_attempt(one: Mapping[str, Any]) -> Iterator[str]:
         yield f"seed {seed} has no measured rate of its machine"
     if len(steps) < min(2, max(1, one["steps"])):
         yield f"the curve of seed {seed} is {'a single point' if steps else 'empty'}"
-    elif (not all(map(math.isfinite, [*steps, *times])) or steps != sorted(set(steps))
-          or times != sorted(times) or steps[0] < 1 or times[0] < 0):
+    elif (
+        not all(map(math.isfinite, [*steps, *times]))
+        or steps != sorted(set(steps))
+        or times != sorted(times)
+        or steps[0] < 1
+        or times[0] < 0
+    ):
         yield f"the curve of seed {seed} goes backwards, or begins before the run"
     elif steps[-1] != one["steps"] or not _close(times[-1], one["train_seconds"]):
-        yield (f"the curve of seed {seed} ends at step {steps[-1]} after {times[-1]:.1f} s, and "
-               f"the run at step {one['steps']} after {one['train_seconds']:.1f} s")
+        yield (
+            f"the curve of seed {seed} ends at step {steps[-1]} after {times[-1]:.1f} s, and "
+            f"the run at step {one['steps']} after {one['train_seconds']:.1f} s"
+        )
     if any(point[2] < 0 for point in one["curve"]):
         yield f"the curve of seed {seed} has a loss below 0"
 
@@ -715,9 +914,11 @@ def _is_copy(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     "Whether two attempts share what two seeds never do: a loss, or most points of their curves."
     first, second = ([(step, loss) for step, _, loss in each["curve"]] for each in (one, other))
     equal = sum(point == like for point, like in zip(first, second))
-    return one["validation_loss"] == other["validation_loss"] and (
-        first == second or one["validation_accuracy"] == other["validation_accuracy"]
-    ) or equal > max(2, len(first) / 2)
+    return (
+        one["validation_loss"] == other["validation_loss"]
+        and (first == second or one["validation_accuracy"] == other["validation_accuracy"])
+        or equal > max(2, len(first) / 2)
+    )
 
 
 def _check_together(log: Mapping[str, Any]) -> Iterator[str]:
@@ -731,20 +932,30 @@ def _check_together(log: Mapping[str, Any]) -> Iterator[str]:
         if all(math.isfinite(value) and value > 0 for value in (loss, one["bits_per_byte"])):
             bits[seed] = one["bits_per_byte"] / loss  # of a nat: the same for the same gaps
     own = log["hidden_sha256"] == target["hidden_sha256"] and target["nats"]
-    right = target["bits_per_byte"] / target["nats"] if own else (
-        statistics.median(bits.values()) if bits else 0)
+    right = (
+        target["bits_per_byte"] / target["nats"]
+        if own
+        else (statistics.median(bits.values()) if bits else 0)
+    )
     for seed, found in bits.items():
         if not math.isclose(found, right, rel_tol=1e-3):
-            yield (f"seed {seed} has {found:.4f} bits per byte for each nat of its loss, and its "
-                   f"hidden tokens make {right:.4f} of it")
+            yield (
+                f"seed {seed} has {found:.4f} bits per byte for each nat of its loss, and its "
+                f"hidden tokens make {right:.4f} of it"
+            )
 
 
 # What decides how much a step computes, besides the shape and the rows.
 _COMPUTES_OTHERWISE = (
-    *(("model", name) for name in ("pretrained_model_name_or_path", "adapter", "freeze", "float8",
-                                   "model_kwargs")),
+    *(
+        ("model", name)
+        for name in ("pretrained_model_name_or_path", "adapter", "freeze", "float8", "model_kwargs")
+    ),
     *(("trainer", name) for name in ("callbacks", "plugins", "strategy")),
-    ("data", "objective"), ("data", "collator"), ("run", "batch_tokens"), ("run", "shape"),
+    ("data", "objective"),
+    ("data", "collator"),
+    ("run", "batch_tokens"),
+    ("run", "shape"),
 )
 
 
@@ -790,16 +1001,21 @@ def _check_by_recipe(
         usual = track.vocab_size, "wordpiece"
         own = (option("run", "vocab_size", usual[0]), option("run", "tokenizer_kind", usual[1]))
         if (own == usual) != (log["hidden_sha256"] == log["target"]["hidden_sha256"]):
-            yield ("its recipe has the tokenizer of the track, and its hidden tokens are others"
-                   if own == usual else
-                   "its recipe has a tokenizer of its own, and the hidden tokens of the track's")
+            yield (
+                "its recipe has the tokenizer of the track, and its hidden tokens are others"
+                if own == usual
+                else "its recipe has a tokenizer of its own, and the hidden tokens of the track's"
+            )
     most = option("trainer", "max_steps", FIRST_RECIPE.steps)
-    at_once = (option("data", "train_batch_size", FIRST_RECIPE.batch_size)
-               * option("data", "max_sequence_length", track.max_sequence_length))
+    at_once = option("data", "train_batch_size", FIRST_RECIPE.batch_size) * option(
+        "data", "max_sequence_length", track.max_sequence_length
+    )
     positions = at_once * option("trainer", "accumulate_grad_batches", 1)
     fewest = at_once / 4 if option("data", "packing", True) else 1  # rows are full, or nearly
-    if any(option(*name, None) for name in (("run", "batch_tokens"), ("data", "collator"),
-                                            ("trainer", "callbacks"))):
+    if any(
+        option(*name, None)
+        for name in (("run", "batch_tokens"), ("data", "collator"), ("trainer", "callbacks"))
+    ):
         positions, fewest = math.inf, 1  # of a step: these decide it
     flops, largest = _count_products(track, recipe, option, at_once)
     # The best of all measurements, as other work may have slowed down some. Products that are
@@ -807,30 +1023,38 @@ def _check_by_recipe(
     square = 2 * (8192 if track.accelerator == "cuda" else 1024) ** 3
     rate = max(1.0, largest / square) * max(
         (one["matmul_flops"] for one in log["attempts"] if one["matmul_flops"] > 0),
-        default=math.inf)
+        default=math.inf,
+    )
     entries = shape.get("vocab_size") or option("run", "vocab_size", track.vocab_size)
     knows = math.log(entries) - 1 if _is_number(entries) and entries > 0 else 0  # it guesses better
     needs = log.get("needs")
     model = needs.get("model") if isinstance(needs, Mapping) else None
     before = model.get("train_seconds") if isinstance(model, Mapping) else None
     for one in log["attempts"]:
-        seed, steps, tokens, seconds = (one[name] for name in (
-            "seed", "steps", "tokens", "train_seconds"))
+        seed, steps, tokens, seconds = (
+            one[name] for name in ("seed", "steps", "tokens", "train_seconds")
+        )
         if steps > most:
             yield f"seed {seed} has made {steps} steps, and its recipe {most}"
         if not steps * max(1, fewest) <= tokens <= steps * positions:
             yield f"seed {seed} has {tokens} tokens, which {steps} steps of its recipe cannot have"
         if 2 * seconds < (at_best := flops * tokens / rate):  # a step is more than its products
-            yield (f"seed {seed} trained for {seconds:.3g} s, and the matrix products of its "
-                   f"recipe alone take {at_best:.3g} s at the best rate that was measured")
+            yield (
+                f"seed {seed} trained for {seconds:.3g} s, and the matrix products of its "
+                f"recipe alone take {at_best:.3g} s at the best rate that was measured"
+            )
         loss, right = one["validation_loss"], one["validation_accuracy"]
         # A model that knows how sure it is guesses exp(-loss) right, or more (Jensen).
         if fresh and 0 < loss < knows and right < math.exp(-loss) / 10:
-            yield (f"seed {seed} has validation_accuracy {right}, and with a loss of {loss:.3f} go "
-                   f"{math.exp(-loss):.2%} of the gaps or more")
+            yield (
+                f"seed {seed} has validation_accuracy {right}, and with a loss of {loss:.3f} go "
+                f"{math.exp(-loss):.2%} of the gaps or more"
+            )
         if _is_number(before) and seconds < before:
-            yield (f"seed {seed} trained for {seconds:.1f} s, less than the {before:.1f} s of the "
-                   "model that its recipe begins with")
+            yield (
+                f"seed {seed} trained for {seconds:.1f} s, less than the {before:.1f} s of the "
+                "model that its recipe begins with"
+            )
 
 
 def _not_held(log: Mapping[str, Any]) -> Iterator[str]:
@@ -840,12 +1064,20 @@ def _not_held(log: Mapping[str, Any]) -> Iterator[str]:
     except ValueError:  # `check_log` says it
         return
     needs = log.get("needs") if isinstance(log.get("needs"), Mapping) else {}
-    model, code = ({} if not isinstance(needs.get(name), Mapping) else needs[name]
-                   for name in ("model", "code"))
-    lacking = {str(first): model.get("sha256") for first in [
-        recipe.get("model", {}).get("pretrained_model_name_or_path")] if first}
-    lacking |= {name: code.get(name.partition(".")[0]) for name in _own_names(recipe)
-                if name.partition(".")[0] in code or name.rpartition(".")[2][0].isupper()}
+    model, code = (
+        {} if not isinstance(needs.get(name), Mapping) else needs[name]
+        for name in ("model", "code")
+    )
+    lacking = {
+        str(first): model.get("sha256")
+        for first in [recipe.get("model", {}).get("pretrained_model_name_or_path")]
+        if first
+    }
+    lacking |= {
+        name: code.get(name.partition(".")[0])
+        for name in _own_names(recipe)
+        if name.partition(".")[0] in code or name.rpartition(".")[2][0].isupper()
+    }
     for name, sha256 in lacking.items():
         known = f"sha256 {str(sha256)[:12]}" if sha256 else "no hash is known"
         yield f"its recipe names {name}, which the log does not hold ({known})"
@@ -880,13 +1112,17 @@ def _compare_text(log: Mapping[str, Any]) -> tuple[list[str], str]:
         return wrong, f"{skipped}: {name} does not come with Python"
     if log["text_sha256"] != sha256:
         machine = log["machine"] if isinstance(log["machine"], Mapping) else {}
-        return wrong, (f"{skipped}: the text {str(log['text_sha256'])[:12]} of its Python "
-                       f"{machine.get('python', '(it says none)')} is another one than "
-                       f"{sha256[:12]} of Python {platform.python_version()} here")
+        return wrong, (
+            f"{skipped}: the text {str(log['text_sha256'])[:12]} of its Python "
+            f"{machine.get('python', '(it says none)')} is another one than "
+            f"{sha256[:12]} of Python {platform.python_version()} here"
+        )
     target, here = log["target"], _target_here(track)
     if target["hidden_sha256"] != here["hidden_sha256"]:
-        wrong.append(f"the hidden tokens {str(target['hidden_sha256'])[:12]} of its target are not "
-                     f"the track's {here['hidden_sha256'][:12]}")
+        wrong.append(
+            f"the hidden tokens {str(target['hidden_sha256'])[:12]} of its target are not "
+            f"the track's {here['hidden_sha256'][:12]}"
+        )
     bits, right = target["bits_per_byte"], here["bits_per_byte"]
     if None not in (bits, right) and not math.isclose(bits, right, rel_tol=1e-6):
         wrong.append(f"the target of {bits} bits per byte is not the track's {right:.4f}")
@@ -933,8 +1169,10 @@ def check_log(
         if not arrived(log, one):
             wrong.append(f"seed {one['seed']} did not arrive")
         if track is not None and not track.in_time(one["train_seconds"]):
-            wrong.append(f"seed {one['seed']} trained for {one['train_seconds']:.0f} s, and the "
-                         f"track allows {track.seconds:.0f} s")
+            wrong.append(
+                f"seed {one['seed']} trained for {one['train_seconds']:.0f} s, and the "
+                f"track allows {track.seconds:.0f} s"
+            )
         wrong += _check_attempt(one)
     return [*wrong, *_check_together(log), *_compare_text(log)[0]]
 
@@ -998,8 +1236,11 @@ def _score_rows(judge: Judge, model: Any) -> tuple[np.ndarray, Any]:  # (3, N), 
             output = model(**{name: batch[name].to(model.device) for name in names})
             logits_MV = output.logits[hidden_BK].float().cpu()
         labels_M, row_M = labels_BK[hidden_BK], hidden_BK.nonzero()[:, 0]
-        for values in (F.cross_entropy(logits_MV, labels_M, reduction="none"),
-                       torch.ones(len(labels_M)), bytes_V[labels_M]):
+        for values in (
+            F.cross_entropy(logits_MV, labels_M, reduction="none"),
+            torch.ones(len(labels_M)),
+            bytes_V[labels_M],
+        ):
             rows.append(torch.zeros(len(labels_BK)).index_add(0, row_M, values))
         every.append(labels_M)
     table = [torch.cat(rows[kind::3]).double().numpy() for kind in range(3)]
@@ -1030,16 +1271,28 @@ def score_model(
     tokenizer, model = load_tokenizer(place), load_encoder(place)
     check_tokenizer(tokenizer, model.config.vocab_size)
     if type(model) is not BertLabForMaskedLM:
-        raise ValueError(f"directory={str(place)!r} holds a {type(model).__name__}, and the judge "
-                         "asks a masked language model: save it with its head")
+        raise ValueError(
+            f"directory={str(place)!r} holds a {type(model).__name__}, and the judge "
+            "asks a masked language model: save it with its head"
+        )
     check_positions(course, model.config.max_position_embeddings)
     judge = Judge(course, corpus, tokenizer)
     model = model.eval().to("cuda" if find_accelerator() == "cuda" else "cpu")
     (sums_N, counts_N, bytes_N), labels = _score_rows(judge, model)
     bits = ratio_interval(sums_N / np.log(2), bytes_N)
     line = unigram_entropy(unigram_counts(labels, model.config.vocab_size))
-    return ModelScore(course.name, str(directory), ratio_interval(sums_N, counts_N), bits, line,
-                      seconds, judge.sha256(), sums_N, counts_N, bytes_N)
+    return ModelScore(
+        course.name,
+        str(directory),
+        ratio_interval(sums_N, counts_N),
+        bits,
+        line,
+        seconds,
+        judge.sha256(),
+        sums_N,
+        counts_N,
+        bytes_N,
+    )
 
 
 def format_score(score: ModelScore) -> str:
@@ -1049,12 +1302,19 @@ def format_score(score: ModelScore) -> str:
     time = known if score.seconds is None else f"{score.seconds:.0f} s"
     if score.seconds is not None and limit is not None:
         time += f" of {limit:.0f} s" + ("" if score.in_time else ": over time")
-    verdict = ("reads" if score.reads else
-               "does not read yet: its loss lies above the line" if score.nats[1] > score.line else
-               "not known to read: its interval holds the line")
-    lines = {"directory": score.directory, "training": time,
-             "loss": "{:.3f} nats per hidden token ({:.3f} to {:.3f})".format(*score.nats),
-             "in bits": "{:.4f} per byte ({:.4f} to {:.4f})".format(*score.bits),
-             "the line": f"{score.line:.3f} nats, of the best guesser that reads nothing",
-             "verdict": verdict}
+    verdict = (
+        "reads"
+        if score.reads
+        else "does not read yet: its loss lies above the line"
+        if score.nats[1] > score.line
+        else "not known to read: its interval holds the line"
+    )
+    lines = {
+        "directory": score.directory,
+        "training": time,
+        "loss": "{:.3f} nats per hidden token ({:.3f} to {:.3f})".format(*score.nats),
+        "in bits": "{:.4f} per byte ({:.4f} to {:.4f})".format(*score.bits),
+        "the line": f"{score.line:.3f} nats, of the best guesser that reads nothing",
+        "verdict": verdict,
+    }
     return "\n".join(f"  {name:<12}{value}" for name, value in lines.items())

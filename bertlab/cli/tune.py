@@ -48,8 +48,10 @@ def _optuna() -> Any:
 
 # What validation asks for, or counts; and what a token is: of these, bits per byte compare.
 _JUDGED_BY = r"data\.(collator_kwargs|objective|val_dataset\w+)\b|model\.(objective|plain_mean)$"
-_TOKENS = (r"run\.(vocab_size|tokenizer_kind)$|"
-           r"(data|model)\.pretrained_(tokenizer|model)_name_or_path$")
+_TOKENS = (
+    r"run\.(vocab_size|tokenizer_kind)$|"
+    r"(data|model)\.pretrained_(tokenizer|model)_name_or_path$"
+)
 
 
 @dataclass(frozen=True)
@@ -69,27 +71,38 @@ class Search:
         if type(self.trials) is not int or self.trials < 1:
             raise ValueError(f"search.trials must be 1 or more, got {self.trials!r}")
         if self.metric is not None and not (isinstance(self.metric, str) and self.metric):
-            raise ValueError("search.metric must be the name of a number that is logged, such as "
-                             f"val_loss, got {self.metric!r}")
+            raise ValueError(
+                "search.metric must be the name of a number that is logged, such as "
+                f"val_loss, got {self.metric!r}"
+            )
         if type(self.prune) is not bool:
             raise ValueError(f"search.prune must be true or false, got {self.prune!r}")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise ValueError(f"search.seed must be from 0 to 2**32 - 1, got {self.seed!r}")
         if not isinstance(self.ranges, Mapping) or not self.ranges:
-            raise ValueError("search.ranges must map options to ranges, such as "
-                             "model.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}")
+            raise ValueError(
+                "search.ranges must map options to ranges, such as "
+                "model.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}"
+            )
         for name, given in self.ranges.items():
             _check_range(name, given)
             if self.command == "pretrain" and re.match(_JUDGED_BY, name):
-                raise ValueError(f"search.ranges: {name} also changes what is asked or "
-                                 "counted in validation, and another loss does not compare: "
-                                 "fix it here, and judge its values by a task that models are "
-                                 "fine-tuned for, or by bertlab speedrun")
-            if self.command == "pretrain" and re.match(_TOKENS, name) \
-                    and self.metric != "val_bits_per_byte":
-                raise ValueError(f"search.ranges: {name} changes what a token is, and the shorter "
-                                 "ones are the easier to guess: search by metric: "
-                                 "val_bits_per_byte")
+                raise ValueError(
+                    f"search.ranges: {name} also changes what is asked or "
+                    "counted in validation, and another loss does not compare: "
+                    "fix it here, and judge its values by a task that models are "
+                    "fine-tuned for, or by bertlab speedrun"
+                )
+            if (
+                self.command == "pretrain"
+                and re.match(_TOKENS, name)
+                and self.metric != "val_bits_per_byte"
+            ):
+                raise ValueError(
+                    f"search.ranges: {name} changes what a token is, and the shorter "
+                    "ones are the easier to guess: search by metric: "
+                    "val_bits_per_byte"
+                )
 
     def distributions(self) -> dict[str, Any]:  # by option, of optuna
         "The ranges in optuna's words."
@@ -121,8 +134,9 @@ def _check_range(name: str, given: Any) -> None:
             raise ValueError(f"{where} must list two plain values or more, got {given!r}")
         return
     if not isinstance(given, Mapping) or not {"low", "high"} <= given.keys():
-        raise ValueError(f"{where} must be a list of values, or a mapping with low and high, got "
-                         f"{given!r}")
+        raise ValueError(
+            f"{where} must be a list of values, or a mapping with low and high, got {given!r}"
+        )
     if unknown := sorted(given.keys() - {"low", "high", "log", "step"}):
         raise ValueError(f"{where} has {unknown[0]!r}; a range has low, high, log and step")
     low, high, log, step = (given.get(key) for key in ("low", "high", "log", "step"))
@@ -134,8 +148,10 @@ def _check_range(name: str, given: Any) -> None:
     if step is not None and not (type(step) in (int, float) and 0 < step < math.inf):
         raise ValueError(f"{where}: step must be a number above 0, got {step!r}")
     if step is not None and _is_whole(given) and step != int(step):
-        raise ValueError(f"{where}: step must be whole, as low and high are, got {step!r}; write "
-                         f"low as {float(low)} where fractions are meant")
+        raise ValueError(
+            f"{where}: step must be whole, as low and high are, got {step!r}; write "
+            f"low as {float(low)} where fractions are meant"
+        )
     if log and (low <= 0 or step is not None):
         raise ValueError(f"{where}: log needs a low above 0 and no step, got {given!r}")
 
@@ -159,8 +175,9 @@ def read_search(
         if name.startswith("run.output"):
             raise ValueError("search.ranges: run.output is decided by bertlab tune")
         if "." not in name and name not in command.options():  # but a flag, such as --resume
-            raise ValueError(f"search.ranges: {name!r} is no parameter"
-                             f"{did_you_mean(name, command.options())}")
+            raise ValueError(
+                f"search.ranges: {name!r} is no parameter{did_you_mean(name, command.options())}"
+            )
         _parse_value(search, content, name, one)
     return search, content
 
@@ -234,8 +251,11 @@ def _config_of(
 ) -> dict[str, Any]:
     "The whole configuration of a trial."
     words = [word for name, value in params.items() for word in (f"--{name}", _typed(value))]
-    return COMMANDS[search.command].parse(
-        [*words, "--run.output", str(output), "--run.progress", "none"], content).config
+    return (
+        COMMANDS[search.command]
+        .parse([*words, "--run.output", str(output), "--run.progress", "none"], content)
+        .config
+    )
 
 
 def _begin(
@@ -274,8 +294,10 @@ def run_trial(
         if search.metric is not None:
             _check_metric(metric, _finetuning_metrics(run))
         elif _way(metric) != _way_of(search, content):
-            raise ValueError(f"these rows are judged by {metric}, and the search would "
-                             f"{_way_of(search, content)} it: say search.metric: {metric}")
+            raise ValueError(
+                f"these rows are judged by {metric}, and the search would "
+                f"{_way_of(search, content)} it: say search.metric: {metric}"
+            )
         run.prepare()
         # No training sees the test split: there the same number of the validation is watched.
         watch = EndTrial(trial, re.sub("^test_", "val_", metric), search.prune, by_number=True)
@@ -283,8 +305,10 @@ def run_trial(
         _check_metric(metric, found)
         return math.nan if found[metric] is None else float(found[metric]), watch.pruned
     if not run.data.val_datasets or run.trainer.limit_val_batches == 0:
-        raise ValueError("a search goes by what validation says, and this run has none: leave a "
-                         "share of the text for it, or name data.val_dataset_name_or_path")
+        raise ValueError(
+            "a search goes by what validation says, and this run has none: leave a "
+            "share of the text for it, or name data.val_dataset_name_or_path"
+        )
     metric = search.metric or "val_loss"
     watch = EndTrial(trial, metric, search.prune)
     run.trainer.callbacks.insert(1, watch)
@@ -314,8 +338,11 @@ def _find_obstacle(
 ) -> str | None:  # None: at least one combination can be a run
     "Why no combination of values can be a run; of very many, 64 are drawn."
     chance, several = random.Random(0), list(values.values())
-    combinations = (itertools.product(*several) if math.prod(map(len, several)) <= 64 else
-                    ([chance.choice(one) for one in several] for _ in range(64)))
+    combinations = (
+        itertools.product(*several)
+        if math.prod(map(len, several)) <= 64
+        else ([chance.choice(one) for one in several] for _ in range(64))
+    )
     reason = None
     for combination in combinations:
         try:
@@ -335,8 +362,12 @@ def _check_module(options: Mapping[str, Any]) -> None:
         if h.model_config_kwargs is not None:  # the ids are the tokenizer's
             asked = {k: v for k, v in h.model_config_kwargs.items() if v is not None}
             BertLabConfig(**{**dict.fromkeys(TOKEN_IDS, 0), **asked})
-        get_optimizer(h.optimizer_class, [torch.nn.Parameter(torch.zeros(2, 2))],
-                      optimizer_options(h), h.optimizer_quantized)
+        get_optimizer(
+            h.optimizer_class,
+            [torch.nn.Parameter(torch.zeros(2, 2))],
+            optimizer_options(h),
+            h.optimizer_quantized,
+        )
 
 
 def check_values(
@@ -350,12 +381,17 @@ def check_values(
         try:
             _parse_value(search, content, name, value)
         except ValueError as error:
-            more = "" if isinstance(search.ranges[name], list) else (
-                "; a range of whole numbers has a whole low and high")
+            more = (
+                ""
+                if isinstance(search.ranges[name], list)
+                else ("; a range of whole numbers has a whole low and high")
+            )
             raise ValueError(f"{error}{more}") from None
     if narrow := [name for name, several in tried.items() if len(several) < 2]:
-        raise ValueError(f"search.ranges: {narrow[0]} has a step beyond high, so that nothing but "
-                         f"{tried[narrow[0]][0]} would be tried")
+        raise ValueError(
+            f"search.ranges: {narrow[0]} has a step beyond high, so that nothing but "
+            f"{tried[narrow[0]][0]} would be tried"
+        )
     if reason := _find_obstacle(search, content, tried, output):
         raise ValueError(f"no trial of this search could begin: {reason}")
     for name, value in ((name, value) for name, several in tried.items() for value in several):
@@ -391,8 +427,10 @@ def _open_journal(place: Path) -> Any:  # a storage of optuna
             if line.endswith(b"\n"):  # else it is being written
                 json.loads(line)
         except ValueError:
-            raise ValueError(f"{path} is damaged in line {number}: take away that line and all "
-                             "behind it to go on with the trials before") from None
+            raise ValueError(
+                f"{path} is damaged in line {number}: take away that line and all "
+                "behind it to go on with the trials before"
+            ) from None
     # A lock that is a link would hold for ever where it is left behind, as its target is relative.
     lock = journal.JournalFileOpenLock(str(path))
     return _optuna().storages.JournalStorage(journal.JournalFileBackend(str(path), lock))
@@ -422,17 +460,23 @@ def trial_table(study: Any) -> str:  # a line for each trial, best first
     failed = [t for t in study.trials if t.state.name == "FAIL" and "reason" in t.user_attrs]
     rows = [("trial", "value", "state", *names, *["reason"] * bool(failed))]
     told = [t for t in study.trials if t.state.name in ("COMPLETE", "PRUNED")]
-    told.sort(key=lambda t: (t.state.name != "COMPLETE",
-                             math.inf if t.value is None else sign * t.value))
+    told.sort(
+        key=lambda t: (t.state.name != "COMPLETE", math.inf if t.value is None else sign * t.value)
+    )
     for trial in [*told, *failed]:
         value = "" if trial.value is None else f"{trial.value:.4f}"
-        cells = [f"{trial.params[n]:.3g}" if isinstance(trial.params.get(n), float)
-                 else str(trial.params.get(n, "")) for n in names]
+        cells = [
+            f"{trial.params[n]:.3g}"
+            if isinstance(trial.params.get(n), float)
+            else str(trial.params.get(n, ""))
+            for n in names
+        ]
         why = [trial.user_attrs.get("reason", "")] * bool(failed)
         rows.append((str(trial.number), value, trial.state.name.lower(), *cells, *why))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-                     for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    )
 
 
 def _write_results(study: Any, search: Search, content: Mapping[str, Any], place: Path) -> str:
@@ -451,8 +495,10 @@ def _write_results(study: Any, search: Search, content: Mapping[str, Any], place
 
 def _in_effect(search: Mapping[str, Any]) -> dict[str, Any]:
     "What a search does, however many trials it has; earlier versions took any text for true."
-    ranges = {name: {**given, "log": bool(given.get("log"))} if isinstance(given, Mapping)
-              else given for name, given in (search.get("ranges") or {}).items()}
+    ranges = {
+        name: {**given, "log": bool(given.get("log"))} if isinstance(given, Mapping) else given
+        for name, given in (search.get("ranges") or {}).items()
+    }
     return {**search, "trials": 0, "prune": bool(search.get("prune")), "ranges": ranges}
 
 
@@ -473,24 +519,33 @@ def tune(
     if type(wanted) is not int or wanted < 1:
         raise ValueError(f"trials must be 1 or more, got {wanted!r}")
     launch, asked = find_launch(), dict(content.get("trainer") or {})
-    asked = {name: asked[name] for name in ("devices", "num_nodes", "accelerator")
-             if asked.get(name) is not None}
+    asked = {
+        name: asked[name]
+        for name in ("devices", "num_nodes", "accelerator")
+        if asked.get(name) is not None
+    }
     started = launch.world_size if launch else 1
     if (count := started if started > 1 else count_processes(asked)) > 1:
-        raise ValueError(f"bertlab tune runs its trials in one process, and {count} are asked for: "
-                         "leave out trainer.devices and num_nodes; several searches at once need "
-                         "an --output each")
+        raise ValueError(
+            f"bertlab tune runs its trials in one process, and {count} are asked for: "
+            "leave out trainer.devices and num_nodes; several searches at once need "
+            "an --output each"
+        )
     optuna, place = _optuna(), Path(output)
     check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}
     if resume:
         kept = read_yaml(place / MARKER)
         for name in kept.keys() | said.keys():
-            now, then = (_in_effect(one.get(name) or {}) if name == "search" else one.get(name)
-                         for one in (said, kept))
+            now, then = (
+                _in_effect(one.get(name) or {}) if name == "search" else one.get(name)
+                for one in (said, kept)
+            )
             if now != then:
-                raise ValueError(f"{name} of {config} is not that of the search in {place}: put it "
-                                 "back, or choose another --output")
+                raise ValueError(
+                    f"{name} of {config} is not that of the search in {place}: put it "
+                    "back, or choose another --output"
+                )
     else:  # a search that was begun goes on, whatever its file holds
         check_values(search, content, place)
     prepare_run_directory(place, resume)
@@ -500,10 +555,13 @@ def tune(
         temporary.write_text(format_yaml(said), encoding="utf-8")
     done = len(read_trials(place)) if resume else 0
     study = optuna.create_study(
-        storage=_open_journal(place), study_name="search", load_if_exists=True,
+        storage=_open_journal(place),
+        study_name="search",
+        load_if_exists=True,
         direction=_way_of(search, content),
         sampler=optuna.samplers.TPESampler(seed=(search.seed + done) % 2**32),
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=5))
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=5),
+    )
     _requeue(study, optuna)
     states = optuna.trial.TrialState
     finished, failures = (states.COMPLETE, states.PRUNED), 0  # in a row, in this session
@@ -526,10 +584,15 @@ def tune(
         _write_results(study, search, content, place)
         failures = 0 if reason is None else failures + 1
         if failures and (not done or failures == 3):
-            which = ("three trials in a row have" if done else
-                     f"no trial has come to its end yet, and trial {trial.number} has")
-            raise ValueError(f"{which} failed: {reason}. --resume tries other values; a file that "
-                             "is changed needs another --output")
+            which = (
+                "three trials in a row have"
+                if done
+                else f"no trial has come to its end yet, and trial {trial.number} has"
+            )
+            raise ValueError(
+                f"{which} failed: {reason}. --resume tries other values; a file that "
+                "is changed needs another --output"
+            )
         if failures:
             say(f"trial {trial.number} failed: {reason}")
     return _write_results(study, search, content, place)
@@ -543,5 +606,13 @@ def read_trials(
         study = _optuna().load_study(study_name="search", storage=_open_journal(Path(output)))
     except KeyError:  # killed before the first trial
         return []
-    return [{"number": t.number, "state": t.state.name.lower(), "value": t.value,
-             "params": t.params, "reason": t.user_attrs.get("reason")} for t in study.trials]
+    return [
+        {
+            "number": t.number,
+            "state": t.state.name.lower(),
+            "value": t.value,
+            "params": t.params,
+            "reason": t.user_attrs.get("reason"),
+        }
+        for t in study.trials
+    ]

@@ -65,8 +65,15 @@ def train(
     def texts() -> Iterator[str]:  # read when the other arguments have been looked at
         yield from read_text(sources or None, text_column)
 
-    tokenizer = train_tokenizer(texts(), vocab_size, lowercase, limit_alphabet, model_max_length,
-                                kind, strip_accents=strip_accents)
+    tokenizer = train_tokenizer(
+        texts(),
+        vocab_size,
+        lowercase,
+        limit_alphabet,
+        model_max_length,
+        kind,
+        strip_accents=strip_accents,
+    )
     with written_directory(output, new=True) as whole:
         tokenizer.save_pretrained(whole)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
@@ -97,10 +104,13 @@ def compare(
         bits = masked_bits_per_byte(model, loaded[name], texts, length)
         more[name] = {"bits_per_byte": bits}
         if length < _ROW_LENGTH:
-            notes.append(f"{name} reads {length} positions: its bits per byte are of rows of "
-                         f"{length} tokens, and not of {_ROW_LENGTH}")
-    notes += [f"{name}: {note}" for name, one in loaded.items()
-              if (note := note_normalizing(texts, one))]
+            notes.append(
+                f"{name} reads {length} positions: its bits per byte are of rows of "
+                f"{length} tokens, and not of {_ROW_LENGTH}"
+            )
+    notes += [
+        f"{name}: {note}" for name, one in loaded.items() if (note := note_normalizing(texts, one))
+    ]
     measures = compare_tokenizers(loaded, texts, more)
     print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:
@@ -146,7 +156,11 @@ def _open(directory: str) -> tuple[Any, Any, str | Path]:  # tokenizer; model, o
 
 
 def _write(
-    model: Any, tokenizer: Any, source: str | Path, output: str, said: str,
+    model: Any,
+    tokenizer: Any,
+    source: str | Path,
+    output: str,
+    said: str,
 ) -> Path:  # the directory
     "Write a model with its tokenizer, or a tokenizer alone."
     with written_directory(output, new=True) as whole:
@@ -175,8 +189,12 @@ def extend(
         found = Adapted(None, extend_tokenizer(tokenizer, texts, num_pieces, **options).tokenizer)
     else:
         found = extend_vocabulary(model, tokenizer, texts, num_pieces, **options)
-    return _write(*found, place, output,
-                  f"{len(tokenizer):,} + {len(found.tokenizer) - len(tokenizer):,} entries")
+    return _write(
+        *found,
+        place,
+        output,
+        f"{len(tokenizer):,} + {len(found.tokenizer) - len(tokenizer):,} entries",
+    )
 
 
 def trim(
@@ -212,11 +230,14 @@ def transplant(
     check_run_directory(output, can_resume=False, can_overwrite=False)
     old, model, place = _open(directory)
     if model is None:
-        raise ValueError(f"{directory} holds a tokenizer and no model: there is nothing to give "
-                         "another tokenizer to")
+        raise ValueError(
+            f"{directory} holds a tokenizer and no model: there is nothing to give "
+            "another tokenizer to"
+        )
     new = load_tokenizer(tokenizer)
     asked = text is not None or method in ("nearest", "linear")
     texts = read_text(text, text_column) if asked else None
     found = transplant_vocabulary(model, old, new, method, texts)
-    return _write(*found, place, output,
-                  f"{len(old):,} entries gave way to {len(new):,} ({method})")
+    return _write(
+        *found, place, output, f"{len(old):,} entries gave way to {len(new):,} ({method})"
+    )

@@ -143,15 +143,28 @@ def write_texts(
     place = find_model(directory)
     tokenizer, model = load_tokenizer(place), load_encoder(place)
     if not isinstance(model, BertLabTokenPredictor):
-        raise ValueError(f"the model in {place} is a {type(model).__name__}, which predicts no "
-                         "words: train it with an objective, as bertlab pretrain does")
+        raise ValueError(
+            f"the model in {place} is a {type(model).__name__}, which predicts no "
+            "words: train it with an objective, as bertlab pretrain does"
+        )
     live = sys.stderr.isatty() if live is None else live
-    options = dict(mode=mode, max_new_tokens=max_new_tokens, sampler=sampler, top_p=top_p,
-                   temperature=temperature, repetition_penalty=repetition_penalty,
-                   guidance=guidance, block_size=block_size, cache_blocks=cache_blocks,
-                   remask=remask, schedule=schedule,
-                   max_gap=max_gap, rewrite_share=rewrite_share, seed=seed,
-                   ends=was_taught_ends(place) if ends is None else ends)
+    options = dict(
+        mode=mode,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        top_p=top_p,
+        temperature=temperature,
+        repetition_penalty=repetition_penalty,
+        guidance=guidance,
+        block_size=block_size,
+        cache_blocks=cache_blocks,
+        remask=remask,
+        schedule=schedule,
+        max_gap=max_gap,
+        rewrite_share=rewrite_share,
+        seed=seed,
+        ends=was_taught_ends(place) if ends is None else ends,
+    )
     if num_steps is not None:
         options["num_steps"] = num_steps
     if live:  # one prompt after the other, so that each is seen; the texts are the same

@@ -65,8 +65,10 @@ def _told_elsewhere(index: int | None = None) -> _GPU | None:  # None: it is to 
 
 @cache
 def _ask_elsewhere(index: int) -> _GPU | None:  # None: what is wrong is said where it is asked here
-    asked = (f"import torch; gpu = torch.cuda.get_device_properties({index}); "
-             "print(gpu.major, gpu.minor, gpu.total_memory, gpu.name)")
+    asked = (
+        f"import torch; gpu = torch.cuda.get_device_properties({index}); "
+        "print(gpu.major, gpu.minor, gpu.total_memory, gpu.name)"
+    )
     said = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     if said.returncode:
         return None
@@ -151,8 +153,10 @@ def describe_attention(
         if row_length > 128:
             return "flex", "blocks between documents are skipped"
     name = default_attention(kind, precision, row_length)
-    return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
-                  "sdpa": "exact and fused on every device"}[name]
+    return name, {
+        "eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
+        "sdpa": "exact and fused on every device",
+    }[name]
 
 # %% ../../nbs/core/05_devices.ipynb #345be769
 class Peaks(NamedTuple):
@@ -323,9 +327,13 @@ class Device:
         if self.peak is not None:
             peak = f"{self.peak[0] / 1e12:.4g} TFLOP/s, dense, {multiplied_type(self.precision)}"
             peak += f" ({self.peak[1]})"
-        rows = {"device": f"{self.kind}: {self.name}", "memory": memory,
-                "precision": f"{self.precision} ({self.reason})",
-                "attention": f"{self.attention} ({self.attention_reason})", "peak": peak}
+        rows = {
+            "device": f"{self.kind}: {self.name}",
+            "memory": memory,
+            "precision": f"{self.precision} ({self.reason})",
+            "attention": f"{self.attention} ({self.attention_reason})",
+            "peak": peak,
+        }
         return "\n".join(f"{name:10} {value}" for name, value in rows.items())
 
 # %% ../../nbs/core/05_devices.ipynb #911e31d2
@@ -364,8 +372,10 @@ def _name_and_memory(kind: str, index: int) -> tuple[str, int]:
     if kind == "cuda":
         if (told := _told_elsewhere(index)) is not None:
             return told.name, told.memory
-        return (torch.cuda.get_device_name(index),
-                torch.cuda.get_device_properties(index).total_memory)
+        return (
+            torch.cuda.get_device_name(index),
+            torch.cuda.get_device_properties(index).total_memory,
+        )
     if kind == "mps":
         return f"Apple GPU ({platform.machine()})", torch.mps.recommended_max_memory()
     known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
@@ -395,8 +405,9 @@ def find_devices(
     measure: bool = False,  # peaks that the table does not have
 ) -> list[Device]:
     "Describe every device here; the first is what Lightning's `accelerator='auto'` takes."
-    return [_describe(kind, index, measure) for kind in _KINDS
-            for index in range(count_devices(kind))]
+    return [
+        _describe(kind, index, measure) for kind in _KINDS for index in range(count_devices(kind))
+    ]
 
 
 def describe_device(
@@ -417,12 +428,16 @@ ACCELERATORS = {"cpu": ("cpu",), "gpu": ("cuda", "mps"), "cuda": ("cuda",), "mps
 def _missing_tpu() -> str:
     xla = installed_version("torch_xla")
     if xla is None:
-        return ("torch_xla is not installed; make an environment of its own for it with "
-                'pip install "bertlab[tpu]", which brings torch 2.9')
+        return (
+            "torch_xla is not installed; make an environment of its own for it with "
+            'pip install "bertlab[tpu]", which brings torch 2.9'
+        )
     wanted, have = ".".join(xla.split(".")[:2]), torch.__version__
     if have.split(".")[:2] != xla.split(".")[:2]:
-        return (f"torch_xla {xla} needs torch {wanted}, and this is torch {have}; install both "
-                f'of one version: pip install "torch~={wanted}.0" "torch_xla[tpu]~={wanted}.0"')
+        return (
+            f"torch_xla {xla} needs torch {wanted}, and this is torch {have}; install both "
+            f'of one version: pip install "torch~={wanted}.0" "torch_xla[tpu]~={wanted}.0"'
+        )
     if os.environ.get("PJRT_DEVICE") == "CPU" or count_tpus():
         return ""  # XLA's own CPU device stands in for a TPU in tests
     return "no TPU is visible; choose a TPU machine (in Colab: Runtime, Change runtime type)"
@@ -432,10 +447,14 @@ def _missing_gpu() -> str:
     if any(map(count_devices, ("cuda", "mps"))):
         return ""
     if not torch.backends.cuda.is_built():
-        return (f"this torch ({torch.__version__}) is built without CUDA; install a build with it "
-                "(pytorch.org, Get started), or set accelerator='cpu'")
-    return (f"torch ({torch.__version__}) finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, "
-            "or set accelerator='cpu'")
+        return (
+            f"this torch ({torch.__version__}) is built without CUDA; install a build with it "
+            "(pytorch.org, Get started), or set accelerator='cpu'"
+        )
+    return (
+        f"torch ({torch.__version__}) finds no GPU; check nvidia-smi and CUDA_VISIBLE_DEVICES, "
+        "or set accelerator='cpu'"
+    )
 
 # %% ../../nbs/core/05_devices.ipynb #cf7f6903
 def find_accelerator(
@@ -503,20 +522,27 @@ def check_count(
     except (TypeError, ValueError):
         wrong = True
     if wrong or isinstance(devices, bool):
-        raise ValueError(f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
-                         "of different numbers from 0 on")
+        raise ValueError(
+            f"devices={given!r}: give how many, 1 or more, 'auto' for all, or a list "
+            "of different numbers from 0 on"
+        )
     if kind == "cpu" and several:
-        raise ValueError(f"devices={given!r}: a CPU has no numbered devices; give how many "
-                         "processes, or 'auto'")
+        raise ValueError(
+            f"devices={given!r}: a CPU has no numbered devices; give how many processes, or 'auto'"
+        )
     there, cores = count_devices(kind), os.cpu_count() or 1
     if kind == "cpu" and wanted > max(8, 4 * cores):
-        raise ValueError(f"devices={given!r} asks for {wanted} processes on {cores} cores, which "
-                         f"would keep each other waiting; set devices={cores} or fewer")
+        raise ValueError(
+            f"devices={given!r} asks for {wanted} processes on {cores} cores, which "
+            f"would keep each other waiting; set devices={cores} or fewer"
+        )
     # A TPU host that is known by its variable alone does not say how many devices it has.
     unknown = kind == "cpu" or (kind == "tpu" and there < 2)
     if wanted > there and not unknown:
-        raise ValueError(f"devices={given!r}: there {'is' if there == 1 else 'are'} {there} of "
-                         f"{kind} here, numbered from 0; set devices={there} or fewer")
+        raise ValueError(
+            f"devices={given!r}: there {'is' if there == 1 else 'are'} {there} of "
+            f"{kind} here, numbered from 0; set devices={there} or fewer"
+        )
 
 # %% ../../nbs/core/05_devices.ipynb #12ae4319
 def whole_name(
@@ -537,8 +563,10 @@ def check_request(
     look_up(name, dict.fromkeys(PRECISIONS), "precision")
     capability = gpu_capability() if kind == "cuda" else AMPERE
     if why := object_to_precision(kind, name, capability):
-        raise ValueError(f"precision={precision!r}: {why}; set precision="
-                         f"{default_precision(kind)[0]!r} or 'auto'")
+        raise ValueError(
+            f"precision={precision!r}: {why}; set precision="
+            f"{default_precision(kind)[0]!r} or 'auto'"
+        )
     check_count(kind, devices)
     return kind
 

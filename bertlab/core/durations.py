@@ -108,11 +108,18 @@ def read_amount(
         return _checked(amount, unit, name, value).amount
     duration = parse_duration(value, name)
     if duration.unit != unit:
-        wanted = {"steps": "steps, such as 1000", "tokens": "tokens, such as '10M tokens'",
-                  "seconds": "a time on the clock, such as '2h30m'",
-                  "run": "a share of the run, such as '10%'"}[unit]
-        got = {"steps": "a number of steps, as is one without unit", "tokens": "a number of tokens",
-               "seconds": "a time", "run": "a share of the run"}[duration.unit]
+        wanted = {
+            "steps": "steps, such as 1000",
+            "tokens": "tokens, such as '10M tokens'",
+            "seconds": "a time on the clock, such as '2h30m'",
+            "run": "a share of the run, such as '10%'",
+        }[unit]
+        got = {
+            "steps": "a number of steps, as is one without unit",
+            "tokens": "a number of tokens",
+            "seconds": "a time",
+            "run": "a share of the run",
+        }[duration.unit]
         raise ValueError(f"{name} must be {wanted}; {value!r} is {got}")
     return duration.amount
 

@@ -109,8 +109,10 @@ def _take_free_place(directory: Path, temporary: Path) -> None:
             raise
         beside = directory.with_name(f"{directory.name}-{token_hex(4)}")
         temporary.rename(beside)
-        raise ValueError(f"something else has been put at {directory} in the meantime, and stays; "
-                         f"what was written is in {beside}") from None
+        raise ValueError(
+            f"something else has been put at {directory} in the meantime, and stays; "
+            f"what was written is in {beside}"
+        ) from None
 
 
 def _flush(path: Path) -> None:
@@ -192,8 +194,10 @@ def _lock(directory: Path) -> int | None:  # the open file; None: no such place,
         except OSError:  # of a drive without locks
             os.close(file)
             return None
-    raise ValueError(f"another command is at work in {directory}: wait for its end, stop it, or "
-                     "choose another directory")
+    raise ValueError(
+        f"another command is at work in {directory}: wait for its end, stop it, or "
+        "choose another directory"
+    )
 
 
 def _is_kept(directory: Path) -> bool:
@@ -255,8 +259,10 @@ def _check_home(output: str | os.PathLike) -> None:
     if not os.path.isdir(nearest):
         raise ValueError(f"output {output} cannot be made: {nearest.name} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"output {output} cannot be written to; choose another directory, or "
-                         "change its permissions")
+        raise ValueError(
+            f"output {output} cannot be written to; choose another directory, or "
+            "change its permissions"
+        )
 
 
 def check_run_directory(
@@ -282,8 +288,10 @@ def check_run_directory(
     if resume and MARKER not in held:
         raise ValueError(f"nothing to resume: {directory} holds no {MARKER}; start without resume")
     if resume and (link := _find_way_out(directory)):
-        raise ValueError(f"{link} is a link that leads out of {directory}, and a run writes inside "
-                         "alone; put there what it stands for, or remove it")
+        raise ValueError(
+            f"{link} is a link that leads out of {directory}, and a run writes inside "
+            "alone; put there what it stands for, or remove it"
+        )
     if not resume and not overwrite and MARKER in held:
         ways = ["--resume to go on with it"] * can_resume
         ways += ["--overwrite to start anew (it is moved aside, not deleted)"] * can_overwrite
@@ -330,8 +338,9 @@ def prepare_run_directory(
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"output {directory} cannot be made ({error.strerror}); choose another "
-                      "directory") from None
+        raise OSError(
+            f"output {directory} cannot be made ({error.strerror}); choose another directory"
+        ) from None
     if _keeping and not _is_kept(directory):
         if (file := _lock(directory)) is not None:
             _kept[os.path.realpath(directory)] = file

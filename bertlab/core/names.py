@@ -36,8 +36,9 @@ def look_up(
     if isinstance(name, str) and name in table:
         return table[name]
     hint = did_you_mean(str(name), table)
-    raise ValueError(f"{argument}={name!r} is unknown{hint or ';'} choose one of "
-                     f"{', '.join(map(str, table))}")
+    raise ValueError(
+        f"{argument}={name!r} is unknown{hint or ';'} choose one of {', '.join(map(str, table))}"
+    )
 
 # %% ../../nbs/core/04_names.ipynb #55d425c0
 def _import_own(module: str, name: str, kind: str) -> ModuleType:
@@ -50,22 +51,28 @@ def _import_own(module: str, name: str, kind: str) -> ModuleType:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"{kind} {name!r}: the file {module} imports {error.name!r}, which is "
-                             "not installed") from error
+            raise ValueError(
+                f"{kind} {name!r}: the file {module} imports {error.name!r}, which is not installed"
+            ) from error
         files = [path.stem for path in Path(here).glob("*.py")]
-        raise ValueError(f"{kind} {name!r}: there is no module {error.name!r} in {here} or on "
-                         f"sys.path{did_you_mean(module, files)}") from error
+        raise ValueError(
+            f"{kind} {name!r}: there is no module {error.name!r} in {here} or on "
+            f"sys.path{did_you_mean(module, files)}"
+        ) from error
     except Exception as error:
-        raise ValueError(f"{kind} {name!r}: importing {module} fails with {type(error).__name__}: "
-                         f"{error}") from error
+        raise ValueError(
+            f"{kind} {name!r}: importing {module} fails with {type(error).__name__}: {error}"
+        ) from error
     finally:
         sys.path.remove(here)
         if is_here and here not in sys.path:
             sys.path.append(here)  # for worker processes, and for what the file imports later
     came_from = Path(getattr(found, "__file__", None) or here).resolve()
     if is_here and not came_from.is_relative_to(Path(here).resolve()):
-        raise ValueError(f"{kind} {name!r}: {top} in {here} has the name of a module that is "
-                         f"loaded already, {came_from}; rename yours")
+        raise ValueError(
+            f"{kind} {name!r}: {top} in {here} has the name of a module that is "
+            f"loaded already, {came_from}; rename yours"
+        )
     return found
 
 
@@ -74,8 +81,10 @@ def _refuse_python(module: str, name: str, kind: str) -> None:
     top = module.partition(".")[0]
     here = Path(top + ".py").is_file() or Path(top).is_dir()  # a file of yours, by the same name
     if top in {*sys.stdlib_module_names, *sys.builtin_module_names} and not here:
-        raise ValueError(f"{kind} {name!r} is of Python itself ({top}) and no part of a run; a "
-                         "configuration names parts of bertlab, of its libraries, or your own")
+        raise ValueError(
+            f"{kind} {name!r} is of Python itself ({top}) and no part of a run; a "
+            "configuration names parts of bertlab, of its libraries, or your own"
+        )
 
 
 def find_object(
@@ -86,22 +95,28 @@ def find_object(
     "Import a class or function by its dotted name. Raises `ValueError` that says what is missing."
     module, _, attribute = str(name).rpartition(".")
     if not module or not all(part.isidentifier() for part in str(name).split(".")):
-        raise ValueError(f"{kind} {name!r} is no dotted name; write the file, a point and the "
-                         "class, such as my_file.MyClass (without .py)")
+        raise ValueError(
+            f"{kind} {name!r} is no dotted name; write the file, a point and the "
+            "class, such as my_file.MyClass (without .py)"
+        )
     _refuse_python(module, name, kind)
     found = _import_own(module, name, kind)
     if not hasattr(found, attribute):
         names = [one for one in vars(found) if not one.startswith("_")]
-        raise ValueError(f"{kind} {name!r}: {getattr(found, '__file__', module)} has no "
-                         f"{attribute!r}{did_you_mean(attribute, names)}")
+        raise ValueError(
+            f"{kind} {name!r}: {getattr(found, '__file__', module)} has no "
+            f"{attribute!r}{did_you_mean(attribute, names)}"
+        )
     value = getattr(found, attribute)
     if not callable(value):
         raise ValueError(f"{kind} {name!r} is {type(value).__name__}; name a class or a function")
     if isinstance(value, (type, FunctionType, BuiltinFunctionType)):  # not what was made of one
         _refuse_python(value.__module__ or "builtins", name, kind)
     if bases and not (isinstance(value, type) and issubclass(value, bases)):
-        raise ValueError(f"{kind} {name!r} is no class of {', '.join(b.__name__ for b in bases)}, "
-                         "so it is not called")
+        raise ValueError(
+            f"{kind} {name!r} is no class of {', '.join(b.__name__ for b in bases)}, "
+            "so it is not called"
+        )
     return value
 
 # %% ../../nbs/core/04_names.ipynb #338a0444
@@ -114,8 +129,10 @@ def find_part(
     if not isinstance(given, str):
         if callable(given):
             return given
-        raise ValueError(f"{argument}={given!r} is neither a name nor a class; choose one of "
-                         f"{', '.join(table)}, or name your own as my_file.MyClass")
+        raise ValueError(
+            f"{argument}={given!r} is neither a name nor a class; choose one of "
+            f"{', '.join(table)}, or name your own as my_file.MyClass"
+        )
     if given in table or "." not in given:
         return look_up(given, table, argument)
     return find_object(given, argument)

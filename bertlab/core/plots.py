@@ -31,8 +31,9 @@ def smooth(
 ) -> np.ndarray:  # the same length; NaN where the value is not finite
     "Exponentially weighted mean without the bias of its start (Kingma and Ba 2015, sec. 3)."
     if not 1 <= span < math.inf:
-        raise ValueError(f"span must be 1 or more, got {span}; 1 smooths nothing, and no span is "
-                         "infinite")
+        raise ValueError(
+            f"span must be 1 or more, got {span}; 1 smooths nothing, and no span is infinite"
+        )
     keep, total, weight, out = 1 - 1 / span, 0.0, 0.0, []
     for value in values:
         if not math.isfinite(value):  # a step that the guard has skipped
@@ -72,8 +73,10 @@ class HouseFigure(Figure):
         if shell := getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)():
             # pyplot's inline backend (Colab has it on) would draw again, with half of the pixels
             shell.display_formatter.formatters["image/png"].for_type(HouseFigure, lambda _: None)
-        size = {name: round(inches * self.dpi)
-                for name, inches in zip(("width", "height"), self.get_size_inches(), strict=True)}
+        size = {
+            name: round(inches * self.dpi)
+            for name, inches in zip(("width", "height"), self.get_size_inches(), strict=True)
+        }
         return {"image/png": self.as_png(scale=2)}, {"image/png": size}
 
 
@@ -137,12 +140,19 @@ def read_parts(
             if isinstance(node, ast.ImportFrom) and node.level:
                 names = [node.module] if node.module else [alias.name for alias in node.names]
                 firsts = {name.partition(".")[0] for name in names}
-                inside, outside = ((inside | firsts, outside) if node.level == 1 else
-                                   (inside, outside | firsts))
+                inside, outside = (
+                    (inside | firsts, outside) if node.level == 1 else (inside, outside | firsts)
+                )
         notebook = re.search(r"File to edit: .*?([^/\s]+\.ipynb)", source)
-        parts.append(Part(path.stem, notebook[1] if notebook else path.name,
-                          (ast.get_docstring(tree) or "").partition("\n")[0],
-                          frozenset(inside), frozenset(outside)))
+        parts.append(
+            Part(
+                path.stem,
+                notebook[1] if notebook else path.name,
+                (ast.get_docstring(tree) or "").partition("\n")[0],
+                frozenset(inside),
+                frozenset(outside),
+            )
+        )
     return sorted(parts, key=lambda part: part.notebook)
 
 
@@ -168,8 +178,9 @@ def _places(parts: Mapping[str, Part]) -> dict[str, tuple[int, float]]:
     for column in range(max(depth.values()) + 1):
         here = [name for name in parts if depth[name] == column]
         if column:  # else in reading order
-            near = lambda name: np.mean([places[one][1] for one in parts[name].imports
-                                         if one in places])
+            near = lambda name: np.mean(
+                [places[one][1] for one in parts[name].imports if one in places]
+            )
             here.sort(key=near, reverse=True)
         for row, name in enumerate(here):
             places[name] = column, -(row + 0.5) * tallest / len(here)
@@ -190,8 +201,9 @@ def plot_parts(
     places = _places(named)
     columns = 1 + max(x for x, _ in places.values())
     bottom = min(y for _, y in places.values()) - 0.5
-    figure = HouseFigure(figsize=(max(1.95 * columns, 4), 0.68 * -bottom + 0.5),
-                         layout="constrained", dpi=100)
+    figure = HouseFigure(
+        figsize=(max(1.95 * columns, 4), 0.68 * -bottom + 0.5), layout="constrained", dpi=100
+    )
     axes = figure.add_subplot(xlim=(-0.4, columns - 0.6), ylim=(bottom, 0))
     axes.set_axis_off()
     axes.set_title(title, loc="left", fontsize=10)
@@ -201,14 +213,39 @@ def plot_parts(
         for one in direct - set().union(*(_all_below(named, other) for other in direct)):
             start = places[one][0] + 0.36, places[one][1]
             axes.annotate("", (x - 0.36, y), start, arrowprops=arrow, zorder=1)
-        axes.add_patch(FancyBboxPatch(
-            (x - 0.36, y - 0.3), 0.72, 0.6, boxstyle="round,pad=0,rounding_size=0.05",
-            facecolor="white", edgecolor=BLUE, zorder=2))
+        axes.add_patch(
+            FancyBboxPatch(
+                (x - 0.36, y - 0.3),
+                0.72,
+                0.6,
+                boxstyle="round,pad=0,rounding_size=0.05",
+                facecolor="white",
+                edgecolor=BLUE,
+                zorder=2,
+            )
+        )
         lines = textwrap.wrap(name.replace("_", " "), 16)
-        axes.text(x, y + 0.08, "\n".join(lines), ha="center", va="center", weight="bold",
-                  fontsize=8.5 if len(lines) == 1 else 7.5, linespacing=0.95, zorder=3)
-        axes.text(x, y - 0.21, ", ".join(sorted(named[name].chapters)), ha="center", va="center",
-                  fontsize=6.5, color=GREY, zorder=3)
+        axes.text(
+            x,
+            y + 0.08,
+            "\n".join(lines),
+            ha="center",
+            va="center",
+            weight="bold",
+            fontsize=8.5 if len(lines) == 1 else 7.5,
+            linespacing=0.95,
+            zorder=3,
+        )
+        axes.text(
+            x,
+            y - 0.21,
+            ", ".join(sorted(named[name].chapters)),
+            ha="center",
+            va="center",
+            fontsize=6.5,
+            color=GREY,
+            zorder=3,
+        )
     return figure
 
 # %% ../../nbs/core/03_plots.ipynb #7cc5acca
@@ -223,14 +260,17 @@ def svg_figure(
 ) -> str:  # HTML: a box that scrolls on its own where the page is narrow
     "Draw on a scale of ems, in the page's own text colour, light or dark."
     size = f"width:{width / EM:.3g}em;height:{height / EM:.3g}em;max-width:none;display:block"
-    return (f'<div tabindex="0" role="group" aria-label="{html.escape(alt)}" '
-            f'style="overflow-x:auto;max-width:100%"><svg xmlns="http://www.w3.org/2000/svg" '
-            f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(alt)}" '
-            f'style="{size}" fill="currentColor" font-size="14">{"".join(parts)}</svg></div>')
+    return (
+        f'<div tabindex="0" role="group" aria-label="{html.escape(alt)}" '
+        f'style="overflow-x:auto;max-width:100%"><svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{html.escape(alt)}" '
+        f'style="{size}" fill="currentColor" font-size="14">{"".join(parts)}</svg></div>'
+    )
 
 
 def svg_text(
-    x: float, y: float,  # of the base line
+    x: float,
+    y: float,  # of the base line
     text: str,
     anchor: str = "start",  # or "middle", "end": which part of the text stands at x
     size: float = 14,  # user units
@@ -241,7 +281,10 @@ def svg_text(
 
 # %% ../../nbs/core/03_plots.ipynb #916745d6
 def svg_box(
-    x: float, y: float, width: float, height: float,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
     colour: str = GREY,
     opacity: float = 0.35,  # of the fill: text on it stays legible on light and dark pages
     text: str = "",  # written in its middle
@@ -250,8 +293,10 @@ def svg_box(
     "Draw a token, or a stretch of them."
     label = svg_text(x + width / 2, y + height / 2 + 5, text, "middle") if text else ""
     tip = f"<title>{html.escape(tip)}</title>" if tip else ""
-    return (f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="2" '
-            f'fill="{colour}" fill-opacity="{opacity:g}" stroke="{colour}">{tip}</rect>{label}')
+    return (
+        f'<rect x="{x:.5g}" y="{y:.5g}" width="{width:.5g}" height="{height:.5g}" rx="2" '
+        f'fill="{colour}" fill-opacity="{opacity:g}" stroke="{colour}">{tip}</rect>{label}'
+    )
 
 
 def svg_line(
@@ -267,5 +312,7 @@ def svg_line(
         finite = math.isfinite(x) and math.isfinite(y)
         path += f"{pen}{x:.5g} {y:.5g}" if finite else ""
         pen = "L" if finite else "M"
-    return (f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
-            f'stroke-dasharray="{dash}" stroke-linejoin="round"/>')
+    return (
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}" '
+        f'stroke-dasharray="{dash}" stroke-linejoin="round"/>'
+    )

@@ -66,11 +66,16 @@ def progress(
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']!r}, and {FORMAT} is known")
         passed = content["passed"]
-        return {str(page): {str(check): str(day) for check, day in checks.items()}
-                for page, checks in passed.items()}
+        return {
+            str(page): {str(check): str(day) for check, day in checks.items()}
+            for page, checks in passed.items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"the record of solved exercises in {path} cannot be read ({error}); "
-                      "delete it to begin a new one", stacklevel=2)
+        warnings.warn(
+            f"the record of solved exercises in {path} cannot be read ({error}); "
+            "delete it to begin a new one",
+            stacklevel=2,
+        )
         return {}
 
 
@@ -102,14 +107,19 @@ def record_check(
             text = json.dumps({"format": FORMAT, "passed": passed}, indent=1, sort_keys=True)
             temporary.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        warnings.warn(f"{path} cannot be written ({error.strerror or error}): this exercise will "
-                      f"not be remembered; {VARIABLE} names another file", stacklevel=2)
+        warnings.warn(
+            f"{path} cannot be written ({error.strerror or error}): this exercise will "
+            f"not be remembered; {VARIABLE} names another file",
+            stacklevel=2,
+        )
         return False
     if on_colab() and DRIVE not in path.parents and not _told_colab:
         _told_colab.append(True)
-        print("Colab forgets this session's disk, and with it what you have solved. To keep it: "
-              "from google.colab import drive; drive.mount('/content/drive'), which lets bertlab "
-              f"write to {DRIVE / 'bertlab' / 'progress.json'}.")
+        print(
+            "Colab forgets this session's disk, and with it what you have solved. To keep it: "
+            "from google.colab import drive; drive.mount('/content/drive'), which lets bertlab "
+            f"write to {DRIVE / 'bertlab' / 'progress.json'}."
+        )
     return True
 
 # %% ../../nbs/core/07_progress.ipynb #d6dde978
@@ -151,5 +161,7 @@ def claim(
         return
     if os.environ.get("BERTLAB_CLAIMS") == "strict":
         raise AssertionError(what or "a claim about a run does not hold")
-    print(f"{NOT_HERE} {what or 'a number of this cell'}. The text describes the run that the page "
-          "was published with; another processor or Python can give another.")
+    print(
+        f"{NOT_HERE} {what or 'a number of this cell'}. The text describes the run that the page "
+        "was published with; another processor or Python can give another."
+    )

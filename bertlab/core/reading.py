@@ -57,15 +57,21 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("int", r"[-+]?[0-9]+", list("-+0123456789")),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-              r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+0123456789.")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
 ):
     for _side in (_Yaml, _Writer):
-        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"),
-                                    _first)
+        _side.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
+        )
 # YAML 1.1 takes 010 for an octal 8.
-_Yaml.add_constructor("tag:yaml.org,2002:int",
-                      lambda loader, node: int(loader.construct_scalar(node), 10))
+_Yaml.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node), 10)
+)
 
 
 def one_line(
@@ -94,9 +100,11 @@ def parse_yaml(
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{where} is not YAML{place}: {error.problem or one_line(error)}; look "
-                         "there and in the line before it, for a bracket, a quotation mark or an "
-                         "indentation") from None
+        raise ValueError(
+            f"{where} is not YAML{place}: {error.problem or one_line(error)}; look "
+            "there and in the line before it, for a bracket, a quotation mark or an "
+            "indentation"
+        ) from None
     except Exception as error:  # of a tag with a value that does not fit it: KeyError, IndexError
         raise ValueError(f"{where} is not YAML: {one_line(error)}") from None
 
@@ -109,8 +117,10 @@ def check_utf8(
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} holds half of a surrogate pair, or a byte that is no UTF-8 "
-                         f"({text[error.start]!r}): mend it, or leave it out") from None
+        raise ValueError(
+            f"{where} holds half of a surrogate pair, or a byte that is no UTF-8 "
+            f"({text[error.start]!r}): mend it, or leave it out"
+        ) from None
 
 
 def read_text(
@@ -124,14 +134,17 @@ def read_text(
         if not path.is_file():  # a device or a pipe may never end
             raise ValueError(f"{path} is no file")
         if size > most_bytes:
-            raise ValueError(f"{path} has {size:,} bytes, and {most_bytes:,} is the most that such "
-                             "a file may have")
+            raise ValueError(
+                f"{path} has {size:,} bytes, and {most_bytes:,} is the most that such "
+                "a file may have"
+            )
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at byte "
-                         f"{error.start}") from None
+        raise ValueError(
+            f"{path} is no text in UTF-8: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def format_yaml(
@@ -139,8 +152,9 @@ def format_yaml(
     **options: Any,  # of `yaml.dump`, such as sort_keys
 ) -> str:
     "Write plain values so that `parse_yaml`, and any reader of YAML 1.1, gives them back."
-    return yaml.dump(value, Dumper=_Writer,
-                     **{"sort_keys": False, "allow_unicode": True, **options})
+    return yaml.dump(
+        value, Dumper=_Writer, **{"sort_keys": False, "allow_unicode": True, **options}
+    )
 
 
 def read_yaml(
@@ -149,8 +163,9 @@ def read_yaml(
     "Read a mapping from a file. Raises `ValueError` with the file's name, in one line."
     content = parse_yaml(read_text(path, MOST_YAML_BYTES), path)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a mapping of names to values, "
-                         f"got {type(content).__name__}")
+        raise ValueError(
+            f"{path} must be a mapping of names to values, got {type(content).__name__}"
+        )
     return content
 
 # %% ../../nbs/core/06_reading.ipynb #cb940aa8
@@ -160,6 +175,7 @@ def parse_json(
     finite: bool = True,  # False: NaN and Infinity are numbers, as in what Python writes
 ) -> Any:
     "Read JSON strictly. Raises `ValueError` in one line."
+
     def refuse(word: str) -> NoReturn:
         raise ValueError(f"{word} is no number of JSON")
 
@@ -174,8 +190,11 @@ def parse_json(
         return found
 
     try:
-        return json.loads(text, object_pairs_hook=once,
-                          **({"parse_constant": refuse, "parse_float": number} if finite else {}))
+        return json.loads(
+            text,
+            object_pairs_hook=once,
+            **({"parse_constant": refuse, "parse_float": number} if finite else {}),
+        )
     except RecursionError:
         raise ValueError(f"{where} is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:
@@ -199,10 +218,15 @@ def check_beside(
     where: Any,  # that it is from, for messages
 ) -> str:
     "Raise `ValueError` for a name that is not that of a file in the same directory."
-    if (not isinstance(name, str) or name in ("", ".", "..") or "\0" in name
-            or re.search(r"[/\\]|^[A-Za-z]:", name)):
-        raise ValueError(f"{where} names {str(name)[:80]!r}; it may only name files that are "
-                         "beside it")
+    if (
+        not isinstance(name, str)
+        or name in ("", ".", "..")
+        or "\0" in name
+        or re.search(r"[/\\]|^[A-Za-z]:", name)
+    ):
+        raise ValueError(
+            f"{where} names {str(name)[:80]!r}; it may only name files that are beside it"
+        )
     return name
 
 # %% ../../nbs/core/06_reading.ipynb #736c302f
@@ -224,8 +248,10 @@ def read_model_settings(
             raise ValueError(f"{path}: {name}={size} cannot be; 0 to {most:,} can")
     for name in ("attn_implementation", "_attn_implementation"):
         if re.search(r"[/:@|]", str(settings.get(name) or "")):  # a kernel of the hub is code
-            raise ValueError(f"{path}: {name}={settings[name]!r} names code that would be "
-                             "downloaded and run; take it out, and choose a kernel by name")
+            raise ValueError(
+                f"{path}: {name}={settings[name]!r} names code that would be "
+                "downloaded and run; take it out, and choose a kernel by name"
+            )
     if (weights := settings.get("transformers_weights")) is not None:
         check_beside(weights, path)
     return settings

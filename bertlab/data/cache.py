@@ -59,8 +59,10 @@ def serialize_tokenizer(
     "Everything that decides which tokens a text gets. Raises `ValueError` for other tokenizers."
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"tokenizer {type(tokenizer).__name__} has no backend_tokenizer to copy "
-                         "into other processes; load the fast variant (AutoTokenizer gives it)")
+        raise ValueError(
+            f"tokenizer {type(tokenizer).__name__} has no backend_tokenizer to copy "
+            "into other processes; load the fast variant (AutoTokenizer gives it)"
+        )
     # A call with truncation=True leaves settings behind that do not concern whole documents.
     return json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None})
 
@@ -117,13 +119,16 @@ class Encoder:
 # %% ../../nbs/data/13_cache.ipynb #6d733b6f
 BATCH_CHARS, BATCH_TEXTS = 500_000, 2000  # a batch ends with whichever comes first
 
+
 def text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
     "Cut texts into batches of about equal work, reading no further than the batch at hand."
     batch, num_chars = [], 0
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise ValueError(f"texts[{number}] is {type(text).__name__}, not text: give one string "
-                             "for each document")
+            raise ValueError(
+                f"texts[{number}] is {type(text).__name__}, not text: give one string "
+                "for each document"
+            )
         batch.append(text)
         num_chars += len(text)
         if num_chars >= BATCH_CHARS or len(batch) == BATCH_TEXTS:
@@ -199,9 +204,11 @@ def encode_batches(
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             spawned = 'a script needs `if __name__ == "__main__":` before its work; or it was '
-            raise ValueError(f"a process that tokenizes has died ({'' if _forks() else spawned}"
-                             "killed, or out of memory); tokenize in one process: num_proc=1 (of a "
-                             "data module num_shards=1, of `tokenize_shards` workers=1)") from None
+            raise ValueError(
+                f"a process that tokenizes has died ({'' if _forks() else spawned}"
+                "killed, or out of memory); tokenize in one process: num_proc=1 (of a "
+                "data module num_shards=1, of `tokenize_shards` workers=1)"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -216,8 +223,9 @@ def _named_failure(directory: Path, option: str = "cache_dir") -> Iterator[None]
             raise
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "has no space left" if full else f"cannot be written ({error.strerror or error})"
-        raise CacheError(f"{option} {directory} {reason}; free it, or choose another "
-                         "directory") from error
+        raise CacheError(
+            f"{option} {directory} {reason}; free it, or choose another directory"
+        ) from error
 
 
 def check_cache_directory(
@@ -232,8 +240,10 @@ def check_cache_directory(
         tempfile.TemporaryFile(dir=directory).close()
         free = shutil.disk_usage(directory).free
     if free < num_bytes:
-        raise CacheError(f"{option} {directory} has {free / 1e6:,.0f} MB free, and the tokens "
-                         f"need about {num_bytes / 1e6:,.0f}; free some, or choose another one")
+        raise CacheError(
+            f"{option} {directory} has {free / 1e6:,.0f} MB free, and the tokens "
+            f"need about {num_bytes / 1e6:,.0f}; free some, or choose another one"
+        )
     return directory
 
 # %% ../../nbs/data/13_cache.ipynb #daef5062

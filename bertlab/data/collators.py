@@ -37,8 +37,10 @@ def _read_continuations(
     table = find_continuations(tokenizer) if continues_word is None else continues_word
     continues_V = np.asarray(table, dtype=bool)
     if continues_V.shape != (vocab_size,):
-        raise ValueError(f"continues_word has shape {continues_V.shape}, but vocab_size is "
-                         f"{vocab_size}: give one bool for each id")
+        raise ValueError(
+            f"continues_word has shape {continues_V.shape}, but vocab_size is "
+            f"{vocab_size}: give one bool for each id"
+        )
     return continues_V
 
 # %% ../../nbs/data/10_collators.ipynb #6a4e1dd1
@@ -49,6 +51,7 @@ def _as_tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 class MaskedLanguageModelingCollator(Collator):
     "Hides tokens by address: (seed, epoch, row) alone, whatever the batch and the worker."
+
     objective = "mlm"
 
     def __init__(
@@ -58,7 +61,8 @@ class MaskedLanguageModelingCollator(Collator):
         vocab_size: int,  # entries of the tokenizer
         text_column: str = "text",  # of rows that are text
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
-        mlm_probability: float = 0.3, *,  # share of ordinary tokens that get a label
+        mlm_probability: float = 0.3,
+        *,  # share of ordinary tokens that get a label
         mask_replace_prob: float = 0.8,  # share of the chosen that become [MASK]
         random_replace_prob: float = 0.1,  # share that become a random word; the rest is kept
         selection: str = "bernoulli",  # or "exact": p n tokens of a document of n
@@ -73,13 +77,31 @@ class MaskedLanguageModelingCollator(Collator):
         max_span_length: int = 10,  # words, at which a span is cut
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, seed=seed, **options)
-        self.rule = MaskingRule(mlm_probability, mask_replace_prob, random_replace_prob, selection,
-                                min_labels_per_document, max_predictions, seed, unit,
-                                span_stop_prob, max_span_length)
-        self.continues_V = _read_continuations(unit, continues_word, self.read.tokenizer,
-                                               vocab_size)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            seed=seed,
+            **options,
+        )
+        self.rule = MaskingRule(
+            mlm_probability,
+            mask_replace_prob,
+            random_replace_prob,
+            selection,
+            min_labels_per_document,
+            max_predictions,
+            seed,
+            unit,
+            span_stop_prob,
+            max_span_length,
+        )
+        self.continues_V = _read_continuations(
+            unit, continues_word, self.read.tokenizer, vocab_size
+        )
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Mask the rows; see `mask_tokens` for what comes back."
@@ -89,6 +111,7 @@ class MaskedLanguageModelingCollator(Collator):
 # %% ../../nbs/data/10_collators.ipynb #ceabc181
 class MaskedDiffusionCollator(Collator):
     "Hides tokens as masked diffusion does: each document at a random time of its own."
+
     objective = "diffusion"
 
     def __init__(
@@ -111,18 +134,39 @@ class MaskedDiffusionCollator(Collator):
         end_token_id: int | None = None,  # for writing; None: the tokenizer's [SEP]
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, seed=seed, **options)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            seed=seed,
+            **options,
+        )
         if writing and end_token_id is None:
             end_token_id = getattr(self.read.tokenizer, "sep_token_id", None)
             if end_token_id is None:
-                raise ValueError("writing=True needs end_token_id, the [SEP] that closes prompts "
-                                 "and texts: give it, or a tokenizer that has one")
+                raise ValueError(
+                    "writing=True needs end_token_id, the [SEP] that closes prompts "
+                    "and texts: give it, or a tokenizer that has one"
+                )
         if end_token_id is not None and not writing:
-            raise ValueError(f"end_token_id={end_token_id} is read with writing=True alone: set "
-                             "it, or leave the id out")
-        self.rule = DiffusionRule(num_steps, sampling_eps, noise_eps, min_masked, max_masked,
-                                  max_predictions, seed, schedule, end_token_id)
+            raise ValueError(
+                f"end_token_id={end_token_id} is read with writing=True alone: set "
+                "it, or leave the id out"
+            )
+        self.rule = DiffusionRule(
+            num_steps,
+            sampling_eps,
+            noise_eps,
+            min_masked,
+            max_masked,
+            max_predictions,
+            seed,
+            schedule,
+            end_token_id,
+        )
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Hide tokens, and weigh them; see `noise_tokens` for what comes back."
@@ -132,18 +176,21 @@ class MaskedDiffusionCollator(Collator):
 # %% ../../nbs/data/10_collators.ipynb #37e017e3
 class EnhancedMaskedLanguageModelingCollator(Collator):
     "Hides nothing: every ordinary token is a label, and the model hides them from each other."
+
     objective = "enhanced_mlm"
 
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, torch.Tensor]:
         "Label every ordinary token; row_keys (B,) is what a model may draw its hiding from."
         ids_BL, ordinary_BL = tokenized["input_ids"], find_ordinary(tokenized, self.vocabulary)
         keys_B = key_rows(self.seed, *read_addresses(tokenized, self.epoch))
-        return _as_tensors({
-            "row_keys": keys_B.view(np.int64),
-            "labels": np.where(ordinary_BL, ids_BL, IGNORED),
-            "label_positions": place_labels(ordinary_BL, ids_BL.shape[1]),
-            "num_dropped_labels": np.zeros(len(ids_BL), dtype=np.int64),
-        })
+        return _as_tensors(
+            {
+                "row_keys": keys_B.view(np.int64),
+                "labels": np.where(ordinary_BL, ids_BL, IGNORED),
+                "label_positions": place_labels(ordinary_BL, ids_BL.shape[1]),
+                "num_dropped_labels": np.zeros(len(ids_BL), dtype=np.int64),
+            }
+        )
 
 # %% ../../nbs/data/10_collators.ipynb #34d0e9ac
 COLLATORS = {
@@ -165,11 +212,15 @@ def get_collator_cls(
     found = find_part(objective, COLLATORS, argument)
     if not isinstance(found, type):
         said = repr(objective) if isinstance(objective, str) else f"<{type(found).__name__}>"
-        raise ValueError(f"{argument}={said} is no class: pass the class of a collator, derived "
-                         "from bertlab.Collator; its options go to collator_kwargs")
+        raise ValueError(
+            f"{argument}={said} is no class: pass the class of a collator, derived "
+            "from bertlab.Collator; its options go to collator_kwargs"
+        )
     if not hasattr(found, "from_tokenizer"):
-        raise ValueError(f"{argument}={objective!r} is no collator, because it has no "
-                         "from_tokenizer: derive it from bertlab.Collator")
+        raise ValueError(
+            f"{argument}={objective!r} is no collator, because it has no "
+            "from_tokenizer: derive it from bertlab.Collator"
+        )
     return found
 
 
@@ -178,9 +229,13 @@ def check_collator_options(
     options: Mapping[str, Any],  # keyword arguments
 ) -> None:
     "Raise `ValueError` for an option that nothing in the collator's classes takes."
-    known = [p.name for one in collator.__mro__ if "__init__" in vars(one) and one is not object
-             for p in signature(one).parameters.values() if p.kind not in (p.VAR_KEYWORD,
-                                                                           p.VAR_POSITIONAL)]
+    known = [
+        p.name
+        for one in collator.__mro__
+        if "__init__" in vars(one) and one is not object
+        for p in signature(one).parameters.values()
+        if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     for name in options:
         if known and name not in known:
             hint = did_you_mean(name, known) or f"; it has {', '.join(dict.fromkeys(known))}"

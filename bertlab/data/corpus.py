@@ -168,8 +168,15 @@ def embedded_corpus(
     if level == "installed":
         documents += installed_documents(notes)
     return make_corpus(
-        f"Python's documentation ({level})", documents, validation_fraction, min_chars,
-        max_documents, _top_level, "top-level module", notes, platform.python_version(),
+        f"Python's documentation ({level})",
+        documents,
+        validation_fraction,
+        min_chars,
+        max_documents,
+        _top_level,
+        "top-level module",
+        notes,
+        platform.python_version(),
     )
 
 

@@ -30,9 +30,11 @@ class Noise(NamedTuple):
 
 NOISE = {
     "linear": Noise(lambda t: t, lambda t: 1 / t),
-    "cosine": Noise(lambda t: 1 - np.cos(t * math.pi / 2),
-                    # the slope over the share is the cotangent of half the angle
-                    lambda t: math.pi / 2 / np.tan(t * math.pi / 4)),
+    "cosine": Noise(
+        lambda t: 1 - np.cos(t * math.pi / 2),
+        # the slope over the share is the cotangent of half the angle
+        lambda t: math.pi / 2 / np.tan(t * math.pi / 4),
+    ),
 }
 
 
@@ -56,6 +58,7 @@ def weigh_times(
 @dataclass(frozen=True)
 class DiffusionRule:
     "From which times documents are shown, and how much is hidden then (Sahoo et al. 2024)."
+
     num_steps: int = 1000  # times are multiples of 1 / num_steps
     sampling_eps: float = 0.1  # the times are spread over (sampling_eps, 1]
     noise_eps: float = 0.001  # at time 1 a token is still seen with this probability
@@ -164,8 +167,9 @@ def share_tokens(
     shares_BL = find_ordinary(tokenized, vocabulary).astype(np.float32)
     if end_token_id is None:
         return shares_BL
-    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
-                            for name in ("input_ids", "attention_mask"))
+    ids_BL, documents_BL = (
+        np.asarray(tokenized[name], dtype=np.int64) for name in ("input_ids", "attention_mask")
+    )
     prompt_BL, ends_BL = find_parts(ids_BL, documents_BL, end_token_id)
     shares_BL[prompt_BL] = 0
     rows, columns = np.nonzero(ends_BL)
@@ -197,12 +201,16 @@ def writing_rows(
     "Join prompts, texts and ends. Raises `ValueError` where they are not equally many."
     if prompts is not None and len(prompts) != len(texts):
         raise ValueError(f"prompts must be as many as texts, {len(texts)}, got {len(prompts)}")
-    end, read = tokenizer.sep_token_id, lambda some: read_plainly(
-        tokenizer, list(some), add_special_tokens=False)["input_ids"]
+    end, read = (
+        tokenizer.sep_token_id,
+        lambda some: read_plainly(tokenizer, list(some), add_special_tokens=False)["input_ids"],
+    )
     given = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
     counts = count_ends(range(len(texts)), max_ends, seed)
-    return [[*before, *ids, *[end] * int(count)]
-            for before, ids, count in zip(given, read(texts), counts)]
+    return [
+        [*before, *ids, *[end] * int(count)]
+        for before, ids, count in zip(given, read(texts), counts)
+    ]
 
 # %% ../../nbs/data/08_diffusion.ipynb #8b30070e
 def noise_tokens(
@@ -221,8 +229,9 @@ def noise_tokens(
     max_predictions is set, what loses its label stays hidden, the labels that are left weigh more,
     so that the sum is right on average, and original_ids (B, L) has the text.
     """
-    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
-                            for name in ("input_ids", "attention_mask"))
+    ids_BL, documents_BL = (
+        np.asarray(tokenized[name], dtype=np.int64) for name in ("input_ids", "attention_mask")
+    )
     shares_BL = share_tokens(tokenized, vocabulary, rule.end_token_id)
     keys_B = key_rows(rule.seed, *addresses)
     times_BL = draw_times(addresses, documents_BL, rule)

@@ -193,9 +193,18 @@ def deduplicate(
 
 # %% ../../nbs/data/01_documents.ipynb #f5292d71
 # Scripts without spaces between words: Thai, Lao, Tibetan; Myanmar; Khmer; Chinese and Japanese.
-UNSPACED = ((0x0E00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0x312F),
-            (0x31A0, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0xFF66, 0xFF9F),
-            (0x1B000, 0x1B16F), (0x20000, 0x3FFFF))
+UNSPACED = (
+    (0x0E00, 0x0FFF),
+    (0x1000, 0x109F),
+    (0x1780, 0x17FF),
+    (0x2E80, 0x312F),
+    (0x31A0, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0xFF66, 0xFF9F),
+    (0x1B000, 0x1B16F),
+    (0x20000, 0x3FFFF),
+)
 _UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED)
 _UNSPACED_LETTER = re.compile(rf"(?=[{_UNSPACED}])\w")
 
@@ -208,8 +217,12 @@ def has_unspaced(text: str) -> bool:
 @cache
 def _mark_ranges() -> str:
     "All combining marks, for a character class. Other planes hold ideographs, or nothing."
-    numbers = [n for plane in (range(0x20000), range(0xE0000, 0xE1000)) for n in plane
-               if unicodedata.category(chr(n)).startswith("M")]
+    numbers = [
+        n
+        for plane in (range(0x20000), range(0xE0000, 0xE1000))
+        for n in plane
+        if unicodedata.category(chr(n)).startswith("M")
+    ]
     runs = ([n for _, n in run] for _, run in groupby(enumerate(numbers), lambda p: p[1] - p[0]))
     return "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
 
@@ -331,8 +344,9 @@ def parse_split(
     "Take a split and its slice apart. Raises `ValueError` for what is neither."
     found = SLICE.fullmatch(split)
     if not found:
-        raise ValueError(f"split={split!r} is no split such as train, train[:10%] or "
-                         "train[100:200]")
+        raise ValueError(
+            f"split={split!r} is no split such as train, train[:10%] or train[100:200]"
+        )
     return found.groups()
 
 
@@ -342,6 +356,7 @@ def slice_bounds(
     count: int,  # how many there are
 ) -> tuple[int, int]:
     "A slice in documents: percentages are rounded, and negative numbers count from the end."
+
     def resolve(bound: str | None, missing: int) -> int:
         if bound is None:
             return missing

@@ -93,6 +93,7 @@ def check_counts(
 @dataclass(frozen=True)
 class MaskingRule:
     "How many tokens are chosen and what becomes of them (Devlin et al. 2019, sec. 3.1)."
+
     mlm_probability: float = 0.3  # share of ordinary tokens that are chosen
     mask_replace_prob: float = 0.8  # share of the chosen that become [MASK]
     random_replace_prob: float = 0.1  # share that become a random word; the rest stay as they are
@@ -107,11 +108,14 @@ class MaskingRule:
     max_span_length: int = 10  # words, or tokens where words are not known
 
     def __post_init__(self):
-        for name, known in {"selection": ("bernoulli", "exact"),
-                            "unit": ("token", "word", "span")}.items():
+        for name, known in {
+            "selection": ("bernoulli", "exact"),
+            "unit": ("token", "word", "span"),
+        }.items():
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got "
-                                 f"{getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be {' or '.join(map(repr, known))}, got {getattr(self, name)!r}"
+                )
         if self.unit == "span" and self.selection == "bernoulli":
             raise ValueError("unit='span' draws until a budget is spent: give selection='exact'")
         for name in ("mlm_probability", "span_stop_prob"):
@@ -119,8 +123,10 @@ class MaskingRule:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
         shares = self.mask_replace_prob, self.random_replace_prob
         if not (min(shares) >= 0 and sum(shares) <= 1 + 1e-9):
-            raise ValueError("mask_replace_prob and random_replace_prob must be 0 or more and sum "
-                             f"to 1 at most (the rest is kept), got {shares[0]} + {shares[1]}")
+            raise ValueError(
+                "mask_replace_prob and random_replace_prob must be 0 or more and sum "
+                f"to 1 at most (the rest is kept), got {shares[0]} + {shares[1]}"
+            )
         check_counts(self, min_labels_per_document=0, max_predictions=1, seed=0, max_span_length=1)
 
 # %% ../../nbs/data/07_masking.ipynb #59f68533
@@ -172,10 +178,15 @@ def find_continuations(
     if not counts[mark] and type(model).__name__ == "WordPiece":
         mark = prefix  # as of a vocabulary of ideographs alone: nothing goes on
     elif not counts[mark]:
-        raise ValueError(f"no token begins with one of {marks}: tell which ids go on with the word "
-                         "before them by continues_word, one bool for each id")
-    goes_on = (lambda t: t.startswith(mark)) if mark == prefix else (
-        lambda t: not t.startswith(BEGINNINGS))
+        raise ValueError(
+            f"no token begins with one of {marks}: tell which ids go on with the word "
+            "before them by continues_word, one bool for each id"
+        )
+    goes_on = (
+        (lambda t: t.startswith(mark))
+        if mark == prefix
+        else (lambda t: not t.startswith(BEGINNINGS))
+    )
     return np.array([goes_on(token) and not _begins_unspaced(token, mark) for token in tokens])
 
 # %% ../../nbs/data/07_masking.ipynb #3d2b817a
@@ -376,8 +387,9 @@ def limit_labels(
     if rule.max_predictions is not None:
         return min(rule.max_predictions, length)
     if static:
-        return bound_labels(rule.mlm_probability, length, rule.selection, rule.unit,
-                            rule.min_labels_per_document)
+        return bound_labels(
+            rule.mlm_probability, length, rule.selection, rule.unit, rule.min_labels_per_document
+        )
     return min(math.ceil(max(chosen_BL.sum(1).max(), 1) / 8) * 8, length)
 
 # %% ../../nbs/data/07_masking.ipynb #abfb672a
@@ -447,8 +459,9 @@ def mask_tokens(
     the chosen positions in order and then, up to M, positions without a label.
     """
     # Arithmetic with numbers of 8 or 16 bits would overflow.
-    ids_BL, documents_BL = (np.asarray(tokenized[name], dtype=np.int64)
-                            for name in ("input_ids", "attention_mask"))
+    ids_BL, documents_BL = (
+        np.asarray(tokenized[name], dtype=np.int64) for name in ("input_ids", "attention_mask")
+    )
     ordinary_BL, keys_B = find_ordinary(tokenized, vocabulary), key_rows(rule.seed, *addresses)
     table_V = None if rule.unit == "token" else continues_V
     # A longer word would never fit, or leave a row with nothing hidden most of the time. What is
@@ -460,14 +473,20 @@ def mask_tokens(
     limit = limit_labels(chosen_BL, rule, static)
     promised = int(promised_BL.sum(1).max(initial=0))
     if rule.max_predictions is None and promised > limit:
-        warnings.warn(f"a row promises {promised} labels (min_labels_per_document) and has room "
-                      f"for {limit}, which is right for documents with [CLS] and [SEP]: set "
-                      "max_predictions", stacklevel=2)
+        warnings.warn(
+            f"a row promises {promised} labels (min_labels_per_document) and has room "
+            f"for {limit}, which is right for documents with [CLS] and [SEP]: set "
+            "max_predictions",
+            stacklevel=2,
+        )
     chosen_BL, dropped_B = drop_excess(chosen_BL, promised_BL, keys_B, limit, words_BL)
     if dropped_B.any() and not chosen_BL.any():
-        warnings.warn("a batch has no label, because each word that was chosen has more pieces "
-                      f"than the {limit} labels that a row may have: raise max_predictions, or "
-                      "set unit to token", stacklevel=2)
+        warnings.warn(
+            "a batch has no label, because each word that was chosen has more pieces "
+            f"than the {limit} labels that a row may have: raise max_predictions, or "
+            "set unit to token",
+            stacklevel=2,
+        )
     return {
         "input_ids": replace_tokens(ids_BL, chosen_BL, keys_B, rule, vocabulary),
         "labels": np.where(chosen_BL, ids_BL, IGNORED),

@@ -64,8 +64,10 @@ def limits_of(
         caps = dict.fromkeys(sizes, max_repetition)
     if not set(sizes) <= set(caps):
         lacking = sorted(set(sizes) - set(caps))
-        raise ValueError(f"max_repetition has no entry for {lacking}; give each source one, or one "
-                         "number for all")
+        raise ValueError(
+            f"max_repetition has no entry for {lacking}; give each source one, or one "
+            "number for all"
+        )
     for name in sizes:
         if not caps[name] > 0:
             raise ValueError(f"max_repetition of {name!r} must be above 0, got {caps[name]}")
@@ -82,8 +84,10 @@ def check_passes(
     caps = max_repetition
     for cap in caps.values() if isinstance(caps, Mapping) else [caps]:
         if not (cap >= 1 and (cap == math.inf or cap == int(cap))):
-            raise ValueError("max_repetition of a stream must be a whole number, 1 or more, or "
-                             f"infinity, got {cap}: it is read to its end each time")
+            raise ValueError(
+                "max_repetition of a stream must be a whole number, 1 or more, or "
+                f"infinity, got {cap}: it is read to its end each time"
+            )
 
 # %% ../../nbs/data/15_mixing.ipynb #3198fd18
 def check_shortage(
@@ -233,6 +237,7 @@ def _left_out(documents: TokenizedDocuments) -> list[int]:
 @dataclass(frozen=True)
 class SourceShare:
     "What one source gives to a mixture."
+
     name: str
     asked: float  # share of the tokens
     obtained: float  # share of the tokens
@@ -253,6 +258,7 @@ class SourceShare:
 @dataclass(frozen=True)
 class MixedDocuments(TokenizedDocuments):
     "Documents of several sources as one collection, without a copy; `PackedDataset` packs them."
+
     shares: tuple[SourceShare, ...] = ()
     sources: np.ndarray | None = None  # of each document: which entry of `shares` it comes from
     documents: np.ndarray | None = None  # of each document: its number in its source
@@ -290,14 +296,21 @@ def mix_documents(
     _check_names(sources, max_repetition, max_source_fraction)
     if room is not None and room < 1:
         raise ValueError(f"room must be 1 or more (None: all tokens), got {room}")
-    usable = {name: _usable(sources[name], name, max_source_fraction, seed, room)
-              for name in shares}
+    usable = {
+        name: _usable(sources[name], name, max_source_fraction, seed, room) for name in shares
+    }
     sizes = {name: int(lengths.sum()) for name, lengths in usable.items()}
     wanted = divide_budget(shares, limits_of(sizes, max_repetition), budget_tokens, on_shortage)
     chosen = [choose_documents(usable[name], wanted[name], epoch, _generator(seed, name))
               for name in shares]  # fmt: skip
-    return _joined({name: sources[name] for name in shares}, shares, chosen, sizes, room,
-                   np.random.default_rng([seed, epoch]))
+    return _joined(
+        {name: sources[name] for name in shares},
+        shares,
+        chosen,
+        sizes,
+        room,
+        np.random.default_rng([seed, epoch]),
+    )
 
 # %% ../../nbs/data/15_mixing.ipynb #d98fa0df
 def _generator(seed: int, name: str, use: int = 0) -> np.random.Generator:
@@ -308,8 +321,9 @@ def _generator(seed: int, name: str, use: int = 0) -> np.random.Generator:
 def _fraction_of(name: str, fraction: float | Mapping[str, float]) -> float:
     fraction = fraction.get(name, 1.0) if isinstance(fraction, Mapping) else fraction
     if not 0 < fraction <= 1:
-        raise ValueError(f"max_source_fraction of {name!r} must be above 0 and at most 1, got "
-                         f"{fraction}")
+        raise ValueError(
+            f"max_source_fraction of {name!r} must be above 0 and at most 1, got {fraction}"
+        )
     return fraction
 
 
@@ -422,9 +436,11 @@ class MixedStream:
             name = self._next_source()
             for item in iterators[name]:
                 if self.size_of is len and isinstance(item, Mapping):
-                    raise ValueError(f"stream {name!r} gives rows of the columns {list(item)}, and "
-                                     "their number is no size: say size_of=lambda row: "
-                                     "len(row['text']), or what column is to be measured")
+                    raise ValueError(
+                        f"stream {name!r} gives rows of the columns {list(item)}, and "
+                        "their number is no size: say size_of=lambda row: "
+                        "len(row['text']), or what column is to be measured"
+                    )
                 self.items[name] += 1
                 self.sizes[name] += self.size_of(item)
                 yield item
@@ -473,8 +489,10 @@ class MixedStream:
     def load_state_dict(self, state: dict) -> None:
         "Go on from there. Raises `ValueError` for the state of other streams."
         if set(state["sizes"]) != set(self.shares):
-            raise ValueError(f"the state is of the streams {sorted(state['sizes'])}, and these are "
-                             f"{sorted(self.shares)}")
+            raise ValueError(
+                f"the state is of the streams {sorted(state['sizes'])}, and these are "
+                f"{sorted(self.shares)}"
+            )
         self.sizes, self.items, self.passes = (
             {name: state[kind][name] for name in self.shares}
             for kind in ("sizes", "items", "passes")

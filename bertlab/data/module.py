@@ -96,8 +96,10 @@ class EpochBatches:
         # The number of the batch that the workers give next, and their batches.
         self.running = -1, None
         if not len(self):
-            raise ValueError(f"train_batch_size {batch_size} x {world_size} processes is more than "
-                             f"the {len(dataset)} rows of an epoch; lower it, or bring more text")
+            raise ValueError(
+                f"train_batch_size {batch_size} x {world_size} processes is more than "
+                f"the {len(dataset)} rows of an epoch; lower it, or bring more text"
+            )
 
     def __len__(self) -> int:  # batches in an epoch, for each process
         num_rows = len(self.dataset)
@@ -162,10 +164,15 @@ class EpochBatches:
         rounds, rest = divmod(batches * before, self.per_round)
         limited = self.per_iteration != len(self)
         if rest or limited:
-            reason = "limit_train_batches counts batches" if limited else (
-                f"{batches * before:,} rows of its epoch are read")
-            raise ValueError(f"the state is of batches of {before} rows, and these have "
-                             f"{self.per_round}: {reason}; resume with batches of {before}")
+            reason = (
+                "limit_train_batches counts batches"
+                if limited
+                else (f"{batches * before:,} rows of its epoch are read")
+            )
+            raise ValueError(
+                f"the state is of batches of {before} rows, and these have "
+                f"{self.per_round}: {reason}; resume with batches of {before}"
+            )
         self.delivered = epoch * len(self) + rounds
 
 # %% ../../nbs/data/16_module.ipynb #c2abe7e8
@@ -273,12 +280,16 @@ class Source:
     def corpus(self) -> Corpus:
         "The texts, read and split."
         if self.stored is not None:
-            raise ValueError(f"{self} holds tokens, and no text to train a tokenizer on: name the "
-                             "tokenizer that made them (bertlab tokenize keeps it in a folder "
-                             "tokenizer beside them)")
+            raise ValueError(
+                f"{self} holds tokens, and no text to train a tokenizer on: name the "
+                "tokenizer that made them (bertlab tokenize keeps it in a folder "
+                "tokenizer beside them)"
+            )
         if self.paired and self.origin is None:
-            raise ValueError("prompt_column: the embedded text has no prompts; name a table or a "
-                             "dataset with two columns, or give one to set_datasets")
+            raise ValueError(
+                "prompt_column: the embedded text has no prompts; name a table or a "
+                "dataset with two columns, or give one to set_datasets"
+            )
         if not isinstance(self.origin, list):
             given = isinstance(self.origin, Corpus)
             return self.origin if given else load_corpus(self.origin, **self.options)
@@ -303,8 +314,11 @@ class Source:
             _refuse_special_tokens(self.origin, tokenizer)
             if part == "train" and not self.fraction:
                 return self.origin
-            wanted = (document for number, document in enumerate(self.origin)
-                      if _is_held_out(number, self.fraction) == (part == "validation"))
+            wanted = (
+                document
+                for number, document in enumerate(self.origin)
+                if _is_held_out(number, self.fraction) == (part == "validation")
+            )
             return TokenizedDocuments.from_sequences(wanted)
         key = self._content_key(part) if caching.get("cache_dir") else None
         texts = self.texts(part) if key else list(self.texts(part))
@@ -319,7 +333,7 @@ class Source:
         rows = writing_rows(tokenizer, texts, prompts, max_ends, seed)
         # Before an empty text a prompt's [SEP] would be an end, and the prompt be learnt as a text.
         end = tokenizer.sep_token_id
-        full = [row for row in rows if row[row.index(end) + 1:][:1] not in ([], [end])]
+        full = [row for row in rows if row[row.index(end) + 1 :][:1] not in ([], [end])]
         if blank := len(rows) - len(full):
             said = f"{self}: {blank} of {len(rows)} prompts have an empty text"
             if not full and part == "train":
@@ -329,8 +343,10 @@ class Source:
         # A prompt that fills its row would lose its [SEP], and be learnt as if it were a text.
         kept = [row for row in rows if row.index(end) + 1 < room]
         if lost := len(rows) - len(kept):
-            said = (f"{self}: {lost} of {len(rows)} prompts leave no room for their text in a row "
-                    f"of {room + 2} tokens; raise max_sequence_length, or shorten them")
+            said = (
+                f"{self}: {lost} of {len(rows)} prompts leave no room for their text in a row "
+                f"of {room + 2} tokens; raise max_sequence_length, or shorten them"
+            )
             if not kept:
                 raise ValueError(said)
             warnings.warn(f"{said}; these pairs are left out")
@@ -339,8 +355,10 @@ class Source:
     def _stored_part(self, part: str, tokenizer: Any) -> TokenizedDocuments:
         "Held out is a share of the first documents; nothing else is read for it."
         if not made_by(tokenizer, self.stored.path, self.stored.manifest.get("tokenizer")):
-            raise ValueError(f"{self} was tokenized by another tokenizer than this run's: name the "
-                             f"one that made it, {Path(self.stored.path, 'tokenizer')}")
+            raise ValueError(
+                f"{self} was tokenized by another tokenizer than this run's: name the "
+                f"one that made it, {Path(self.stored.path, 'tokenizer')}"
+            )
         self.stored.store.num_ids = num_ids_of(tokenizer)  # a larger id is of a damaged shard
         _refuse_special_tokens(self.stored, tokenizer)
         among = min(len(self.stored), HELD_OUT_AMONG)
@@ -357,8 +375,11 @@ class Source:
         root = Path(self.origin)
         paths = list_files(root) if root.is_dir() else [root]
         # Of a single file only its kind counts, which says how it is read.
-        names = [path.relative_to(root).as_posix() for path in paths] if root.is_dir() \
+        names = (
+            [path.relative_to(root).as_posix() for path in paths]
+            if root.is_dir()
             else [kind_of(root)]
+        )
         # Tokens of an earlier version may be of text that it read by other rules.
         return hash_files(paths, part=part, names=names, rules=READING_RULES[part], **self.options)
 
@@ -371,9 +392,11 @@ def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> Non
     pairs = [(ids[real[0]], ids[real[-1]]) for ids, real in zip(first, places) if len(real)]
     ends = tokenizer.cls_token_id, tokenizer.sep_token_id
     if pairs and all(pair == ends for pair in pairs):
-        raise ValueError(f"the given token ids begin with {tokenizer.cls_token} and end with "
-                         f"{tokenizer.sep_token}, which rows add themselves: tokenize with "
-                         "add_special_tokens=False, and without padding")
+        raise ValueError(
+            f"the given token ids begin with {tokenizer.cls_token} and end with "
+            f"{tokenizer.sep_token}, which rows add themselves: tokenize with "
+            "add_special_tokens=False, and without padding"
+        )
 
 
 def split_pairs(
@@ -383,8 +406,10 @@ def split_pairs(
     "Part what was read as one text. Raises `ValueError` for a text that is no pair."
     pairs = [text.split(PAIR) for text in texts]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"{origin} holds texts without a prompt: prompt_column is for tables and "
-                         "datasets, which have columns")
+        raise ValueError(
+            f"{origin} holds texts without a prompt: prompt_column is for tables and "
+            "datasets, which have columns"
+        )
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 
@@ -403,16 +428,21 @@ def _read_rows(
     if isinstance(data, TokenizedDocuments):
         return data
     if isinstance(text_column, tuple):
-        return [text for number, row in enumerate(data, 1)
-                for text in read_cell(row, text_column, f"given row {number}")]
+        return [
+            text
+            for number, row in enumerate(data, 1)
+            for text in read_cell(row, text_column, f"given row {number}")
+        ]
     if (columns := getattr(data, "column_names", None)) is not None:
         column = text_column if text_column in columns else "input_ids"
         if column not in columns:
             try:
                 column = resolve_column(text_column, columns)
             except ValueError:
-                raise ValueError(f"the dataset has no column text_column={text_column!r} and no "
-                                 f"input_ids; it has {', '.join(map(repr, columns))}") from None
+                raise ValueError(
+                    f"the dataset has no column text_column={text_column!r} and no "
+                    f"input_ids; it has {', '.join(map(repr, columns))}"
+                ) from None
         data = data[column]
     if not hasattr(data, "__len__"):
         raise ValueError(f"{type(data).__name__} has no length: name its source, set streaming")
@@ -420,8 +450,10 @@ def _read_rows(
     is_text = [isinstance(row, str) for row in rows]
     if any(is_text) and not all(is_text):
         number = is_text.index(False)
-        raise ValueError(f"given row {number + 1} is of type {type(rows[number]).__name__}, and "
-                         "other rows are texts: leave it out")
+        raise ValueError(
+            f"given row {number + 1} is of type {type(rows[number]).__name__}, and "
+            "other rows are texts: leave it out"
+        )
     return rows if all(is_text) else TokenizedDocuments.from_sequences(rows)
 
 # %% ../../nbs/data/16_module.ipynb #19a7e938
@@ -475,8 +507,10 @@ def pair_splits(names: list, splits: list) -> list[tuple]:
     "Each validation set with its split: one for all, all of one, or one each."
     names, splits = names or [None], splits or [None]
     if 1 not in (len(names), len(splits)) and len(names) != len(splits):
-        raise ValueError(f"val_split names {len(splits)} splits for {len(names)} validation sets; "
-                         "give one split, or one for each set")
+        raise ValueError(
+            f"val_split names {len(splits)} splits for {len(names)} validation sets; "
+            "give one split, or one for each set"
+        )
     size = max(len(names), len(splits))
     return list(zip(names * (size // len(names)), splits * (size // len(splits))))
 
@@ -493,32 +527,48 @@ def _check_options(options: dict[str, Any], streaming: bool, num_sources: int) -
         if name not in known:
             raise ValueError(f"data_kwargs has no option {name!r}; it has {', '.join(known)}")
     if set(MIXING_OPTIONS) & set(options) and ("mixing_rates" not in options or num_sources < 2):
-        raise ValueError(f"{', '.join(MIXING_OPTIONS)} mix several sources: give mixing_rates, "
-                         "and a list as train_dataset_name_or_path")
+        raise ValueError(
+            f"{', '.join(MIXING_OPTIONS)} mix several sources: give mixing_rates, "
+            "and a list as train_dataset_name_or_path"
+        )
 
 
 def _refuse_unread(sources: list[Source], split: str, has_texts: bool) -> None:
     "Raise `ValueError` for options of reading that were given for shards, where nothing uses them."
     usual = {name: p.default for name, p in signature(load_corpus).parameters.items()}
     # A text beside the shards may need to be told how its lines and its mistakes are read.
-    names = ("split", "config_name", "max_documents", "min_chars",
-             *(("lines", "on_error") if not has_texts else ()))
+    names = (
+        "split",
+        "config_name",
+        "max_documents",
+        "min_chars",
+        *(("lines", "on_error") if not has_texts else ()),
+    )
     for source in sources:
-        given = {name: source.options[name] for name in names
-                 if source.options.get(name, usual[name]) != usual[name]}
+        given = {
+            name: source.options[name]
+            for name in names
+            if source.options.get(name, usual[name]) != usual[name]
+        }
         if given and holds_shards(source.origin):
-            said = ", ".join(f"{split if name == 'split' else name}={value!r}"
-                             for name, value in given.items())
-            raise ValueError(f"{source} holds tokens, which are read whole: leave out {said}; to "
-                             "validate, name other shards, or data_kwargs.validation_fraction to "
-                             "hold some out; to read less, tokenize less")
+            said = ", ".join(
+                f"{split if name == 'split' else name}={value!r}" for name, value in given.items()
+            )
+            raise ValueError(
+                f"{source} holds tokens, which are read whole: leave out {said}; to "
+                "validate, name other shards, or data_kwargs.validation_fraction to "
+                "hold some out; to read less, tokenize less"
+            )
 
 
 def _check_values(options: dict, packing: dict, mixing: dict, max_sequence_length: int) -> None:
     "Raise `ValueError` for a value of data_kwargs that reading or packing would refuse later."
     least = options.get("min_chars")
-    check_sizes(options.get("validation_fraction", 0.1), 1 if least is None else least,
-                options.get("max_documents"))
+    check_sizes(
+        options.get("validation_fraction", 0.1),
+        1 if least is None else least,
+        options.get("max_documents"),
+    )
     check_lines(options.get("lines", "auto"))
     error_policy(options.get("on_error", "raise"), Counter())
     room = max_sequence_length - 2  # beside the two special tokens of a document
@@ -535,8 +585,10 @@ def _name_rates(
         path = os.path.expanduser(name)
         same = os.path.realpath(path) if source.is_named and os.path.exists(path) else name
         if source.is_named and same in seen:
-            raise ValueError(f"mixing_rates: train_dataset_name_or_path names {seen[same]!r} twice "
-                             f"({name!r}): name it once, and raise its rate or max_repetition")
+            raise ValueError(
+                f"mixing_rates: train_dataset_name_or_path names {seen[same]!r} twice "
+                f"({name!r}): name it once, and raise its rate or max_repetition"
+            )
         while not source.is_named and name in names:
             number += 1
             name = f"given texts {number}"
@@ -642,8 +694,9 @@ def cut_lone_ends(
     if not len(cut):
         return documents
     gone = [np.arange(starts[n] + lengths[n], stops[n]) for n in cut]
-    return TokenizedDocuments(np.delete(tokens, np.concatenate(gone)),
-                              np.concatenate([[0], np.cumsum(lengths)]))
+    return TokenizedDocuments(
+        np.delete(tokens, np.concatenate(gone)), np.concatenate([[0], np.cumsum(lengths)])
+    )
 
 # %% ../../nbs/data/16_module.ipynb #a440e7fd
 def mix_lengths(
@@ -655,24 +708,32 @@ def mix_lengths(
 
     Raises `ValueError` for shares that say nothing, and for tokens in more than one block.
     """
-    if not isinstance(shares, Mapping) or not shares or any(
-            type(n) is not int or n < 1 for n in shares):
+    if (
+        not isinstance(shares, Mapping)
+        or not shares
+        or any(type(n) is not int or n < 1 for n in shares)
+    ):
         raise ValueError(f"mix_lengths must map lengths, 1 or more, to shares, got {shares!r}")
     numbers = list(shares.values())
     if not all(type(n) in (int, float) and 0 <= n < np.inf for n in numbers) or not sum(numbers):
-        raise ValueError("mix_lengths: shares must be finite numbers, 0 or more and not all 0, "
-                         f"got {shares!r}")
+        raise ValueError(
+            f"mix_lengths: shares must be finite numbers, 0 or more and not all 0, got {shares!r}"
+        )
     if isinstance(documents, StoredDocuments):
         if documents.num_blocks > 1:
-            raise ValueError("mix_lengths cuts tokens that fit into memory at once, and these lie "
-                             f"in {documents.num_blocks} blocks: leave it out, or cut the texts "
-                             "before they are tokenized")
+            raise ValueError(
+                "mix_lengths cuts tokens that fit into memory at once, and these lie "
+                f"in {documents.num_blocks} blocks: leave it out, or cut the texts "
+                "before they are tokenized"
+            )
         documents = documents.in_memory()
     weights = np.array(numbers, dtype=float)
     rng = np.random.default_rng(seed)
     drawn = rng.choice(list(shares), len(documents), p=weights / weights.sum())
-    ends = [np.arange(start, stop, piece)[1:] for start, stop, piece in
-            zip(documents.offsets[:-1], documents.offsets[1:], drawn)]
+    ends = [
+        np.arange(start, stop, piece)[1:]
+        for start, stop, piece in zip(documents.offsets[:-1], documents.offsets[1:], drawn)
+    ]
     offsets = np.concatenate([np.asarray(documents.offsets), *ends])
     return TokenizedDocuments(documents.tokens, np.sort(offsets, kind="stable"))
 
@@ -680,7 +741,7 @@ def mix_lengths(
 def _key_without_ends(ids: np.ndarray, end: int) -> bytes:
     "By what a document is known again: of how many ends a text was given is chance."
     real = np.flatnonzero(ids != end)
-    ids = np.asarray(ids[:real[-1] + 1 if len(real) else 0], np.int32)
+    ids = np.asarray(ids[: real[-1] + 1 if len(real) else 0], np.int32)
     return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
@@ -713,6 +774,7 @@ def _known_among(
     documents: TokenizedDocuments, wanted: set[bytes], beginnings: np.ndarray, end: int
 ) -> set[bytes]:
     "Which of the wanted keys documents have; of more than a block it is kept beside them."
+
     def read() -> set[bytes]:
         found = set()
         for block in _blocks_of(documents):
@@ -754,15 +816,19 @@ def _leave_out_known(
     known = set().union(*(_known_among(part, wanted, beginnings, end) for part in train))
     if not known:
         return held_out
-    kept = [TokenizedDocuments.from_sequences([ids for ids in part if key(ids) not in known])
-            for part in held_out]
+    kept = [
+        TokenizedDocuments.from_sequences([ids for ids in part if key(ids) not in known])
+        for part in held_out
+    ]
     _tell_of_copies(sum(map(len, held_out)) - sum(map(len, kept)), sum(map(len, held_out)))
     return kept
 
 
 def _tell_of_copies(number: int, of: int) -> None:
-    warnings.warn(f"{number:,} of {of:,} held-out documents stand in the training text, too, and "
-                  "are left out of validation")
+    warnings.warn(
+        f"{number:,} of {of:,} held-out documents stand in the training text, too, and "
+        "are left out of validation"
+    )
 
 
 def _check_prompts(
@@ -770,17 +836,23 @@ def _check_prompts(
 ) -> None:
     "Raise `ValueError` where a column of prompts makes no sense."
     if cuts:
-        raise ValueError(f"prompt_column: data_kwargs.{cuts[0]} cuts pairs, and a piece would lose "
-                         "its prompt; leave it out")
+        raise ValueError(
+            f"prompt_column: data_kwargs.{cuts[0]} cuts pairs, and a piece would lose "
+            "its prompt; leave it out"
+        )
     if objective != "diffusion":
-        raise ValueError("prompt_column is for objective='diffusion', which learns to write, not "
-                         f"for {objective!r}; leave it out")
+        raise ValueError(
+            "prompt_column is for objective='diffusion', which learns to write, not "
+            f"for {objective!r}; leave it out"
+        )
     if not max_ends:
-        raise ValueError("prompt_column needs max_ends: what answers must learn where an answer "
-                         "ends; 8 is usual")
+        raise ValueError(
+            "prompt_column needs max_ends: what answers must learn where an answer ends; 8 is usual"
+        )
     if streaming or cache_dir is not None:
-        raise ValueError("prompt_column reads pairs at once and into memory: leave streaming and "
-                         "cache_dir out")
+        raise ValueError(
+            "prompt_column reads pairs at once and into memory: leave streaming and cache_dir out"
+        )
 
 
 def _even_lanes(files: list[Path | str]) -> list[list[Path | str]]:
@@ -850,10 +922,15 @@ class PretrainingDataModule(L.LightningDataModule):
         prompt_column: str | None = None,
     ):
         super().__init__()
-        least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
-                 "train_batch_size": (train_batch_size, 1), "num_workers": (num_workers, 0),
-                 "val_batch_size": (val_batch_size, 1), "num_shards": (num_shards, 1),
-                 "max_ends": (max_ends, 0)}
+        least = {
+            "max_sequence_length": (max_sequence_length, 8),
+            "seed": (seed, 0),
+            "train_batch_size": (train_batch_size, 1),
+            "num_workers": (num_workers, 0),
+            "val_batch_size": (val_batch_size, 1),
+            "num_shards": (num_shards, 1),
+            "max_ends": (max_ends, 0),
+        }
         for name, (value, smallest) in least.items():
             if value is not None and value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
@@ -862,26 +939,35 @@ class PretrainingDataModule(L.LightningDataModule):
         options, names = dict(data_kwargs or {}), _as_list(train_dataset_name_or_path)
         _check_options(options, streaming, len(names))
         if streaming and (num_shards or 1) > 1 and num_workers:
-            raise ValueError("num_shards starts processes that tokenize the stream, which a worker "
-                             "may not do: set num_workers=0, or leave num_shards out")
+            raise ValueError(
+                "num_shards starts processes that tokenize the stream, which a worker "
+                "may not do: set num_workers=0, or leave num_shards out"
+            )
         if streaming and not all(isinstance(name, (str, os.PathLike)) for name in names or [0]):
             raise ValueError("streaming reads files or hub datasets: name one, or set it to False")
         if streaming and (stored := [name for name in names if holds_shards(name)]):
-            raise ValueError(f"{stored[0]} holds tokens of bertlab tokenize, which are read where "
-                             "they are needed and never all at once: leave streaming out")
+            raise ValueError(
+                f"{stored[0]} holds tokens of bertlab tokenize, which are read where "
+                "they are needed and never all at once: leave streaming out"
+            )
 
         self.source, self.tokenizer = train_dataset_name_or_path, pretrained_tokenizer_name_or_path
         asked = (objective,) if collator is None else (collator, "collator")
         self.collator_cls, self.collator_kwargs = get_collator_cls(*asked), collator_kwargs or {}
         self.max_ends = max_ends
         if prompt_column is not None:
-            cuts = [name for name, value in (("mix_lengths", None), ("overflow", "truncate"))
-                    if options.get(name, value) != value]
+            cuts = [
+                name
+                for name, value in (("mix_lengths", None), ("overflow", "truncate"))
+                if options.get(name, value) != value
+            ]
             _check_prompts(objective, max_ends, streaming, cache_dir, cuts)
         if max_ends and (objective != "diffusion" or streaming):
-            raise ValueError(f"max_ends={max_ends} is for objective='diffusion' and texts that are "
-                             f"read at once, not for objective={objective!r}, "
-                             f"streaming={streaming}; leave it out")
+            raise ValueError(
+                f"max_ends={max_ends} is for objective='diffusion' and texts that are "
+                f"read at once, not for objective={objective!r}, "
+                f"streaming={streaming}; leave it out"
+            )
         if max_ends:
             self.collator_kwargs = {"writing": True, **self.collator_kwargs}
         check_collator_options(self.collator_cls, self.collator_kwargs)
@@ -891,9 +977,11 @@ class PretrainingDataModule(L.LightningDataModule):
             # of ours knows: its batches are for the models that score those of its base.
             base = COLLATORS.get(str(objective), ())  # of () nothing is made
             if self.objective in COLLATORS or not issubclass(self.collator_cls, base):
-                raise ValueError(f"collator={self.collator_cls.__name__} makes batches for "
-                                 f"objective={self.objective!r}, and objective is {objective!r}: "
-                                 "give both the same, or set the collator's own objective to None")
+                raise ValueError(
+                    f"collator={self.collator_cls.__name__} makes batches for "
+                    f"objective={self.objective!r}, and objective is {objective!r}: "
+                    "give both the same, or set the collator's own objective to None"
+                )
             self.objective = objective
         self.max_sequence_length, self.prompt_column = max_sequence_length, prompt_column
         self.text_column = text_column if prompt_column is None else (prompt_column, text_column)
@@ -921,6 +1009,7 @@ class PretrainingDataModule(L.LightningDataModule):
         if val_names or val_split:
             options["validation_fraction"] = 0
             pairs = pair_splits(val_names or names, _as_list(val_split))
+
         # Nothing is read yet. Without sets to validate on, a share of each source is held out.
         def make(name: Any, split: str | None) -> Source:
             return Source(name, **options, **({"split": split} if split else {}))
@@ -955,12 +1044,14 @@ class PretrainingDataModule(L.LightningDataModule):
         before `setup`.
         """
         if self.streaming and train is not None:
-            raise ValueError("streaming reads files or hub datasets, and not what is in memory: "
-                             "set it to False")
+            raise ValueError(
+                "streaming reads files or hub datasets, and not what is in memory: set it to False"
+            )
         if train is not None:
             rows, fraction = _read_rows(train, self.text_column), self.sources[0].fraction
-            self.sources = [Source(rows, validation_fraction=fraction,
-                                   text_column=self.text_column)]
+            self.sources = [
+                Source(rows, validation_fraction=fraction, text_column=self.text_column)
+            ]
         if val is not None:
             rows = _read_rows(val, self.text_column)
             self.val_sources = [Source(rows, validation_fraction=0, text_column=self.text_column)]
@@ -970,9 +1061,14 @@ class PretrainingDataModule(L.LightningDataModule):
     def training_texts(self) -> list[str]:
         "What a tokenizer is trained on: the training texts, or the beginning of a stream."
         if self.streaming:
-            streams = [_stream_texts([source], True) for source in self.sources] if self.mixing \
-                else [_stream_texts(self.sources, True, lane, len(self.stream_lanes))
-                      for lane in self.stream_lanes or [None]]
+            streams = (
+                [_stream_texts([source], True) for source in self.sources]
+                if self.mixing
+                else [
+                    _stream_texts(self.sources, True, lane, len(self.stream_lanes))
+                    for lane in self.stream_lanes or [None]
+                ]
+            )
             return list(islice(_in_turns(streams), TOKENIZER_SAMPLE))
         return [text for source in self.sources for text in source.texts("train")]
 
@@ -988,14 +1084,24 @@ class PretrainingDataModule(L.LightningDataModule):
             return
         self._begin()
         train, validation = self._tokenize()
-        pack = partial(pack_texts, tokenizer=self.tokenizer, seed=self.seed, packing=self.packing,
-                       max_sequence_length=self.max_sequence_length, **self.packing_options)
+        pack = partial(
+            pack_texts,
+            tokenizer=self.tokenizer,
+            seed=self.seed,
+            packing=self.packing,
+            max_sequence_length=self.max_sequence_length,
+            **self.packing_options,
+        )
         plan = partial(pack, shuffle=self.shuffle)
         if self.length_shares is not None:
             train = [mix_lengths(part, self.length_shares, self.seed) for part in train]
         if self.max_ends:
-            cut = partial(cut_lone_ends, end_token_id=self.tokenizer.sep_token_id,
-                          room=self.max_sequence_length - 2, **self.packing_options)
+            cut = partial(
+                cut_lone_ends,
+                end_token_id=self.tokenizer.sep_token_id,
+                room=self.max_sequence_length - 2,
+                **self.packing_options,
+            )
             train, validation = ([cut(part) for part in parts] for parts in (train, validation))
         if self.mixing and train:
             named = dict(zip(self.source_names, train))
@@ -1006,10 +1112,12 @@ class PretrainingDataModule(L.LightningDataModule):
         self.val_datasets = [pack(part, shuffle=False) for part in validation if len(part)]
         if not self.val_datasets and (fraction := self.sources[0].fraction):
             laned = self.streaming and self.stream_lanes  # each counts its own texts
-            warnings.warn(f"nothing is held out to validate on: too few different texts in each "
-                          f"{'lane' if laned else 'source'} for validation_fraction={fraction}; "
-                          f"{'set data_kwargs lanes to 1' if laned else 'raise it'}, or name a "
-                          "val_dataset_name_or_path")
+            warnings.warn(
+                f"nothing is held out to validate on: too few different texts in each "
+                f"{'lane' if laned else 'source'} for validation_fraction={fraction}; "
+                f"{'set data_kwargs lanes to 1' if laned else 'raise it'}, or name a "
+                "val_dataset_name_or_path"
+            )
 
     def _begin(self) -> None:
         "Do first what fails fast: cache directory, tokenizer, collator."
@@ -1018,7 +1126,8 @@ class PretrainingDataModule(L.LightningDataModule):
         self.tokenizer = choose_tokenizer([self.tokenizer])
         options = {"max_sequence_length": self.max_sequence_length, "seed": self.seed}
         self.collator = self.collator_cls.from_tokenizer(
-            self.tokenizer, **{**options, **self.collator_kwargs})
+            self.tokenizer, **{**options, **self.collator_kwargs}
+        )
 
     def _tokenize(self) -> tuple[list[TokenizedDocuments], list[TokenizedDocuments]]:
         "Tokens to train on, source by source, and tokens to validate on, set by set."
@@ -1026,8 +1135,9 @@ class PretrainingDataModule(L.LightningDataModule):
 
         def read(source: Source, part: str) -> TokenizedDocuments:
             if source.paired:
-                return source.tokenize_pairs(part, self.tokenizer, self.max_ends, self.seed,
-                                             self.max_sequence_length - 2)  # beside its two ends
+                return source.tokenize_pairs(
+                    part, self.tokenizer, self.max_ends, self.seed, self.max_sequence_length - 2
+                )  # beside its two ends
             found = source.tokenize(part, self.tokenizer, **caching)
             return add_ends(found, self.tokenizer.sep_token_id, self.max_ends, self.seed)
 
@@ -1052,8 +1162,10 @@ class PretrainingDataModule(L.LightningDataModule):
         # Of those with rows of their own: some may compute the same rows together.
         share = getattr(trainer, "distributed_sampler_kwargs", None) or {}
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return {"rank": share.get("rank", rank),
-                "world_size": share.get("num_replicas", world_size)}
+        return {
+            "rank": share.get("rank", rank),
+            "world_size": share.get("num_replicas", world_size),
+        }
 
     def train_dataloader(self) -> EpochBatches | StreamBatches:
         "A loader whose every iteration is the next epoch; a new one begins where its trainer is."
@@ -1082,25 +1194,31 @@ class PretrainingDataModule(L.LightningDataModule):
         "Share a stream's files out to lanes; each reader needs its own. Raises `ValueError`."
         if self.mixing:  # rates hold for the mixture, which only a reader of all can keep
             if (self.lanes or 1) > 1:
-                raise ValueError(f"data_kwargs: lanes={self.lanes} and mixing_rates exclude each "
-                                 "other: leave lanes out, or mix before you tokenize")
+                raise ValueError(
+                    f"data_kwargs: lanes={self.lanes} and mixing_rates exclude each "
+                    "other: leave lanes out, or mix before you tokenize"
+                )
             return []
         files = _stream_texts(self.sources, held_out=False).parts
         if self.lanes is not None:
             if self.lanes > len(files):
-                raise ValueError(f"data_kwargs: lanes={self.lanes} is more than the {len(files)} "
-                                 "files of the stream: a lane needs a file; give fewer, or cut the "
-                                 "files")
-            lanes = [files[n::self.lanes] for n in range(self.lanes)]
+                raise ValueError(
+                    f"data_kwargs: lanes={self.lanes} is more than the {len(files)} "
+                    "files of the stream: a lane needs a file; give fewer, or cut the "
+                    "files"
+                )
+            lanes = [files[n :: self.lanes] for n in range(self.lanes)]
         else:
             lanes = _even_lanes(files)
         if len(lanes) < 2:
             return []
         if (self.num_shards or 1) > 1:  # in each lane of each process: far more than there are
-            raise ValueError(f"num_shards={self.num_shards} starts processes that tokenize a "
-                             f"stream, and this one is read in {len(lanes)} lanes, by its files: "
-                             "leave it out and set num_workers, which share the lanes (data_kwargs "
-                             "lanes=1 reads all files as one stream)")
+            raise ValueError(
+                f"num_shards={self.num_shards} starts processes that tokenize a "
+                f"stream, and this one is read in {len(lanes)} lanes, by its files: "
+                "leave it out and set num_workers, which share the lanes (data_kwargs "
+                "lanes=1 reads all files as one stream)"
+            )
         return [list(map(str, lane)) for lane in lanes]
 
     @property
@@ -1115,7 +1233,8 @@ class PretrainingDataModule(L.LightningDataModule):
             return self._lane_tokens(self.stream_lanes[0])
         held_out = not self.val_sources
         open_ = lambda sources: TokenStream(  # noqa: E731
-            _stream_texts(sources, held_out), self.tokenizer, self.num_shards or 1, self.held_out)
+            _stream_texts(sources, held_out), self.tokenizer, self.num_shards or 1, self.held_out
+        )
         if not self.mixing:
             return open_(self.sources)
         streams = {name: open_([source]) for name, source in zip(self.source_names, self.sources)}
@@ -1138,14 +1257,21 @@ class PretrainingDataModule(L.LightningDataModule):
         readers = process["world_size"] * max(1, self.num_workers)
         lanes = list(map(self._lane_tokens, self.stream_lanes))
         several = process["world_size"] > 1
-        stream = LanedStream(lanes, self.max_sequence_length, **options, **process,
-                             gather=self._gather_states if several else None)
+        stream = LanedStream(
+            lanes,
+            self.max_sequence_length,
+            **options,
+            **process,
+            gather=self._gather_states if several else None,
+        )
         if (part := stream.share(readers)) < readers and not process["rank"]:
             world, workers = process["world_size"], max(1, self.num_workers)
-            warnings.warn(f"{stream.num_lanes} lanes of files do not divide into {readers} readers "
-                          f"({world} processes x {workers} workers): each reads 1/{part} of the "
-                          f"text instead of 1/{readers}; a number of files, or of data_kwargs "
-                          f"lanes, that is a multiple of {readers} would do")
+            warnings.warn(
+                f"{stream.num_lanes} lanes of files do not divide into {readers} readers "
+                f"({world} processes x {workers} workers): each reads 1/{part} of the "
+                f"text instead of 1/{readers}; a number of files, or of data_kwargs "
+                f"lanes, that is a multiple of {readers} would do"
+            )
         return stream
 
     def _stream_batches(self) -> StreamBatches:
@@ -1156,13 +1282,17 @@ class PretrainingDataModule(L.LightningDataModule):
         if not self.packing:
             options["buffer_size"] = 1  # a document gets a row as soon as it comes
         options |= {**self.packing_options, **self.stream_options}
-        options |= {"seed": self.seed, "block_size": self.train_batch_size,
-                    **special_ids(self.tokenizer)}
+        options |= {
+            "seed": self.seed,
+            "block_size": self.train_batch_size,
+            **special_ids(self.tokenizer),
+        }
         if self.stream_lanes:
             stream = self._laned_stream(**options)
         else:
-            stream = PackedStream(self.stream_tokens(), self.max_sequence_length, **options,
-                                  **self.process())
+            stream = PackedStream(
+                self.stream_tokens(), self.max_sequence_length, **options, **self.process()
+            )
         collator = self.collator if self.packing else partial(_collate_bare, self.collator)
         return StreamBatches(stream, collator, self.num_workers, endless=True)
 
@@ -1187,11 +1317,20 @@ class PretrainingDataModule(L.LightningDataModule):
     def _describe_reading(self) -> list[str]:
         "What was left out of texts that were read here, and what else reading met."
         read = [vars(source).get("corpus") for source in (*self.sources, *self.val_sources)]
-        return [line for corpus in read if corpus for line in (
-            *(f"{corpus.name}: left out {n:,}: {why}" for why, n in corpus.num_dropped.items()),
-            *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()),
-            *(f"{corpus.name}: {note}" for note in
-              [note_normalizing(corpus.train_texts, self.tokenizer)] if note))]
+        return [
+            line
+            for corpus in read
+            if corpus
+            for line in (
+                *(f"{corpus.name}: left out {n:,}: {why}" for why, n in corpus.num_dropped.items()),
+                *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()),
+                *(
+                    f"{corpus.name}: {note}"
+                    for note in [note_normalizing(corpus.train_texts, self.tokenizer)]
+                    if note
+                ),
+            )
+        ]
 
 # %% ../../nbs/data/16_module.ipynb #5a3e71c9
 def training_texts(

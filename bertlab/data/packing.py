@@ -33,31 +33,45 @@ def read_ids(
     try:
         ids = np.asarray(values)
     except ValueError:
-        raise ValueError(f"{what} must be a flat sequence of token ids, got lists in a list: make "
-                         "each of them a document") from None
+        raise ValueError(
+            f"{what} must be a flat sequence of token ids, got lists in a list: make "
+            "each of them a document"
+        ) from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise ValueError(f"{what} must be a flat sequence of token ids, got {ids.dtype} of shape "
-                         f"{ids.shape}: tokenize it first")
+        raise ValueError(
+            f"{what} must be a flat sequence of token ids, got {ids.dtype} of shape "
+            f"{ids.shape}: tokenize it first"
+        )
     if ids.size and (num_ids is not None or ids.dtype != np.int32):
         limit = 1 << 31 if num_ids is None else num_ids
         if wrong := [n for n in (int(ids.min()), int(ids.max())) if not 0 <= n < limit]:
-            raise ValueError(f"{what} has the id {wrong[0]}, and ids go from 0 to {limit - 1}: was "
-                             "it tokenized by another tokenizer?")
+            raise ValueError(
+                f"{what} has the id {wrong[0]}, and ids go from 0 to {limit - 1}: was "
+                "it tokenized by another tokenizer?"
+            )
     return ids.astype(np.int32)
 
 
 @dataclass(frozen=True)
 class TokenizedDocuments:
     "Token ids of many documents, without special tokens, end to end in one array."
+
     tokens: np.ndarray  # ids of all documents, one after the other
     offsets: np.ndarray  # document d is tokens[offsets[d]:offsets[d + 1]]; one more than documents
 
     def __post_init__(self):
         ends = np.asarray(self.offsets)
-        if ends.ndim != 1 or not len(ends) or ends[0] != 0 or ends[-1] != len(self.tokens) \
-                or (np.diff(ends) < 0).any():
-            raise ValueError(f"offsets must rise from 0 to {len(self.tokens)}, the number of "
-                             f"tokens; got {ends.tolist()[:3]} ... {ends.tolist()[-1:]}")
+        if (
+            ends.ndim != 1
+            or not len(ends)
+            or ends[0] != 0
+            or ends[-1] != len(self.tokens)
+            or (np.diff(ends) < 0).any()
+        ):
+            raise ValueError(
+                f"offsets must rise from 0 to {len(self.tokens)}, the number of "
+                f"tokens; got {ends.tolist()[:3]} ... {ends.tolist()[-1:]}"
+            )
 
     @classmethod
     def from_sequences(cls, documents: Iterable) -> "TokenizedDocuments":
@@ -73,12 +87,13 @@ class TokenizedDocuments:
         return len(self.offsets) - 1
 
     def __getitem__(self, document: int) -> np.ndarray:
-        return self.tokens[self.offsets[document]:self.offsets[document + 1]]
+        return self.tokens[self.offsets[document] : self.offsets[document + 1]]
 
 # %% ../../nbs/data/11_packing.ipynb #77c2ff6f
 @dataclass(frozen=True)
 class Windows:
     "Stretches of a flat token array that fit a row, and the account of what did not."
+
     starts: np.ndarray  # first token of each window, an index into the flat array
     stops: np.ndarray  # one past its last token; 1 to `room` further on
     documents: np.ndarray  # the document that each window was taken from
@@ -116,11 +131,15 @@ def check_overflow(
     if overflow not in OVERFLOWS:
         raise ValueError(f"overflow must be one of {OVERFLOWS}, got {overflow!r}")
     if not 0 <= overlap < room:
-        raise ValueError(f"overlap must be 0 or more and below {room}, the ordinary tokens of a "
-                         f"row, got {overlap}")
+        raise ValueError(
+            f"overlap must be 0 or more and below {room}, the ordinary tokens of a "
+            f"row, got {overlap}"
+        )
     if overlap and overflow != "split":
-        raise ValueError(f"overlap is {overlap}, but with overflow={overflow!r} a document has one "
-                         "window only: set overflow='split'")
+        raise ValueError(
+            f"overlap is {overlap}, but with overflow={overflow!r} a document has one "
+            "window only: set overflow='split'"
+        )
 
 # %% ../../nbs/data/11_packing.ipynb #ede36ab2
 def split_long(
@@ -188,6 +207,7 @@ def deal_lengths(
 @dataclass(frozen=True)
 class Plan:
     "Which documents share a row: row r holds members[offsets[r]:offsets[r + 1]]."
+
     members: np.ndarray  # documents, row after row
     offsets: np.ndarray  # where each row begins in `members`; one more than rows
     num_empty: int  # documents of length 0, which are in no row
@@ -196,7 +216,7 @@ class Plan:
         return len(self.offsets) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.members[self.offsets[row]:self.offsets[row + 1]]
+        return self.members[self.offsets[row] : self.offsets[row + 1]]
 
 # %% ../../nbs/data/11_packing.ipynb #a539057e
 def plan_best_fit(
@@ -213,11 +233,13 @@ def plan_best_fit(
         raise ValueError(f"capacity must be 1 or more, got {capacity}")
     wrong = np.flatnonzero((lengths < 0) | (lengths > capacity))
     if len(wrong):
-        raise ValueError(f"lengths[{wrong[0]}] = {lengths[wrong[0]]} is outside 0 to {capacity}, "
-                         "the capacity: cut long documents first (split_long)")
+        raise ValueError(
+            f"lengths[{wrong[0]}] = {lengths[wrong[0]]} is outside 0 to {capacity}, "
+            "the capacity: cut long documents first (split_long)"
+        )
     counts = np.bincount(lengths, minlength=1)
     num_empty = int(counts[0])
-    documents = np.argsort(-lengths, kind="stable")[:len(lengths) - num_empty]
+    documents = np.argsort(-lengths, kind="stable")[: len(lengths) - num_empty]
     deals = deal_lengths(counts.tolist(), capacity)
     per_row, first, used = np.array(deals, np.int64).reshape(-1, 3).T
     first_uses = np.cumsum(used) - used
@@ -236,8 +258,10 @@ def place_documents(
     laid, first = np.append(0, np.cumsum(sizes)), np.cumsum(counts) - counts
     spare = capacity - laid[first + counts] + laid[first]
     for row in np.flatnonzero(spare < 0):
-        raise ValueError(f"row {row} has {capacity} positions, its documents need "
-                         f"{capacity - spare[row]}: give it fewer, or raise capacity")
+        raise ValueError(
+            f"row {row} has {capacity} positions, its documents need "
+            f"{capacity - spare[row]}: give it fewer, or raise capacity"
+        )
     begins = laid[:-1] + np.repeat(np.cumsum(spare) - spare, counts)
     return begins, np.arange(1, len(sizes) + 1) - np.repeat(first, counts)
 
@@ -267,8 +291,11 @@ def build_rows(
     for places, special in zip((begins, begins + sizes - 1), around):
         if special is not None:
             ids_T[places] = special
-    arrays = {"input_ids": ids_T, "attention_mask": lookup(numbers) * is_real_T,
-              "position_ids": position_T * is_real_T}
+    arrays = {
+        "input_ids": ids_T,
+        "attention_mask": lookup(numbers) * is_real_T,
+        "position_ids": position_T * is_real_T,
+    }
     return RowBlock({name: values.reshape(-1, capacity) for name, values in arrays.items()})
 
 # %% ../../nbs/data/11_packing.ipynb #89142bf5
@@ -301,7 +328,7 @@ def trade_parts(
     sizes = np.bincount(rows_of[offered], lengths[offered], num_rows).astype(np.int64)
     order = np.lexsort((rng.random(num_rows), sizes))
     first = np.flatnonzero(np.diff(sizes[order], prepend=-1))  # of each run of equal sizes
-    last = np.append(first[1:], num_rows)[:len(first)] - 1
+    last = np.append(first[1:], num_rows)[: len(first)] - 1
     takers = np.roll(order, -1)  # the next row of the run; the last gives to the first
     takers[last] = order[first]
     taker_of = np.empty_like(order)
@@ -337,8 +364,8 @@ class EpochOrder:
             members, rows_of = plan.members, np.repeat(np.arange(len(plan)), np.diff(plan.offsets))
             if self.seats is not None:
                 by_length = np.lexsort((rng.random(len(self.lengths)), self.lengths))
-                members = by_length[plan.num_empty:]
-                rows_of, lengths = rows_of[self.seats], np.sort(self.lengths)[plan.num_empty:]
+                members = by_length[plan.num_empty :]
+                rows_of, lengths = rows_of[self.seats], np.sort(self.lengths)[plan.num_empty :]
                 for _ in range(NUM_TRADES):
                     rows_of = trade_parts(rows_of, lengths, rng)
             places_of = rng.permutation(len(plan))[rows_of]
@@ -355,8 +382,9 @@ def account_rows(
     counts = dict(counts)
     filled, capacity = counts.pop("filled"), counts["capacity"]
     shares = {"efficiency": counts["rows"], "padded_efficiency": counts["windows"]}
-    return counts | {name: filled / (rows * capacity) if rows else 0.0
-                     for name, rows in shares.items()}
+    return counts | {
+        name: filled / (rows * capacity) if rows else 0.0 for name, rows in shares.items()
+    }
 
 # %% ../../nbs/data/11_packing.ipynb #09bcd49e
 class PackingReport(ABC):
@@ -372,11 +400,12 @@ class PackingReport(ABC):
 
     def report(self) -> str:  # two lines for a reader
         "Say in words what `describe` counts."
-        return ("{documents:,} documents ({empty_documents:,} empty, {long_documents:,} long) with "
-                "{tokens:,} tokens, {cut_tokens:,} more cut away, {repeated_tokens:,} repeated\n"
-                "{rows:,} rows of {capacity:,}, "
-                "{efficiency:.1%} full; one document a row would be {padded_efficiency:.1%}"
-                ).format(**self.describe())
+        return (
+            "{documents:,} documents ({empty_documents:,} empty, {long_documents:,} long) with "
+            "{tokens:,} tokens, {cut_tokens:,} more cut away, {repeated_tokens:,} repeated\n"
+            "{rows:,} rows of {capacity:,}, "
+            "{efficiency:.1%} full; one document a row would be {padded_efficiency:.1%}"
+        ).format(**self.describe())
 
 # %% ../../nbs/data/11_packing.ipynb #6b4814ee
 def _read_plan(
@@ -390,20 +419,26 @@ def _read_plan(
         raise ValueError(f"{planner} must return a Plan, got {type(plan).__name__}")
     members, offsets = (np.asarray(a, dtype=np.int64) for a in (plan.members, plan.offsets))
     for window in members[(members < 0) | (members >= len(lengths))]:
-        raise ValueError(f"{planner} names window {window}, and windows go from 0 to "
-                         f"{len(lengths) - 1}")
+        raise ValueError(
+            f"{planner} names window {window}, and windows go from 0 to {len(lengths) - 1}"
+        )
     times = np.bincount(members, minlength=len(lengths))
     for window in np.flatnonzero(times != 1):
-        raise ValueError(f"{planner} places window {window} {times[window]} times, and each must "
-                         "be placed once: leave out documents that are not to be read")
+        raise ValueError(
+            f"{planner} places window {window} {times[window]} times, and each must "
+            "be placed once: leave out documents that are not to be read"
+        )
     ends = offsets[:1].tolist(), offsets[-1:].tolist()
     if ends != ([0], [len(members)]) or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{planner}: offsets must rise from 0 to {len(members)}, the number of "
-                         "windows")
+        raise ValueError(
+            f"{planner}: offsets must rise from 0 to {len(members)}, the number of windows"
+        )
     filled = np.diff(np.append(0, np.cumsum(lengths[members]))[offsets])
     for row in np.flatnonzero(filled > capacity):
-        raise ValueError(f"{planner}: row {row} has {capacity} positions, its windows need "
-                         f"{filled[row]}: give it fewer")
+        raise ValueError(
+            f"{planner}: row {row} has {capacity} positions, its windows need "
+            f"{filled[row]}: give it fewer"
+        )
     return Plan(members, offsets, plan.num_empty)
 
 
@@ -425,6 +460,7 @@ class PackedDataset(PackingReport):
 
     `dataset[epoch, index]` is a row, `dataset[index]` one of `set_epoch`'s epoch: `build_rows`'
     arrays and the ints `epoch` and `index`, by which a collator draws its masks."""
+
     mixes_rows = True  # whether each epoch may deal the windows of `plan_rows` anew
 
     def __init__(
@@ -442,8 +478,9 @@ class PackedDataset(PackingReport):
     ):
         known = isinstance(documents, TokenizedDocuments)
         self.documents = documents if known else TokenizedDocuments.from_sequences(documents)
-        self.special = dict(pad_token_id=pad_token_id, cls_token_id=cls_token_id,
-                            sep_token_id=sep_token_id)
+        self.special = dict(
+            pad_token_id=pad_token_id, cls_token_id=cls_token_id, sep_token_id=sep_token_id
+        )
         self.around = int(cls_token_id is not None), int(sep_token_id is not None)
         self.capacity, self.num_special = capacity, sum(self.around)
         room, offsets = capacity - self.num_special, self.documents.offsets
@@ -457,8 +494,11 @@ class PackedDataset(PackingReport):
     def _mixes(self) -> bool:
         # Whoever writes `plan_rows` means the rows that it gives, unless the same class says else.
         says = (vars(kind) for kind in type(self).__mro__)
-        return next(said.get("mixes_rows", False) for said in says
-                    if "mixes_rows" in said or "plan_rows" in said)
+        return next(
+            said.get("mixes_rows", False)
+            for said in says
+            if "mixes_rows" in said or "plan_rows" in said
+        )
 
     def plan_rows(self, lengths: np.ndarray) -> Plan:
         """Decide which windows share a row; a subclass may do it in another way.
@@ -507,8 +547,9 @@ class PackedDataset(PackingReport):
         pairs = [key if isinstance(key, tuple) else (lone, key) for key in keys]
         epochs, indices = np.array(pairs, dtype=np.int64).T
         for index in indices[(indices < -len(self)) | (indices >= len(self))]:
-            raise IndexError(f"row {index} of {len(self)}: indices go from "
-                             f"{-len(self)} to {len(self) - 1}")
+            raise IndexError(
+                f"row {index} of {len(self)}: indices go from {-len(self)} to {len(self) - 1}"
+            )
         indices = indices % len(self)
         plans = {n: self.order(n) if self.order else self.plan for n in {*epochs.tolist()}}
         rows = [plans[epoch][index] for epoch, index in zip(epochs.tolist(), indices.tolist())]
@@ -525,24 +566,35 @@ class PackedDataset(PackingReport):
         windows, num_windows = self.windows, len(self.windows.lengths)
         num_repeated = int(windows.contexts.sum()) if windows.overlap else 0
         num_tokens = int(windows.lengths.sum())
-        return account_rows({
-            "documents": windows.num_documents, "empty_documents": windows.num_empty,
-            "long_documents": windows.num_long, "windows": num_windows,
-            "tokens": num_tokens - num_repeated, "repeated_tokens": num_repeated,
-            "cut_tokens": windows.num_cut_tokens, "capacity": self.capacity,
-            "rows": len(self), "filled": num_tokens + num_windows * self.num_special,
-        })
+        return account_rows(
+            {
+                "documents": windows.num_documents,
+                "empty_documents": windows.num_empty,
+                "long_documents": windows.num_long,
+                "windows": num_windows,
+                "tokens": num_tokens - num_repeated,
+                "repeated_tokens": num_repeated,
+                "cut_tokens": windows.num_cut_tokens,
+                "capacity": self.capacity,
+                "rows": len(self),
+                "filled": num_tokens + num_windows * self.num_special,
+            }
+        )
 
 # %% ../../nbs/data/11_packing.ipynb #bfb96cbc
 def bare_row(row: dict) -> dict:
     "A row of one document without padding and positions: a collator then pads it."
     length = np.count_nonzero(row["attention_mask"])
-    return {name: values[:length] if name in PADDING else values
-            for name, values in row.items() if name != "position_ids"}
+    return {
+        name: values[:length] if name in PADDING else values
+        for name, values in row.items()
+        if name != "position_ids"
+    }
 
 
 class PaddedDataset(PackedDataset):
     "One document, or window of a long one, in a row of its own; the collator pads it."
+
     mixes_rows = True  # which is the same rows in another order
 
     def plan_rows(self, lengths: np.ndarray) -> Plan:

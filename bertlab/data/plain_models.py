@@ -56,11 +56,15 @@ def _check_plain_model(model: Any) -> None:
     "Raise `ValueError` for a model, or a kernel, that would mix packed documents."
     family, kernel = model.config.model_type, model.config._attn_implementation
     if family not in FAMILIES:
-        raise ValueError(f"model_type {family!r} is not known to compute packed rows exactly; "
-                         f"known are {sorted(FAMILIES)}")
+        raise ValueError(
+            f"model_type {family!r} is not known to compute packed rows exactly; "
+            f"known are {sorted(FAMILIES)}"
+        )
     if kernel not in MASK_FORMS:
-        raise ValueError(f"attn_implementation {kernel!r} takes no mask of documents: load the "
-                         f"model with one of {sorted(MASK_FORMS)}")
+        raise ValueError(
+            f"attn_implementation {kernel!r} takes no mask of documents: load the "
+            f"model with one of {sorted(MASK_FORMS)}"
+        )
 
 # %% ../../nbs/data/17_plain_models.ipynb #75f8b7d1
 class PlainModelCollator:
@@ -98,13 +102,16 @@ class PlainModelCollator:
     def __call__(self, rows: Sequence) -> dict[str, Any]:
         for number, row in enumerate(rows):
             if isinstance(row, Mapping) and "position_ids" in row and "index" not in row:
-                raise ValueError(f"row {number} has no index, so its masks would never change: set "
-                                 "remove_unused_columns=False in TrainingArguments")
+                raise ValueError(
+                    f"row {number} has no index, so its masks would never change: set "
+                    "remove_unused_columns=False in TrainingArguments"
+                )
         batch = self.collator(rows)
         documents_BL, kept = batch["attention_mask"], ("input_ids", "labels")
         return {name: batch[name] for name in kept if name in batch} | {
             "attention_mask": self.mask(documents_BL),
-            "position_ids": self.positions(batch["position_ids"], documents_BL)}
+            "position_ids": self.positions(batch["position_ids"], documents_BL),
+        }
 
     def mask(self, documents_BL: Tensor) -> Tensor | dict[str, Tensor]:
         "One mask; or one for each kind of layer, where some see a window only."
@@ -121,6 +128,8 @@ class PlainModelCollator:
             positions_BL = shift_positions(positions_BL, documents_BL, self.pad_token_id)
         last = int(positions_BL.max())
         if self.num_positions is not None and last >= self.num_positions:
-            raise ValueError(f"a document reaches position {last}, but the model has learned "
-                             f"positions 0 to {self.num_positions - 1}: pack into shorter rows")
+            raise ValueError(
+                f"a document reaches position {last}, but the model has learned "
+                f"positions 0 to {self.num_positions - 1}: pack into shorter rows"
+            )
         return positions_BL

@@ -61,6 +61,7 @@ def raise_error(error: ValueError) -> None:
 
 class Line(NamedTuple):
     "A line of a text file."
+
     number: int  # from 1
     text: str  # without its end
     end: int  # bytes from the file's beginning to the next line, unpacked
@@ -70,6 +71,7 @@ class Line(NamedTuple):
 @dataclass
 class Place:
     "How far a file was read: the end of the last document that was given."
+
     offset: int = 0  # bytes, unpacked
     line: int = 0  # lines, of texts and of tables made of lines
     row: int = 0  # rows, of tables that are not made of lines
@@ -122,16 +124,27 @@ def read_lines(
                 except UnicodeDecodeError as error:
                     advice = _encoding_advice(path, data)
                     kind = NotText if "looks like" in advice else ValueError
-                    on_error(kind(
-                        f"{path} line {number} is not UTF-8: byte {data[error.start]:#04x} at "
-                        f"position {start + error.start}; {advice}"))
+                    on_error(
+                        kind(
+                            f"{path} line {number} is not UTF-8: byte {data[error.start]:#04x} at "
+                            f"position {start + error.start}; {advice}"
+                        )
+                    )
                     continue
                 if data.count(0) > len(data) / 4:
-                    on_error(NotText(f"{path} line {number} is no text in UTF-8: "
-                                     f"{_encoding_advice(path, data)}"))
+                    on_error(
+                        NotText(
+                            f"{path} line {number} is no text in UTF-8: "
+                            f"{_encoding_advice(path, data)}"
+                        )
+                    )
                     continue
-                yield Line(number, text if start else text.removeprefix("\ufeff"), end,
-                           data[len(bare):].decode())
+                yield Line(
+                    number,
+                    text if start else text.removeprefix("\ufeff"),
+                    end,
+                    data[len(bare) :].decode(),
+                )
 
 # %% ../../nbs/data/02_readers.ipynb #d2110531
 def choose_lines(
@@ -190,8 +203,10 @@ def _suspect_header(there: Sequence[str]) -> str:  # empty where the names look 
     odd = [n for n in map(str, there) if re.fullmatch(r"[+-]?\d[\d.]*", n) or len(n.split()) > 5]
     if list(there) == counted or not odd:
         return ""
-    return (f"; {odd[0][:40]!r} looks like data, not like a name: if the file has no header, give "
-            "header=False (header: false) and name columns by their numbers")
+    return (
+        f"; {odd[0][:40]!r} looks like data, not like a name: if the file has no header, give "
+        "header=False (header: false) and name columns by their numbers"
+    )
 
 
 def resolve_column(
@@ -209,22 +224,28 @@ def resolve_column(
     if column in there and (number is None or not suspicion or named == column):
         return column
     if column in there:
-        raise ValueError(f"{argument}={column!r} is the name of a column and the number of "
-                         f"another one{suspicion}")
+        raise ValueError(
+            f"{argument}={column!r} is the name of a column and the number of "
+            f"another one{suspicion}"
+        )
     if counted and suspicion and not str(named).isidentifier():
-        raise ValueError(f"{argument}={column!r} is the number of the column {named[:40]!r}"
-                         f"{suspicion}")
+        raise ValueError(
+            f"{argument}={column!r} is the number of the column {named[:40]!r}{suspicion}"
+        )
     if counted:
         return named
     if number is not None:
-        raise ValueError(f"{argument}={column!r}: columns are numbered from 1 to {len(there)}, or "
-                         f"from -1 backwards; they are {list(there)}")
+        raise ValueError(
+            f"{argument}={column!r}: columns are numbered from 1 to {len(there)}, or "
+            f"from -1 backwards; they are {list(there)}"
+        )
     same = [name for name in there if str(name).lower() == column.lower()]
     if len(same) != 1:
         shown = [str(name)[:40] for name in there]
         hint = did_you_mean(column, shown) or ";"
-        raise ValueError(f"{argument}: there is no column {column!r}{hint} its columns are "
-                         f"{shown}{suspicion}")
+        raise ValueError(
+            f"{argument}: there is no column {column!r}{hint} its columns are {shown}{suspicion}"
+        )
     return same[0]
 
 # %% ../../nbs/data/02_readers.ipynb #4d98e911
@@ -283,8 +304,9 @@ def read_csv(
     place, first = place or Place(), Place()
     delimiter = delimiter or ("\t" if kind_of(path) == ".tsv" else ",")
     if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n':
-        raise ValueError("delimiter must be a single character between cells, such as ';', got "
-                         f"{delimiter!r}")
+        raise ValueError(
+            f"delimiter must be a single character between cells, such as ';', got {delimiter!r}"
+        )
     begin, names = next(_csv_rows(path, delimiter, raise_error, first), (0, []))
     if not begin:
         return
@@ -293,13 +315,19 @@ def read_csv(
     names = names if header else [str(number) for number in range(1, len(names) + 1)]
     wanted = find_columns(columns, names, path)
     if twice := [name for name in wanted.values() if names.count(name) > 1]:
-        raise ValueError(f"{path} line {begin}: the header names a column twice: {twice[0]!r}"
-                         f"{_suspect_header(names)}")
+        raise ValueError(
+            f"{path} line {begin}: the header names a column twice: {twice[0]!r}"
+            f"{_suspect_header(names)}"
+        )
     for line, cells in _csv_rows(path, delimiter, on_error, place):
-        if any(cells[len(names):]):
+        if any(cells[len(names) :]):
             of = "header" if header else "first row"
-            on_error(ValueError(f"{path} line {line} has {len(cells)} cells, the {of} has "
-                                f"{len(names)}: put a cell with a {delimiter!r} in quotes"))
+            on_error(
+                ValueError(
+                    f"{path} line {line} has {len(cells)} cells, the {of} has "
+                    f"{len(names)}: put a cell with a {delimiter!r} in quotes"
+                )
+            )
             continue
         row = {**dict.fromkeys(names), **dict(zip(names, cells))}
         yield f"line {line}", {asked: row[name] for asked, name in wanted.items()}
@@ -329,14 +357,17 @@ def _json_values(path: Path, on_error: OnError, place: Place) -> Iterator[tuple[
     "What a file holds, and where: a value a line, or the items of one list."
     lines = (line.text.strip() for line in read_lines(path, on_error=lambda error: None))
     begin = next(filter(None, lines), "")
-    whole = begin[:1] == "[" or kind_of(path) not in (".jsonl", ".ndjson") and (
-        begin == "{" or re.match(r'\{\s*("version"\s*:\s*"[^"]*",\s*)?"data"\s*:\s*\[', begin))
+    whole = (
+        begin[:1] == "["
+        or kind_of(path) not in (".jsonl", ".ndjson")
+        and (begin == "{" or re.match(r'\{\s*("version"\s*:\s*"[^"]*",\s*)?"data"\s*:\s*\[', begin))
+    )
     if whole:
         rows = parse_json("\n".join(line.text for line in read_lines(path)), path)
         rows = rows.get("data") if isinstance(rows, dict) else rows
         if not isinstance(rows, list):
             raise ValueError(f"{path} holds one object; give a list, or an object a line")
-        for place.row, row in enumerate(rows[place.row:], place.row + 1):
+        for place.row, row in enumerate(rows[place.row :], place.row + 1):
             yield f"row {place.row}", row
         return
     for place.line, text, place.offset, _ in read_lines(path, place, on_error):
@@ -494,8 +525,10 @@ def read_cell(
         found = find_columns([name for name in columns if name not in row], list(row), where)
         cells = [_check_text(row[found.get(name, name)], name, where) for name in columns]
         if len(cells) > 1 and any(PAIR in cell for cell in cells):
-            raise ValueError(f"{where}: one of {', '.join(map(repr, columns))} holds the letter "
-                             f"{PAIR!r}, which stands between columns here: take it out")
+            raise ValueError(
+                f"{where}: one of {', '.join(map(repr, columns))} holds the letter "
+                f"{PAIR!r}, which stands between columns here: take it out"
+            )
         yield PAIR.join(cells)
     except ValueError as error:
         on_error(error)
@@ -560,7 +593,6 @@ class _Skip:
 
     def __call__(self, error: ValueError) -> None:
         if self.warn and self.first is None:
-            warnings.warn(f"malformed rows are left out; the first: {error}",
-                          stacklevel=2)
+            warnings.warn(f"malformed rows are left out; the first: {error}", stacklevel=2)
         self.first = self.first or str(error)
         self.notes[f"malformed rows, left out; the first: {self.first}"] += 1

@@ -26,6 +26,7 @@ from .tokenizers import count_ids, find_missing_ids, read_plainly
 @dataclass(frozen=True)
 class Vocabulary:
     "How many ids there are, and which are no words: special ids are never masked nor drawn."
+
     size: int  # ids run from 0 to size - 1, V
     pad_token_id: int  # fills rows up
     mask_token_id: int  # stands where a token is hidden
@@ -39,8 +40,10 @@ class Vocabulary:
         special = {int(i) for i in (*self.special_token_ids, self.pad_token_id, self.mask_token_id)}
         outside = sorted(i for i in special if not 0 <= i < self.size)
         if outside:
-            raise ValueError(f"special id {outside[0]} is outside the vocabulary of {self.size}: "
-                             "check vocab_size (len(tokenizer) counts added tokens)")
+            raise ValueError(
+                f"special id {outside[0]} is outside the vocabulary of {self.size}: "
+                "check vocab_size (len(tokenizer) counts added tokens)"
+            )
         if len(special) == self.size:
             raise ValueError(f"vocab_size {self.size} leaves no word beside the special ids")
         object.__setattr__(self, "special_token_ids", tuple(sorted(special)))
@@ -56,8 +59,14 @@ class Vocabulary:
 # %% ../../nbs/data/06_rows.ipynb #6498ac39
 IGNORED = -100  # the label of what is not to be learned: torch's cross entropy passes it by
 # What collators put into a batch for reports and scores. No model takes these keys.
-BOOKKEEPING = ("num_dropped_labels", "example_index", "offsets", "answer_spans", "original_ids",
-               "begins_word")
+BOOKKEEPING = (
+    "num_dropped_labels",
+    "example_index",
+    "offsets",
+    "answer_spans",
+    "original_ids",
+    "begins_word",
+)
 
 # %% ../../nbs/data/06_rows.ipynb #5877c1c8
 def count_positions(
@@ -84,14 +93,17 @@ def encode_rows(
         if "input_ids" not in row:
             texts[number] = row.get(text_column)
             if not isinstance(texts[number], str):
-                raise ValueError(f"row {number} has neither input_ids nor text in the column "
-                                 f"{text_column!r} (text_column); its columns are {list(row)}")
+                raise ValueError(
+                    f"row {number} has neither input_ids nor text in the column "
+                    f"{text_column!r} (text_column); its columns are {list(row)}"
+                )
         encoded.append(row)
     if texts and tokenizer is None:
         raise ValueError(f"row {min(texts)} is text: give the collator a tokenizer to read it")
     if texts:
-        ids = read_plainly(tokenizer, list(texts.values()), truncation=True,
-                           max_length=max_sequence_length)  # who says [MASK] means the word
+        ids = read_plainly(
+            tokenizer, list(texts.values()), truncation=True, max_length=max_sequence_length
+        )  # who says [MASK] means the word
         for number, row_ids in zip(texts, ids["input_ids"]):
             encoded[number] = {**encoded[number], "input_ids": row_ids}
     return encoded
@@ -109,11 +121,15 @@ def read_sequences(
     sequences = {name: np.asarray(row[name]) for name in PADDING if name in row}
     for name, values in sequences.items():
         if values.ndim != 1 or (values.size and values.dtype.kind not in "biu"):
-            raise ValueError(f"row {number}: {name} must be a flat sequence of integers, got "
-                             f"{values.dtype} of shape {values.shape}")
+            raise ValueError(
+                f"row {number}: {name} must be a flat sequence of integers, got "
+                f"{values.dtype} of shape {values.shape}"
+            )
         if len(values) != len(sequences["input_ids"]):
-            raise ValueError(f"row {number}: {name} has {len(values)} entries, input_ids has "
-                             f"{len(sequences['input_ids'])}")
+            raise ValueError(
+                f"row {number}: {name} has {len(values)} entries, input_ids has "
+                f"{len(sequences['input_ids'])}"
+            )
     return sequences
 
 # %% ../../nbs/data/06_rows.ipynb #40acc0dd
@@ -127,12 +143,16 @@ def settle_length(
     longest, shortest = int(np.argmax(lengths)), int(np.argmin(lengths))
     if all("position_ids" in row for row in rows):
         if lengths[shortest] < lengths[longest]:
-            raise ValueError(f"packed rows share one length, but row {shortest} has "
-                             f"{lengths[shortest]} positions and row {longest} {lengths[longest]}")
+            raise ValueError(
+                f"packed rows share one length, but row {shortest} has "
+                f"{lengths[shortest]} positions and row {longest} {lengths[longest]}"
+            )
         return lengths[0]
     if lengths[longest] > max_sequence_length:
-        raise ValueError(f"row {longest} has {lengths[longest]} tokens, max_sequence_length is "
-                         f"{max_sequence_length}: cut or pack long documents first")
+        raise ValueError(
+            f"row {longest} has {lengths[longest]} tokens, max_sequence_length is "
+            f"{max_sequence_length}: cut or pack long documents first"
+        )
     if pad_to_multiple_of is None:
         return max_sequence_length
     multiples = max(1, math.ceil(lengths[longest] / pad_to_multiple_of))
@@ -146,8 +166,10 @@ def check_ids(
     "Raise `ValueError` for an id outside the vocabulary."
     if ids_BL.min(initial=0) < 0 or ids_BL.max(initial=0) >= vocabulary.size:
         number, column = np.argwhere((ids_BL < 0) | (ids_BL >= vocabulary.size))[0]
-        raise ValueError(f"row {number} has id {ids_BL[number, column]} at position {column}, "
-                         f"outside the vocabulary of {vocabulary.size}: is it the same tokenizer?")
+        raise ValueError(
+            f"row {number} has id {ids_BL[number, column]} at position {column}, "
+            f"outside the vocabulary of {vocabulary.size}: is it the same tokenizer?"
+        )
 
 # %% ../../nbs/data/06_rows.ipynb #f611821b
 def pad_rows(
@@ -165,7 +187,7 @@ def pad_rows(
             continue
         batch[name] = np.full((len(rows), length), value, dtype=np.int64)
         for filled_L, row in zip(batch[name], rows):
-            filled_L[:len(row["input_ids"])] = row.get(name, absent)
+            filled_L[: len(row["input_ids"])] = row.get(name, absent)
     bare = [number for number, row in enumerate(rows) if "position_ids" not in row]
     if bare:
         batch["position_ids"][bare] = count_positions(batch["attention_mask"][bare])
@@ -183,8 +205,9 @@ def read_column(
     if optional and len(lacking) == len(rows):
         return None
     if lacking:
-        raise ValueError(f"row {lacking[0]} has no column {name!r}; its columns are "
-                         f"{list(rows[lacking[0]])}")
+        raise ValueError(
+            f"row {lacking[0]} has no column {name!r}; its columns are {list(rows[lacking[0]])}"
+        )
     return [row[name] for row in rows]
 
 # %% ../../nbs/data/06_rows.ipynb #4a55d51f
@@ -231,6 +254,7 @@ def read_block(block: RowBlock, vocabulary: Vocabulary) -> dict[str, np.ndarray]
 @dataclass(frozen=True)
 class RowReader:
     "From rows of any kind to arrays of one length: text, ids, or rows of a packed dataset."
+
     vocabulary: Vocabulary
     text_column: str = "text"
     label_column: str | None = None  # read into `labels`
@@ -280,9 +304,11 @@ def read_addresses(
             except TypeError:  # text, or a number with a fraction
                 fits = False
             if not fits:
-                raise ValueError(f"row {number}: {name} must be a whole number, 0 or more, got "
-                                 f"{value!r}: it is the address of the row's draws, so a column "
-                                 "of another meaning needs another name")
+                raise ValueError(
+                    f"row {number}: {name} must be a whole number, 0 or more, got "
+                    f"{value!r}: it is the address of the row's draws, so a column "
+                    "of another meaning needs another name"
+                )
     return epochs, indices
 
 # %% ../../nbs/data/06_rows.ipynb #c0a1e61d
@@ -290,9 +316,11 @@ def refuse_segments(rows: Sequence) -> None:
     "Raise `ValueError` for a row whose second segment would be read as its first."
     for number, row in enumerate(rows):
         if isinstance(row, Mapping) and np.any(np.asarray(row.get("token_type_ids", 0))):
-            raise ValueError(f"row {number} has token_type_ids other than 0, and a batch of this "
-                             "collator has no segments: leave the column out, and all of the row "
-                             "is read as segment 0")
+            raise ValueError(
+                f"row {number} has token_type_ids other than 0, and a batch of this "
+                "collator has no segments: leave the column out, and all of the row "
+                "is read as segment 0"
+            )
 
 
 class Collator(ABC):
@@ -303,6 +331,7 @@ class Collator(ABC):
     name of the objective that its batches train, so that a model of another one is refused; a name
     that no model of ours has leaves it to the models of the collator it is derived from.
     """
+
     objective: str | None = None
 
     def __init__(
@@ -327,15 +356,26 @@ class Collator(ABC):
             missing = (one for one in find_missing_ids(tokenizer) if one < vocab_size)
             special = (*special, *missing)
         self.vocabulary = Vocabulary(vocab_size, pad_token_id, mask_token_id, tuple(special))
-        self.read = RowReader(self.vocabulary, text_column, label_column, max_sequence_length,
-                              pad_to_multiple_of, tokenizer)
+        self.read = RowReader(
+            self.vocabulary,
+            text_column,
+            label_column,
+            max_sequence_length,
+            pad_to_multiple_of,
+            tokenizer,
+        )
         self.seed, self.epoch = seed, 0  # epoch: of rows that do not bring their own
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, **options: Any) -> "Collator":
         "Take ids, vocabulary and special tokens from a transformers tokenizer."
-        return cls(tokenizer.pad_token_id, tokenizer.mask_token_id, count_ids(tokenizer),
-                   tokenizer=tokenizer, **options)
+        return cls(
+            tokenizer.pad_token_id,
+            tokenizer.mask_token_id,
+            count_ids(tokenizer),
+            tokenizer=tokenizer,
+            **options,
+        )
 
     @abstractmethod
     def compute_labels(self, tokenized: dict[str, Any]) -> dict[str, Any]:

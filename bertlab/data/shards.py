@@ -114,8 +114,9 @@ def write_shard(
         for ids, lengths in blocks:
             stored, stops = ids.astype(dtype), num_tokens + np.cumsum(lengths, dtype=np.int64)
             if not np.array_equal(stored, ids):  # a larger id would come back as another
-                raise ValueError(f"{path.name}: {dtype} does not hold all ids from {ids.min()} to "
-                                 f"{ids.max()}")
+                raise ValueError(
+                    f"{path.name}: {dtype} does not hold all ids from {ids.min()} to {ids.max()}"
+                )
             own = np.concatenate([ends[-1][-1:], stops])
             table.append((num_tokens, num_documents, _sum(stored), _sum(own)))
             file.write(stored.tobytes())
@@ -124,8 +125,14 @@ def write_shard(
         file.write(bytes(-file.tell() % 8) + np.concatenate(ends).tobytes())
         rows = np.array(table, np.int64).reshape(-1, 4)
         file.write(rows.tobytes())
-        facts = {"key": key, "dtype": dtype, "tokens": num_tokens, "documents": num_documents,
-                 "blocks": len(table), "crc32": _sum(rows)}
+        facts = {
+            "key": key,
+            "dtype": dtype,
+            "tokens": num_tokens,
+            "documents": num_documents,
+            "blocks": len(table),
+            "crc32": _sum(rows),
+        }
         file.seek(0)
         body = json.dumps(facts).encode().ljust(HEADER_BYTES - len(MAGIC) - 8)
         file.write(MAGIC + b"%08x" % zlib.crc32(body) + body)
@@ -165,8 +172,10 @@ def _map_shard(path: Path, facts: dict) -> tuple[np.ndarray, np.ndarray]:
     kinds = facts["dtype"], "int64"
     try:
         # No system maps a region without bytes.
-        return tuple(np.memmap(path, kind, "r", begin, (size,)) if size else np.empty(0, kind)
-                     for kind, begin, size in zip(kinds, begins, sizes))
+        return tuple(
+            np.memmap(path, kind, "r", begin, (size,)) if size else np.empty(0, kind)
+            for kind, begin, size in zip(kinds, begins, sizes)
+        )
     except (OSError, ValueError) as error:
         raise StaleCache(f"{path} cannot be mapped ({error}); tokenize again") from None
 
@@ -242,8 +251,11 @@ def write_part(
     blocks = cut_blocks(encode(whole), min(block_tokens, shard_tokens))
     for first in blocks:
         path = directory / f"part-{part:05d}-{len(shards):04d}.shard"
-        shards.append(write_shard(path, chain([first], _until(blocks, shard_tokens, len(first[0]))),
-                                  key, dtype))
+        shards.append(
+            write_shard(
+                path, chain([first], _until(blocks, shard_tokens, len(first[0]))), key, dtype
+            )
+        )
     # A source is known to be empty when it was read; its part then has no shard.
     record = {"key": key, "shards": shards, "notes": dict(notes or {})}
     return _write_json(directory / f"part-{part:05d}.json", record)
@@ -272,8 +284,10 @@ def finish_shards(
     records = [part_record(directory, part) for part in range(num_parts)]
     missing = [part for part, record in enumerate(records) if record is None]
     if missing:
-        raise ValueError(f"{len(missing)} of {num_parts} parts in {directory} are not finished "
-                         f"(the first is {missing[0]}): run the same command again to go on")
+        raise ValueError(
+            f"{len(missing)} of {num_parts} parts in {directory} are not finished "
+            f"(the first is {missing[0]}): run the same command again to go on"
+        )
     shards = [shard for record in records for shard in record["shards"]]
     rows, num_tokens, num_documents = [], 0, 0
     for number, shard in enumerate(shards):
@@ -286,10 +300,16 @@ def finish_shards(
     name = f"blocks-{_sum(blocks):08x}.npy"
     with written_whole(directory / name) as temporary, open(temporary, "wb") as file:
         np.save(file, blocks)
-    manifest = {"format": "bertlab shards 1", "key": key, "tokens": num_tokens,
-                "documents": num_documents, "parts": num_parts,
-                "blocks": {"file": name, "count": len(blocks) - 1, "crc32": _sum(blocks)},
-                **(facts or {}), "shards": shards}
+    manifest = {
+        "format": "bertlab shards 1",
+        "key": key,
+        "tokens": num_tokens,
+        "documents": num_documents,
+        "parts": num_parts,
+        "blocks": {"file": name, "count": len(blocks) - 1, "crc32": _sum(blocks)},
+        **(facts or {}),
+        "shards": shards,
+    }
     manifest = _write_json(directory / MANIFEST, manifest)
     for old in directory.glob("blocks-*.npy"):
         if old.name != name:
@@ -301,8 +321,10 @@ def read_manifest(directory: str | os.PathLike) -> dict:
     "Read the manifest. Raises `StaleCache` for a changed one, `FileNotFoundError` for none."
     path = Path(directory) / MANIFEST
     if not path.exists() and any(Path(directory).glob("part-*")):
-        raise FileNotFoundError(f"{directory} holds parts and no {MANIFEST}: tokenizing was not "
-                                "finished; run the same command again to go on")
+        raise FileNotFoundError(
+            f"{directory} holds parts and no {MANIFEST}: tokenizing was not "
+            "finished; run the same command again to go on"
+        )
     data = path.read_bytes()
     try:
         manifest = parse_json(data.decode("utf-8"), path)
@@ -323,8 +345,9 @@ def _check_manifest(manifest: dict, path: Path) -> None:
         for shard in shards:
             check_shard_facts(shard, path)
         sums = [sum(shard[name] for shard in shards) for name in ("tokens", "documents", "blocks")]
-        if sums != [manifest["tokens"], manifest["documents"], count] \
-                or not isinstance(manifest["key"], str):
+        if sums != [manifest["tokens"], manifest["documents"], count] or not isinstance(
+            manifest["key"], str
+        ):
             raise ValueError
     except (ValueError, TypeError, KeyError) as error:
         reason = f": {error}" if str(error) else ""
@@ -344,8 +367,11 @@ class _Store:
         except Exception as error:  # numpy reads the header as Python text: any error
             said = " ".join(str(error).split())[:200]
             raise StaleCache(f"{path} cannot be read ({said}); tokenize again") from None
-        if self.blocks.shape != (facts["count"] + 1, _BLOCK_COLUMNS) \
-                or self.blocks.dtype != np.int64 or _sum(self.blocks) != facts["crc32"]:
+        if (
+            self.blocks.shape != (facts["count"] + 1, _BLOCK_COLUMNS)
+            or self.blocks.dtype != np.int64
+            or _sum(self.blocks) != facts["crc32"]
+        ):
             raise StaleCache(f"{path} was changed after it was written (its checksum differs)")
         self.first_tokens, self.first_documents = self.blocks[:, 0], self.blocks[:, 1]
         # First token and first document of each shard, counted over all shards.
@@ -369,11 +395,15 @@ class _Store:
 
     def _check_values(self, found: np.ndarray, kind: int, shard: int, tokens: slice) -> None:
         "Raise `StaleCache` for offsets that leave their block, and for ids that nothing has."
-        if kind and (found[0] != tokens.start or found[-1] != tokens.stop
-                     or (np.diff(found) < 0).any()):
+        if kind and (
+            found[0] != tokens.start or found[-1] != tokens.stop or (np.diff(found) < 0).any()
+        ):
             problem = "offsets that leave their block"
-        elif not kind and len(found) and (found.min() < 0 or self.num_ids is not None
-                                          and found.max() >= self.num_ids):
+        elif (
+            not kind
+            and len(found)
+            and (found.min() < 0 or self.num_ids is not None and found.max() >= self.num_ids)
+        ):
             problem = f"ids from {found.min()} to {found.max()}, which its tokenizer does not have"
         else:
             return
@@ -396,8 +426,9 @@ class _Store:
     def bounds(self, block: int) -> tuple[int, slice, slice]:
         "Its shard, and where its tokens and its offsets (one more than documents) lie there."
         shard = int(self.blocks[block, _SHARD])
-        (token, document), (end, last) = (self.blocks[b, :2] - self.begins[shard]
-                                          for b in (block, block + 1))
+        (token, document), (end, last) = (
+            self.blocks[b, :2] - self.begins[shard] for b in (block, block + 1)
+        )
         if self.blocks[block + 1, _SHARD] != shard:
             end, last = self.begins[shard + 1] - self.begins[shard]
         return shard, slice(int(token), int(end)), slice(int(document), int(last) + 1)
@@ -409,8 +440,10 @@ class _Store:
         if not self.checked[kind, block]:
             if _sum(found) != self.blocks[block, (_TOKEN_SUM, _OFFSET_SUM)[kind]]:
                 path = self.directory / self.shards[shard]["file"]
-                raise StaleCache(f"{path} was changed after it was written (block {block} has "
-                                 "another checksum); delete the file, and tokenize again")
+                raise StaleCache(
+                    f"{path} was changed after it was written (block {block} has "
+                    "another checksum); delete the file, and tokenize again"
+                )
             self._check_values(found, kind, shard, parts[0])
             self.checked[kind, block] = True
         return found
@@ -509,9 +542,14 @@ class StoredDocuments(TokenizedDocuments):
     ):
         store = _Store(path, manifest, num_ids)
         # The class that it extends is frozen.
-        for name, value in {"path": path, "store": store, "manifest": manifest,
-                            "tokens": StoredArray(store, 0), "offsets": StoredArray(store, 1),
-                            "left_out": tuple(sorted(left_out))}.items():
+        for name, value in {
+            "path": path,
+            "store": store,
+            "manifest": manifest,
+            "tokens": StoredArray(store, 0),
+            "offsets": StoredArray(store, 1),
+            "left_out": tuple(sorted(left_out)),
+        }.items():
             object.__setattr__(self, name, value)
 
     def __reduce__(self):
@@ -677,8 +715,9 @@ class BlockedDataset(PackedDataset):
         self.documents = documents
         self.source = documents if isinstance(documents, StoredDocuments) else _Blocks(documents)
         self.special, self.capacity, self.packing = special, capacity, packing
-        self.around = tuple(int(special.get(f"{name}_token_id") is not None)
-                            for name in ("cls", "sep"))
+        self.around = tuple(
+            int(special.get(f"{name}_token_id") is not None) for name in ("cls", "sep")
+        )
         self.num_special, self.epoch = sum(self.around), 0
         self.cutting = {"overflow": overflow, "overlap": overlap}
         self.shuffle, self.seed, self.mixed_blocks = shuffle, seed, mixed_blocks
@@ -690,12 +729,14 @@ class BlockedDataset(PackedDataset):
     def _count(self) -> np.ndarray:  # (blocks, counts) int64
         "Rows and tokens of each block, from a file beside the shards where it is there."
         facts = [self.capacity, self.num_special, *self.cutting.values(), self.packing]
+
         def count(number: int) -> tuple[int, ...]:
             return count_block(self.source.block(number, tokens=False), *facts)
 
         if not isinstance(self.documents, StoredDocuments):
-            return np.array([count(n) for n in range(self.source.num_blocks)], np.int64) \
-                .reshape(-1, len(_COUNTS))
+            return np.array([count(n) for n in range(self.source.num_blocks)], np.int64).reshape(
+                -1, len(_COUNTS)
+            )
         out, manifest = self.documents.left_out, self.documents.manifest
         name = hashlib.blake2b(json.dumps([facts, out, manifest["crc32"]]).encode(), digest_size=8)
         path = self.documents.path / f"counts-{name.hexdigest()}.npy"
@@ -740,16 +781,24 @@ class BlockedDataset(PackedDataset):
 
     def _plan(self, block: int) -> PackedDataset:
         "The rows of one block."
+
         def make() -> PackedDataset:
             seed = int(np.random.SeedSequence([self.seed, block]).generate_state(1)[0])
             kind = PackedDataset if self.packing else PaddedDataset
-            return kind(self.source.block(block), self.capacity, shuffle=self.shuffle, seed=seed,
-                        **self.special, **self.cutting)
+            return kind(
+                self.source.block(block),
+                self.capacity,
+                shuffle=self.shuffle,
+                seed=seed,
+                **self.special,
+                **self.cutting,
+            )
 
         return self._kept(self.planned, block, self.mixed_blocks + 2, make)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         "The blocks in an epoch's order, and the first row of each group."
+
         def make() -> tuple[np.ndarray, np.ndarray]:
             blocks = np.arange(len(self.counts))
             if self.shuffle:
@@ -762,6 +811,7 @@ class BlockedDataset(PackedDataset):
 
     def _group(self, epoch: int, group: int) -> tuple[np.ndarray, np.ndarray]:
         "Of each row of a group: its block, and its number there."
+
         def make() -> tuple[np.ndarray, np.ndarray]:
             first = group * self.mixed_blocks
             blocks = self._order(epoch)[0][first : first + self.mixed_blocks]
@@ -787,8 +837,9 @@ class BlockedDataset(PackedDataset):
         pairs = [key if isinstance(key, tuple) else (self.epoch, key) for key in keys]
         for _, index in pairs:
             if not -len(self) <= index < len(self):
-                raise IndexError(f"row {index} of {len(self)}: indices go from "
-                                 f"{-len(self)} to {len(self) - 1}")
+                raise IndexError(
+                    f"row {index} of {len(self)}: indices go from {-len(self)} to {len(self) - 1}"
+                )
         pairs = [(epoch, index % len(self)) for epoch, index in pairs]
         wanted: dict[int, list[tuple[int, int, int]]] = {}
         for position, (epoch, index) in enumerate(pairs):

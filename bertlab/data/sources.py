@@ -155,8 +155,10 @@ def check_outside(
         home = Path(source).expanduser()
         read = (real for _, real, _ in _walk(home, Counter()))  # also where links lead to
         if home.is_dir() and any(whole.is_relative_to(one) for one in (home.resolve(), *read)):
-            raise ValueError(f"{option} {place} is inside of {source}, all files of which are "
-                             "read: choose another place")
+            raise ValueError(
+                f"{option} {place} is inside of {source}, all files of which are "
+                "read: choose another place"
+            )
 
 # %% ../../nbs/data/03_sources.ipynb #b2662be2
 def saved_to_disk(
@@ -207,8 +209,10 @@ def _slice_dataset(data: Any, split: str, begin: str | None, stop: str | None) -
     if hasattr(data, "select"):
         return data.select(range(*slice_bounds(begin, stop, len(data))))
     if any("%" in bound or "-" in bound for bound in (begin, stop) if bound):
-        raise ValueError(f"split={split!r} needs the length of the dataset, and a stream has none; "
-                         "count from its beginning, as in train[:1000]")
+        raise ValueError(
+            f"split={split!r} needs the length of the dataset, and a stream has none; "
+            "count from its beginning, as in train[:1000]"
+        )
     first, last = slice_bounds(begin, stop, 2**62)
     data = data.skip(first)
     return data if stop is None else data.take(max(0, last - first))
@@ -304,8 +308,10 @@ def refuse_hub_options(source: str, split: str, config_name: str | None, streami
     given = {"split": split, "config_name": config_name, "streaming": streaming}
     usual = {"split": "train", "config_name": None, "streaming": False}
     if unread := [f"{name}={value!r}" for name, value in given.items() if value != usual[name]]:
-        raise ValueError(f"{source} is no hub dataset and has only the split 'train': leave out "
-                         f"{', '.join(unread)}")
+        raise ValueError(
+            f"{source} is no hub dataset and has only the split 'train': leave out "
+            f"{', '.join(unread)}"
+        )
 
 # %% ../../nbs/data/03_sources.ipynb #01f40d44
 class TextStream:
@@ -396,14 +402,18 @@ class TextStream:
     def load_state_dict(self, state: dict) -> None:
         "Go on from there. Raises `ValueError` where there are other files, or this one changed."
         if state["num_parts"] != len(self.parts):
-            raise ValueError(f"the state is of a stream over {state['num_parts']} files or "
-                             f"datasets, and this one has {len(self.parts)}")
+            raise ValueError(
+                f"the state is of a stream over {state['num_parts']} files or "
+                f"datasets, and this one has {len(self.parts)}"
+            )
         for key, now in self._describe_part(state["part"]).items():
             if state.get(key, now) != now:  # earlier versions did not write it
                 there = self.parts[state["part"]]
-                raise ValueError(f"the stream stood in {state['name']} ({state['bytes']} bytes), "
-                                 f"and file {state['part'] + 1} of it is now {there} ({key}: "
-                                 f"{now!r}): put the files back as they were, or start a new run")
+                raise ValueError(
+                    f"the stream stood in {state['name']} ({state['bytes']} bytes), "
+                    f"and file {state['part'] + 1} of it is now {there} ({key}: "
+                    f"{now!r}): put the files back as they were, or start a new run"
+                )
         self.part, self.number, self.hub = state["part"], state["number"], state["hub"]
         self.place, self.data = Place(**state["place"]), None
 

@@ -69,8 +69,10 @@ def _read_document(
     "Token ids of a document of any kind. Raises `ValueError` for what is not tokenized."
     if isinstance(document, Mapping):
         if "input_ids" not in document:
-            raise ValueError(f"document {number} of the source has no input_ids, only "
-                             f"{list(document)}: tokenize the stream first (source.map)")
+            raise ValueError(
+                f"document {number} of the source has no input_ids, only "
+                f"{list(document)}: tokenize the stream first (source.map)"
+            )
         document = document["input_ids"]
     if isinstance(document, str):
         raise ValueError(f"document {number} of the source is text: tokenize the stream first")
@@ -84,8 +86,11 @@ def write_ids(
     arrays = list(documents)
     ids = np.concatenate(arrays) if arrays else np.empty(0, np.int32)
     kind = "<u2" if ids.max(initial=0) < 1 << 16 else "<i4"
-    return {"ids": base64.b64encode(ids.astype(kind).tobytes()).decode(), "dtype": kind,
-            "lengths": [len(array) for array in arrays]}
+    return {
+        "ids": base64.b64encode(ids.astype(kind).tobytes()).decode(),
+        "dtype": kind,
+        "lengths": [len(array) for array in arrays],
+    }
 
 
 def read_written_ids(
@@ -110,7 +115,6 @@ class _Lots:
             rng = np.random.default_rng([*self.address, chunk])
             self.drawn, self.values = chunk, rng.random(self.chunk).tolist()
         return self.values[position]
-
 
 
 class ShuffledReader:
@@ -147,12 +151,18 @@ class ShuffledReader:
     def state_dict(self) -> dict:
         "Where the source stands, and what waits in the buffer."
         source = self.source.state_dict() if _has_exact_state(self.source) else None
-        return {"num_read": self.num_read, "num_taken": self.num_taken, "source": source,
-                "ended": self.ended, "waiting": write_ids(self.waiting)}
+        return {
+            "num_read": self.num_read,
+            "num_taken": self.num_taken,
+            "source": source,
+            "ended": self.ended,
+            "waiting": write_ids(self.waiting),
+        }
 
 # %% ../../nbs/data/14_streaming.ipynb #90d04bbf
 class StreamWindow(NamedTuple):
     "A stretch of a document that fits into a row."
+
     ids: np.ndarray  # ordinary tokens
     left: int = 0  # of them at the beginning: repeated, they count for the window before
     right: int = 0  # at the end: they count for the window after
@@ -353,12 +363,22 @@ class PackedStream(PackingReport, IterableDataset):
         world_size: int = 1,  # processes
         block_size: int = 1,  # rows of a batch: neighbours that go to one process and worker
     ):
-        self.special = {"pad_token_id": pad_token_id, "cls_token_id": cls_token_id,
-                        "sep_token_id": sep_token_id}
+        self.special = {
+            "pad_token_id": pad_token_id,
+            "cls_token_id": cls_token_id,
+            "sep_token_id": sep_token_id,
+        }
         self.around = int(cls_token_id is not None), int(sep_token_id is not None)
         check_overflow(capacity - sum(self.around), overflow, overlap)
-        _check_stream(source, rank, world_size, buffer_size=(buffer_size, 1), seed=(seed, 0),
-                      shuffle_buffer=(shuffle_buffer, 0), block_size=(block_size, 1))
+        _check_stream(
+            source,
+            rank,
+            world_size,
+            buffer_size=(buffer_size, 1),
+            seed=(seed, 0),
+            shuffle_buffer=(shuffle_buffer, 0),
+            block_size=(block_size, 1),
+        )
         self.source, self.capacity = source, capacity
         self.overflow, self.overlap = overflow, overlap
         self.buffer_size, self.shuffle_buffer, self.seed = buffer_size, shuffle_buffer, seed
@@ -380,15 +400,18 @@ class PackedStream(PackingReport, IterableDataset):
             self.set_epoch(self.shared_epoch.memory.value)
         state = self.loaded or {"delivered": 0, "packer": None}
         done, inner = state["delivered"], state["packer"]
-        reader = ShuffledReader(self.source, self.epoch, self.shuffle_buffer, self.seed,
-                                inner and inner["reader"])
+        reader = ShuffledReader(
+            self.source, self.epoch, self.shuffle_buffer, self.seed, inner and inner["reader"]
+        )
         buffer = BestFitBuffer(self.capacity, sum(self.around))
         packer = RowPacker(reader, buffer, self.buffer_size, self.overflow, self.overlap, inner)
         number, offset = divmod(done, self.block_size)
         next_own = (number * self.world_size + self.rank) * self.block_size + offset
         if next_own < packer.counts["rows"]:
-            raise ValueError(f"the state is past row {next_own}, the next one of rank {self.rank}: "
-                             "load a state that was saved after a whole block, or by rank 0")
+            raise ValueError(
+                f"the state is past row {next_own}, the next one of rank {self.rank}: "
+                "load a state that was saved after a whole block, or by rank 0"
+            )
         self.packer, self.loaded, self.delivered = packer, None, done
         return self._deliver(done)
 
@@ -427,29 +450,43 @@ class PackedStream(PackingReport, IterableDataset):
         "The position after the row that was delivered last."
         if self.packer is None and self.loaded is not None:
             return self.loaded
-        return {"epoch": self.epoch, "world_size": self.world_size, "delivered": self.delivered,
-                "block_size": self.block_size,
-                "packer": self.packer.state_dict() if self.packer else None}
+        return {
+            "epoch": self.epoch,
+            "world_size": self.world_size,
+            "delivered": self.delivered,
+            "block_size": self.block_size,
+            "packer": self.packer.state_dict() if self.packer else None,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         "Continue there. States between two blocks are good for every process, and other numbers."
         if "lanes" in state:
-            raise ValueError(f"the state is of a stream with num_lanes={state['num_lanes']}, and "
-                             "this one has none: rows would come in another order; resume with "
-                             f"data_kwargs lanes={state['num_lanes']}")
+            raise ValueError(
+                f"the state is of a stream with num_lanes={state['num_lanes']}, and "
+                "this one has none: rows would come in another order; resume with "
+                f"data_kwargs lanes={state['num_lanes']}"
+            )
         total, block_size = state["delivered"] * state["world_size"], state.get("block_size")
-        changed = (state["world_size"] != self.world_size
-                   or block_size not in (None, self.block_size))  # None: of an earlier version
+        changed = state["world_size"] != self.world_size or block_size not in (
+            None,
+            self.block_size,
+        )  # None: of an earlier version
         if changed and total % (self.world_size * self.block_size):
             before = f"world_size={state['world_size']}"
             before += f" and block_size={block_size}" if block_size else ""
-            raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "
-                             f"processes with blocks of {self.block_size} cannot share evenly: "
-                             f"resume with {before}")
+            raise ValueError(
+                f"the state was saved after {total} rows, which {self.world_size} "
+                f"processes with blocks of {self.block_size} cannot share evenly: "
+                f"resume with {before}"
+            )
         self.epoch, self.packer, self.delivered = state["epoch"], None, total // self.world_size
         self.shared_epoch.memory.value = self.epoch
-        self.loaded = {**state, "world_size": self.world_size, "delivered": self.delivered,
-                       "block_size": self.block_size}
+        self.loaded = {
+            **state,
+            "world_size": self.world_size,
+            "delivered": self.delivered,
+            "block_size": self.block_size,
+        }
 
     def merge(self, latest: dict, snapshot: dict | None) -> dict:
         "The latest state of a loader with workers, and what one of them has sent."
@@ -473,8 +510,10 @@ class PackedStream(PackingReport, IterableDataset):
 def _check_stream(source: Any, rank: int, world_size: int, **counts: tuple[int, int]) -> None:
     "Raise `ValueError` for a source that can be read once only, or for counts that are too small."
     if isinstance(source, Iterator) or not (callable(source) or hasattr(source, "__iter__")):
-        raise ValueError(f"source is {type(source).__name__}, which cannot be read again: pass a "
-                         "list, a dataset, or a function of the epoch that returns an iterator")
+        raise ValueError(
+            f"source is {type(source).__name__}, which cannot be read again: pass a "
+            "list, a dataset, or a function of the epoch that returns an iterator"
+        )
     counts |= {"world_size": (world_size, 1), "rank": (rank, 0)}
     for name, (value, least) in counts.items():
         if value < least:
@@ -641,19 +680,27 @@ class _Lane:
         "Open the source for a pass."
         stream = self.stream
         seed = int(np.random.SeedSequence([stream.seed, self.number]).generate_state(1)[0])
-        reader = ShuffledReader(stream.lanes[self.number], self.passes, stream.shuffle_buffer,
-                                seed, state and state["reader"])
+        reader = ShuffledReader(
+            stream.lanes[self.number],
+            self.passes,
+            stream.shuffle_buffer,
+            seed,
+            state and state["reader"],
+        )
         buffer = BestFitBuffer(stream.capacity, sum(stream.around))
-        self.packer = RowPacker(reader, buffer, stream.buffer_size, stream.overflow,
-                                stream.overlap, state)
+        self.packer = RowPacker(
+            reader, buffer, stream.buffer_size, stream.overflow, stream.overlap, state
+        )
 
     def next_row(self) -> tuple[list[StreamWindow], int, int]:  # windows, pass, row of the pass
         "Pack the next row, of the next pass where one has ended."
         windows = self.packer.pack_next()
         while not windows:
             if not self.packer.counts["rows"]:
-                raise ValueError(f"lane {self.number} of the stream holds no document to train "
-                                 "on: its file is empty, or all of it is held out; give fewer")
+                raise ValueError(
+                    f"lane {self.number} of the stream holds no document to train "
+                    "on: its file is empty, or all of it is held out; give fewer"
+                )
             self.passes += 1
             self.begin()
             windows = self.packer.pack_next()
@@ -663,8 +710,12 @@ class _Lane:
         return windows, self.passes, self.packer.counts["rows"] - 1
 
     def state_dict(self) -> dict:
-        return {"block": self.block, "offset": self.offset, "passes": self.passes,
-                "packer": self.packer.state_dict()}
+        return {
+            "block": self.block,
+            "offset": self.offset,
+            "passes": self.passes,
+            "packer": self.packer.state_dict(),
+        }
 
 
 class LanedStream(PackingReport, IterableDataset):
@@ -760,9 +811,14 @@ class LanedStream(PackingReport, IterableDataset):
     def state_dict(self) -> dict:  # numbers, strings, lists and dicts only
         "The position after the block that was delivered last. With `gather`, all must call it."
         lanes = {**self.known, **self._lane_states()}
-        return {"delivered": self.delivered, "world_size": self.world_size,
-                "batch_size": self.block_size, "block_size": self.turn,
-                "num_lanes": self.num_lanes, "lanes": lanes}
+        return {
+            "delivered": self.delivered,
+            "world_size": self.world_size,
+            "batch_size": self.block_size,
+            "block_size": self.turn,
+            "num_lanes": self.num_lanes,
+            "lanes": lanes,
+        }
 
     def gather_states(self, state: dict) -> dict:
         "The state with the lanes of all processes; of a lane that several read, the furthest."
@@ -772,7 +828,8 @@ class LanedStream(PackingReport, IterableDataset):
             for number, lane in other["lanes"].items():
                 reached = lane["block"], lane["offset"]
                 if number not in lanes or reached > tuple(
-                        lanes[number][name] for name in ("block", "offset")):
+                    lanes[number][name] for name in ("block", "offset")
+                ):
                     lanes[number] = lane
         return {**state, "lanes": lanes}
 
@@ -783,15 +840,19 @@ class LanedStream(PackingReport, IterableDataset):
     def load_state_dict(self, state: dict) -> None:
         "Continue there. Raises `ValueError` for a state of other lanes, or between two batches."
         if (before := state.get("num_lanes", 1)) != self.num_lanes or "lanes" not in state:
-            raise ValueError(f"the state is of a stream with num_lanes={before}, and this one has "
-                             f"{self.num_lanes}: rows would come in another order; resume with "
-                             f"data_kwargs lanes={before}")
+            raise ValueError(
+                f"the state is of a stream with num_lanes={before}, and this one has "
+                f"{self.num_lanes}: rows would come in another order; resume with "
+                f"data_kwargs lanes={before}"
+            )
         total = state["delivered"] * state["world_size"]
         if total % (self.world_size * self.block_size) or state["block_size"] < 1:
-            raise ValueError(f"the state was saved after {total} rows, which {self.world_size} "
-                             f"processes with batches of {self.block_size} cannot share evenly: "
-                             f"resume with world_size={state['world_size']} and batches of "
-                             f"{state.get('batch_size', state['block_size'])}")
+            raise ValueError(
+                f"the state was saved after {total} rows, which {self.world_size} "
+                f"processes with batches of {self.block_size} cannot share evenly: "
+                f"resume with world_size={state['world_size']} and batches of "
+                f"{state.get('batch_size', state['block_size'])}"
+            )
         known = {int(number): lane for number, lane in state["lanes"].items()}
         self._check_lanes(known)
         self.delivered, self.opened = total // self.world_size, {}
@@ -805,9 +866,11 @@ class LanedStream(PackingReport, IterableDataset):
                 try:
                     source.check_state(stood["source"])
                 except ValueError as error:
-                    raise ValueError(f"lane {number + 1} of {self.num_lanes} has other files than "
-                                     f"it had: {error} (where no file was moved, an earlier "
-                                     "version dealt them to lanes in another way)") from error
+                    raise ValueError(
+                        f"lane {number + 1} of {self.num_lanes} has other files than "
+                        f"it had: {error} (where no file was moved, an earlier "
+                        "version dealt them to lanes in another way)"
+                    ) from error
 
     def __getstate__(self) -> dict:
         known = {**self.known, **self._lane_states()}

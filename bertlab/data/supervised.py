@@ -54,8 +54,11 @@ def continue_entities(
     if not all(map(IOB2.fullmatch, names)):
         return {}
     inside = {name: names.index("I" + name[1:]) for name in names if "I" + name[1:] in names}
-    return {number: inside[name] for number, name in enumerate(names)
-            if name[0] == "B" and name in inside}
+    return {
+        number: inside[name]
+        for number, name in enumerate(names)
+        if name[0] == "B" and name in inside
+    }
 
 # %% ../../nbs/data/09_supervised.ipynb #2b1aedeb
 def read_texts(
@@ -72,8 +75,10 @@ def read_texts(
         words = text if isinstance(text, list) else [text]
         right = isinstance(text, kind) and all(isinstance(word, str) for word in words)
         if not right or not any(word.strip() for word in words):
-            raise ValueError(f"row {number}: the column {column!r} must hold {what} that is not "
-                             f"empty, got {str(text)[:40]!r}; the row's columns are {list(row)}")
+            raise ValueError(
+                f"row {number}: the column {column!r} must hold {what} that is not "
+                f"empty, got {str(text)[:40]!r}; the row's columns are {list(row)}"
+            )
         check_utf8(" ".join(words), f"row {number}: the column {column!r}")
         texts.append(text)
     return texts
@@ -87,8 +92,10 @@ def _tokenize(
 ) -> tuple[list[dict], Mapping]:  # rows of ids; and the BatchEncoding they were taken from
     "Tokenize and cut. Raises `ValueError` where the tokenizer is missing or a slow one."
     if not getattr(read.tokenizer, "is_fast", False):
-        raise ValueError("rows of text need a tokenizer, and a fast one, which tells where each "
-                         f"token came from; got {type(read.tokenizer).__name__}")
+        raise ValueError(
+            "rows of text need a tokenizer, and a fast one, which tells where each "
+            f"token came from; got {type(read.tokenizer).__name__}"
+        )
     how = {"truncation": True, "max_length": read.max_sequence_length, **options}
     tokenizer = read.tokenizer if instead is None else instead
     made = read_plainly(tokenizer, *texts, return_attention_mask=False, **how)
@@ -102,8 +109,13 @@ def _needs_space(tokenizer: Any) -> bool:
     return read("a b") != read(["a", "b"], is_split_into_words=True)
 
 
-_WIDE = re.compile("[{}]".format("".join(  # with the signs between the words of these scripts
-    f"{chr(low)}-{chr(high)}" for low, high in (*UNSPACED, (0xFF01, 0xFF60)))))
+_WIDE = re.compile(
+    "[{}]".format(
+        "".join(  # with the signs between the words of these scripts
+            f"{chr(low)}-{chr(high)}" for low, high in (*UNSPACED, (0xFF01, 0xFF60))
+        )
+    )
+)
 
 
 def _stand_together(words: list[str]) -> list[bool]:
@@ -117,8 +129,11 @@ def _stand_together(words: list[str]) -> list[bool]:
         wide = [sign for sign in pair if _WIDE.match(sign)]
         # Beside Chinese and Japanese, of which \u2e80 is the first, letters alone may be apart.
         near = max(wide, default="") >= "\u2e80" and not all(map(str.isalpha, pair))
-        joined.append(len(wide) == 2 or (near or spelled) and not any(
-            not sign or sign.isspace() for sign in pair))
+        joined.append(
+            len(wide) == 2
+            or (near or spelled)
+            and not any(not sign or sign.isspace() for sign in pair)
+        )
     return joined
 
 
@@ -157,8 +172,13 @@ def encode_words(
         if (bare := _bare_copy(tokenizer)) is not None:  # then the first word brings its own, too
             space, first, texts = "▁", 0, [[word.strip() for word in words] for words in texts]
             joined = [[not word or on for word, on in zip(*pair)] for pair in zip(texts, joined)]
-    spaced = [[word if on or number < first else space + word
-               for number, (word, on) in enumerate(zip(*pair))] for pair in zip(texts, joined)]
+    spaced = [
+        [
+            word if on or number < first else space + word
+            for number, (word, on) in enumerate(zip(*pair))
+        ]
+        for pair in zip(texts, joined)
+    ]
     rows, made = _tokenize(read, spaced, is_split_into_words=True, instead=bare)
     return rows, [made.word_ids(number) for number in range(len(texts))]
 
@@ -170,22 +190,28 @@ def _stack_columns(
     scalars: Mapping[str, int],  # columns with a value a row
 ) -> dict[str, np.ndarray]:  # int64: (B, L, ...) and (B, ...), of those columns that there are
     "Stack columns, filled up to one length. Raises `ValueError` with row and column."
-    stacked = {name: np.array(values, dtype=np.int64) for name in scalars
-               if (values := read_column(rows, name, optional=True)) is not None}
+    stacked = {
+        name: np.array(values, dtype=np.int64)
+        for name in scalars
+        if (values := read_column(rows, name, optional=True)) is not None
+    }
     for name, filler in sequences.items():
         parts = [np.asarray(values) for values in read_column(rows, name, optional=True) or ()]
         if parts:
             stacked[name] = np.full((len(rows), length, *parts[0].shape[1:]), filler)
         for number, (part, row) in enumerate(zip(parts, rows)):
             if len(part) != len(row["input_ids"]) or part.size and part.dtype.kind not in "biu":
-                raise ValueError(f"row {number}: {name} needs {len(row['input_ids'])} numbers, as "
-                                 f"input_ids does; got {len(part)}: {str(row[name])[:40]}")
-            stacked[name][number, :len(part)] = part
+                raise ValueError(
+                    f"row {number}: {name} needs {len(row['input_ids'])} numbers, as "
+                    f"input_ids does; got {len(part)}: {str(row[name])[:40]}"
+                )
+            stacked[name][number, : len(part)] = part
     return stacked
 
 # %% ../../nbs/data/09_supervised.ipynb #304500e6
 class SupervisedCollator(Collator):
     "What the collators of labelled rows share: they encode, and stack what goes with the tokens."
+
     label_column: str | None = None
     sequences = {"token_type_ids": 0}  # one value a token: what stands in their padding
     scalars: dict[str, int] = {}  # one value a row: what a blank row has
@@ -221,13 +247,16 @@ def _check_label_ids(
     "Raise `ValueError` with row and column where a label is neither an id nor -100."
     end = np.inf if num_labels is None else num_labels
     for row, *rest in np.argwhere((labels != IGNORED) & ((labels < 0) | (labels >= end)))[:1]:
-        raise ValueError(f"row {row}: the column {column!r} has the label {labels[(row, *rest)]}; "
-                         f"labels are 0 or more and below {end} (num_labels), or {IGNORED}")
+        raise ValueError(
+            f"row {row}: the column {column!r} has the label {labels[(row, *rest)]}; "
+            f"labels are 0 or more and below {end} (num_labels), or {IGNORED}"
+        )
     return labels
 
 # %% ../../nbs/data/09_supervised.ipynb #a3e6d9f7
 class TokenClassificationCollator(SupervisedCollator):
     "Labels (B, L) of words with a label each, or of ids with one each, padded or packed."
+
     objective = "token_classification"
     sequences = {**SupervisedCollator.sequences, "labels": IGNORED, "begins_word": 0}
     scalars = {"num_dropped_labels": 0}  # labels of words that have no token in their row
@@ -247,8 +276,15 @@ class TokenClassificationCollator(SupervisedCollator):
         num_labels: int | None = None,  # to check labels by
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            **options,
+        )
         self.label_column, self.num_labels = label_column, num_labels
         self.label_all_subwords, self.continued_labels = label_all_subwords, continued_labels
 
@@ -257,15 +293,19 @@ class TokenClassificationCollator(SupervisedCollator):
         labels = read_column(rows, self.label_column) if self.label_column else []
         for number, (words, given) in enumerate(zip(texts, labels), start):
             if len(given) != len(words):
-                raise ValueError(f"row {number}: the column {self.label_column!r} has {len(given)} "
-                                 f"labels for {len(words)} words")
+                raise ValueError(
+                    f"row {number}: the column {self.label_column!r} has {len(given)} "
+                    f"labels for {len(words)} words"
+                )
         encoded, sources = encode_words(texts, self.read)
         for row, word_ids, given in zip(encoded, sources, labels):
             how = self.label_all_subwords, self.continued_labels
             row["labels"] = align_labels(word_ids, given, *how)
             if self.label_all_subwords:  # all are learned, but a word is judged once
-                row["begins_word"] = [int(word is not None and word != before) for before, word
-                                      in zip([None, *word_ids], word_ids)]
+                row["begins_word"] = [
+                    int(word is not None and word != before)
+                    for before, word in zip([None, *word_ids], word_ids)
+                ]
             lost = set(range(len(given))) - set(word_ids)  # cut, or of characters without a token
             row["num_dropped_labels"] = sum(given[word] != IGNORED for word in lost)
         return encoded
@@ -298,14 +338,17 @@ def stack_targets(
         fits = array.shape == shape and array.dtype.kind in kinds and np.isfinite(array).all()
         if not fits or several and not ((array == 0) | (array == 1)).all():
             what = "an id" if single else "0 or 1 for each label" if several else "numbers"
-            raise ValueError(f"row {number}: the column {column!r} holds {str(target)[:60]!r}, but "
-                             f"{problem_type} (problem_type) needs {what}, of shape {shape}")
+            raise ValueError(
+                f"row {number}: the column {column!r} holds {str(target)[:60]!r}, but "
+                f"{problem_type} (problem_type) needs {what}, of shape {shape}"
+            )
     stacked = np.array(targets, dtype=np.int64 if single else np.float32)
     return _check_label_ids(stacked, num_labels, column) if single else stacked
 
 # %% ../../nbs/data/09_supervised.ipynb #0f6b4f86
 class SequenceClassificationCollator(SupervisedCollator):
     "Labels (B,) int64; or 0 and 1 for each label (B, C), or values to regress, float32."
+
     objective = "classification"
 
     def __init__(
@@ -324,8 +367,15 @@ class SequenceClassificationCollator(SupervisedCollator):
     ):
         if problem_type not in PROBLEMS:
             raise ValueError(f"problem_type must be one of {PROBLEMS}, got {problem_type!r}")
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            **options,
+        )
         self.label_column, self.text_pair_column = label_column, text_pair_column
         self.problem_type, self.num_labels = problem_type, num_labels
 
@@ -363,15 +413,18 @@ def read_answers(
             given = [dict(zip(given, pair)) for pair in zip(*given.values(), strict=True)]
         answers = [(str(answer["text"]), int(answer["answer_start"])) for answer in given]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{where} must hold text and answer_start of each answer, got "
-                         f"{str(given)[:80]}") from None
+        raise ValueError(
+            f"{where} must hold text and answer_start of each answer, got {str(given)[:80]}"
+        ) from None
     for text, start in answers:
-        there = context[max(start, 0):max(start, 0) + len(text)]
+        there = context[max(start, 0) : max(start, 0) + len(text)]
         if start < 0 or there != text or not text.strip():
             place = context.find(text)
             found = f"first found at {place}" if place >= 0 else "nowhere in it"
-            raise ValueError(f"{where} has the answer {text!r} at character {start}, where the "
-                             f"context has {there!r}; it is {found}")
+            raise ValueError(
+                f"{where} has the answer {text!r} at character {start}, where the "
+                f"context has {there!r}; it is {found}"
+            )
         spans.append((start + len(text) - len(text.lstrip()), start + len(text.rstrip())))
     return spans
 
@@ -401,10 +454,19 @@ def _make_windows(
     room = read.max_sequence_length - read.tokenizer.num_special_tokens_to_add(pair=True)
     for number, size in enumerate((len(row["input_ids"]) for row in alone[0]), start):
         if room - size <= doc_stride:
-            raise ValueError(f"row {number}: {read.text_column!r} has {size} tokens; raise "
-                             f"max_sequence_length or lower doc_stride ({doc_stride})")
-    rows, made = _tokenize(read, questions, contexts, truncation="only_second", stride=doc_stride,
-                          return_overflowing_tokens=True, return_offsets_mapping=True)
+            raise ValueError(
+                f"row {number}: {read.text_column!r} has {size} tokens; raise "
+                f"max_sequence_length or lower doc_stride ({doc_stride})"
+            )
+    rows, made = _tokenize(
+        read,
+        questions,
+        contexts,
+        truncation="only_second",
+        stride=doc_stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+    )
     windows = [[] for _ in questions]
     for number, (row, pair) in enumerate(zip(rows, made["overflow_to_sample_mapping"])):
         in_context_L = np.array([part == 1 for part in made.sequence_ids(number)])
@@ -426,7 +488,7 @@ def _label_windows(
         ids = list(window["input_ids"])
         nowhere = (ids.index(cls_token_id),) * 2 if cls_token_id in ids else (0, 0)
         spans_A2 = np.full((max_answers, 2), IGNORED)
-        spans_A2[:max(1, len(located))] = [spans[place] or nowhere for spans in located] or nowhere
+        spans_A2[: max(1, len(located))] = [spans[place] or nowhere for spans in located] or nowhere
         window["answer_spans"] = spans_A2
         # An answer longer than what windows share may be whole in none: counted, once.
         window["num_dropped_labels"] = 0 if place else sum(not any(spans) for spans in located)
@@ -435,6 +497,7 @@ def _label_windows(
 class QuestionAnsweringCollator(SupervisedCollator):
     """Windows (B, L): start_positions, end_positions, example_index (B,), answer_spans (B, A, 2),
     offsets (B, L, 2), -1 outside the context. Batches of records grow: `encode` those first."""
+
     objective = "question_answering"
     sequences = {**SupervisedCollator.sequences, "offsets": -1}
     scalars = {"example_index": -1, "answer_spans": IGNORED, "num_dropped_labels": 0}
@@ -454,12 +517,21 @@ class QuestionAnsweringCollator(SupervisedCollator):
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
         if not 0 <= doc_stride < max_sequence_length:
-            raise ValueError(f"doc_stride must be 0 or more and below max_sequence_length, "
-                             f"{max_sequence_length}; got {doc_stride}")
+            raise ValueError(
+                f"doc_stride must be 0 or more and below max_sequence_length, "
+                f"{max_sequence_length}; got {doc_stride}"
+            )
         if max_answers < 1:
             raise ValueError(f"max_answers must be 1 or more, got {max_answers}")
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            **options,
+        )
         self.label_column, self.context_column = label_column, context_column
         self.doc_stride, self.max_answers = doc_stride, max_answers
 
@@ -493,18 +565,26 @@ def read_spans(
             given = [dict(zip(given, one)) for one in zip(*given.values(), strict=True)]
         found = [(index(one["start"]), index(one["end"]), one["label"]) for one in given]
     except (KeyError, TypeError, ValueError, IndexError):
-        raise ValueError(f"{where} must hold start and end (whole numbers) and label of each span, "
-                         f"got {str(given)[:80]}") from None
+        raise ValueError(
+            f"{where} must hold start and end (whole numbers) and label of each span, "
+            f"got {str(given)[:80]}"
+        ) from None
     for start, end, label in found:
         if not 0 <= start < end <= len(text):
-            raise ValueError(f"{where} has a span from character {start} to {end}, and the text "
-                             f"has {len(text)}: give 0 <= start < end <= {len(text)}")
+            raise ValueError(
+                f"{where} has a span from character {start} to {end}, and the text "
+                f"has {len(text)}: give 0 <= start < end <= {len(text)}"
+            )
         if not (inside := text[start:end]).strip():
-            raise ValueError(f"{where} has a span from character {start} to {end} that holds "
-                             f"nothing but {inside!r}")
+            raise ValueError(
+                f"{where} has a span from character {start} to {end} that holds "
+                f"nothing but {inside!r}"
+            )
         if not isinstance(label, (str, int, np.integer)) or not str(label).strip():
-            raise ValueError(f"{where} has a span from character {start} to {end} with the label "
-                             f"{label!r}: give a name, or the number of one")
+            raise ValueError(
+                f"{where} has a span from character {start} to {end} with the label "
+                f"{label!r}: give a name, or the number of one"
+            )
         check_utf8(str(label), f"{where} has a span from character {start} to {end} whose label")
         start, end = end - len(inside.lstrip()), start + len(inside.rstrip())
         spans.append((start, end, label))
@@ -525,7 +605,7 @@ def _goes_on(text: str, place: int) -> bool:
     if kind.startswith("M") or _LATER.match(letter):
         return True
     if letter == _JOINER:  # in Persian and Hindi it is no part of a letter
-        return unicodedata.category(text[place + 1:place + 2] or " ") == "So"
+        return unicodedata.category(text[place + 1 : place + 2] or " ") == "So"
     if letter in _FLAG:
         return (place - len(text[:place].rstrip(_FLAG))) % 2 == 1
     return kind == "So" and text[place - 1] == _JOINER
@@ -547,7 +627,7 @@ def fit_offsets(
     "Say which letters each token stands for."
     fitted = np.array(offsets_L2, dtype=np.int64).reshape(-1, 2)
     for place, (start, stop) in enumerate(fitted.tolist()):
-        word = text[max(start, 0):max(stop, 0)]
+        word = text[max(start, 0) : max(stop, 0)]
         if start >= 0:
             start = stop - len(word.lstrip())
             fitted[place] = whole_letters(text, start, start + len(word.strip()))
@@ -560,8 +640,9 @@ def _cut_windows(
     doc_stride: int,  # tokens that a window shares with the next
 ) -> list[list[dict]]:  # the windows of each text: ids and the letters of their tokens
     "Cut texts into as many windows as it takes."
-    rows, made = _tokenize(read, texts, stride=doc_stride, return_overflowing_tokens=True,
-                           return_offsets_mapping=True)
+    rows, made = _tokenize(
+        read, texts, stride=doc_stride, return_overflowing_tokens=True, return_offsets_mapping=True
+    )
     windows = [[] for _ in texts]
     for number, (row, text) in enumerate(zip(rows, made["overflow_to_sample_mapping"])):
         in_text_L = np.array([part == 0 for part in made.sequence_ids(number)])
@@ -589,8 +670,10 @@ def place_spans(
     first = np.searchsorted(tokens[seen, 1], a, "right")
     last = np.searchsorted(tokens[seen, 0], b, "left") - 1
     for n in np.flatnonzero(first > last)[:1]:
-        raise ValueError(f"the span from character {a[n]} to {b[n]} has no token: the tokenizer "
-                         "leaves its characters out")
+        raise ValueError(
+            f"the span from character {a[n]} to {b[n]} has no token: the tokenizer "
+            "leaves its characters out"
+        )
     first, last = seen[first], seen[last]
     placed, held, begin = [], np.zeros(len(a), bool), 0
     for text in texts:
@@ -600,10 +683,12 @@ def place_spans(
         held, begin = held | whole, begin + len(text) - doc_stride
     for n in np.flatnonzero(~held)[:1]:
         size = last[n] - first[n] + 1
-        raise ValueError(f"the span from character {a[n]} to {b[n]} has {size} tokens, and no "
-                         f"window holds them all: windows of {len(texts[0])} tokens share "
-                         f"doc_stride={doc_stride}; raise doc_stride to {size - 1}, and "
-                         f"max_sequence_length to {size + len(windows[0]) - len(texts[0])} or more")
+        raise ValueError(
+            f"the span from character {a[n]} to {b[n]} has {size} tokens, and no "
+            f"window holds them all: windows of {len(texts[0])} tokens share "
+            f"doc_stride={doc_stride}; raise doc_stride to {size - 1}, and "
+            f"max_sequence_length to {size + len(windows[0]) - len(texts[0])} or more"
+        )
     return placed, int(((tokens[first, 0] != a) | (tokens[last, 1] != b)).sum())
 
 # %% ../../nbs/data/09_supervised.ipynb #0b7ba7c8
@@ -611,6 +696,7 @@ class SpanClassificationCollator(SupervisedCollator):
     """Windows (B, L): labels (B, S, 3), first and last token and id of each span that is whole,
     special_tokens_mask (B, L), 1 where none begins or ends, example_index (B,), offsets (B, L, 2).
     Batches of long texts grow: `encode` those first. Rows of ids bring labels (S, 3) in tokens."""
+
     objective = "span_classification"
     sequences = {**SupervisedCollator.sequences, "offsets": -1}
     scalars = {"example_index": -1}
@@ -629,16 +715,25 @@ class SpanClassificationCollator(SupervisedCollator):
         num_labels: int | None = None,  # to check labels by
         **options: Any,  # special_token_ids, tokenizer, pad_to_multiple_of of `Collator`
     ):
-        super().__init__(pad_token_id, mask_token_id, vocab_size, text_column, None,
-                         max_sequence_length, **options)
+        super().__init__(
+            pad_token_id,
+            mask_token_id,
+            vocab_size,
+            text_column,
+            None,
+            max_sequence_length,
+            **options,
+        )
         tokenizer, special = self.read.tokenizer, 0
         if tokenizer is not None:
             special = tokenizer.num_special_tokens_to_add(pair=False)
         room = max_sequence_length - special
         self.doc_stride = room // 4 if doc_stride is None else doc_stride
         if not 0 <= self.doc_stride < room:
-            raise ValueError(f"doc_stride must be 0 or more and below {room}, the tokens of a text "
-                             f"in max_sequence_length={max_sequence_length}; got {doc_stride}")
+            raise ValueError(
+                f"doc_stride must be 0 or more and below {room}, the tokens of a text "
+                f"in max_sequence_length={max_sequence_length}; got {doc_stride}"
+            )
         self.label_column, self.max_spans, self.num_labels = label_column, max_spans, num_labels
 
     def encode_texts(self, rows: Sequence[Mapping], start: int) -> list[dict]:
@@ -648,16 +743,21 @@ class SpanClassificationCollator(SupervisedCollator):
             more = [{"example_index": number} for _ in windows]
             if self.label_column is not None:
                 spans = read_spans(row, self.label_column, text, number)
-                _check_span_ids([label for *_, label in spans], self.num_labels, number,
-                                self.label_column)
+                _check_span_ids(
+                    [label for *_, label in spans], self.num_labels, number, self.label_column
+                )
                 try:
-                    placed, moved = place_spans([window["offsets"] for window in windows], spans,
-                                                self.doc_stride)
+                    placed, moved = place_spans(
+                        [window["offsets"] for window in windows], spans, self.doc_stride
+                    )
                 except ValueError as error:
-                    raise ValueError(f"row {number}: the column {self.label_column!r}: {error}"
-                                     ) from None
-                more = [{**one, "labels": labels, "num_moved_labels": 0}
-                        for one, labels in zip(more, placed)]
+                    raise ValueError(
+                        f"row {number}: the column {self.label_column!r}: {error}"
+                    ) from None
+                more = [
+                    {**one, "labels": labels, "num_moved_labels": 0}
+                    for one, labels in zip(more, placed)
+                ]
                 more[0]["num_moved_labels"] = moved  # of the text: told once
             encoded += [{**window, **one} for window, one in zip(windows, more)]
         return encoded
@@ -675,16 +775,20 @@ class SpanClassificationCollator(SupervisedCollator):
         if tokenized["labels"] is None:
             return made
         real_BL = tokenized["attention_mask"] > 0
-        given = [np.asarray(spans if real_L.any() else (), dtype=np.int64).reshape(-1, 3)
-                 for spans, real_L in zip(tokenized["labels"], real_BL)]  # a blank row has none
+        given = [
+            np.asarray(spans if real_L.any() else (), dtype=np.int64).reshape(-1, 3)
+            for spans, real_L in zip(tokenized["labels"], real_BL)
+        ]  # a blank row has none
         most = max(map(len, given))
         room = max(1, -(-most // 8)) * 8 if self.max_spans is None else self.max_spans
         if most > room:
-            raise ValueError(f"row {max(range(len(given)), key=lambda n: len(given[n]))} has "
-                             f"{most} spans, and max_spans is {room}: raise it")
+            raise ValueError(
+                f"row {max(range(len(given)), key=lambda n: len(given[n]))} has "
+                f"{most} spans, and max_spans is {room}: raise it"
+            )
         labels_BS3 = np.full((len(given), room, 3), IGNORED)
         for number, spans in enumerate(given):
-            labels_BS3[number, :len(spans)] = spans
+            labels_BS3[number, : len(spans)] = spans
             _check_places(spans, silent_BL[number], number, self.label_column)
             _check_span_ids([one[2] for one in spans], self.num_labels, number, self.label_column)
         return made | {"labels": torch.from_numpy(labels_BS3)}
@@ -696,13 +800,17 @@ def _check_span_ids(labels: Sequence, num_labels: int | None, row: int, column: 
     for label in labels:
         if isinstance(label, str) or not 0 <= label < end:
             shown = repr(label) if isinstance(label, str) else int(label)
-            raise ValueError(f"row {row}: the column {column!r} has the label {shown}; labels are "
-                             f"0 or more and below {end} (num_labels)")
+            raise ValueError(
+                f"row {row}: the column {column!r} has the label {shown}; labels are "
+                f"0 or more and below {end} (num_labels)"
+            )
 
 
 def _check_places(spans: Sequence, silent_L: np.ndarray, row: int, column: str | None) -> None:
     "Raise `ValueError` for a span that does not stand on tokens of its row."
     for first, last, _ in spans:
         if not 0 <= first <= last < len(silent_L) or silent_L[first] or silent_L[last]:
-            raise ValueError(f"row {row}: the column {column!r} has a span from token {first} to "
-                             f"{last}, where no span begins or ends")
+            raise ValueError(
+                f"row {row}: the column {column!r} has a span from token {first} to "
+                f"{last}, where no span begins or ends"
+            )

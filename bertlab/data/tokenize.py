@@ -161,14 +161,22 @@ def _open_mds(path: Path) -> Any:
     try:
         from streaming import LocalDataset
     except ImportError as error:
-        raise ValueError(f"{path} is in the format MDS, which the library streaming-community "
-                         f'reads (import {error.name} fails): pip install "bertlab[mds]"') from None
+        raise ValueError(
+            f"{path} is in the format MDS, which the library streaming-community "
+            f'reads (import {error.name} fails): pip install "bertlab[mds]"'
+        ) from None
     try:
         return LocalDataset(local=str(path))
     except FileNotFoundError as error:  # it reads shards as they are, and unpacks none
         packed = next(path.glob("*.mds.*"), None)
-        reason = (f"{packed.name} is compressed: unpack the shards beside the index, or write them "
-                  "with compression=None") if packed else f"{error.filename} is missing"
+        reason = (
+            (
+                f"{packed.name} is compressed: unpack the shards beside the index, or write them "
+                "with compression=None"
+            )
+            if packed
+            else f"{error.filename} is missing"
+        )
         raise ValueError(f"{path} cannot be read as MDS: {reason}") from None
 
 # %% ../../nbs/data/18_tokenize.ipynb #422f9669
@@ -181,8 +189,9 @@ def read_part(
     policy = error_policy(reading.on_error, notes)
     found: Iterable
     if part.kind == "files":
-        found = (text for name in part.names
-                 for text in _file_texts(Path(name), reading, notes, policy))
+        found = (
+            text for name in part.names for text in _file_texts(Path(name), reading, notes, policy)
+        )
     elif part.kind == "rows":
         found = part.held
     elif part.kind == "mds":
@@ -202,8 +211,11 @@ def _file_texts(path: Path, reading: Reading, notes: Counter, policy: Callable) 
     if kind in TABLES and reading.text_column == "input_ids":
         for where, row in TABLES[kind](path, policy, None, ["input_ids"]):
             if row["input_ids"] is None:
-                policy(ValueError(f"{path} {where}: column 'input_ids' is null; fill it, or leave "
-                                  "the row out"))
+                policy(
+                    ValueError(
+                        f"{path} {where}: column 'input_ids' is null; fill it, or leave the row out"
+                    )
+                )
             else:
                 yield read_ids(row["input_ids"], f"{where}: input_ids")
         return
@@ -233,8 +245,10 @@ def _stand_in(column: str, there: list[str], where: str) -> str:
     except ValueError:
         if found := [name for name in ("input_ids", "tokens") if name in there]:
             return found[0]
-        raise ValueError(f"{where} has no column text_column={column!r} and no input_ids; it has "
-                         f"{', '.join(map(repr, there))}") from None
+        raise ValueError(
+            f"{where} has no column text_column={column!r} and no input_ids; it has "
+            f"{', '.join(map(repr, there))}"
+        ) from None
 
 # %% ../../nbs/data/18_tokenize.ipynb #29f3c98d
 FILTERS = {  # name: module and class of datatrove; gopher_quality and c4_quality are for English
@@ -252,8 +266,9 @@ def need_datatrove(what: str) -> None:
     try:
         import_module("datatrove")
     except ImportError:
-        raise ValueError(f"{what} is done by datatrove, which is not installed: "
-                         'pip install "bertlab[prepare]"') from None
+        raise ValueError(
+            f'{what} is done by datatrove, which is not installed: pip install "bertlab[prepare]"'
+        ) from None
 
 
 def _plain_words() -> Any:
@@ -322,8 +337,10 @@ def _hash_files(modules: tuple[str, ...], found: int) -> str:
 
 
 def _doubt_filter(name: str, what: str) -> None:
-    warnings.warn(f"filter {name} has left out {what} documents; gopher_quality and c4_quality "
-                  "are for English: is it the right one for this text?")
+    warnings.warn(
+        f"filter {name} has left out {what} documents; gopher_quality and c4_quality "
+        "are for English: is it the right one for this text?"
+    )
 
 
 def kept_documents(
@@ -382,8 +399,16 @@ class Job:
         """
         parts = self.parts if part is None or self.near_duplicates else [self.parts[part]]
         held = [_held_key(p) for p in parts if p.held is not None]
-        facts = [[p.key(named) for p in parts], held, asdict(self.reading), self.fingerprint,
-                 self.filters, self.near_duplicates, self.shard_tokens, part]
+        facts = [
+            [p.key(named) for p in parts],
+            held,
+            asdict(self.reading),
+            self.fingerprint,
+            self.filters,
+            self.near_duplicates,
+            self.shard_tokens,
+            part,
+        ]
         if any(self.filter_hashes) and not named:
             facts.append(self.filter_hashes)
         data = json.dumps(facts, sort_keys=True).encode()
@@ -431,8 +456,15 @@ def tokenize_part(
                 yield from ((ids, np.array([len(ids)])) for ids in run)
         notes.update({what: count for what, count in met.items() if what.startswith("malformed")})
 
-    return write_part(job.output, job.first + number, encode, job.key(number), job.dtype,
-                      shard_tokens=job.shard_tokens, notes=notes)
+    return write_part(
+        job.output,
+        job.first + number,
+        encode,
+        job.key(number),
+        job.dtype,
+        shard_tokens=job.shard_tokens,
+        notes=notes,
+    )
 
 
 def _counted(batches: Iterable[list[str]], count: Callable[[int], None]) -> Iterator[list[str]]:
@@ -477,8 +509,11 @@ def run_locally(
     "Tokenize all parts that are not finished. Raises `ValueError` where a process dies."
     from tqdm import tqdm
 
-    waiting = [n for n in range(len(job.parts))
-               if part_record(Path(job.output), job.first + n, job.key(n)) is None]
+    waiting = [
+        n
+        for n in range(len(job.parts))
+        if part_record(Path(job.output), job.first + n, job.key(n)) is None
+    ]
     if not waiting:
         return
     each = max(1, workers // len(waiting))
@@ -506,12 +541,18 @@ def run_locally(
                 for future in futures:
                     future.result()
             except BrokenProcessPool:
-                guard = "" if sys.platform == "linux" else (
-                    '; a script that calls this needs `if __name__ == "__main__":` before its '
-                    "work, or workers=1")
-                raise ValueError("a process that tokenizes has died (killed, or out of memory): "
-                                 f"whole shards are kept; run the same command again{guard}"
-                                 ) from None
+                guard = (
+                    ""
+                    if sys.platform == "linux"
+                    else (
+                        '; a script that calls this needs `if __name__ == "__main__":` before its '
+                        "work, or workers=1"
+                    )
+                )
+                raise ValueError(
+                    "a process that tokenizes has died (killed, or out of memory): "
+                    f"whole shards are kept; run the same command again{guard}"
+                ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
             bar.update(done.value - bar.n)
@@ -548,13 +589,18 @@ def _stages(job: Job, writes: bool) -> list[tuple[str, list, int]]:  # name, ste
         signatures = MinhashDedupSignature(place("signatures"), config, language=_plain_words())
         stages += [
             ("signatures", [partial(_documents_step, job=job), signatures], len(job.parts)),
-            ("buckets", [MinhashDedupBuckets(place("signatures"), place("buckets"), config=config)],
-             config.num_buckets),
+            (
+                "buckets",
+                [MinhashDedupBuckets(place("signatures"), place("buckets"), config=config)],
+                config.num_buckets,
+            ),
             ("clusters", [MinhashDedupCluster(place("buckets"), place("removed"), config)], 1),
         ]
     if writes:
-        stages += [("tokens", [partial(_tokenize_step, job=job)], len(job.parts)),
-                   ("manifest", [partial(_finish_step, job=job)], 1)]
+        stages += [
+            ("tokens", [partial(_tokenize_step, job=job)], len(job.parts)),
+            ("manifest", [partial(_finish_step, job=job)], 1),
+        ]
     return stages
 
 
@@ -566,13 +612,21 @@ def run_stages(
     writes: bool = True,  # False: only what finds near duplicates
 ) -> None:
     "Run the stages through datatrove; on a cluster they are queued, each behind the one before."
-    kind = {"local": "LocalPipelineExecutor", "slurm": "SlurmPipelineExecutor",
-            "ray": "RayPipelineExecutor"}[executor]
+    kind = {
+        "local": "LocalPipelineExecutor",
+        "slurm": "SlurmPipelineExecutor",
+        "ray": "RayPipelineExecutor",
+    }[executor]
     made = getattr(import_module(f"datatrove.executor.{executor}"), kind)
     last = None
     for name, steps, tasks in _stages(job, writes):
-        own = {"tasks": tasks, "workers": min(workers, tasks), "logging_dir":
-               str(job.steps / "logs" / name), "depends": last, **options}
+        own = {
+            "tasks": tasks,
+            "workers": min(workers, tasks),
+            "logging_dir": str(job.steps / "logs" / name),
+            "depends": last,
+            **options,
+        }
         if executor == "slurm":
             own["job_name"] = f"bertlab-{name}"
         if executor == "local" and sys.platform == "linux":
@@ -582,8 +636,9 @@ def run_stages(
         except TypeError as error:
             raise ValueError(f"executor_options: {error}") from None
         except ImportError as error:
-            raise ValueError(f"executor {executor!r} needs {error.name}, which is not installed") \
-                from None
+            raise ValueError(
+                f"executor {executor!r} needs {error.name}, which is not installed"
+            ) from None
         if executor == "local":
             with _quiet_datatrove():
                 last.run()
@@ -641,8 +696,10 @@ def _check_place(
     held = [path.name for path in output.iterdir()] if output.exists() else []
     foreign = [name for name in held if not own.match(name)]
     if foreign:
-        raise ValueError(f"output {output} holds other files ({', '.join(sorted(foreign)[:3])}); "
-                         "choose an empty or new directory")
+        raise ValueError(
+            f"output {output} holds other files ({', '.join(sorted(foreign)[:3])}); "
+            "choose an empty or new directory"
+        )
     if overwrite and (parts or (output / "manifest.json").exists()) and not holds_shards(output):
         raise ValueError(f"output {output} holds no shards, so nothing is overwritten")
     if overwrite and any(not name.startswith("previous-") for name in held):
@@ -653,17 +710,23 @@ def _check_place(
         if job_of(0).key() in manifest.get("jobs", []):
             return None
         if job_of(0).key(named=True) in manifest.get("jobs", []):
-            raise ValueError(f"output {output} holds tokens of a dataset or filter of this name, "
-                             "made by an earlier version, which did not look into it: if nothing "
-                             "of it has changed, the tokens are done; else pass --overwrite, or "
-                             "choose another --output")
+            raise ValueError(
+                f"output {output} holds tokens of a dataset or filter of this name, "
+                "made by an earlier version, which did not look into it: if nothing "
+                "of it has changed, the tokens are done; else pass --overwrite, or "
+                "choose another --output"
+            )
         if not append:
-            raise ValueError(f"output {output} holds other tokens: pass --append to put these "
-                             "behind them, --overwrite to start anew, or choose another --output")
+            raise ValueError(
+                f"output {output} holds other tokens: pass --append to put these "
+                "behind them, --overwrite to start anew, or choose another --output"
+            )
         job = job_of(manifest["parts"])
         if manifest.get("tokenizer") != job.fingerprint:
-            raise ValueError(f"output {output} was tokenized by another tokenizer: append with the "
-                             f"one in {output / 'tokenizer'}")
+            raise ValueError(
+                f"output {output} was tokenized by another tokenizer: append with the "
+                f"one in {output / 'tokenizer'}"
+            )
         return job
     job = job_of(0)
     if not (parts or overwrite) and (output / "tokenizer").exists():  # of a run that just began?
@@ -672,14 +735,18 @@ def _check_place(
         except (OSError, ValueError):
             same = False
         if not same:
-            raise ValueError(f"output {output} holds another tokenizer: pass --overwrite to "
-                             "replace it, or choose another --output")
+            raise ValueError(
+                f"output {output} holds another tokenizer: pass --overwrite to "
+                "replace it, or choose another --output"
+            )
     for path in output.glob("part-*.json"):
         number = int(path.stem.split("-")[1])
         ours = number < len(job.parts) and part_record(output, number, job.key(number))
         if not ours and part_record(output, number) is not None:
-            raise ValueError(f"output {output} holds parts of other text, or made with other "
-                             "options: pass --overwrite to start anew, or choose another --output")
+            raise ValueError(
+                f"output {output} holds parts of other text, or made with other "
+                "options: pass --overwrite to start anew, or choose another --output"
+            )
     return job
 
 
@@ -717,11 +784,15 @@ def tokenize_shards(
     if near_duplicates or executor != "local":
         need_datatrove("near_duplicates" if near_duplicates else f"executor {executor!r}")
     if executor_options and executor == "local" and not near_duplicates:
-        raise ValueError(f"executor_options={executor_options!r} are for datatrove's executors: "
-                         "name one as executor, or leave them out")
+        raise ValueError(
+            f"executor_options={executor_options!r} are for datatrove's executors: "
+            "name one as executor, or leave them out"
+        )
     if append and overwrite:
-        raise ValueError("append puts tokens behind those that are there, overwrite starts "
-                         "anew: leave one of them out")
+        raise ValueError(
+            "append puts tokens behind those that are there, overwrite starts "
+            "anew: leave one of them out"
+        )
     for name in filters or ():
         make_filter(name)
     hashes = tuple(hash_filter(name) for name in filters or ())

@@ -63,8 +63,10 @@ def measure_tokenizer(
 ) -> TokenizerMeasures:
     "Measure a tokenizer on texts. Raises `ValueError` for one without offsets, or without text."
     if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{type(tokenizer).__name__} does not say where its pieces stand; "
-                         "measures need a fast tokenizer")
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say where its pieces stand; "
+            "measures need a fast tokenizer"
+        )
     texts, unknown_id = gather_texts(texts), tokenizer.unk_token_id
     words, numbers, used = [], [], set()
     num_pieces = num_bytes = num_characters = num_unknown = num_restored = 0
@@ -88,7 +90,8 @@ def measure_tokenizer(
         unknown=_share(num_unknown, num_characters),
         split_numbers=_share((numbers_N > 1).sum(), len(numbers_N)),
         used=_share(len(used), len(tokenizer)),
-        restored=_share(num_restored, len(texts)))
+        restored=_share(num_restored, len(texts)),
+    )
 
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #e1c9e267
 def compare_tokenizers(
@@ -100,8 +103,10 @@ def compare_tokenizers(
     if not tokenizers:
         raise ValueError("tokenizers is empty: name at least one")
     texts = gather_texts(texts)
-    return {name: {**asdict(measure_tokenizer(one, texts)), **(more or {}).get(name, {})}
-            for name, one in tokenizers.items()}
+    return {
+        name: {**asdict(measure_tokenizer(one, texts)), **(more or {}).get(name, {})}
+        for name, one in tokenizers.items()
+    }
 
 
 _PERCENT = ("whole_words", "unknown", "split_numbers", "used", "restored")
@@ -119,10 +124,18 @@ def measures_table(measures: Mapping[str, Mapping[str, float]]) -> str:  # Markd
         return f"{value:.1%}" if name in _PERCENT else f"{value:.3f}"
 
     rows = [["tokenizer", *(name.replace("_", " ") for name in columns)]]
-    rows += [[name, *(cell(column, row.get(column)) for column in columns)]
-             for name, row in measures.items()]
+    rows += [
+        [name, *(cell(column, row.get(column)) for column in columns)]
+        for name, row in measures.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join("| " + " | ".join(
-        text.ljust(width) if number == 0 else text.rjust(width)
-        for number, (text, width) in enumerate(zip(row, widths))) + " |" for row in rows)
+    return "\n".join(
+        "| "
+        + " | ".join(
+            text.ljust(width) if number == 0 else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths))
+        )
+        + " |"
+        for row in rows
+    )

@@ -56,7 +56,8 @@ def _wordpiece(
     # Where accents go, letters are taken apart first. Where they stay, é is one character or two.
     keeps_accents = not (lowercase if strip_accents is None else strip_accents)
     tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.NFC(), cleaned]) if keeps_accents else cleaned)
+        normalizers.Sequence([normalizers.NFC(), cleaned]) if keeps_accents else cleaned
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     if cut_runs:
         runs = pre_tokenizers.Split(Regex(r"(?:.\p{M}*){1,%d}" % _MAX_RUN), "isolated")
@@ -157,8 +158,12 @@ def smallest_vocabulary(
         characters = sorted(characters, key=lambda c: (-counts[c], c))
         sizes = [1 + (f"##{character}" in pieces) for character in characters]
         words = [] if limit_alphabet else _count_words(texts, cutter)
-        characters = characters[:limit_alphabet or count_characters_to_keep(
-            [counts[character] for character in characters], sizes, room, _joined_words(words))]
+        characters = characters[
+            : limit_alphabet
+            or count_characters_to_keep(
+                [counts[character] for character in characters], sizes, room, _joined_words(words)
+            )
+        ]
     inside = {f"##{character}" for character in characters} & pieces
     return sorted(characters), sorted(inside)
 
@@ -169,8 +174,10 @@ def gather_texts(
 ) -> list[str]:
     "Read all texts of a source. Raises `ValueError` for a plain string and where there is no text."
     if isinstance(source, str):
-        raise ValueError("texts must be a list of texts, and this is one string: put it in a list, "
-                         "or name a file or directory as pathlib.Path(...)")
+        raise ValueError(
+            "texts must be a list of texts, and this is one string: put it in a list, "
+            "or name a file or directory as pathlib.Path(...)"
+        )
     source = [source] if isinstance(source, os.PathLike) else source
     source = getattr(source, "train_texts", source)  # of a corpus: what is not held out
     texts = []
@@ -183,8 +190,10 @@ def gather_texts(
             texts.append(row[text_column])
         else:
             columns = f"; it has {', '.join(map(repr, row))}" if hasattr(row, "get") else ""
-            raise ValueError(f"texts holds a {type(row).__name__} that has no text in "
-                             f"text_column={text_column!r}{columns}")
+            raise ValueError(
+                f"texts holds a {type(row).__name__} that has no text in "
+                f"text_column={text_column!r}{columns}"
+            )
     if not any(text.strip() for text in texts):
         raise ValueError(f"texts holds no text ({len(texts)} documents): nothing to train on")
     return texts
@@ -194,8 +203,10 @@ def gather_texts(
 # no spaces are written: a clause of Thai would be one word, and pieces would end inside letters.
 _UNSPACED = "".join(f"{chr(low)}-{chr(high)}" for low, high in UNSPACED)
 _LETTERS = rf"\p{{L}}(?:\p{{L}}|(?![{_UNSPACED}])\p{{M}})*"
-_BYTE_WORDS = (rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+"
-               r"|\s+(?!\S)|\s+")
+_BYTE_WORDS = (
+    rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTERS}| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 def _byte_level(vocabulary: dict[str, int] | None, merges: list, lowercase: bool) -> Any:
@@ -206,8 +217,11 @@ def _byte_level(vocabulary: dict[str, int] | None, merges: list, lowercase: bool
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_BYTE_WORDS), "isolated"),
-         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        [
+            pre_tokenizers.Split(Regex(_BYTE_WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -222,11 +236,16 @@ def train_byte_level(
 
     smallest = len(SPECIAL_TOKENS) + 256
     if vocab_size < smallest:
-        raise ValueError(f"vocab_size={vocab_size} has no room for the {len(SPECIAL_TOKENS)} "
-                         f"special tokens and the 256 bytes; give {smallest} or more")
+        raise ValueError(
+            f"vocab_size={vocab_size} has no room for the {len(SPECIAL_TOKENS)} "
+            f"special tokens and the 256 bytes; give {smallest} or more"
+        )
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[*SPECIAL_TOKENS.values()], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS.values()],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     trained = _byte_level(None, [], lowercase)
     trained.train_from_iterator(texts, trainer)
     merges = [tuple(pair) for pair in json.loads(trained.to_str())["model"]["merges"]]
@@ -238,7 +257,8 @@ def byte_letters() -> dict[str, int]:  # letter: byte
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(256 + number): byte for number, byte in enumerate(others)}
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }
 
 # %% ../../nbs/data/05_tokenizers.ipynb #b4fcec52
 MAX_PIECE_LENGTH = 16  # characters, as in SentencePiece
@@ -254,10 +274,13 @@ class CutLattice:
     ):
         import numpy as np
 
-        edges = [(word, start, end, pieces[part]) for word, text in enumerate(words)
-                 for start in range(len(text))
-                 for end in range(start + 1, min(len(text), start + MAX_PIECE_LENGTH) + 1)
-                 if (part := text[start:end]) in pieces]
+        edges = [
+            (word, start, end, pieces[part])
+            for word, text in enumerate(words)
+            for start in range(len(text))
+            for end in range(start + 1, min(len(text), start + MAX_PIECE_LENGTH) + 1)
+            if (part := text[start:end]) in pieces
+        ]
         self.edges_4E = np.array(edges, dtype=np.int32).reshape(-1, 4).T
         self.lengths_W = np.array([len(word) for word in words])
 
@@ -307,14 +330,21 @@ def _metaspace(scored: list[tuple[str, float]], lowercase: bool) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.Unigram(scored, unk_id=1) if scored else models.Unigram())
-    steps = [normalizers.NFKC(), *[normalizers.Lowercase()] * lowercase,
-             normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(left=False)]
+    steps = [
+        normalizers.NFKC(),
+        *[normalizers.Lowercase()] * lowercase,
+        normalizers.Replace(Regex(r"\s+"), " "),
+        normalizers.Strip(left=False),
+    ]
     tokenizer.normalizer = normalizers.Sequence(steps)
     # Marks stay with their letters: vowel signs of Arabic, Hebrew, Hindi or Thai are such marks.
     words = Regex("▁?[\\p{L}\\p{M}]+|▁?\\p{N}+|▁?[^\\p{L}\\p{M}\\p{N}▁]+|▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Metaspace(prepend_scheme="first", split=True),  # none behind a [MASK]
-         pre_tokenizers.Split(words, "isolated")])
+        [
+            pre_tokenizers.Metaspace(prepend_scheme="first", split=True),  # none behind a [MASK]
+            pre_tokenizers.Split(words, "isolated"),
+        ]
+    )
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     return tokenizer
 
@@ -347,12 +377,18 @@ def train_unigram(
             alphabet[character] += number
     characters = sorted(sorted(alphabet), key=lambda c: (-alphabet[c], c))
     target = vocab_size - len(SPECIAL_TOKENS)
-    characters = characters[:limit_alphabet or count_characters_to_keep(
-        [alphabet[c] for c in characters], [1] * len(characters), target, _joined_words(words))]
+    characters = characters[
+        : limit_alphabet
+        or count_characters_to_keep(
+            [alphabet[c] for c in characters], [1] * len(characters), target, _joined_words(words)
+        )
+    ]
     if target < len(characters):
-        raise ValueError(f"vocab_size={vocab_size} has no room for the {len(SPECIAL_TOKENS)} "
-                         "special tokens and the single characters of these texts; give "
-                         f"{len(SPECIAL_TOKENS) + len(characters)} or more")
+        raise ValueError(
+            f"vocab_size={vocab_size} has no room for the {len(SPECIAL_TOKENS)} "
+            "special tokens and the single characters of these texts; give "
+            f"{len(SPECIAL_TOKENS) + len(characters)} or more"
+        )
     known = set(characters)
     words = [(word, number) for word, number in words if known.issuperset(word)]
     pieces = _seed_pieces(words, sorted(characters), max(10 * vocab_size, 20_000))
@@ -395,9 +431,14 @@ def _frame(
     from tokenizers.processors import TemplateProcessing
 
     mask = SPECIAL_TOKENS["mask_token"]
-    trained.add_special_tokens([
-        AddedToken(token, lstrip=mask_takes_space and token == mask, special=True, normalized=False)
-        for token in SPECIAL_TOKENS.values()])
+    trained.add_special_tokens(
+        [
+            AddedToken(
+                token, lstrip=mask_takes_space and token == mask, special=True, normalized=False
+            )
+            for token in SPECIAL_TOKENS.values()
+        ]
+    )
     trained.post_processor = TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -426,9 +467,12 @@ def _share_stripped(texts: list[str]) -> float:
         if not text.isascii():
             apart = unicodedata.normalize("NFD", text)
             pairs.update(zip(apart, apart[1:]))
-    signs = sum(number for (one, sign), number in pairs.items()
-                if unicodedata.category(sign) == "Mn"
-                and (one.isalpha() or unicodedata.category(one) == "Mc"))
+    signs = sum(
+        number
+        for (one, sign), number in pairs.items()
+        if unicodedata.category(sign) == "Mn"
+        and (one.isalpha() or unicodedata.category(one) == "Mc")
+    )
     hangul = sum(number for one, number in letters.items() if "\uac00" <= one <= "\ud7a3")
     return (signs + hangul) / max(1, sum(n for one, n in letters.items() if one.isalpha()))
 
@@ -442,16 +486,23 @@ def has_long_runs(
     sample = _take_sample(texts)
     cutter = _wordpiece(None, lowercase, strip_accents=strip_accents)
     runs = [run for text in sample for run in re.findall(r"\S{101,}", text)]
-    words = [word for run in runs for word, _ in cutter.pre_tokenizer.pre_tokenize_str(
-        cutter.normalizer.normalize_str(run))]
+    words = [
+        word
+        for run in runs
+        for word, _ in cutter.pre_tokenizer.pre_tokenize_str(cutter.normalizer.normalize_str(run))
+    ]
     return sum(len(word) for word in words if len(word) > 100) > 0.01 * sum(map(len, sample))
 
 
 def share_unknown(texts: list[str], trained: Any) -> float:
     "The share of the letters of a sample that become [UNK]."
     sample, unknown = _take_sample(texts), trained.token_to_id(SPECIAL_TOKENS["unk_token"])
-    lost = sum(stop - start for found in trained.encode_batch(sample, add_special_tokens=False)
-               for one, (start, stop) in zip(found.ids, found.offsets) if one == unknown)
+    lost = sum(
+        stop - start
+        for found in trained.encode_batch(sample, add_special_tokens=False)
+        for one, (start, stop) in zip(found.ids, found.offsets)
+        if one == unknown
+    )
     return lost / max(1, sum(len(word) for text in sample for word in text.split()))
 
 
@@ -467,13 +518,18 @@ def note_normalizing(
         after += len("".join(normalizer.normalize_str(text).replace("▁", " ").split()).encode())
     if abs(after - before) <= 0.01 * before:
         return ""
-    return (f"normalising makes {after / before:.2f} bytes of each byte of this text, and bits per "
-            "byte are of what it makes: they do not compare with those of a tokenizer that keeps "
-            "the text as it is")
+    return (
+        f"normalising makes {after / before:.2f} bytes of each byte of this text, and bits per "
+        "byte are of what it makes: they do not compare with those of a tokenizer that keeps "
+        "the text as it is"
+    )
 
 
 def _train_wordpiece(
-    texts: list[str], vocab_size: int, lowercase: bool, limit_alphabet: int | None,
+    texts: list[str],
+    vocab_size: int,
+    lowercase: bool,
+    limit_alphabet: int | None,
     strip_accents: bool | None = None,
 ) -> Any:  # a tokenizer of `tokenizers`
     "WordPiece with its characters first, in sorted order."
@@ -514,26 +570,34 @@ def train_tokenizer(
     if limit_alphabet is not None and limit_alphabet < 1:
         raise ValueError(f"limit_alphabet must be 1 or more, got {limit_alphabet}")
     if model_max_length < 3:
-        raise ValueError("model_max_length must be 3 or more, which is [CLS], a token and [SEP]; "
-                         f"got {model_max_length}")
+        raise ValueError(
+            "model_max_length must be 3 or more, which is [CLS], a token and [SEP]; "
+            f"got {model_max_length}"
+        )
     lowercase = kind == "wordpiece" if lowercase is None else lowercase
     strips = kind == "wordpiece" and lowercase
     if strip_accents is not None and not strips:
-        raise ValueError(f"strip_accents={strip_accents} is for kind: wordpiece with lowercase: "
-                         f"true, and this is kind: {kind} with lowercase: {lowercase}, which keeps "
-                         "accents: leave strip_accents out")
+        raise ValueError(
+            f"strip_accents={strip_accents} is for kind: wordpiece with lowercase: "
+            f"true, and this is kind: {kind} with lowercase: {lowercase}, which keeps "
+            "accents: leave strip_accents out"
+        )
     texts = gather_texts(texts, text_column)
     if strips and strip_accents is None and (share := _share_stripped(texts)) > 0.01:
         strip_accents = False
-        warnings.warn(f"{share:.0%} of the letters of this text would lose an accent, a vowel or a "
-                      "tone, or be taken apart, if marks came off as in BERT's English, so they "
-                      "stay on; strip_accents: true takes them off (bertlab tokenizer train)")
+        warnings.warn(
+            f"{share:.0%} of the letters of this text would lose an accent, a vowel or a "
+            "tone, or be taken apart, if marks came off as in BERT's English, so they "
+            "stay on; strip_accents: true takes them off (bertlab tokenizer train)"
+        )
     more = (strip_accents,) if kind == "wordpiece" else ()
     trained = train(texts, vocab_size, lowercase, limit_alphabet, *more)
     if kind != "bpe" and (share := share_unknown(texts, trained)) > 0.01:
-        warnings.warn(f"{share:.0%} of the letters of this text become [UNK], of which a model "
-                      "learns nothing: train a tokenizer of kind: bpe, which writes every text "
-                      "(bertlab pretrain: run.tokenizer_kind), or give a larger vocab_size")
+        warnings.warn(
+            f"{share:.0%} of the letters of this text become [UNK], of which a model "
+            "learns nothing: train a tokenizer of kind: bpe, which writes every text "
+            "(bertlab pretrain: run.tokenizer_kind), or give a larger vocab_size"
+        )
     from transformers import BertTokenizerFast, PreTrainedTokenizerFast  # here: it takes seconds
 
     options = _frame(trained, model_max_length, mask_takes_space=kind != "wordpiece")
@@ -554,8 +618,14 @@ def _check_beside_tokenizer(name: str) -> None:
         read_model_settings(path)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
-                   "spiece.model", "sentencepiece.bpe.model")  # one of them, at least
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)  # one of them, at least
 
 
 def load_tokenizer(
@@ -567,8 +637,10 @@ def load_tokenizer(
     if not local and (os.path.exists(name) or not looks_like_hub_name(name)):
         raise SourceNotFound(f"tokenizer {name!r} is neither a directory nor a hub name")
     if local and not any(os.path.exists(os.path.join(name, file)) for file in TOKENIZER_FILES):
-        raise SourceNotFound(f"tokenizer {name!r}: the directory holds no tokenizer (none of "
-                             f"{', '.join(TOKENIZER_FILES)}); name one that does")
+        raise SourceNotFound(
+            f"tokenizer {name!r}: the directory holds no tokenizer (none of "
+            f"{', '.join(TOKENIZER_FILES)}); name one that does"
+        )
     from transformers import AutoTokenizer  # here: it takes seconds to import
 
     try:
@@ -578,8 +650,10 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # the clients underneath raise a dozen kinds
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
-        raise SourceNotFound(f"tokenizer {name!r} cannot be loaded ({reason}); check "
-                             f"{'its files' if local else 'the name and the network'}") from error
+        raise SourceNotFound(
+            f"tokenizer {name!r} cannot be loaded ({reason}); check "
+            f"{'its files' if local else 'the name and the network'}"
+        ) from error
     _check_tokenizer(tokenizer, name)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:  # what a call once asked for is in the file, and would hold for all
@@ -606,9 +680,11 @@ def check_vocabularies(
     if vocabularies[0] != vocabularies[1]:
         here, there = vocabularies
         word = min(word for word in {**here, **there} if here.get(word) != there.get(word))
-        raise ValueError(f"{where} has another tokenizer: {word!r} is id {there.get(word)} there "
-                         f"and {here.get(word)} here (None: it has no such word); one tokenizer "
-                         "must be given to both")
+        raise ValueError(
+            f"{where} has another tokenizer: {word!r} is id {there.get(word)} there "
+            f"and {here.get(word)} here (None: it has no such word); one tokenizer "
+            "must be given to both"
+        )
 
 
 def find_missing_ids(
@@ -625,11 +701,15 @@ def _check_tokenizer(tokenizer: Any, name: str) -> None:
         missing = ["vocabulary besides its special tokens"]
     vocabulary = tokenizer.get_vocab()
     if len(set(vocabulary.values())) < len(vocabulary):
-        raise ValueError(f"tokenizer {name!r} gives one id to two of its tokens: its files are "
-                         "damaged, or do not belong together")
+        raise ValueError(
+            f"tokenizer {name!r} gives one id to two of its tokens: its files are "
+            "damaged, or do not belong together"
+        )
     if count_ids(tokenizer) > 10 * len(vocabulary) + 10_000:  # an embedding has a row for each id
-        raise ValueError(f"tokenizer {name!r} has an id {count_ids(tokenizer) - 1:,} and only "
-                         f"{len(vocabulary):,} tokens: its files are damaged")
+        raise ValueError(
+            f"tokenizer {name!r} has an id {count_ids(tokenizer) - 1:,} and only "
+            f"{len(vocabulary):,} tokens: its files are damaged"
+        )
     if missing:
         raise ValueError(
             f"tokenizer {name!r} has no {', '.join(missing)}; choose one of a masked language "
@@ -649,8 +729,10 @@ def hide_special_pieces(
     pieces = {piece for piece, _ in state["model"]["vocab"]}
     hidden = {token["content"] for token in state["added_tokens"] if token["special"]} & pieces
     state["added_tokens"] = [t for t in state["added_tokens"] if t["content"] not in hidden]
-    state["model"]["vocab"] = [[8 * "\0" + piece if piece in hidden else piece, score]
-                               for piece, score in state["model"]["vocab"]]
+    state["model"]["vocab"] = [
+        [8 * "\0" + piece if piece in hidden else piece, score]
+        for piece, score in state["model"]["vocab"]
+    ]
     return json.dumps(state)
 
 
@@ -685,14 +767,17 @@ def choose_tokenizer(
     given = [one for one in named if one is not None]
     for other in given[1:]:
         if other is not given[0] and str(other) != str(given[0]):
-            raise ValueError(f"two tokenizers are named, {_name(given[0])} and {_name(other)}: "
-                             "name one")
+            raise ValueError(
+                f"two tokenizers are named, {_name(given[0])} and {_name(other)}: name one"
+            )
     kept = [kept] if kept is not None and os.path.exists(kept) else []
     for source in (*given, *([] if model is None else [model]), *kept):
         return load_tokenizer(source) if isinstance(source, (str, os.PathLike)) else source
     if train is None:
-        raise ValueError("no tokenizer is named: name one (a hub name, a directory, or a loaded "
-                         "tokenizer), or a model, which brings its own")
+        raise ValueError(
+            "no tokenizer is named: name one (a hub name, a directory, or a loaded "
+            "tokenizer), or a model, which brings its own"
+        )
     return train()
 
 

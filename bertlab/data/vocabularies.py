@@ -30,12 +30,15 @@ def read_state(tokenizer: Any) -> dict[str, Any]:  # of a fast tokenizer of tran
     model, added = state["model"], sorted(state["added_tokens"], key=lambda t: t["id"])
     kind = model["type"]
     if kind not in ("WordPiece", "BPE", "Unigram"):
-        raise ValueError(f"a vocabulary of kind {kind} cannot be changed; WordPiece, BPE and "
-                         "Unigram can")
+        raise ValueError(
+            f"a vocabulary of kind {kind} cannot be changed; WordPiece, BPE and Unigram can"
+        )
     marks = model.get("continuing_subword_prefix"), model.get("end_of_word_suffix")
     if kind == "BPE" and any(marks):
-        raise ValueError("BPE with marks inside or behind words cannot be changed; byte-level BPE "
-                         "and SentencePiece's can")
+        raise ValueError(
+            "BPE with marks inside or behind words cannot be changed; byte-level BPE "
+            "and SentencePiece's can"
+        )
     for token in added:  # then every id is the model's, and none is dealt anew when it is loaded
         if kind != "Unigram":
             model["vocab"].setdefault(token["content"], token["id"])
@@ -110,8 +113,11 @@ def _join_on(
         if -number < least:
             break
         name = names[pair[0]] + names[pair[1]].removeprefix(prefix)
-        if (-number != counts[pair] or name in taken  # it was counted anew since, or is there
-                or len(name.removeprefix(prefix)) > max_length):
+        if (
+            -number != counts[pair]
+            or name in taken  # it was counted anew since, or is there
+            or len(name.removeprefix(prefix)) > max_length
+        ):
             continue
         joined[next_id], names[next_id] = (pair, counts[pair]), name
         taken.add(name)
@@ -159,15 +165,19 @@ def extend_tokenizer(
     state, texts = read_state(tokenizer), gather_texts(texts)
     model = state["model"]
     if model.get("ignore_merges"):
-        raise ValueError("a BPE tokenizer with ignore_merges takes whole words from its list; "
-                         "transplant a tokenizer of your own instead")
+        raise ValueError(
+            "a BPE tokenizer with ignore_merges takes whole words from its list; "
+            "transplant a tokenizer of your own instead"
+        )
     names = {id: piece for piece, id in entries_of(state).items()}
     prefix = model.get("continuing_subword_prefix") or ""
     words = _cut_words(tokenizer, texts)
     joined = _join_on(words, names, num_pieces, min_count, prefix, max_length)
     if not joined:
-        raise ValueError(f"no two pieces stand side by side {min_count} times within the words of "
-                         "these texts: nothing to add; lower min_count, or bring more text")
+        raise ValueError(
+            f"no two pieces stand side by side {min_count} times within the words of "
+            "these texts: nothing to add; lower min_count, or bring more text"
+        )
     parts, total = {}, sum(number * len(word) for word, number in words.items())
     for id, ((left, right), count) in joined.items():
         parts[id] = [*parts.get(left, [left]), *parts.get(right, [right])]
@@ -188,8 +198,11 @@ def _replay(
     "Cut a piece into characters and join them as BPE does."
     parts, done = list(piece), []
     while True:
-        pairs = [(ranks[pair], place) for place, pair in enumerate(zip(parts, parts[1:]))
-                 if pair in ranks]
+        pairs = [
+            (ranks[pair], place)
+            for place, pair in enumerate(zip(parts, parts[1:]))
+            if pair in ranks
+        ]
         if not pairs:
             return done
         place = min(pairs)[1]
@@ -251,7 +264,7 @@ def trim_tokenizer(
     kept = {*keep, *(piece for piece, id in entries.items() if id in used)}
     kept |= {token["content"] for token in state["added_tokens"] if token["special"]}
     for piece in entries if keep_characters else ():
-        bare = next((piece[len(mark):] for mark in marks if piece.startswith(mark)), piece)
+        bare = next((piece[len(mark) :] for mark in marks if piece.startswith(mark)), piece)
         if len(piece) == 1 or len(bare) == 1:
             kept.add(piece)
     if model["type"] == "BPE":
@@ -268,8 +281,11 @@ def trim_tokenizer(
         model["unk_id"] = new_id.get(model["unk_id"])
     else:
         model["vocab"] = {piece: new_id[id] for piece, id in entries.items() if piece in kept}
-    state["added_tokens"] = [{**token, "id": new_id[token["id"]]}
-                             for token in state["added_tokens"] if token["id"] in new_id]
+    state["added_tokens"] = [
+        {**token, "id": new_id[token["id"]]}
+        for token in state["added_tokens"]
+        if token["id"] in new_id
+    ]
     _renumber(state["post_processor"], new_id)
     return Trimmed(with_state(tokenizer, state), old_ids)
 
@@ -286,7 +302,8 @@ def spell_pieces(tokenizer: Any) -> list[Spelled | None]:  # by id; None: specia
     state, letters = read_state(tokenizer), byte_letters()
     kind, prefix = state["model"]["type"], state["model"].get("continuing_subword_prefix") or ""
     by_bytes = kind == "BPE" and "ByteLevel" in json.dumps(
-        [state["pre_tokenizer"], state["decoder"]])
+        [state["pre_tokenizer"], state["decoder"]]
+    )
     special = set(tokenizer.all_special_ids)
     spelled: list[Spelled | None] = [None] * count_ids(tokenizer)
     for piece, id in entries_of(state).items():

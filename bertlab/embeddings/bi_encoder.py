@@ -44,7 +44,7 @@ def plan_batches(
     for length, members in zip(values.tolist(), np.split(order, begins[1:])):
         per_batch = max(1, batch_tokens // max(1, length))
         for start in range(0, len(members), per_batch):
-            batch = members[start:start + per_batch]
+            batch = members[start : start + per_batch]
             if 4 * len(batch) * length < batch_tokens:  # too small to be worth a call
                 rest.append(batch)
             else:
@@ -126,8 +126,10 @@ class BiEncoder(nn.Module):
         if max_sequence_length is None:
             max_sequence_length = reading_length(encoder, tokenizer)
         if not 3 <= max_sequence_length <= longest:
-            raise ValueError(f"max_sequence_length must be from 3 to {longest}, the model's "
-                             f"max_position_embeddings; got {max_sequence_length}")
+            raise ValueError(
+                f"max_sequence_length must be from 3 to {longest}, the model's "
+                f"max_position_embeddings; got {max_sequence_length}"
+            )
         check_tokenizer(tokenizer, encoder.config.vocab_size, needs_mask=False)
         self.encoder, self.tokenizer, self.pooling = encoder, tokenizer, pooling
         self.normalize, self.max_sequence_length = normalize, max_sequence_length
@@ -180,8 +182,9 @@ class BiEncoder(nn.Module):
     ) -> list[list[int]]:  # ids, special tokens included
         "Cut texts into tokens, at most max_sequence_length. Raises `ValueError` for no text."
         if isinstance(texts, str):
-            raise ValueError("texts must be a list of texts, and this is one string: put it in a "
-                             "list")
+            raise ValueError(
+                "texts must be a list of texts, and this is one string: put it in a list"
+            )
         for number, text in enumerate(texts):
             if not isinstance(text, str):
                 raise ValueError(f"texts[{number}] is {type(text).__name__}, not text")
@@ -189,9 +192,14 @@ class BiEncoder(nn.Module):
             texts = [text if text.startswith(prompt) else prompt + text for text in texts]
         found: list[list[int]] = []
         for start in range(0, len(texts), 2000):  # of a call, a tokenizer keeps much more than ids
-            part = self.tokenizer(list(texts[start:start + 2000]), truncation=True,
-                                  max_length=self.max_sequence_length, padding=False,
-                                  return_attention_mask=False, return_token_type_ids=False)
+            part = self.tokenizer(
+                list(texts[start : start + 2000]),
+                truncation=True,
+                max_length=self.max_sequence_length,
+                padding=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
             found += part["input_ids"]
         return found
 
@@ -277,8 +285,11 @@ class BiEncoder(nn.Module):
 
 # %% ../../nbs/embeddings/04_bi_encoder.ipynb #0cca719d
 # How sentence-transformers describes a model: names of modules, and a folder for each.
-_MODULES = (("", "models.Transformer"), ("1_Pooling", "models.Pooling"),
-            ("2_Normalize", "models.Normalize"))
+_MODULES = (
+    ("", "models.Transformer"),
+    ("1_Pooling", "models.Pooling"),
+    ("2_Normalize", "models.Normalize"),
+)
 _POOLING_KEYS = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token"}
 # What config_sentence_transformers.json says of calls; written again as it was read.
 CONVENTIONS = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
@@ -288,13 +299,17 @@ def layout(model: BiEncoder) -> dict[str, Any]:  # file: its content
     "What sentence-transformers needs to know besides weights and tokenizer."
     pooling = {"word_embedding_dimension": model.width, "include_prompt": True}
     pooling |= {key: how == model.pooling for how, key in _POOLING_KEYS.items()}
-    modules = [{"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
-               for i, (path, kind) in enumerate(_MODULES[:3 if model.normalize else 2])]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
+        for i, (path, kind) in enumerate(_MODULES[: 3 if model.normalize else 2])
+    ]
     return {
         "1_Pooling/config.json": pooling,
         **({"2_Normalize/config.json": {}} if model.normalize else {}),
-        "sentence_bert_config.json": {"max_seq_length": model.max_sequence_length,
-                                      "do_lower_case": False},
+        "sentence_bert_config.json": {
+            "max_seq_length": model.max_sequence_length,
+            "do_lower_case": False,
+        },
         "config_sentence_transformers.json": model.conventions,
         "modules.json": modules,
     }
@@ -304,7 +319,8 @@ def _lowers(tokenizer: Any) -> bool:
     "Does a tokenizer read capital letters as small ones?"
     normalizer = tokenizer.backend_tokenizer.normalizer
     return normalizer is not None and (
-        normalizer.normalize_str("ABC") == normalizer.normalize_str("abc"))
+        normalizer.normalize_str("ABC") == normalizer.normalize_str("abc")
+    )
 
 
 def read_layout(source: str | os.PathLike) -> dict[str, Any]:  # pooling, normalize, ...
@@ -316,52 +332,77 @@ def read_layout(source: str | os.PathLike) -> dict[str, Any]:  # pooling, normal
     from transformers.utils import cached_file
 
     def read(name: str, kind: type = dict) -> Any:  # None: there is no such file
-        path = cached_file(source, name, _raise_exceptions_for_missing_entries=False,
-                           _raise_exceptions_for_connection_errors=False)
+        path = cached_file(
+            source,
+            name,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
         return read_json(path, kind, finite=False) if path else None
 
     modules = read("modules.json", list)
     if modules is None:
         return {}
-    if not all(isinstance(one, dict) and isinstance(one.get("type"), str)
-               and isinstance(one.get("path"), str) for one in modules):
+    if not all(
+        isinstance(one, dict)
+        and isinstance(one.get("type"), str)
+        and isinstance(one.get("path"), str)
+        for one in modules
+    ):
         raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
     kinds = [one["type"].rpartition(".")[2] for one in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise ValueError(f"{source} has the modules {', '.join(kinds)}; bertlab reads Transformer, "
-                         "Pooling and perhaps Normalize")
+        raise ValueError(
+            f"{source} has the modules {', '.join(kinds)}; bertlab reads Transformer, "
+            "Pooling and perhaps Normalize"
+        )
     said = read(f"{modules[1]['path']}/config.json") or {}
     names = {key: how for how, key in _POOLING_KEYS.items()}
-    on = [names.get(key, key) for key, value in said.items()
-          if key.startswith("pooling_mode_") and value is True]
+    on = [
+        names.get(key, key)
+        for key, value in said.items()
+        if key.startswith("pooling_mode_") and value is True
+    ]
     on = on or [said.get("pooling_mode", "mean")]
     if len(on) != 1 or on[0] not in [*POOLINGS]:
-        raise ValueError(f"{source} pools by {', '.join(map(str, on))}; bertlab has "
-                         f"{', '.join(POOLINGS)}")
+        raise ValueError(
+            f"{source} pools by {', '.join(map(str, on))}; bertlab has {', '.join(POOLINGS)}"
+        )
     reading = read("sentence_bert_config.json") or {}
     length = reading.get("max_seq_length")
     if not isinstance(length, int | None):
-        raise ValueError(f"{source}: sentence_bert_config.json has max_seq_length={length!r}; it "
-                         "must be a number of tokens")
+        raise ValueError(
+            f"{source}: sentence_bert_config.json has max_seq_length={length!r}; it "
+            "must be a number of tokens"
+        )
     if reading.get("do_lower_case") and not _lowers(load_tokenizer(source)):
-        raise ValueError(f"{source} lowers all letters before its tokenizer sees them "
-                         "(do_lower_case), which bertlab does not: give it texts in small letters, "
-                         "and take do_lower_case out of sentence_bert_config.json in a copy of the "
-                         "model")
+        raise ValueError(
+            f"{source} lowers all letters before its tokenizer sees them "
+            "(do_lower_case), which bertlab does not: give it texts in small letters, "
+            "and take do_lower_case out of sentence_bert_config.json in a copy of the "
+            "model"
+        )
     calls = read("config_sentence_transformers.json") or {}
     prompts, usual = calls.get("prompts") or {}, calls.get("default_prompt_name")
-    if not (isinstance(prompts, dict)
-            and all(isinstance(one, str | None) for one in prompts.values())):
-        raise ValueError(f"{source}: config_sentence_transformers.json is damaged: prompts must "
-                         "have a text for each name")
+    if not (
+        isinstance(prompts, dict) and all(isinstance(one, str | None) for one in prompts.values())
+    ):
+        raise ValueError(
+            f"{source}: config_sentence_transformers.json is damaged: prompts must "
+            "have a text for each name"
+        )
     if said.get("include_prompt") is False and any(prompts.values()):
-        raise ValueError(f"{source} pools without the tokens of its prompts (include_prompt), "
-                         "which bertlab does not: take the prompts out of "
-                         "config_sentence_transformers.json in a copy of the model")
+        raise ValueError(
+            f"{source} pools without the tokens of its prompts (include_prompt), "
+            "which bertlab does not: take the prompts out of "
+            "config_sentence_transformers.json in a copy of the model"
+        )
     if usual is not None and prompts.get(usual):
-        raise ValueError(f"{source} puts its prompt {usual!r} before every text, which bertlab "
-                         "does not: put it into your texts, and take default_prompt_name out of "
-                         "config_sentence_transformers.json in a copy of the model")
+        raise ValueError(
+            f"{source} puts its prompt {usual!r} before every text, which bertlab "
+            "does not: put it into your texts, and take default_prompt_name out of "
+            "config_sentence_transformers.json in a copy of the model"
+        )
     kept = {name: calls[name] for name in CONVENTIONS if calls.get(name) is not None}
     found = {"pooling": on[0], "normalize": "Normalize" in kinds, "conventions": kept}
     return found | ({"max_sequence_length": length} if length else {})
@@ -376,9 +417,11 @@ def find_similarity(model: Any) -> str:  # cosine or dot
     if name == "euclidean" and getattr(model, "normalize", False):
         return "cosine"  # which ranks vectors of length 1 as their distances do
     if name not in ("cosine", "dot"):
-        raise ValueError(f"the model's vectors are compared by {name!r} (similarity_fn_name in "
-                         "config_sentence_transformers.json), and bertlab has cosine and dot: "
-                         "search with sentence-transformers")
+        raise ValueError(
+            f"the model's vectors are compared by {name!r} (similarity_fn_name in "
+            "config_sentence_transformers.json), and bertlab has cosine and dot: "
+            "search with sentence-transformers"
+        )
     return name
 
 
@@ -391,4 +434,3 @@ def score_vectors(
     if find_similarity(model) == "dot":
         return queries_QD @ documents_ND.T
     return unit_rows(queries_QD) @ unit_rows(documents_ND).T
-

@@ -21,8 +21,9 @@ def draw_labels(
     if per_class < 1:
         raise ValueError(f"per_class must be 1 or more, got {per_class}")
     rng, values = np.random.default_rng(seed), np.asarray(labels)
-    found = [rng.permutation(np.flatnonzero(values == one))[:per_class]
-             for one in np.unique(values)]
+    found = [
+        rng.permutation(np.flatnonzero(values == one))[:per_class] for one in np.unique(values)
+    ]
     return rng.permutation(np.concatenate(found))
 
 
@@ -52,6 +53,7 @@ def few_label_curve(
     for count in counts:
         rows = [draw_labels(labels, count, seed) for seed in seeds]
         for name, (train_ND, test_ND) in vectors.items():
-            found[name].append([probe_accuracy(train_ND[r], values[r], test_ND, test_labels)
-                                for r in rows])
+            found[name].append(
+                [probe_accuracy(train_ND[r], values[r], test_ND, test_labels) for r in rows]
+            )
     return {name: np.array(scores) for name, scores in found.items()}

@@ -64,16 +64,19 @@ class ContrastiveRule:
     def __post_init__(self):
         margin, widths = self.false_negative_margin, self.prefixes
         if margin is not None and not -2 <= margin <= 2:
-            raise ValueError(f"false_negative_margin is a difference of cosines, from -2 to 2; got "
-                             f"{margin}")
+            raise ValueError(
+                f"false_negative_margin is a difference of cosines, from -2 to 2; got {margin}"
+            )
         if not all(isinstance(w, int) and w > 0 for w in widths) or len({*widths}) < len(widths):
             raise ValueError(f"prefixes must be different widths of 1 or more, got {widths}")
 
     def check_width(self, width: int) -> None:
         "Raise `ValueError` for prefixes that vectors of this width do not have."
         if wrong := [w for w in self.prefixes if w >= width]:
-            raise ValueError(f"prefixes={self.prefixes}: {wrong[0]} is no proper prefix of vectors "
-                             f"of width {width}; leave it out")
+            raise ValueError(
+                f"prefixes={self.prefixes}: {wrong[0]} is no proper prefix of vectors "
+                f"of width {width}; leave it out"
+            )
 
     def __call__(
         self,
@@ -90,44 +93,60 @@ class ContrastiveRule:
         for width in widths:
             q_QD = F.normalize(queries.vectors_ND[:, :width], dim=1)
             d_ND = F.normalize(documents.vectors_ND[:, :width], dim=1)
-            loss_sum, num_right = self._pick(q_QD, queries.groups_N, d_ND, documents.groups_N,
-                                             targets_Q, temperature)
+            loss_sum, num_right = self._pick(
+                q_QD, queries.groups_N, d_ND, documents.groups_N, targets_Q, temperature
+            )
             if self.both_directions:
                 all_q = queries if every_query is None else every_query
                 own_Q = torch.arange(len(q_QD), device=q_QD.device) if own_Q is None else own_Q
                 mine = targets_Q.clamp_min(0)
                 back, _ = self._pick(
-                    d_ND[mine], documents.groups_N[mine],
-                    F.normalize(all_q.vectors_ND[:, :width], dim=1), all_q.groups_N,
-                    torch.where(targets_Q == IGNORED, IGNORED, own_Q), temperature)
+                    d_ND[mine],
+                    documents.groups_N[mine],
+                    F.normalize(all_q.vectors_ND[:, :width], dim=1),
+                    all_q.groups_N,
+                    torch.where(targets_Q == IGNORED, IGNORED, own_Q),
+                    temperature,
+                )
                 loss_sum = (loss_sum + back) / 2
             losses.append(loss_sum)
         total = torch.stack(losses).mean()
         return LossParts(total, (targets_Q != IGNORED).sum(), torch.zeros_like(total), num_right)
 
-    def _pick(self, from_QD: Tensor, groups_Q: Tensor, to_ND: Tensor, groups_N: Tensor,
-              targets_Q: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
+    def _pick(
+        self,
+        from_QD: Tensor,
+        groups_Q: Tensor,
+        to_ND: Tensor,
+        groups_N: Tensor,
+        targets_Q: Tensor,
+        temperature: Tensor | float,
+    ) -> tuple[Tensor, Tensor]:
         "One direction at one width."
         # In bfloat16 cosines near 1 are 0.004 apart, which a low temperature magnifies.
         with torch.autocast(from_QD.device.type, enabled=False):
             cosines_QN = from_QD @ to_ND.T
-        forbidden_QN = find_forbidden(cosines_QN, groups_Q, groups_N, targets_Q,
-                                      self.false_negative_margin)
+        forbidden_QN = find_forbidden(
+            cosines_QN, groups_Q, groups_N, targets_Q, self.false_negative_margin
+        )
         return info_nce(cosines_QN / temperature, targets_Q, forbidden_QN)
 
 # %% ../../nbs/embeddings/02_losses.ipynb #072d0621
-def _kl(student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor,
-        temperature: Tensor | float) -> Tensor:
+def _kl(
+    student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor, temperature: Tensor | float
+) -> Tensor:
     def shares(scores_QC: Tensor) -> Tensor:  # their logarithms; 0 for what is missing
         scores_QC = (scores_QC / temperature).masked_fill(~there_QC, -torch.inf)
         return F.log_softmax(scores_QC, dim=1).masked_fill(~there_QC, 0)
 
-    return F.kl_div(shares(student_QC), shares(teacher_QC), log_target=True,
-                    reduction="none").sum(1)
+    return F.kl_div(shares(student_QC), shares(teacher_QC), log_target=True, reduction="none").sum(
+        1
+    )
 
 
-def _margin_mse(student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor,
-                temperature: Tensor | float) -> Tensor:
+def _margin_mse(
+    student_QC: Tensor, teacher_QC: Tensor, there_QC: Tensor, temperature: Tensor | float
+) -> Tensor:
     apart = lambda scores_QC: scores_QC[:, :1] - scores_QC[:, 1:]
     squares_QC = (apart(student_QC) - apart(teacher_QC)).square() * there_QC[:, 1:]
     return squares_QC.sum(1) / there_QC[:, 1:].sum(1)
@@ -149,12 +168,15 @@ def distillation_loss(
     """
     loss = look_up(kind, DISTILLATIONS, "kind")
     if student_QC.shape != teacher_QC.shape or student_QC.shape[1] < 2:
-        raise ValueError(f"scores of student and teacher must be (Q, C) with 2 candidates or more, "
-                         f"got {tuple(student_QC.shape)} and {tuple(teacher_QC.shape)}")
+        raise ValueError(
+            f"scores of student and teacher must be (Q, C) with 2 candidates or more, "
+            f"got {tuple(student_QC.shape)} and {tuple(teacher_QC.shape)}"
+        )
     teacher_QC = teacher_QC.to(student_QC)
     there_QC = teacher_QC != -torch.inf
     counts_Q1 = there_QC[:, :1] & there_QC[:, 1:].any(1, keepdim=True)
     # What does not count becomes 0 on both sides: the gradient of an infinity is not a number.
-    student_QC, teacher_QC = (scores_QC.masked_fill(~(there_QC & counts_Q1), 0)
-                              for scores_QC in (student_QC, teacher_QC))
+    student_QC, teacher_QC = (
+        scores_QC.masked_fill(~(there_QC & counts_Q1), 0) for scores_QC in (student_QC, teacher_QC)
+    )
     return loss(student_QC, teacher_QC, there_QC | ~counts_Q1, temperature).sum()

@@ -119,14 +119,19 @@ class EmbeddingModule(TrainingModule):
     ):
         super().__init__()
         if not 0.001 <= temperature <= 10:
-            raise ValueError(f"temperature must be from 0.001 to 10, got {temperature}; 0.05 is "
-                             "usual for cosines")
+            raise ValueError(
+                f"temperature must be from 0.001 to 10, got {temperature}; 0.05 is "
+                "usual for cosines"
+            )
         if learn_temperature and not 0.005 <= temperature <= 1:
-            raise ValueError(f"temperature={temperature} lies outside of 0.005 to 1, where a "
-                             "learnt one stays; start within, or leave out learn_temperature")
+            raise ValueError(
+                f"temperature={temperature} lies outside of 0.005 to 1, where a "
+                "learnt one stays; start within, or leave out learn_temperature"
+            )
         if chunk_rows is not None and chunk_rows < 1:
-            raise ValueError(f"chunk_rows must be 1 or more, got {chunk_rows}; None encodes all "
-                             "rows at once")
+            raise ValueError(
+                f"chunk_rows must be 1 or more, got {chunk_rows}; None encodes all rows at once"
+            )
         if pooling is not None:
             look_up(pooling, POOLINGS, "pooling")
         if distillation is not None:
@@ -134,21 +139,30 @@ class EmbeddingModule(TrainingModule):
         if not 0 < layer_decay <= 1:
             raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}")
         if min(contrastive_weight, distillation_weight) < 0 or not (
-                contrastive_weight or distillation and distillation_weight):
-            raise ValueError("nothing is trained: contrastive_weight and distillation_weight must "
-                             "be 0 or more, and one of them above 0")
+            contrastive_weight or distillation and distillation_weight
+        ):
+            raise ValueError(
+                "nothing is trained: contrastive_weight and distillation_weight must "
+                "be 0 or more, and one of them above 0"
+            )
         if adapter is not None:
             read_adapter(adapter)
         if chunk_rows and gradient_checkpointing:
-            raise ValueError("chunk_rows computes activations again already; leave out "
-                             "gradient_checkpointing, or chunk_rows")
+            raise ValueError(
+                "chunk_rows computes activations again already; leave out "
+                "gradient_checkpointing, or chunk_rows"
+            )
         if chunk_rows:
             check_recomputing(True, compile_model, optimizer_class)
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
         self.rule = ContrastiveRule(both_directions, false_negative_margin, tuple(prefixes or ()))
         self.save_hyperparameters(ignore=["pretrained_tokenizer_name_or_path", "prepare_encoder"])
-        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
-                     "schedule": schedule, "scheduler_kwargs": scheduler_kwargs}
+        self._own = {
+            "optimizer_class": optimizer_class,
+            "optimizer_kwargs": optimizer_kwargs,
+            "schedule": schedule,
+            "scheduler_kwargs": scheduler_kwargs,
+        }
         self.hparams.update(self._own)  # a subclass may hand on others than it was given
         self.prepare_encoder = prepare_encoder
         source, tokenizer = pretrained_model_name_or_path, pretrained_tokenizer_name_or_path
@@ -169,10 +183,16 @@ class EmbeddingModule(TrainingModule):
     def setup(self, stage: str) -> None:
         "Take the tokenizer and the length of texts from the data, where it has them."
         data, h = self.trainer.datamodule, self.hparams
-        if (stage == "fit" and h.adapter is not None and not self.trainer.ckpt_path
-                and h.pretrained_model_name_or_path is None):
-            raise ValueError(f"adapter={h.adapter!r} leaves the encoder as it is, and that is "
-                             "random: name pretrained_model_name_or_path")
+        if (
+            stage == "fit"
+            and h.adapter is not None
+            and not self.trainer.ckpt_path
+            and h.pretrained_model_name_or_path is None
+        ):
+            raise ValueError(
+                f"adapter={h.adapter!r} leaves the encoder as it is, and that is "
+                "random: name pretrained_model_name_or_path"
+            )
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
         check_vocabularies(self.tokenizer, getattr(data, "tokenizer", None))
@@ -187,9 +207,11 @@ class EmbeddingModule(TrainingModule):
         for split, rows in datasets.items() if self.hparams.distillation is not None else ():
             if rows.scores is None or rows.num_negatives < 1:
                 lacks = "scores (scores_column)" if rows.scores is None else "negatives"
-                raise ValueError(f"distillation={self.hparams.distillation!r} compares a teacher's "
-                                 "scores of a positive and its negatives, and the pairs of "
-                                 f"{split} have no {lacks}")
+                raise ValueError(
+                    f"distillation={self.hparams.distillation!r} compares a teacher's "
+                    "scores of a positive and its negatives, and the pairs of "
+                    f"{split} have no {lacks}"
+                )
 
     def _fit_rows(self) -> None:
         "Tell the data how many positions the encoder has, as soon as both are there."
@@ -233,9 +255,17 @@ class EmbeddingModule(TrainingModule):
         freeze_weights(encoder, h.freeze)
         self.own_length = (  # a plain encoder has learnt nothing of longer texts
             reading_length(encoder, self.tokenizer, said.get("max_sequence_length"))
-            if said else None)
-        model = BiEncoder(encoder, self.tokenizer, h.pooling or said.get("pooling", "mean"),
-                          said.get("normalize", True), self._length(), said.get("conventions"))
+            if said
+            else None
+        )
+        model = BiEncoder(
+            encoder,
+            self.tokenizer,
+            h.pooling or said.get("pooling", "mean"),
+            said.get("normalize", True),
+            self._length(),
+            said.get("conventions"),
+        )
         # The loss compares directions alone; other comparisons stay where they rank as it does.
         if model.similarity_fn_name not in ("dot", "euclidean") or not model.normalize:
             model.conventions["similarity_fn_name"] = "cosine"
@@ -283,8 +313,10 @@ class EmbeddingModule(TrainingModule):
         if self.model is not None:
             return
         if self.tokenizer is None:
-            raise ValueError("no tokenizer is known: give pretrained_tokenizer_name_or_path, or a "
-                             "data module to fit")
+            raise ValueError(
+                "no tokenizer is known: give pretrained_tokenizer_name_or_path, or a "
+                "data module to fit"
+            )
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
         self.hparams.update({**self._own, **self.hparams})
         h = self.hparams
@@ -293,8 +325,10 @@ class EmbeddingModule(TrainingModule):
         self.frozen = [n for n, p in self.model.named_parameters() if not p.requires_grad]
         device = torch.device("cpu") if self._trainer is None else self.trainer.strategy.root_device
         if h.chunk_rows and device.type == "xla":
-            raise ValueError("chunk_rows does not run on a TPU, where torch's checkpointing fails; "
-                             "leave it out, and take a smaller batch")
+            raise ValueError(
+                "chunk_rows does not run on a TPU, where torch's checkpointing fails; "
+                "leave it out, and take a smaller batch"
+            )
         recompute(self.model, h.gradient_checkpointing, device)
         options = compile_options(h.compile_model, device, h.optimizer_class)
         if options is not None:
@@ -305,13 +339,17 @@ class EmbeddingModule(TrainingModule):
         saving = describe_saving(self.model.encoder, tokenizer=self.tokenizer) if known else ""
         cut, reads = self.max_sequence_length, self.model.max_sequence_length
         longer = f"; it reads {reads} tokens of a text, as before, and of pairs {cut}"
-        rank_zero_info(f"bi-encoder from {h.pretrained_model_name_or_path or 'random weights'}; "
-                       f"{saving}{still}{longer if cut and cut < reads else ''}")
+        rank_zero_info(
+            f"bi-encoder from {h.pretrained_model_name_or_path or 'random weights'}; "
+            f"{saving}{still}{longer if cut and cut < reads else ''}"
+        )
         prompts = sorted({*filter(None, (self.model.query_prompt, self.model.document_prompt))})
         if prompts:
-            rank_zero_warn(f"the model has prompts ({', '.join(map(repr, prompts))}), which search "
-                           "puts before texts and training does not: write them into the pairs, or "
-                           "take them out of config_sentence_transformers.json")
+            rank_zero_warn(
+                f"the model has prompts ({', '.join(map(repr, prompts))}), which search "
+                "puts before texts and training does not: write them into the pairs, or "
+                "take them out of config_sentence_transformers.json"
+            )
 
     @property
     def config(self) -> BertLabConfig | None:  # of the encoder; None: it is not built yet
@@ -332,8 +370,9 @@ class EmbeddingModule(TrainingModule):
         with self.evaluation_weights():  # those that validation has measured
             written = self.model.save(directory)
             if has_adapter(encoder):
-                save_adapter(encoder, written / "adapter",
-                             base=self.hparams.pretrained_model_name_or_path)
+                save_adapter(
+                    encoder, written / "adapter", base=self.hparams.pretrained_model_name_or_path
+                )
         return written
 
     # --- optimizer and checkpoint -----------------------------------------------------------------
@@ -354,8 +393,11 @@ class EmbeddingModule(TrainingModule):
         # Beside an adapter, or where layers are frozen, some have no weight that trains, and a
         # pattern without one is refused as a typing error.
         names = [name for name, weight in self.named_parameters() if weight.requires_grad]
-        return {glob: {"lr": h.learning_rate * h.layer_decay**n} for glob, n in depth.items()
-                if any(fnmatchcase(name, glob) for name in names)}
+        return {
+            glob: {"lr": h.learning_rate * h.layer_decay**n}
+            for glob, n in depth.items()
+            if any(fnmatchcase(name, glob) for name in names)
+        }
 
     def _optimizer_settings(self) -> AttributeDict:
         "The options, with the rates of layers and adapters among the overrides."
@@ -372,15 +414,21 @@ class EmbeddingModule(TrainingModule):
         config = self.model.encoder.config.to_diff_dict()
         checkpoint["model_config"] = config
         checkpoint["hyper_parameters"] = {
-            **checkpoint.get("hyper_parameters", {}), "pretrained_model_name_or_path": None,
-            "model_config_kwargs": config, "pooling": self.model.pooling}
+            **checkpoint.get("hyper_parameters", {}),
+            "pretrained_model_name_or_path": None,
+            "model_config_kwargs": config,
+            "pooling": self.model.pooling,
+        }
         checkpoint["hyper_parameters"] = plain_options(
-            checkpoint["hyper_parameters"], {"optimizer_class": "adamw", "schedule": None})
+            checkpoint["hyper_parameters"], {"optimizer_class": "adamw", "schedule": None}
+        )
         checkpoint["top_depth"] = self._top_depth
-        checkpoint["vectors"] = {"normalize": self.model.normalize,
-                                 "max_sequence_length": self.model.max_sequence_length,
-                                 "own_length": self.own_length,
-                                 "conventions": self.model.conventions}
+        checkpoint["vectors"] = {
+            "normalize": self.model.normalize,
+            "max_sequence_length": self.model.max_sequence_length,
+            "own_length": self.own_length,
+            "conventions": self.model.conventions,
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "What is no weight and no option here comes with a checkpoint: norm, length, prompts."
@@ -393,8 +441,9 @@ class EmbeddingModule(TrainingModule):
         if self.max_sequence_length is not None:  # the data says
             self.model.max_sequence_length = self._length()
         else:
-            self.model.max_sequence_length = said.get("max_sequence_length",
-                                                      self.model.max_sequence_length)
+            self.model.max_sequence_length = said.get(
+                "max_sequence_length", self.model.max_sequence_length
+            )
 
     # --- what a batch is worth --------------------------------------------------------------------
 
@@ -405,8 +454,10 @@ class EmbeddingModule(TrainingModule):
         num_texts = len(batch["groups"]) if chunk_rows is None else None
         vectors_ND = self.model(batch, chunk_rows, num_texts)
         num_pairs, groups_N = len(batch["labels"]), batch["groups"]
-        return (Embedded(vectors_ND[:num_pairs], groups_N[:num_pairs]),
-                Embedded(vectors_ND[num_pairs:], groups_N[num_pairs:]))
+        return (
+            Embedded(vectors_ND[:num_pairs], groups_N[:num_pairs]),
+            Embedded(vectors_ND[num_pairs:], groups_N[num_pairs:]),
+        )
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
         "Sums over the queries of a batch, against the documents of all processes."
@@ -445,11 +496,14 @@ class EmbeddingModule(TrainingModule):
         if kind is None:
             return None
         if "teacher_scores" not in batch:
-            raise ValueError(f"distillation={kind!r} needs a teacher's scores: give the data "
-                             "module a scores_column")
+            raise ValueError(
+                f"distillation={kind!r} needs a teacher's scores: give the data "
+                "module a scores_column"
+            )
         q_QD, d_ND = (F.normalize(e.vectors_ND, dim=1) for e in (queries, documents))
-        own_QCD = torch.cat([d_ND[:num_pairs, None],
-                             d_ND[num_pairs:].unflatten(0, (num_pairs, -1))], 1)
+        own_QCD = torch.cat(
+            [d_ND[:num_pairs, None], d_ND[num_pairs:].unflatten(0, (num_pairs, -1))], 1
+        )
         blank_Q1 = (batch["labels"] == IGNORED)[:, None]
         teacher_QC = batch["teacher_scores"].masked_fill(blank_Q1, -torch.inf)
         with torch.autocast(q_QD.device.type, enabled=False):  # as in `ContrastiveRule`
@@ -477,13 +531,19 @@ class EmbeddingModule(TrainingModule):
         count = (batch["labels"] != IGNORED).sum()
         sums = [parts.loss_sum, count, parts.num_right, *(p for _, p in self.penalties().values())]
         self._sums[set_number] = self._sums.get(set_number, 0) + torch.stack(
-            [one.detach().double() if self.device.type == "cpu" else one.detach().float()
-             for one in sums])
-        stored = [queries.vectors_ND.detach().float(), queries.groups_N,
-                  documents.vectors_ND[:num_pairs].detach().float(),
-                  documents.groups_N[:num_pairs]]
+            [
+                one.detach().double() if self.device.type == "cpu" else one.detach().float()
+                for one in sums
+            ]
+        )
+        stored = [
+            queries.vectors_ND.detach().float(),
+            queries.groups_N,
+            documents.vectors_ND[:num_pairs].detach().float(),
+            documents.groups_N[:num_pairs],
+        ]
         if "text_numbers" in batch:  # else, in a batch of one's own, each text is another one
-            stored.append(batch["text_numbers"][num_pairs:2 * num_pairs])
+            stored.append(batch["text_numbers"][num_pairs : 2 * num_pairs])
         self._stored.append(tuple(one.cpu() for one in stored))
 
     def final_scores(self, stage: str) -> dict[str, Tensor]:
@@ -501,7 +561,10 @@ class EmbeddingModule(TrainingModule):
         numbers_N = parts[4] if len(parts) > 4 else None
         ranks_Q = ranks_of(queries, documents, numbers_N=numbers_N).double()
         mean_D = F.normalize(documents.vectors_ND[documents.groups_N >= 0], dim=1).mean(0)
-        found |= {"mrr": (1 / ranks_Q).mean(), "recall_10": (ranks_Q <= 10).double().mean(),
-                  "mean_cosine": mean_D.square().sum()}  # of two texts at random; 1: a collapse
+        found |= {
+            "mrr": (1 / ranks_Q).mean(),
+            "recall_10": (ranks_Q <= 10).double().mean(),
+            "mean_cosine": mean_D.square().sum(),
+        }  # of two texts at random; 1: a collapse
         self._stored = []
         return {f"{stage}_{name}": value.float() for name, value in found.items()}

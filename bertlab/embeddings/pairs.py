@@ -62,13 +62,19 @@ class PairSet:
     def select(self, numbers: Sequence[int]) -> "PairSet":
         "The pairs with these numbers."
         take = lambda values: None if values is None else [values[n] for n in numbers]
-        return PairSet(*map(take, (self.queries, self.positives, self.negatives, self.scores)),
-                       self.notes)
+        return PairSet(
+            *map(take, (self.queries, self.positives, self.negatives, self.scores)), self.notes
+        )
 
     def texts(self) -> list[str]:
         "Each different text once, in the order in which it first occurs."
-        return list(dict.fromkeys(text for q, p, n in zip(self.queries, self.positives,
-                                                          self.negatives) for text in (q, p, *n)))
+        return list(
+            dict.fromkeys(
+                text
+                for q, p, n in zip(self.queries, self.positives, self.negatives)
+                for text in (q, p, *n)
+            )
+        )
 
 
 LABELS = ("label", "score", "similarity", "similarity_score", "gold_label", "is_duplicate")
@@ -88,12 +94,16 @@ def find_columns(
             found[kind] = [name for name in usual if name in there][:1]
         else:
             names = names if isinstance(names, (list, tuple)) else [names]
-            found[kind] = [resolve_column(name, counted if is_number(name) else there,
-                                          f"{kind}_column") for name in names]
+            found[kind] = [
+                resolve_column(name, counted if is_number(name) else there, f"{kind}_column")
+                for name in names
+            ]
         if not found[kind] and kind in ("query", "positive"):
-            raise ValueError(f"there is no column of the {kind} ({', '.join(usual)}); the columns "
-                             f"are {', '.join(map(repr, there))}: name one as {kind}_column"
-                             f"{did_you_mean(kind, map(str, there))}")
+            raise ValueError(
+                f"there is no column of the {kind} ({', '.join(usual)}); the columns "
+                f"are {', '.join(map(repr, there))}: name one as {kind}_column"
+                f"{did_you_mean(kind, map(str, there))}"
+            )
     return found
 
 
@@ -137,23 +147,32 @@ def _scores(value: Any, column: str, where: str) -> list[float]:
         except (TypeError, ValueError):
             found.append(math.nan)
         if not math.isfinite(found[-1]):
-            raise ValueError(f"{where}: the column {column!r} holds {str(one)[:40]!r}; a score is "
-                             "a finite number")
+            raise ValueError(
+                f"{where}: the column {column!r} holds {str(one)[:40]!r}; a score is "
+                "a finite number"
+            )
     return found
 
 
 def read_pair(row: Mapping, columns: Mapping[str, list[str]], where: str) -> tuple:
     "Query, positive, negatives and scores of a row. Raises `ValueError` with its place."
-    query, positive = (_one_text(row.get(columns[kind][0]), columns[kind][0], where)
-                       for kind in ("query", "positive"))
-    negatives = [_one_text(text, name, where) for name in columns["negative"]
-                 for text in _texts(row.get(name), where)]
+    query, positive = (
+        _one_text(row.get(columns[kind][0]), columns[kind][0], where)
+        for kind in ("query", "positive")
+    )
+    negatives = [
+        _one_text(text, name, where)
+        for name in columns["negative"]
+        for text in _texts(row.get(name), where)
+    ]
     scores = None
     if columns["scores"]:
         scores = _scores(row.get(columns["scores"][0]), columns["scores"][0], where)
         if len(scores) != 1 + len(negatives):
-            raise ValueError(f"{where}: {len(scores)} scores for a positive and {len(negatives)} "
-                             f"negatives; give one each, the positive's first")
+            raise ValueError(
+                f"{where}: {len(scores)} scores for a positive and {len(negatives)} "
+                f"negatives; give one each, the positive's first"
+            )
     return query, positive, negatives, scores
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #a39f1d52
@@ -182,28 +201,43 @@ def clean_pairs(pairs: PairSet) -> PairSet:
     groups, seen, kept, negatives = group_texts(pairs), set(), [], []
     scores, notes = [], Counter(pairs.notes)
     for number, (query, positive) in enumerate(zip(pairs.queries, pairs.positives)):
-        reason = ("repeated pairs" if (query, positive) in seen else
-                  "pairs of a text with itself" if query == positive else "")
+        reason = (
+            "repeated pairs"
+            if (query, positive) in seen
+            else "pairs of a text with itself"
+            if query == positive
+            else ""
+        )
         seen.add((query, positive))
         if reason:
             notes[f"{reason}, left out"] += 1
             continue
-        good = [n for n, text in enumerate(pairs.negatives[number])
-                if groups[text] != groups[query]]
-        notes["negatives that are an answer of their query, left out"] += \
-            len(pairs.negatives[number]) - len(good)
+        good = [
+            n for n, text in enumerate(pairs.negatives[number]) if groups[text] != groups[query]
+        ]
+        notes["negatives that are an answer of their query, left out"] += len(
+            pairs.negatives[number]
+        ) - len(good)
         kept.append(number)
         negatives.append([pairs.negatives[number][n] for n in good])
         if pairs.scores is not None:
             own = pairs.scores[number]
             scores.append([own[0], *(own[1 + n] for n in good)])
     chosen = pairs.select(kept)
-    return replace(chosen, negatives=negatives, scores=scores if pairs.scores else None,
-                   notes=+notes)
+    return replace(
+        chosen, negatives=negatives, scores=scores if pairs.scores else None, notes=+notes
+    )
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #063b1775
-def _table_rows(source: Any, split: str, config_name: str | None, file_format: str | None,
-                header: bool, on_error: Any, notes: Counter) -> Iterator[tuple[Any, str, Mapping]]:
+def _table_rows(
+    source: Any,
+    split: str,
+    config_name: str | None,
+    file_format: str | None,
+    header: bool,
+    on_error: Any,
+    notes: Counter,
+) -> Iterator[tuple[Any, str, Mapping]]:
     "Rows of files, directories and hub datasets, each with its file and its place."
     for name in expand_sources(source):
         path = Path(name).expanduser()
@@ -239,14 +273,21 @@ def read_pairs(
     A column's number counts in the first row of a file: objects may have their keys in any order.
     Raises `ValueError` with the place of a bad row, and where no pair is left.
     """
-    asked = {"query": query_column, "positive": positive_column, "negative": negative_column,
-             "scores": scores_column}
+    asked = {
+        "query": query_column,
+        "positive": positive_column,
+        "negative": negative_column,
+        "scores": scores_column,
+    }
     notes: Counter = Counter()
     check_format(file_format)
     policy = error_policy(on_error, notes)
     in_memory = isinstance(source, (list, tuple)) and all(isinstance(r, Mapping) for r in source)
-    rows = ((("", f"row {n}", row) for n, row in enumerate(source)) if in_memory else
-            _table_rows(source, split, config_name, file_format, header, policy, notes))
+    rows = (
+        (("", f"row {n}", row) for n, row in enumerate(source))
+        if in_memory
+        else _table_rows(source, split, config_name, file_format, header, policy, notes)
+    )
     found, columns, firsts = [], {}, {}  # rows of JSON may have different keys
     guessed = query_column is None and positive_column is None
     said: dict[str, set] = {}  # what a column says of pairs that nobody has chosen
@@ -262,22 +303,28 @@ def read_pairs(
         except (ValueError, TypeError) as error:
             policy(error if isinstance(error, ValueError) else ValueError(f"{where}: {error}"))
     if different := [name for name, values in said.items() if len(values) > 1]:
-        raise ValueError(f"the column {different[0]!r} says that not all pairs are alike, and each "
-                         "would count as a right answer: leave out the rows that are none, then "
-                         "name query_column and positive_column")
+        raise ValueError(
+            f"the column {different[0]!r} says that not all pairs are alike, and each "
+            "would count as a right answer: leave out the rows that are none, then "
+            "name query_column and positive_column"
+        )
     if not found:
         raise ValueError(f"source {source if not in_memory else 'given'} has no pair of texts")
     queries, positives, negatives, scores = map(list, zip(*found))
     lacking = [n for n, own in enumerate(scores) if own is None]
     if lacking and len(lacking) < len(scores):
-        raise ValueError(f"pair {lacking[0] + 1} has no scores, and others have; give all of them "
-                         "scores, or none")
+        raise ValueError(
+            f"pair {lacking[0] + 1} has no scores, and others have; give all of them "
+            "scores, or none"
+        )
     scores = None if lacking else scores
     cleaned = clean_pairs(PairSet(queries, positives, negatives, scores, notes))
     if not len(cleaned):  # the first of equal pairs stays
-        raise ValueError(f"source {source if not in_memory else 'given'} has no pair of two "
-                         f"different texts: all {len(found)} rows pair a text with itself and are "
-                         "left out; name other columns, or bring two wordings of each text")
+        raise ValueError(
+            f"source {source if not in_memory else 'given'} has no pair of two "
+            f"different texts: all {len(found)} rows pair a text with itself and are "
+            "left out; name other columns, or bring two wordings of each text"
+        )
     return cleaned
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #3c2cc733
@@ -305,18 +352,22 @@ def hold_out_pairs(
             taken += sizes[group]
     is_held = np.isin(group_P, list(held))
     if not held or is_held.all():
-        raise ValueError(f"{len(pairs)} pairs in {len(np.unique(group_P))} groups of connected "
-                         "texts are too few to hold some out; bring more, or a validation set")
+        raise ValueError(
+            f"{len(pairs)} pairs in {len(np.unique(group_P))} groups of connected "
+            "texts are too few to hold some out; bring more, or a validation set"
+        )
     train, out = (pairs.select(np.flatnonzero(which)) for which in (~is_held, is_held))
     fine = [[groups[text] not in held for text in own] for own in train.negatives]
     if dropped := sum(own.count(False) for own in fine):
         keep = lambda values, own: [value for value, good in zip(values, own) if good]
         notes = train.notes + Counter({"negatives that are texts of held-out pairs, left out":
                                        dropped})  # fmt: skip
-        scores = train.scores and [keep(values, [True, *own])
-                                   for values, own in zip(train.scores, fine)]
-        train = replace(train, negatives=[*map(keep, train.negatives, fine)], scores=scores,
-                        notes=notes)
+        scores = train.scores and [
+            keep(values, [True, *own]) for values, own in zip(train.scores, fine)
+        ]
+        train = replace(
+            train, negatives=[*map(keep, train.negatives, fine)], scores=scores, notes=notes
+        )
     return train, out
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #56b0735d
@@ -342,10 +393,12 @@ class PairRows(Dataset):
         self.ids = [np.asarray(ids, np.int32) for ids in encode(texts)]
         self.groups = np.array([groups[text] for text in texts])
         number = {text: n for n, text in enumerate(texts)}
-        self.pairs_P2 = np.array([[number[q], number[p]] for q, p in zip(pairs.queries,
-                                                                         pairs.positives)])
-        self.negatives = [[number[text] for text in own[:self.num_negatives]]
-                          for own in pairs.negatives]
+        self.pairs_P2 = np.array(
+            [[number[q], number[p]] for q, p in zip(pairs.queries, pairs.positives)]
+        )
+        self.negatives = [
+            [number[text] for text in own[: self.num_negatives]] for own in pairs.negatives
+        ]
         self.scores, self.shuffle, self.seed = pairs.scores, shuffle, seed
         self._latest: tuple[int | None, Any] = None, None
 
@@ -369,12 +422,15 @@ class PairRows(Dataset):
         negatives = [] if blank else self.negatives[key]
         empty = self.num_negatives - len(negatives)
         texts = [query, positive, *negatives, *[query] * empty]
-        groups = [*self.groups[texts[:2 + len(negatives)]], *[-1] * empty]
+        groups = [*self.groups[texts[: 2 + len(negatives)]], *[-1] * empty]
         groups = [-1] * len(groups) if blank else groups
-        row = {"ids": [self.ids[n][:1] if g < 0 else self.ids[n] for n, g in zip(texts, groups)],
-               "groups": groups, "numbers": [-1 if g < 0 else n for n, g in zip(texts, groups)]}
+        row = {
+            "ids": [self.ids[n][:1] if g < 0 else self.ids[n] for n, g in zip(texts, groups)],
+            "groups": groups,
+            "numbers": [-1 if g < 0 else n for n, g in zip(texts, groups)],
+        }
         if self.scores is not None:
-            own = [] if blank else self.scores[key][:1 + self.num_negatives]
+            own = [] if blank else self.scores[key][: 1 + self.num_negatives]
             row["scores"] = [*own, *[-torch.inf] * (1 + self.num_negatives - len(own))]
         return row
 
@@ -392,8 +448,12 @@ class PairCollator:
         order = [(p, c) for c in range(2) for p in range(num_pairs)]
         order += [(p, c) for p in range(num_pairs) for c in range(2, width)]
         ids = [rows[p]["ids"][c] for p, c in order]
-        batch = {name: torch.from_numpy(value) for name, value in
-                 pack_texts(ids, self.row_length, self.pad_token_id, self.packing).items()}
+        batch = {
+            name: torch.from_numpy(value)
+            for name, value in pack_texts(
+                ids, self.row_length, self.pad_token_id, self.packing
+            ).items()
+        }
         for name, values in (("groups", "groups"), ("text_numbers", "numbers")):
             batch[name] = torch.tensor([int(rows[p][values][c]) for p, c in order])
         targets = torch.arange(num_pairs)
@@ -437,22 +497,31 @@ class EmbeddingDataModule(L.LightningDataModule):
         seed: int = 0,  # of order and held-out pairs
     ):
         super().__init__()
-        for name, value, least in (("max_sequence_length", max_sequence_length, 3),
-                                   ("train_batch_size", train_batch_size, 2),
-                                   ("val_batch_size", val_batch_size, 2),
-                                   ("num_workers", num_workers, 0), ("seed", seed, 0)):
+        for name, value, least in (
+            ("max_sequence_length", max_sequence_length, 3),
+            ("train_batch_size", train_batch_size, 2),
+            ("val_batch_size", val_batch_size, 2),
+            ("num_workers", num_workers, 0),
+            ("seed", seed, 0),
+        ):
             if value < least:
                 raise ValueError(f"{name} must be {least} or more, got {value}")
         if num_negatives is not None and not (
-                isinstance(num_negatives, Integral) and num_negatives >= 0):
-            raise ValueError(f"num_negatives must be a whole number of 0 or more, got "
-                             f"{num_negatives}; None takes as many as the longest list")
+            isinstance(num_negatives, Integral) and num_negatives >= 0
+        ):
+            raise ValueError(
+                f"num_negatives must be a whole number of 0 or more, got "
+                f"{num_negatives}; None takes as many as the longest list"
+            )
         if not 0 <= validation_fraction < 1:
-            raise ValueError(f"validation_fraction must be 0 or more and below 1, got "
-                             f"{validation_fraction}")
+            raise ValueError(
+                f"validation_fraction must be 0 or more and below 1, got {validation_fraction}"
+            )
         if row_length is not None and row_length < max_sequence_length:
-            raise ValueError(f"row_length={row_length} is shorter than a text may be, "
-                             f"max_sequence_length={max_sequence_length}")
+            raise ValueError(
+                f"row_length={row_length} is shorter than a text may be, "
+                f"max_sequence_length={max_sequence_length}"
+            )
         self.tokenizer = pretrained_tokenizer_name_or_path
         self.source, self.val_source = dataset_name_or_path, validation_name_or_path
         self.splits, self.config_name = (train_split, val_split), dataset_config_name
@@ -462,8 +531,9 @@ class EmbeddingDataModule(L.LightningDataModule):
         self.batch_sizes = train_batch_size, val_batch_size
         self.num_workers, self.packing, self.seed = num_workers, packing, seed
         self.row_length_asked = row_length
-        self.row_length = row_length or (max(128, max_sequence_length) if packing
-                                         else max_sequence_length)
+        self.row_length = row_length or (
+            max(128, max_sequence_length) if packing else max_sequence_length
+        )
         self.fraction, self.shuffle_train = validation_fraction, shuffle_train
         self.pairs: dict[str, PairSet] = {}  # train and validation, as they were read
         self.datasets: dict[str, PairRows] = {}
@@ -473,28 +543,37 @@ class EmbeddingDataModule(L.LightningDataModule):
     def set_datasets(self, train: Any, val: Any = None) -> None:
         "Bring pairs instead of a name: a `PairSet`, or a list of dicts."
         given = {"train": train, "validation": val}
-        self.pairs = {split: one if isinstance(one, PairSet) else
-                      read_pairs(one, *self.columns, **self.reading)
-                      for split, one in given.items() if one is not None}
+        self.pairs = {
+            split: one
+            if isinstance(one, PairSet)
+            else read_pairs(one, *self.columns, **self.reading)
+            for split, one in given.items()
+            if one is not None
+        }
         self.datasets = {}
 
     def read(self) -> None:
         "Read pairs and hold some out, once. Raises `ValueError` with file and line."
         if not self.pairs:
             if self.source is None:
-                raise ValueError("dataset_name_or_path is None: name a table of pairs, or call "
-                                 "set_datasets")
+                raise ValueError(
+                    "dataset_name_or_path is None: name a table of pairs, or call set_datasets"
+                )
             read = lambda source, split: read_pairs(
-                source, *self.columns, split=split, config_name=self.config_name, **self.reading)
+                source, *self.columns, split=split, config_name=self.config_name, **self.reading
+            )
             self.pairs = {"train": read(self.source, self.splits[0])}
             if self.val_source is not None or self.splits[1] is not None:
-                self.pairs["validation"] = read(self.val_source or self.source,
-                                                self.splits[1] or "train")
+                self.pairs["validation"] = read(
+                    self.val_source or self.source, self.splits[1] or "train"
+                )
         if "validation" not in self.pairs and self.fraction:
             train, held = hold_out_pairs(self.pairs["train"], self.fraction, self.seed)
             self.pairs = {"train": train, "validation": held}
-            rank_zero_warn(f"there is no validation set: {len(held)} of {len(train) + len(held)} "
-                           f"pairs are held out, by seed {self.seed}")
+            rank_zero_warn(
+                f"there is no validation set: {len(held)} of {len(train) + len(held)} "
+                f"pairs are held out, by seed {self.seed}"
+            )
 
     def setup(self, stage: str | None = None) -> None:
         "Read and tokenize, once."
@@ -502,35 +581,59 @@ class EmbeddingDataModule(L.LightningDataModule):
             return
         self.read()
         self.tokenizer = choose_tokenizer([self.tokenizer])
-        self.datasets = {split: PairRows(pairs, self._encode, self.num_negatives,
-                                         self.shuffle_train and split == "train", self.seed)
-                         for split, pairs in self.pairs.items()}
+        self.datasets = {
+            split: PairRows(
+                pairs,
+                self._encode,
+                self.num_negatives,
+                self.shuffle_train and split == "train",
+                self.seed,
+            )
+            for split, pairs in self.pairs.items()
+        }
         self.collator = PairCollator(self.tokenizer.pad_token_id, self.row_length, self.packing)
 
     def fit_rows(self, longest: int) -> None:
         "Make rows of no more positions than a model has. Raises `ValueError` where more are asked."
-        asked = {"max_sequence_length": self.max_sequence_length,
-                 "row_length": self.row_length_asked or 0}
+        asked = {
+            "max_sequence_length": self.max_sequence_length,
+            "row_length": self.row_length_asked or 0,
+        }
         for name, value in asked.items():
             if value > longest:
-                raise ValueError(f"{name}={value} is more than the model's max_position_embeddings "
-                                 f"{longest}; give the data module {longest} or less")
+                raise ValueError(
+                    f"{name}={value} is more than the model's max_position_embeddings "
+                    f"{longest}; give the data module {longest} or less"
+                )
         self.collator = replace(self.collator, row_length=min(self.row_length, longest))
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         "Ids of each text, in parts: a tokenizer keeps ten times as much of all texts of a call."
-        return [np.asarray(ids, np.int32) for start in range(0, len(texts), 2000)
-                for ids in self._encode_part(texts[start:start + 2000])]
+        return [
+            np.asarray(ids, np.int32)
+            for start in range(0, len(texts), 2000)
+            for ids in self._encode_part(texts[start : start + 2000])
+        ]
 
     def _encode_part(self, texts: list[str]) -> list[list[int]]:
-        found = self.tokenizer(texts, padding=False, truncation=False, verbose=False,
-                               return_attention_mask=False, return_token_type_ids=False)
+        found = self.tokenizer(
+            texts,
+            padding=False,
+            truncation=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
         whole, longest = found["input_ids"], self.max_sequence_length
         long = [n for n, ids in enumerate(whole) if len(ids) > longest]
         self.num_cut += len(long)
         if long:
-            cut = self.tokenizer([texts[n] for n in long], truncation=True, max_length=longest,
-                                 return_attention_mask=False)["input_ids"]
+            cut = self.tokenizer(
+                [texts[n] for n in long],
+                truncation=True,
+                max_length=longest,
+                return_attention_mask=False,
+            )["input_ids"]
             for n, ids in zip(long, cut):
                 whole[n] = ids
         return whole
@@ -543,7 +646,8 @@ class EmbeddingDataModule(L.LightningDataModule):
         "Full batches in an order that is a function of seed and epoch."
         rows, size = self.datasets["train"], self.batch_sizes[0]
         self.batches = EpochBatches(
-            rows, self.collator, size, self.num_workers, *self._rank()).fit_to(self.trainer)
+            rows, self.collator, size, self.num_workers, *self._rank()
+        ).fit_to(self.trainer)
         return self.batches
 
     def val_dataloader(self) -> DataLoader | None:
@@ -551,9 +655,15 @@ class EmbeddingDataModule(L.LightningDataModule):
         if (rows := self.datasets.get("validation")) is None:
             return None
         batches = filled_batches(len(rows), self.batch_sizes[1], *self._rank())
-        return DataLoader(rows, batch_sampler=batches, collate_fn=self.collator,
-                          num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
-                          generator=torch.Generator().manual_seed(0), worker_init_fn=leave_group)
+        return DataLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=self.collator,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=leave_group,
+        )
 
     def teardown(self, stage: str | None = None) -> None:
         if self.batches:
@@ -561,8 +671,12 @@ class EmbeddingDataModule(L.LightningDataModule):
 
     def resume_identity(self) -> dict[str, Any]:  # plain values
         "What must stay the same for a run to go on: batches; and the pairs, once they are set up."
-        known = {"train_batch_size": self.batch_sizes[0], "num_negatives": self.num_negatives,
-                 "row_length": self.row_length, "shuffle": self.shuffle_train}
+        known = {
+            "train_batch_size": self.batch_sizes[0],
+            "num_negatives": self.num_negatives,
+            "row_length": self.row_length,
+            "shuffle": self.shuffle_train,
+        }
         if self.datasets:  # what is held out is not among them any more
             digest, pairs = hashlib.sha256(), self.pairs["train"]
             scores = pairs.scores or [None] * len(pairs)
@@ -577,11 +691,15 @@ class EmbeddingDataModule(L.LightningDataModule):
         for split, rows in self.datasets.items():
             lengths = np.array([*map(len, rows.ids)])
             groups = len(np.unique(rows.groups[rows.pairs_P2[:, 0]]))
-            lines.append(f"{split}: {len(rows):,} pairs in {groups:,} groups, {len(lengths):,} "
-                         f"texts of {lengths.mean():.0f} tokens on average, "
-                         f"{rows.num_negatives} negatives a pair")
+            lines.append(
+                f"{split}: {len(rows):,} pairs in {groups:,} groups, {len(lengths):,} "
+                f"texts of {lengths.mean():.0f} tokens on average, "
+                f"{rows.num_negatives} negatives a pair"
+            )
         lines += [f"  {count:,} {what}" for what, count in self.pairs["train"].notes.items()]
         if self.num_cut:
-            lines.append(f"  {self.num_cut:,} texts have more than max_sequence_length="
-                         f"{self.max_sequence_length} tokens; their ends are cut off")
+            lines.append(
+                f"  {self.num_cut:,} texts have more than max_sequence_length="
+                f"{self.max_sequence_length} tokens; their ends are cut off"
+            )
         return "\n".join(lines)

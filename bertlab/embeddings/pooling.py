@@ -74,8 +74,10 @@ def pack_texts(
         members_N, counts_B = plan.members, np.diff(plan.offsets)
     else:
         for number in np.flatnonzero(lengths_N > row_length)[:1]:
-            raise ValueError(f"text {number} has {lengths_N[number]} tokens and a row_length of "
-                             f"{row_length} positions; cut texts first")
+            raise ValueError(
+                f"text {number} has {lengths_N[number]} tokens and a row_length of "
+                f"{row_length} positions; cut texts first"
+            )
         members_N, counts_B = np.arange(len(ids)), np.ones(len(ids), np.int64)
     first_B = np.cumsum(counts_B) - counts_B
     row_N = np.repeat(np.arange(len(counts_B)), counts_B)
@@ -90,5 +92,9 @@ def pack_texts(
     documents[places_T] = np.repeat(np.arange(len(ids)) - first_B[row_N] + 1, sizes_N)
     shape = len(counts_B), row_length
     documents_BL = documents.reshape(shape)
-    return {"input_ids": input_ids.reshape(shape), "attention_mask": documents_BL,
-            "position_ids": count_positions(documents_BL), "text_order": np.argsort(members_N)}
+    return {
+        "input_ids": input_ids.reshape(shape),
+        "attention_mask": documents_BL,
+        "position_ids": count_positions(documents_BL),
+        "text_order": np.argsort(members_N),
+    }

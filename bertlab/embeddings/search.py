@@ -40,14 +40,16 @@ def search_vectors(
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
     if queries_QD.shape[1] != vectors_ND.shape[1]:
-        raise ValueError(f"queries have {queries_QD.shape[1]} dimensions and the index "
-                         f"{vectors_ND.shape[1]}: were they made by the same model, and width?")
+        raise ValueError(
+            f"queries have {queries_QD.shape[1]} dimensions and the index "
+            f"{vectors_ND.shape[1]}: were they made by the same model, and width?"
+        )
     norm = unit_rows if cosine else lambda vectors_XD: vectors_XD
     queries_QD = norm(queries_QD.astype(np.float32))
     best_QK = np.empty((len(queries_QD), 0), np.float32)
     which_QK = np.empty((len(queries_QD), 0), np.int64)
     for start in range(0, len(vectors_ND), block):
-        part = norm(np.asarray(vectors_ND[start:start + block], dtype=np.float32))
+        part = norm(np.asarray(vectors_ND[start : start + block], dtype=np.float32))
         scores = queries_QD @ part.T
         if scores.shape[1] > 4 * top_k:  # a cut before the sort; all that tie at the cut stay
             floor = np.partition(scores, -top_k, axis=1)[:, -top_k:].min(1)
@@ -64,10 +66,26 @@ def search_vectors(
 
 # %% ../../nbs/embeddings/08_search.ipynb #e8c96bfc
 # What a configuration says of vectors that neither names nor shapes of weights do.
-_CHOICES = ("embedding_positions", "position_offset", "num_attention_heads", "num_key_value_heads",
-            "attention_positions", "global_rope_theta", "local_rope_theta", "rope_share",
-            "rope_stretch", "global_attention_every_n_layers", "local_attention", "output_gate",
-            "mlp", "hidden_activation", "norm", "norm_position", "norm_eps", "norm_groups")
+_CHOICES = (
+    "embedding_positions",
+    "position_offset",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "attention_positions",
+    "global_rope_theta",
+    "local_rope_theta",
+    "rope_share",
+    "rope_stretch",
+    "global_attention_every_n_layers",
+    "local_attention",
+    "output_gate",
+    "mlp",
+    "hidden_activation",
+    "norm",
+    "norm_position",
+    "norm_eps",
+    "norm_groups",
+)
 _PROBES = ["ÄPFEL cafés, naïve e-mail_9 don't: x=3.14; 12,345 € (a[b]c)", "東京 Москва ﬁ ½ Ⅷ 😀",
            "  two  spaces,\ta tab\nand \r\n lines\u200b\u00a0"]  # fmt: skip
 
@@ -78,7 +96,7 @@ def _reading(tokenizer: Any) -> list:
     Its own file would say the same in another form after an update of its library.
     """
     pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: piece[1])
-    words = [word for word, _ in pieces[::1 + len(pieces) // 20_000]]
+    words = [word for word, _ in pieces[:: 1 + len(pieces) // 20_000]]
     made = tokenizer([*_PROBES, " ".join(words)], padding=False, truncation=False, verbose=False)
     return [pieces, made["input_ids"]]
 
@@ -117,11 +135,14 @@ def check_form(output: str | os.PathLike, overwrite: bool = False) -> str:  # on
     "Read what shall be written off its name. Raises `ValueError`, before any work."
     path = Path(output).expanduser()
     if path.suffix not in FORMS:
-        raise ValueError(f"output {path} must end in .npy or .parquet, or name a directory to "
-                         "search in")
+        raise ValueError(
+            f"output {path} must end in .npy or .parquet, or name a directory to search in"
+        )
     if path.suffix and path.is_dir():
-        raise ValueError(f"output {path} is a directory, and {path.suffix} is written as a file; "
-                         "choose another name")
+        raise ValueError(
+            f"output {path} is a directory, and {path.suffix} is written as a file; "
+            "choose another name"
+        )
     taken = path.is_file() or (path / _STORE).is_file()
     if taken and not overwrite:
         raise ValueError(f"{path} exists already; pass overwrite to replace it, or name another")
@@ -155,16 +176,23 @@ def encode_texts(
         raise ValueError(f"part_size must be 1 or more, got {part_size}")
     parts = output.with_name(f".{output.name}.parts")
     before = find_prompt(model, prompt)
-    identity = {"model": model_fingerprint(model), "source": name, "part_size": part_size,
-                "width": width or model.width, "document_prompt": before}
+    identity = {
+        "model": model_fingerprint(model),
+        "source": name,
+        "part_size": part_size,
+        "width": width or model.width,
+        "document_prompt": before,
+    }
     state = {**identity, "num_parts": 0, "num_texts": 0}
     if (parts / "state.json").is_file():
         state = {"document_prompt": "", **read_json(parts / "state.json")}  # earlier: put nowhere
         for key, value in identity.items():
             if state.get(key) != value and not (key == "model" and _is_of(state.get(key), model)):
-                raise ValueError(f"{parts} holds a run that was stopped, with another {key} "
-                                 f"({state.get(key)!r}, not {value!r}); go on with that one, or "
-                                 "delete the directory")
+                raise ValueError(
+                    f"{parts} holds a run that was stopped, with another {key} "
+                    f"({state.get(key)!r}, not {value!r}); go on with that one, or "
+                    "delete the directory"
+                )
     # For whoever searches; what stands before these texts is the prompt of documents to them.
     state |= {name: getattr(model, name) for name in _READING} | {"document_prompt": before}
     parts.mkdir(parents=True, exist_ok=True)
@@ -240,7 +268,8 @@ def _skip_done(stream: Iterator[Document], parts: Path, num_parts: int) -> None:
                     f"{parts} holds a run that was stopped, and text {number} is not the same: it "
                     f"was {old['text'][:40]!r} ({old['source']}) and is {new.text[:40]!r} "
                     f"({new.source}); go on with the source and options of then, or delete the "
-                    f"directory{hint}")
+                    f"directory{hint}"
+                )
 
 
 def _write_npy(parts: Path, state: dict[str, Any], output: Path) -> None:
@@ -251,7 +280,7 @@ def _write_npy(parts: Path, state: dict[str, Any], output: Path) -> None:
         start = 0
         for number in range(state["num_parts"]):
             part = np.load(parts / f"{number:06d}.npy")
-            joined[start:start + len(part)] = part
+            joined[start : start + len(part)] = part
             start += len(part)
         joined.flush()
         del joined
@@ -267,16 +296,22 @@ def _write_parquet(parts: Path, state: dict[str, Any], output: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    schema = pyarrow.schema([("text", pyarrow.string()), ("source", pyarrow.string()),
-                             ("vector", pyarrow.list_(pyarrow.float32(), state["width"]))])
+    schema = pyarrow.schema(
+        [
+            ("text", pyarrow.string()),
+            ("source", pyarrow.string()),
+            ("vector", pyarrow.list_(pyarrow.float32(), state["width"])),
+        ]
+    )
     with written_whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for number in range(state["num_parts"]):
             rows = _read_lines(parts, number)
             flat = pyarrow.array(np.load(parts / f"{number:06d}.npy").ravel())
             vectors = pyarrow.FixedSizeListArray.from_arrays(flat, state["width"])
             columns = [[row[key] for row in rows] for key in ("text", "source")]
-            writer.write_table(pyarrow.Table.from_arrays(
-                [*map(pyarrow.array, columns), vectors], schema=schema))
+            writer.write_table(
+                pyarrow.Table.from_arrays([*map(pyarrow.array, columns), vectors], schema=schema)
+            )
 
 
 def _write_store(parts: Path, state: dict[str, Any], output: Path) -> None:
@@ -319,12 +354,16 @@ class TextIndex:
         "Open an index; no vector is read yet. Raises `ValueError` for a directory that is none."
         directory = Path(directory).expanduser()
         if not (directory / _STORE).is_file():
-            raise ValueError(f"{directory} holds no index ({_STORE} is missing); make one with "
-                             "bertlab embed encode")
+            raise ValueError(
+                f"{directory} holds no index ({_STORE} is missing); make one with "
+                "bertlab embed encode"
+            )
         store = read_json(directory / _STORE)
         if not isinstance(store.get("model"), str):
-            raise ValueError(f"{directory / _STORE} does not say which model made the vectors: it "
-                             "is damaged, or not of bertlab embed encode; encode the texts again")
+            raise ValueError(
+                f"{directory / _STORE} does not say which model made the vectors: it "
+                "is damaged, or not of bertlab embed encode; encode the texts again"
+            )
         vectors = np.load(directory / "vectors.npy", mmap_mode="r")
         return cls(directory, vectors, np.load(directory / "begins.npy", mmap_mode="r"), store)
 
@@ -343,12 +382,16 @@ class TextIndex:
         pooling = self.store.get("pooling")  # earlier versions wrote neither
         if pooling in [*POOLINGS]:
             model.pooling, model.pool = pooling, POOLINGS[pooling]
-        model.max_sequence_length = (self.store.get("max_sequence_length")
-                                     or model.max_sequence_length)
+        model.max_sequence_length = (
+            self.store.get("max_sequence_length") or model.max_sequence_length
+        )
         prompt = self.store.get("document_prompt")
         if prompt not in (None, model.document_prompt):
-            others = {name: text for name, text in model.conventions["prompts"].items()
-                      if name not in DOCUMENT_PROMPTS}
+            others = {
+                name: text
+                for name, text in model.conventions["prompts"].items()
+                if name not in DOCUMENT_PROMPTS
+            }
             model.conventions = {**model.conventions, "prompts": {**others, "document": prompt}}
 
     def check_model(self, model: BiEncoder) -> None:
@@ -356,12 +399,16 @@ class TextIndex:
         for name in _READING:
             own, given = self.store.get(name), getattr(model, name)
             if own not in (None, given):
-                raise ValueError(f"{self.directory} was made with {name}={own!r}, and the model "
-                                 f"has {given!r}: call index.prepare_model(model), or encode the "
-                                 "texts again")
+                raise ValueError(
+                    f"{self.directory} was made with {name}={own!r}, and the model "
+                    f"has {given!r}: call index.prepare_model(model), or encode the "
+                    "texts again"
+                )
         if not _is_of(self.store["model"], model):
-            raise ValueError(f"{self.directory} was made by another model, and vectors of two "
-                             "models cannot be compared; encode the texts again")
+            raise ValueError(
+                f"{self.directory} was made by another model, and vectors of two "
+                "models cannot be compared; encode the texts again"
+            )
 
     def search(
         self,
@@ -377,12 +424,18 @@ class TextIndex:
         # Earlier versions put no prompt before documents; where one belongs there, a query without
         # its own is more like them.
         bare = self.store.get("document_prompt") is None and model.document_prompt
-        vectors_QD = model.encode(list(queries), None if width == model.width else width,
-                                  prompt="" if bare else model.query_prompt)
-        scores_QK, which_QK = search_vectors(vectors_QD, self.vectors_ND, top_k,
-                                             cosine=cosine and not model.normalize)
-        return [[Hit(float(s), *self.read(n), int(n)) for s, n in zip(scores, which)]
-                for scores, which in zip(scores_QK, which_QK)]
+        vectors_QD = model.encode(
+            list(queries),
+            None if width == model.width else width,
+            prompt="" if bare else model.query_prompt,
+        )
+        scores_QK, which_QK = search_vectors(
+            vectors_QD, self.vectors_ND, top_k, cosine=cosine and not model.normalize
+        )
+        return [
+            [Hit(float(s), *self.read(n), int(n)) for s, n in zip(scores, which)]
+            for scores, which in zip(scores_QK, which_QK)
+        ]
 
 
 def source_documents(
@@ -397,7 +450,15 @@ def source_documents(
 ) -> Callable[[], Iterable[Document]]:
     "Documents for `encode_texts`, read anew with each call. Raises `ValueError`."
     notes = Counter() if notes is None else notes
-    read = lambda: find_documents(source, text_column, lines, notes, split,
-                                  file_format=file_format, on_error=on_error, header=header)
+    read = lambda: find_documents(
+        source,
+        text_column,
+        lines,
+        notes,
+        split,
+        file_format=file_format,
+        on_error=on_error,
+        header=header,
+    )
     read()  # what is wrong with the source is said now
     return read

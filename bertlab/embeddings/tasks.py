@@ -34,11 +34,15 @@ def _check_answers(
 ) -> None:
     "Raise `ValueError` for answers that cannot be ranked."
     if not len(answers):
-        raise ValueError(f"{whose} has no relevant document: leave it out, for no ranking of it "
-                         "is right or wrong")
+        raise ValueError(
+            f"{whose} has no relevant document: leave it out, for no ranking of it "
+            "is right or wrong"
+        )
     if wrong := [n for n in answers if not 0 <= n < num_documents]:
-        raise ValueError(f"{whose} names document {wrong[0]} as relevant, and there are "
-                         f"{num_documents}, from 0: number them as they stand in documents")
+        raise ValueError(
+            f"{whose} names document {wrong[0]} as relevant, and there are "
+            f"{num_documents}, from 0: number them as they stand in documents"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,10 @@ class RetrievalTask:
 
     def __post_init__(self):
         if len(self.relevant) != len(self.queries):
-            raise ValueError(f"relevant must have an entry for each of {len(self.queries)} "
-                             f"queries, got {len(self.relevant)}")
+            raise ValueError(
+                f"relevant must have an entry for each of {len(self.queries)} "
+                f"queries, got {len(self.relevant)}"
+            )
         for query, answers in zip(self.queries, self.relevant):
             _check_answers(answers, len(self.documents), f"the query {query[:60]!r}")
 
@@ -67,12 +73,16 @@ class RetrievalTask:
         places: dict[str, list[int]] = defaultdict(list)
         for number, document in enumerate(self.documents):
             places[document].append(number)
-        return [[n for n in places.get(query, ()) if n not in answers]
-                for query, answers in zip(self.queries, self.relevant)]
+        return [
+            [n for n in places.get(query, ()) if n not in answers]
+            for query, answers in zip(self.queries, self.relevant)
+        ]
 
     def describe(self) -> str:
-        return (f"{self.name}: {self.about}; {len(self.queries):,} queries, "
-                f"{len(self.documents):,} documents, {len(self.train):,} pairs to train on")
+        return (
+            f"{self.name}: {self.about}; {len(self.queries):,} queries, "
+            f"{len(self.documents):,} documents, {len(self.train):,} pairs to train on"
+        )
 
 
 def make_task(
@@ -90,8 +100,9 @@ def make_task(
             answers[query].append(n)
     train = [pair for pair in train if pair[0] not in answers and pair[1] not in number]
     made = PairSet([q for q, _ in train], [d for _, d in train], [[] for _ in train])
-    return RetrievalTask(name, about, list(answers), list(number), list(answers.values()),
-                         clean_pairs(made))
+    return RetrievalTask(
+        name, about, list(answers), list(number), list(answers.values()), clean_pairs(made)
+    )
 
 
 _SENTENCE = re.compile(r"(.{15,}?[.!?:])(?:\s+)(\S.{40,})", re.DOTALL)
@@ -129,8 +140,9 @@ def signatures(
 
 def _signature_pairs(modules: set[str]) -> list[tuple[str, str]]:  # top-level modules
     files = python_files(sysconfig.get_paths()["stdlib"])
-    return [pair for name, path in files if name.split(".")[0] in modules
-            for pair in signatures(path)]
+    return [
+        pair for name, path in files if name.split(".")[0] in modules for pair in signatures(path)
+    ]
 
 
 def _twins(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
@@ -144,7 +156,7 @@ def _twins(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
     for who in holders.values():
         if len(who) <= 20:  # a formula that stands everywhere makes no twins
             for i, a in enumerate(who):
-                for b in who[i + 1:]:
+                for b in who[i + 1 :]:
                     shared[a, b] += 1
     for (a, b), count in sorted(shared.items()):
         if 0.3 <= count / len(runs[a] | runs[b]) <= 0.95:
@@ -152,10 +164,14 @@ def _twins(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
 
 
 TASKS: dict[str, tuple[str, Callable[[Sequence[Document], set[str]], Any]]] = {
-    "docstring": ("the first sentence of a docstring finds the rest",
-                  lambda documents, modules: _docstrings(documents)),
-    "signature": ("a function's name and parameters find its documentation",
-                  lambda documents, modules: _signature_pairs(modules)),
+    "docstring": (
+        "the first sentence of a docstring finds the rest",
+        lambda documents, modules: _docstrings(documents),
+    ),
+    "signature": (
+        "a function's name and parameters find its documentation",
+        lambda documents, modules: _signature_pairs(modules),
+    ),
     "duplicates": ("a docstring finds its near twin", lambda documents, modules: _twins(documents)),
 }
 
@@ -167,12 +183,20 @@ def load_retrieval(
     "A task from the documentation of this Python; training and test share no module."
     about, pairs_of = look_up(name, TASKS, "task")
     corpus = embedded_corpus() if corpus is None else corpus
-    sides = {side: {d.group.split(".")[0] for d in getattr(corpus, side)}
-             for side in ("train", "validation")}
+    sides = {
+        side: {d.group.split(".")[0] for d in getattr(corpus, side)}
+        for side in ("train", "validation")
+    }
     sides["train"] -= sides["validation"]
-    train, test = (list(pairs_of([d for d in getattr(corpus, side)
-                                  if d.group.split(".")[0] in sides[side]], sides[side]))
-                   for side in ("train", "validation"))
+    train, test = (
+        list(
+            pairs_of(
+                [d for d in getattr(corpus, side) if d.group.split(".")[0] in sides[side]],
+                sides[side],
+            )
+        )
+        for side in ("train", "validation")
+    )
     return make_task(name, about, train, test)
 
 # %% ../../nbs/embeddings/07_tasks.ipynb #8261ee59
@@ -234,8 +258,9 @@ class WordVectors:
 
         if not _has_words(texts):
             raise ValueError(f"word vectors need texts with words; these {len(texts)} have none")
-        self.vectorizer = TfidfVectorizer(tokenizer=split_words, token_pattern=None,
-                                          sublinear_tf=True)
+        self.vectorizer = TfidfVectorizer(
+            tokenizer=split_words, token_pattern=None, sublinear_tf=True
+        )
         words_of = self.vectorizer.build_analyzer()
         holders = Counter(word for text in texts for word in {*words_of(text)})
         self.vectorizer.min_df = 2 if sum(n > 1 for n in holders.values()) > width else 1
@@ -269,8 +294,9 @@ class EncoderScorer:
 
     def __call__(self, queries: Sequence[str], documents: Sequence[str]) -> np.ndarray:  # (Q, N)
         find_similarity(self.model)  # or refuse, before anything is encoded
-        return score_vectors(self.model, self._encode(queries, "query"),
-                             self._encode(documents, "document"))
+        return score_vectors(
+            self.model, self._encode(queries, "query"), self._encode(documents, "document")
+        )
 
 # %% ../../nbs/embeddings/07_tasks.ipynb #8ada10c3
 def score_queries(
@@ -328,9 +354,10 @@ def evaluate_retrieval(
     a mistake: its own text is left out of its ranking, unless it is marked as an answer.
     """
     itself = task.find_itself()
-    return {name: score_queries(scorer(task.queries, task.documents), task.relevant,
-                                left_out=itself)
-            for name, scorer in scorers.items()}
+    return {
+        name: score_queries(scorer(task.queries, task.documents), task.relevant, left_out=itself)
+        for name, scorer in scorers.items()
+    }
 
 
 def retrieval_table(
@@ -367,11 +394,15 @@ def mteb_scores(
         import mteb
         from sentence_transformers import SentenceTransformer
     except ImportError as error:
-        raise ValueError("mteb_scores needs mteb and sentence-transformers: pip install "
-                         '"bertlab[embeddings]"') from error
+        raise ValueError(
+            'mteb_scores needs mteb and sentence-transformers: pip install "bertlab[embeddings]"'
+        ) from error
     names = [task for task in tasks if isinstance(task, str)]
-    chosen = [*(mteb.get_tasks(tasks=names) if names else []),
-              *(task for task in tasks if not isinstance(task, str))]
-    results = mteb.evaluate(SentenceTransformer(str(source)), chosen, cache=None,
-                            show_progress_bar=False)
+    chosen = [
+        *(mteb.get_tasks(tasks=names) if names else []),
+        *(task for task in tasks if not isinstance(task, str)),
+    ]
+    results = mteb.evaluate(
+        SentenceTransformer(str(source)), chosen, cache=None, show_progress_bar=False
+    )
     return {one.task_name: float(one.get_score()) for one in results.task_results}

@@ -34,11 +34,14 @@ def ask_checkpoints(
         raise ValueError(f"the sentence needs a gap: write {GAP} for the word to guess")
     for name, (_, tokenizer) in checkpoints.items():
         if tokenizer.mask_token is None:
-            raise ValueError(f"the tokenizer of {name!r} has no mask token: take a masked language "
-                             "model with its own tokenizer")
-    return {name: fill_each_mask(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)],
-                                 top_k)[0]
-            for name, (model, tokenizer) in checkpoints.items()}
+            raise ValueError(
+                f"the tokenizer of {name!r} has no mask token: take a masked language "
+                "model with its own tokenizer"
+            )
+    return {
+        name: fill_each_mask(model, tokenizer, [text.replace(GAP, tokenizer.mask_token)], top_k)[0]
+        for name, (model, tokenizer) in checkpoints.items()
+    }
 
 # %% ../../nbs/explorers/06_fill_mask.ipynb #a09b8c1a
 def guess_rows(
@@ -51,7 +54,8 @@ def guess_rows(
         f'<tr><td dir="auto" style="text-align:left">{html.escape(word)}</td>'
         f'<td style="text-align:right;padding:0 .6em">{p:.1%}</td>'
         f'<td>{frame}{bar}{p:.1%}"></div></div></td></tr>'
-        for word, p in guesses)
+        for word, p in guesses
+    )
 
 
 def guesses_html(
@@ -62,10 +66,14 @@ def guesses_html(
     "Draw what each checkpoint believes, side by side. Raises `ValueError` for nonsense."
     columns, left = [], 'style="text-align:left;white-space:nowrap;font-weight:600"'
     for name, gaps in ask_checkpoints(checkpoints, text, top_k).items():
-        heads = [f"{html.escape(name)}, gap {number} of {len(gaps)}"
-                 for number in range(1, len(gaps) + 1)]
-        tables = [f"<table><caption {left}>{head}</caption>{guess_rows(guesses)}</table>"
-                  for head, guesses in zip(heads, gaps)]
+        heads = [
+            f"{html.escape(name)}, gap {number} of {len(gaps)}"
+            for number in range(1, len(gaps) + 1)
+        ]
+        tables = [
+            f"<table><caption {left}>{head}</caption>{guess_rows(guesses)}</table>"
+            for head, guesses in zip(heads, gaps)
+        ]
         columns.append("".join(tables))
     shown = html.escape(text).replace(GAP, f"<bdi>{GAP}</bdi>")  # no part of an Arabic sentence
     return f'<p dir="auto">{shown}</p>{tiles(columns)}'
@@ -83,11 +91,17 @@ def compare_guesses(
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
     controls = {
         # Each key would ask every model; so they are asked when the sentence is finished.
-        "text": ipywidgets.Text(texts[0], description="sentence", continuous_update=False,
-                                **CONTROL_LOOK),
-        "top_k": ipywidgets.IntSlider(top_k, min=1, max=max(10, top_k), description="guesses",
-                                      **CONTROL_LOOK),
+        "text": ipywidgets.Text(
+            texts[0], description="sentence", continuous_update=False, **CONTROL_LOOK
+        ),
+        "top_k": ipywidgets.IntSlider(
+            top_k, min=1, max=max(10, top_k), description="guesses", **CONTROL_LOOK
+        ),
     }
     steps = {f"sentence {number}": {"text": text} for number, text in enumerate(texts, start=1)}
-    return explore(controls, partial(guesses_html, checkpoints), steps,
-                   f"What stands in the gap? {' or '.join(checkpoints)}")
+    return explore(
+        controls,
+        partial(guesses_html, checkpoints),
+        steps,
+        f"What stands in the gap? {' or '.join(checkpoints)}",
+    )

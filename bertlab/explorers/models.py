@@ -33,8 +33,10 @@ from ..model.huggingface import check_tokenizer
 def _check_kind(model: Any) -> None:
     "Raise `ValueError` for what only has a model in it, such as a `BiEncoder`."
     if not (hasattr(model, "base_model") and hasattr(model, "config")):
-        raise ValueError(f"{type(model).__name__} is no model of transformers, nor one of ours: "
-                         "give the model in it, such as its .encoder")
+        raise ValueError(
+            f"{type(model).__name__} is no model of transformers, nor one of ours: "
+            "give the model in it, such as its .encoder"
+        )
 
 
 def untrained_twin(
@@ -94,9 +96,11 @@ def attention_maps(
     finally:
         config._attn_implementation = asked
     if any(layer.shape[2:] != (num_tokens, num_tokens) for layer in out.attentions):
-        raise ValueError(f"{type(model).__name__} gives no weight to each pair of {num_tokens} "
-                         f"tokens but {tuple(out.attentions[0].shape[2:])}: its attention has no "
-                         "map; take a model in which each token may look at all")
+        raise ValueError(
+            f"{type(model).__name__} gives no weight to each pair of {num_tokens} "
+            f"tokens but {tuple(out.attentions[0].shape[2:])}: its attention has no "
+            "map; take a model in which each token may look at all"
+        )
     weights = torch.stack([layer[0] for layer in out.attentions]).float().cpu().numpy()
     return tokenizer.convert_ids_to_tokens(batch["input_ids"][0]), weights
 
@@ -143,8 +147,9 @@ def gaze_html(
     for j, (name, share) in enumerate(zip(tokens, shares)):
         shade = f"background:rgba(0,114,178,{0.6 * min(1, share / full):.2f});"
         ring = f"outline:.15em solid {ORANGE};" if j == token else ""
-        spans.append(f'<span style="{look}{shade}{ring}" title="{share:.1%}">'
-                     f"{html.escape(name)}</span>")
+        spans.append(
+            f'<span style="{look}{shade}{ring}" title="{share:.1%}">{html.escape(name)}</span>'
+        )
     named = [f"<bdi>{html.escape(name)}</bdi>" for name in tokens]
     first = ", ".join(f"{named[j]} {shares[j]:.0%}" for j in np.argsort(-shares)[:3])
     spread = np.exp(-(shares * np.log(np.maximum(shares, 1e-12))).sum())
@@ -168,14 +173,18 @@ def attention_html(
 ) -> str:
     "Draw a head of a model beside its control. Raises `ValueError` for nonsense."
     other = (model, shuffle_words(text)) if control == CONTROLS[1] else (twin, text)
-    seen = {"this model": attention_maps(model, tokenizer, text),
-            control: attention_maps(other[0], tokenizer, other[1])}
+    seen = {
+        "this model": attention_maps(model, tokenizer, text),
+        control: attention_maps(other[0], tokenizer, other[1]),
+    }
     full, panels = max(maps[layer, head].max() for _, maps in seen.values()), []
     for name, (tokens, maps) in seen.items():
         at, map_LL = min(token, len(tokens) - 1), maps[layer, head]
         title = f"{name}, layer {layer}, head {head}"
-        panels.append(f"<p><b>{title}</b></p>{map_figure(tokens, map_LL, at, full, title)}"
-                      f"{gaze_html(tokens, map_LL[at], at, full)}")
+        panels.append(
+            f"<p><b>{title}</b></p>{map_figure(tokens, map_LL, at, full, title)}"
+            f"{gaze_html(tokens, map_LL[at], at, full)}"
+        )
     return tiles(panels, _PANEL, "1.5em")
 
 # %% ../../nbs/explorers/05_models.ipynb #0828f62c
@@ -191,7 +200,8 @@ def attention_browser(
     draw = partial(attention_html, model, untrained_twin(model), tokenizer)
     tokens, weights = attention_maps(model, tokenizer, text)
     slider = lambda last, name, value=0: ipywidgets.IntSlider(
-        value, min=0, max=last, description=name, **CONTROL_LOOK)
+        value, min=0, max=last, description=name, **CONTROL_LOOK
+    )
     controls = {
         # Each key would run the model; so it runs when the sentence is finished.
         "text": ipywidgets.Text(text, description="sentence", continuous_update=False,
@@ -202,8 +212,10 @@ def attention_browser(
         "control": ipywidgets.Dropdown(options=CONTROLS, description="beside it", **CONTROL_LOOK),
     }  # fmt: skip
     heads = list(np.ndindex(*weights.shape[:2]))
-    steps = {f"layer {layer}, head {head}": {"layer": layer, "head": head}
-             for layer, head in (heads[i] for i in keep_points(len(heads), MAX_FRAMES))}
+    steps = {
+        f"layer {layer}, head {head}": {"layer": layer, "head": head}
+        for layer, head in (heads[i] for i in keep_points(len(heads), MAX_FRAMES))
+    }
     return explore(controls, draw, steps, "Who looks at whom")
 
 # %% ../../nbs/explorers/05_models.ipynb #dd14b4dc
@@ -291,14 +303,20 @@ def neighbours_html(
     parts = [dots]
     near_xy = xy[[i for i, _ in near]]
     for dot, place, label in zip(near_xy, spread_labels(near_xy + [6, -4]), names):
-        parts += [svg_line(*zip(xy[chosen], dot), GREY, width=1),
-                  svg_box(*(dot - 3), 6, 6, BLUE, 1), svg_text(*place, label[:12], size=12)]
+        parts += [
+            svg_line(*zip(xy[chosen], dot), GREY, width=1),
+            svg_box(*(dot - 3), 6, 6, BLUE, 1),
+            svg_text(*place, label[:12], size=12),
+        ]
     parts.append(svg_box(*(xy[chosen] - 4), 8, 8, ORANGE, 1))
-    said = ", ".join(f"<bdi>{html.escape(name)}</bdi> {cosine:.2f}"
-                     for (_, cosine), name in zip(near, names))
+    said = ", ".join(
+        f"<bdi>{html.escape(name)}</bdi> {cosine:.2f}" for (_, cosine), name in zip(near, names)
+    )
     figure = svg_figure(parts, 500, 330, f"{title}: the embedding table, {word} and its neighbours")
-    return (f"<p><b>{html.escape(title)}</b>, {share:.0%} of the variance</p>{figure}"
-            f"<p>nearest to <bdi>{html.escape(word.strip())}</bdi>: {said}</p>")
+    return (
+        f"<p><b>{html.escape(title)}</b>, {share:.0%} of the variance</p>{figure}"
+        f"<p>nearest to <bdi>{html.escape(word.strip())}</bdi>: {said}</p>"
+    )
 
 # %% ../../nbs/explorers/05_models.ipynb #941a1035
 def embedding_map(

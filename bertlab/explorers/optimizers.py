@@ -74,8 +74,10 @@ def save_runs(
 ) -> None:
     "Write recorded runs, whole. A number that is not finite is written as None."
     finite = lambda values: [v if v is not None and math.isfinite(v) else None for v in values]
-    rows = [asdict(run) | {name: finite(getattr(run, name)) for name in ("losses", "update_sizes")}
-            for run in runs]
+    rows = [
+        asdict(run) | {name: finite(getattr(run, name)) for name in ("losses", "update_sizes")}
+        for run in runs
+    ]
     text = json.dumps(rows, allow_nan=False)  # JSON has no NaN, and `load_runs` would refuse it
     with written_whole(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
@@ -144,15 +146,24 @@ def _race_charts(
     loss = {rule: mean_curve(runs, "losses", points) for rule, runs in by_rule.items()}
     values = {rule: last_spectrum(runs, _reached(runs, update)) for rule, runs in by_rule.items()}
     kept = {rule: keep_points(len(v), points) for rule, v in values.items() if v}
-    spectra = {_named(rule, by_rule[rule], update): (at + 1, np.array(values[rule])[at])
-               for rule, at in kept.items()}
+    spectra = {
+        _named(rule, by_rule[rule], update): (at + 1, np.array(values[rule])[at])
+        for rule, at in kept.items()
+    }
     charts = [
         svg_chart(loss, "update", "loss (nats per label)", "Loss of each rule", update),
         svg_chart(log, "update", "update size (log10 of RMS)", "Size of the updates", update),
     ]
     if spectra:
-        charts.append(svg_chart(spectra, "number of the singular value", "singular value / largest",
-                                f"Singular values at update {update}", y_range=(0, 1)))
+        charts.append(
+            svg_chart(
+                spectra,
+                "number of the singular value",
+                "singular value / largest",
+                f"Singular values at update {update}",
+                y_range=(0, 1),
+            )
+        )
     return tiles(charts)
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #cbd76ee0
@@ -171,8 +182,9 @@ def _race_table(
         moved = "not finite" if size is None else f"{size:.2e}"
         directions = f"{num_directions(values)} of {len(values)}"
         cells = (_named(rule, runs, update), f"{runs[0].rate:g}", mean, moved, directions)
-        rows.append("".join(f"<td style='padding:0 .8em'>{html.escape(cell)}</td>"
-                            for cell in cells))
+        rows.append(
+            "".join(f"<td style='padding:0 .8em'>{html.escape(cell)}</td>" for cell in cells)
+        )
     heads = ("rule", "rate", "loss, mean of seeds", "update size", "directions")
     head = "".join(f"<th style='padding:0 .8em;text-align:left'>{name}</th>" for name in heads)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
@@ -202,15 +214,19 @@ def optimizer_race(
         raise ValueError("runs is empty: record at least one run")
     for run in runs:
         if not run.losses or len(run.losses) != len(run.update_sizes):
-            raise ValueError(f"the run of {run.optimizer!r}, seed {run.seed}, has {len(run.losses)}"
-                             f" losses and {len(run.update_sizes)} sizes: record both, each update")
+            raise ValueError(
+                f"the run of {run.optimizer!r}, seed {run.seed}, has {len(run.losses)}"
+                f" losses and {len(run.update_sizes)} sizes: record both, each update"
+            )
     last = max(len(run.losses) for run in runs)
     rules, step = tuple(dict.fromkeys(run.optimizer for run in runs)), max(1, last // 50)
     slider = ipywidgets.IntSlider(1, min=1, max=last, description="update", **CONTROL_LOOK)
     play = ipywidgets.Play(value=1, min=1, max=last, step=step, interval=400, description="play")
     link = ipywidgets.jslink((play, "value"), (slider, "value"))
-    boxes = {f"takes part: {rule}": ipywidgets.Checkbox(True, description=rule, indent=False)
-             for rule in rules}  # prefixed, since a rule may be called "update"
+    boxes = {
+        f"takes part: {rule}": ipywidgets.Checkbox(True, description=rule, indent=False)
+        for rule in rules
+    }  # prefixed, since a rule may be called "update"
 
     def draw(update: int, num_points: int = 100, **taking_part: bool) -> str:
         chosen = [rule for rule in rules if taking_part[f"takes part: {rule}"]]
@@ -219,5 +235,6 @@ def optimizer_race(
     moments = sorted({max(1, round(last * share)) for share in (0, 0.1, 0.25, 0.5, 0.75, 1)})
     steps = {f"update {at}": {"update": at, "num_points": 40} for at in moments}
     row = ipywidgets.HBox([*boxes.values()], layout={"flex_flow": "row wrap"})
-    return explore({"update": slider, **boxes}, draw, steps, "A race, replayed",
-                   [play, slider, row], [link])
+    return explore(
+        {"update": slider, **boxes}, draw, steps, "A race, replayed", [play, slider, row], [link]
+    )

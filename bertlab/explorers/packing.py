@@ -70,7 +70,9 @@ def deal_best_fit(lengths: Sequence[int], capacity: int) -> list[Deal]:
 
 
 PACKERS: dict[str, Callable[[Sequence[int], int], list[Deal]]] = {
-    "padded": deal_padded, "next-fit": deal_next_fit, "best-fit": deal_best_fit,
+    "padded": deal_padded,
+    "next-fit": deal_next_fit,
+    "best-fit": deal_best_fit,
 }
 
 # %% ../../nbs/explorers/02_packing.ipynb #bc26cb59
@@ -111,9 +113,12 @@ def draw_deals(
             label = f"{wasted} wasted" if wasted * scale > 80 else ""
             parts.append(svg_box(*place, RED, 0.85, label, f"{wasted} positions wasted"))
     bottom = len(used) * _ROW_HEIGHT + 4
-    parts += [svg_line([0, _ROW_WIDTH], [bottom] * 2, width=1), svg_text(0, bottom + 18, "0"),
-              svg_text(_ROW_WIDTH / 2, bottom + 18, "positions of a row (tokens)", "middle"),
-              svg_text(_ROW_WIDTH, bottom + 18, str(capacity), "end")]
+    parts += [
+        svg_line([0, _ROW_WIDTH], [bottom] * 2, width=1),
+        svg_text(0, bottom + 18, "0"),
+        svg_text(_ROW_WIDTH / 2, bottom + 18, "positions of a row (tokens)", "middle"),
+        svg_text(_ROW_WIDTH, bottom + 18, str(capacity), "end"),
+    ]
     alt = f"{len(used)} rows of {capacity} positions: {list(used.values())} of them in use."
     return svg_figure(parts, _ROW_WIDTH + 2, bottom + 24, alt)
 
@@ -126,11 +131,13 @@ def packed_html(
 ) -> str:  # HTML
     "Draw the rows after a number of steps, and count. Raises `ValueError` for nonsense."
     lengths = read_lengths(text)
-    deals = deal_documents(lengths, capacity, packer)[:max(step, 0)]
+    deals = deal_documents(lengths, capacity, packer)[: max(step, 0)]
     used = sum(lengths[document] for document, _ in deals)
     positions = capacity * len({row for _, row in deals})
-    counted = (f"{packer}, {len(deals)} of {sum(map(bool, lengths))} documents: {used} of "
-               f"{positions} positions in use, {positions - used} wasted")
+    counted = (
+        f"{packer}, {len(deals)} of {sum(map(bool, lengths))} documents: {used} of "
+        f"{positions} positions in use, {positions - used} wasted"
+    )
     share = f"<b>efficiency {used / positions:.1%}</b>" if positions else "no row is open yet"
     return f"<p>{counted}; {share}</p>{draw_deals(lengths, capacity, deals)}"
 
@@ -144,17 +151,18 @@ def packing_visualiser(
 ) -> Explorer:
     "Watch rows fill, document by document, and see what each packer wastes."
     lengths = list(map(int, lengths))
-    step = ipywidgets.IntSlider(len(lengths), min=0, max=max(len(lengths), 1),
-                                description="documents", **CONTROL_LOOK)
+    step = ipywidgets.IntSlider(
+        len(lengths), min=0, max=max(len(lengths), 1), description="documents", **CONTROL_LOOK
+    )
     play = ipywidgets.Play(value=step.value, max=step.max, interval=400, description="deal")
     # Tied in the page: a step waits for nobody.
     link = ipywidgets.jslink((play, "value"), (step, "value"))
     controls = {
-        "text": ipywidgets.Text(" ".join(map(str, lengths)), description="lengths",
-                                **CONTROL_LOOK),
+        "text": ipywidgets.Text(" ".join(map(str, lengths)), description="lengths", **CONTROL_LOOK),
         "capacity": ipywidgets.IntText(capacity, step=8, description="capacity", **CONTROL_LOOK),
-        "packer": ipywidgets.ToggleButtons(options=list(PACKERS), value="best-fit",
-                                           description="packer", **CONTROL_LOOK),
+        "packer": ipywidgets.ToggleButtons(
+            options=list(PACKERS), value="best-fit", description="packer", **CONTROL_LOOK
+        ),
         "step": step,
     }
 
@@ -168,9 +176,15 @@ def packing_visualiser(
     controls["text"].observe(count_steps, names="value")
     few = lengths[:_STATIC_DOCUMENTS]
     stops = sorted({round(share * len(few)) for share in (0.25, 0.5, 0.75, 1)})
-    steps = {f"{packer}, {stop} of {len(few)}":
-             {"text": " ".join(map(str, few)), "packer": packer, "step": stop}
-             for packer in PACKERS for stop in stops}
+    steps = {
+        f"{packer}, {stop} of {len(few)}": {
+            "text": " ".join(map(str, few)),
+            "packer": packer,
+            "step": stop,
+        }
+        for packer in PACKERS
+        for stop in stops
+    }
     title = f"Filling rows of {capacity} positions with {len(few)} documents: how much is wasted?"
     return explore(controls, packed_html, steps, title, [*controls.values(), play], [link])
 
@@ -234,13 +248,17 @@ def reach_html(
     documents_L, positions_L = map(np.asarray, (row["attention_mask"], row["position_ids"]))
     seen = find_reach(documents_L, token, kind, window)
     reached = {int(place): "reached" for place in seen} | {token: "chosen"}
-    states = [(int(number), reached.get(place, "unreached" if number else "padding"))
-              for place, number in enumerate(documents_L)]
+    states = [
+        (int(number), reached.get(place, "unreached" if number else "padding"))
+        for place, number in enumerate(documents_L)
+    ]
     name, number = html.escape(tokens[token]), documents_L[token]
     if number:
         first, last = positions_L[seen[[0, -1]]]
-        said = (f"<b>{name}</b>, position {positions_L[token]} of document {number}, reaches "
-                f"<b>{len(seen)} tokens</b>: positions {first} to {last} of its document")
+        said = (
+            f"<b>{name}</b>, position {positions_L[token]} of document {number}, reaches "
+            f"<b>{len(seen)} tokens</b>: positions {first} to {last} of its document"
+        )
     else:
         said = f"<b>{name}</b> is padding: it reaches <b>0 tokens</b>, and no token reaches it"
     return f"<p>{kind} layer: {said}.</p>{_draw_stretches(tokens, positions_L, states)}"
@@ -254,14 +272,21 @@ def document_mask_viewer(
     "Choose a token of a packed row and see whom it reaches, in each kind of layer."
     documents_L = np.asarray(row["attention_mask"])
     controls = {
-        "token": ipywidgets.IntSlider(0, min=0, max=len(tokens) - 1, description="token",
-                                      **CONTROL_LOOK),
+        "token": ipywidgets.IntSlider(
+            0, min=0, max=len(tokens) - 1, description="token", **CONTROL_LOOK
+        ),
         "kind": ipywidgets.ToggleButtons(options=LAYER_KINDS, description="layer", **CONTROL_LOOK),
         "window": ipywidgets.IntText(window, description="window", **CONTROL_LOOK),
     }
     starts = np.flatnonzero(np.diff(documents_L, prepend=0) * documents_L)[:3]  # a few documents
-    middles = [int(places[len(places) // 2]) for number in documents_L[starts]
-               for places in [np.flatnonzero(documents_L == number)]]
-    shown = {f"{tokens[place]} ({place}), {kind}": {"token": place, "kind": kind}
-             for place in middles for kind in LAYER_KINDS}
+    middles = [
+        int(places[len(places) // 2])
+        for number in documents_L[starts]
+        for places in [np.flatnonzero(documents_L == number)]
+    ]
+    shown = {
+        f"{tokens[place]} ({place}), {kind}": {"token": place, "kind": kind}
+        for place in middles
+        for kind in LAYER_KINDS
+    }
     return explore(controls, partial(reach_html, row, tokens), shown, "Whom does this token reach?")

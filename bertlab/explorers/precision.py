@@ -115,6 +115,8 @@ def largest_loss_scale(
     # Python's max would lose a NaN that does not come first; torch's gives it back.
     largest = torch.tensor([0.0, *peaks], dtype=torch.float64).max().item()
     if not 0 < largest < math.inf:
-        raise ValueError(f"the largest gradient is {largest}; run a backward pass "
-                         "whose gradients are finite and not all 0")
+        raise ValueError(
+            f"the largest gradient is {largest}; run a backward pass "
+            "whose gradients are finite and not all 0"
+        )
     return 2.0 ** math.floor(math.log2(get_format(format).largest / headroom / largest))

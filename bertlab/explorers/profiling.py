@@ -60,7 +60,6 @@ def count_bytes(
     return written + sum(size(t) for t in tree_leaves(inputs) if isinstance(t, torch.Tensor))
 
 
-
 def is_view(
     func: Any,  # an operator of ATen
     inputs: Any,  # its arguments
@@ -71,8 +70,9 @@ def is_view(
         return False
     if func._schema.is_mutable or not isinstance(out, torch.Tensor):
         return func.is_view
-    same = lambda t: isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == (
-        out.untyped_storage()._cdata)
+    same = lambda t: (
+        isinstance(t, torch.Tensor) and t.untyped_storage()._cdata == (out.untyped_storage()._cdata)
+    )
     return any(map(same, tree_leaves(inputs)))
 
 # %% ../../nbs/explorers/08_profiling.ipynb #fceedd7c
@@ -136,7 +136,8 @@ class OperationClock(TorchDispatchMode):
             moved = count_bytes(func, (args, kwargs), out)
             name = getattr(func, "_overloadpacket", func).__name__
             self.operations.append(
-                Operation(name, layer, self.tracker.is_bw, flops, moved, seconds))
+                Operation(name, layer, self.tracker.is_bw, flops, moved, seconds)
+            )
         return out
 
 # %% ../../nbs/explorers/08_profiling.ipynb #7cc1d963
@@ -177,8 +178,25 @@ WORK_KINDS = {  # kind -> pattern of ATen's or a compiler's names; the first tha
 
 # %% ../../nbs/explorers/08_profiling.ipynb #f86969e2
 _VIEWS = {  # they move no number
-    "alias", "chunk", "detach", "expand", "flatten", "narrow", "permute", "reshape", "select",
-    "slice", "split", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view"}
+    "alias",
+    "chunk",
+    "detach",
+    "expand",
+    "flatten",
+    "narrow",
+    "permute",
+    "reshape",
+    "select",
+    "slice",
+    "split",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unflatten",
+    "unsqueeze",
+    "view",
+}
 
 
 def kind_of_work(
@@ -222,7 +240,8 @@ class HostReadCounter(TorchDispatchMode):
         # x[mask] with a bool mask looks like any index, and asks how many there are; to write one
         # number there needs no count.
         masks = name in ("index", "index_put", "index_put_") and any(
-            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        )
         masks = masks and (name == "index" or args[2].numel() != 1)
         counts = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in HOST_READS or masks or counts:
@@ -252,8 +271,13 @@ class StepProfile(NamedTuple):
         total = sum(self.parts.values())
         rows = [f"{kind:12} {1e3 * s:8.2f} ms  {s / total:4.0%}" for kind, s in self.parts.items()]
         reads = ", ".join(f"{n} x {name}" for name, n in self.reads.items()) or "none"
-        return "\n".join([*rows, f"{'clock':12} {1e3 * self.seconds:8.2f} ms, "
-                          f"{self.num_operations} operations, host reads: {reads}"])
+        return "\n".join(
+            [
+                *rows,
+                f"{'clock':12} {1e3 * self.seconds:8.2f} ms, "
+                f"{self.num_operations} operations, host reads: {reads}",
+            ]
+        )
 
 # %% ../../nbs/explorers/08_profiling.ipynb #68f2d9e2
 def profile_step(
@@ -276,8 +300,11 @@ def profile_step(
             step()
         wait()
     spent = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    events = [(e.key, getattr(e, spent) / 1e6 / repeats) for e in profiler.key_averages()
-              if not (on_gpu and e.device_type == torch.autograd.DeviceType.CUDA)]  # their owners'
+    events = [
+        (e.key, getattr(e, spent) / 1e6 / repeats)
+        for e in profiler.key_averages()
+        if not (on_gpu and e.device_type == torch.autograd.DeviceType.CUDA)
+    ]  # their owners'
     count = sum(e.count for e in profiler.key_averages() if e.key.startswith("aten::"))
     return StepProfile(statistics.median(times), seconds_by_kind(events), count // repeats, reads)
 
@@ -332,5 +359,9 @@ def measure_roofline(
             sums = total.setdefault(layer, [0.0, 0, 0.0])
             sums[:] = sums[0] + o.flops, sums[1] + o.bytes_moved, sums[2] + o.seconds
     points = [LayerPoint(layer, *sums) for layer, sums in total.items() if sums[1]]
-    return Roofline(sorted(points, key=lambda p: -p.seconds), measured_peak_flops(
-        precision, device=device), measured_bandwidth(device=device), str(device))
+    return Roofline(
+        sorted(points, key=lambda p: -p.seconds),
+        measured_peak_flops(precision, device=device),
+        measured_bandwidth(device=device),
+        str(device),
+    )

@@ -94,8 +94,10 @@ def _describe_difference(found: np.ndarray, wanted: np.ndarray) -> str:
     gives, right = _say_both(found[where], wanted[where])
     first = f"{place} {gives}, where {right} is right"
     if np.allclose(found, wanted, rtol=1e-3):
-        return (f"nearly right: {first}; take constants with all of their digits, such as np.pi "
-                "or np.log(2), and compute in float64")
+        return (
+            f"nearly right: {first}; take constants with all of their digits, such as np.pi "
+            "or np.log(2), and compute in float64"
+        )
     difference = found.astype(float) - wanted
     many = wanted.size > 1 and wanted.dtype != bool
     if many and np.allclose(difference, difference.flat[0]):
@@ -189,50 +191,91 @@ def _apart(L):  # -> (L, L): row number minus column number
 
 
 _MASKS = (
-    Puzzle("real_tokens", "masks", _real_tokens, (
-        (np.array([3, 5, 1]), 6), (np.array([4, 4]), 4), (np.array([1]), 3),
-        (np.array([2, 7, 6, 1]), 7)), {
-        "off by one: the first cell of padding counts as a token (`<=` for `<`)":
-            lambda lengths, L: np.arange(L) <= lengths[:, None],
-        "off by one: the last token of each row is left out":
-            lambda lengths, L: np.arange(L) < lengths[:, None] - 1,
-        "the wrong way round: it marks the padding":
-            lambda lengths, L: np.arange(L) >= lengths[:, None],
-        "off by one: the first token of each row is left out":
-            lambda lengths, L: (np.arange(L) > 0) & (np.arange(L) < lengths[:, None]),
-    }),
-    Puzzle("left_only", "masks", _left_only, ((6,), (1,), (2,), (9,)), {
-        "row and column are swapped: each sees what comes after it": lambda L: _apart(L) <= 0,
-        "off by one: nobody sees itself": lambda L: _apart(L) > 0,
-        "off by one: each sees one token of the future": lambda L: _apart(L) >= -1,
-        "everybody sees everybody": lambda L: _apart(L) < L,
-    }),
-    Puzzle("near", "masks", _near, ((9, 3), (5, 1), (4, 0), (3, 9)), {
-        "off by one: tokens exactly `reach` away are left out (`<` for `<=`)":
-            lambda L, reach: abs(_apart(L)) < reach,
-        "the sign of the distance is still there: the whole right side is let in":
-            lambda L, reach: _apart(L) <= reach,
-        "the sign of the distance is still there: the whole left side is let in":
-            lambda L, reach: _apart(L) >= -reach,
-        "it looks to the left alone": lambda L, reach: (_apart(L) >= 0) & (_apart(L) <= reach),
-        "`reach` is taken for the width of the whole window, not for one side of it":
-            lambda L, reach: abs(_apart(L)) <= reach // 2,
-        "the wrong way round: it lets in what is far": lambda L, reach: abs(_apart(L)) > reach,
-    }),
-    Puzzle("same_document", "masks", _same_document, (
-        (np.array([1, 1, 2, 2, 2, 3, 0, 0]),), (np.array([1, 1, 1]),), (np.array([1, 0, 0]),),
-        (np.array([1, 2, 3, 0]),)), {
-        "padding attends to padding: two zeros are equal, too":
-            lambda d: d[:, None] == d,
-        "attends across documents: every token sees every token":
-            lambda d: (d[:, None] > 0) & (d > 0),
-        "attends across documents: each sees the documents before its own":
-            lambda d: (d[:, None] >= d) & (d > 0),
-        "padding is let in, as seen from the tokens or as a row of its own":
-            lambda d: (d[:, None] == d) | (d == 0),
-        "off by one: nobody sees itself":
-            lambda d: (d[:, None] == d) & (d > 0) & ~np.eye(len(d), dtype=bool),
-    }),
+    Puzzle(
+        "real_tokens",
+        "masks",
+        _real_tokens,
+        (
+            (np.array([3, 5, 1]), 6),
+            (np.array([4, 4]), 4),
+            (np.array([1]), 3),
+            (np.array([2, 7, 6, 1]), 7),
+        ),
+        {
+            "off by one: the first cell of padding counts as a token (`<=` for `<`)": lambda lengths, L: (
+                np.arange(L) <= lengths[:, None]
+            ),
+            "off by one: the last token of each row is left out": lambda lengths, L: (
+                np.arange(L) < lengths[:, None] - 1
+            ),
+            "the wrong way round: it marks the padding": lambda lengths, L: (
+                np.arange(L) >= lengths[:, None]
+            ),
+            "off by one: the first token of each row is left out": lambda lengths, L: (
+                (np.arange(L) > 0) & (np.arange(L) < lengths[:, None])
+            ),
+        },
+    ),
+    Puzzle(
+        "left_only",
+        "masks",
+        _left_only,
+        ((6,), (1,), (2,), (9,)),
+        {
+            "row and column are swapped: each sees what comes after it": lambda L: _apart(L) <= 0,
+            "off by one: nobody sees itself": lambda L: _apart(L) > 0,
+            "off by one: each sees one token of the future": lambda L: _apart(L) >= -1,
+            "everybody sees everybody": lambda L: _apart(L) < L,
+        },
+    ),
+    Puzzle(
+        "near",
+        "masks",
+        _near,
+        ((9, 3), (5, 1), (4, 0), (3, 9)),
+        {
+            "off by one: tokens exactly `reach` away are left out (`<` for `<=`)": lambda L, reach: (
+                abs(_apart(L)) < reach
+            ),
+            "the sign of the distance is still there: the whole right side is let in": lambda L, reach: (
+                _apart(L) <= reach
+            ),
+            "the sign of the distance is still there: the whole left side is let in": lambda L, reach: (
+                _apart(L) >= -reach
+            ),
+            "it looks to the left alone": lambda L, reach: (_apart(L) >= 0) & (_apart(L) <= reach),
+            "`reach` is taken for the width of the whole window, not for one side of it": lambda L, reach: (
+                abs(_apart(L)) <= reach // 2
+            ),
+            "the wrong way round: it lets in what is far": lambda L, reach: abs(_apart(L)) > reach,
+        },
+    ),
+    Puzzle(
+        "same_document",
+        "masks",
+        _same_document,
+        (
+            (np.array([1, 1, 2, 2, 2, 3, 0, 0]),),
+            (np.array([1, 1, 1]),),
+            (np.array([1, 0, 0]),),
+            (np.array([1, 2, 3, 0]),),
+        ),
+        {
+            "padding attends to padding: two zeros are equal, too": lambda d: d[:, None] == d,
+            "attends across documents: every token sees every token": lambda d: (
+                (d[:, None] > 0) & (d > 0)
+            ),
+            "attends across documents: each sees the documents before its own": lambda d: (
+                (d[:, None] >= d) & (d > 0)
+            ),
+            "padding is let in, as seen from the tokens or as a row of its own": lambda d: (
+                (d[:, None] == d) | (d == 0)
+            ),
+            "off by one: nobody sees itself": lambda d: (
+                (d[:, None] == d) & (d > 0) & ~np.eye(len(d), dtype=bool)
+            ),
+        },
+    ),
 )
 PUZZLES: dict[str, Puzzle] = {puzzle.name: puzzle for puzzle in _MASKS}
 
@@ -274,55 +317,101 @@ def _filled(values, L, last=0):  # -> (L,): values, then what padding gets
 
 
 _PACKING = (
-    Puzzle("padding_share", "packing", _padding_share, (
-        (np.array([3, 5, 1]),), (np.array([4, 4]),), (np.array([7]),), (np.array([1, 9, 2, 2]),)), {
-        "it is the share of tokens, not of padding": lambda n: n.mean() / n.max(),
-        "divides by the wrong count: by the tokens, not by all cells":
-            lambda n: (n.max() - n).sum() / n.sum(),
-        "divides by the wrong count: by the rows, not by all cells":
-            lambda n: (n.max() - n).mean(),
-        "it is the number of cells, not yet a share": lambda n: (n.max() - n).sum(),
-    }),
-    Puzzle("boundaries", "packing", _boundaries, (
-        (np.array([3, 5, 1]),), (np.array([4]),), (np.array([1, 1, 1]),),
-        (np.array([2, 6, 3, 1]),)), {
-        "the 0 where the first document begins is missing": lambda n: n.cumsum(),
-        "the end of the last document is missing": lambda n: n.cumsum() - n,
-        "off by one: these are the last tokens, and a boundary is the place after it":
-            lambda n: np.concatenate([[0], n.cumsum() - 1]),
-        "the lengths are not summed up": lambda n: np.concatenate([[0], n]),
-    }),
-    Puzzle("document_numbers", "packing", _document_numbers, (
-        (np.array([3, 4, 1]), 10), (np.array([5]), 5), (np.array([1, 1, 2]), 4),
-        (np.array([2, 3]), 9)), {
-        "counting begins at 0, so the first document looks like padding":
-            lambda n, L: _filled(np.repeat(np.arange(len(n)), n), L),
-        "padding gets the number of the last document":
-            lambda n, L: _filled(np.repeat(np.arange(len(n)) + 1, n), L, len(n)),
-        "padding gets a number of its own, and must have 0":
-            lambda n, L: _filled(np.repeat(np.arange(len(n)) + 1, n), L, len(n) + 1),
-        "padding is missing: the row must have L cells":
-            lambda n, L: np.repeat(np.arange(len(n)) + 1, n),
-        "each cell has its document's length, not its number":
-            lambda n, L: _filled(np.repeat(n, n), L),
-    }, "documents"),
-    Puzzle("best_fit", "packing", _best_fit, (
-        (np.array([6, 9, 5, 7]), 5), (np.array([3, 2, 1]), 4), (np.array([300, 90_000]), 400),
-        (np.array([9, 4, 6, 5, 4]), 4)), {
-        "off by one: a row with exactly enough room is turned down (`>` for `>=`)":
-            lambda free, n: (int(np.where(free > n, free, np.inf).argmin())
-                             if (free > n).any() else -1),
-        "it takes the row with the most room (worst fit)":
-            lambda free, n: int(free.argmax()) if (free >= n).any() else -1,
-        "it takes the first row with room (first fit)":
-            lambda free, n: int((free >= n).argmax()) if (free >= n).any() else -1,
-        "it names a row although none has room":
-            lambda free, n: int(np.where(free >= n, free, np.inf).argmin()),
-        "it takes the fullest row without asking whether there is room":
-            lambda free, n: int(free.argmin()),
-        "it gives the room, not the number of the row":
-            lambda free, n: int(free[free >= n].min()) if (free >= n).any() else -1,
-    }),
+    Puzzle(
+        "padding_share",
+        "packing",
+        _padding_share,
+        ((np.array([3, 5, 1]),), (np.array([4, 4]),), (np.array([7]),), (np.array([1, 9, 2, 2]),)),
+        {
+            "it is the share of tokens, not of padding": lambda n: n.mean() / n.max(),
+            "divides by the wrong count: by the tokens, not by all cells": lambda n: (
+                (n.max() - n).sum() / n.sum()
+            ),
+            "divides by the wrong count: by the rows, not by all cells": lambda n: (
+                n.max() - n
+            ).mean(),
+            "it is the number of cells, not yet a share": lambda n: (n.max() - n).sum(),
+        },
+    ),
+    Puzzle(
+        "boundaries",
+        "packing",
+        _boundaries,
+        (
+            (np.array([3, 5, 1]),),
+            (np.array([4]),),
+            (np.array([1, 1, 1]),),
+            (np.array([2, 6, 3, 1]),),
+        ),
+        {
+            "the 0 where the first document begins is missing": lambda n: n.cumsum(),
+            "the end of the last document is missing": lambda n: n.cumsum() - n,
+            "off by one: these are the last tokens, and a boundary is the place after it": lambda n: (
+                np.concatenate([[0], n.cumsum() - 1])
+            ),
+            "the lengths are not summed up": lambda n: np.concatenate([[0], n]),
+        },
+    ),
+    Puzzle(
+        "document_numbers",
+        "packing",
+        _document_numbers,
+        (
+            (np.array([3, 4, 1]), 10),
+            (np.array([5]), 5),
+            (np.array([1, 1, 2]), 4),
+            (np.array([2, 3]), 9),
+        ),
+        {
+            "counting begins at 0, so the first document looks like padding": lambda n, L: _filled(
+                np.repeat(np.arange(len(n)), n), L
+            ),
+            "padding gets the number of the last document": lambda n, L: _filled(
+                np.repeat(np.arange(len(n)) + 1, n), L, len(n)
+            ),
+            "padding gets a number of its own, and must have 0": lambda n, L: _filled(
+                np.repeat(np.arange(len(n)) + 1, n), L, len(n) + 1
+            ),
+            "padding is missing: the row must have L cells": lambda n, L: np.repeat(
+                np.arange(len(n)) + 1, n
+            ),
+            "each cell has its document's length, not its number": lambda n, L: _filled(
+                np.repeat(n, n), L
+            ),
+        },
+        "documents",
+    ),
+    Puzzle(
+        "best_fit",
+        "packing",
+        _best_fit,
+        (
+            (np.array([6, 9, 5, 7]), 5),
+            (np.array([3, 2, 1]), 4),
+            (np.array([300, 90_000]), 400),
+            (np.array([9, 4, 6, 5, 4]), 4),
+        ),
+        {
+            "off by one: a row with exactly enough room is turned down (`>` for `>=`)": lambda free, n: (
+                int(np.where(free > n, free, np.inf).argmin()) if (free > n).any() else -1
+            ),
+            "it takes the row with the most room (worst fit)": lambda free, n: (
+                int(free.argmax()) if (free >= n).any() else -1
+            ),
+            "it takes the first row with room (first fit)": lambda free, n: (
+                int((free >= n).argmax()) if (free >= n).any() else -1
+            ),
+            "it names a row although none has room": lambda free, n: int(
+                np.where(free >= n, free, np.inf).argmin()
+            ),
+            "it takes the fullest row without asking whether there is room": lambda free, n: int(
+                free.argmin()
+            ),
+            "it gives the room, not the number of the row": lambda free, n: (
+                int(free[free >= n].min()) if (free >= n).any() else -1
+            ),
+        },
+    ),
 )
 PUZZLES |= {puzzle.name: puzzle for puzzle in _PACKING}
 
@@ -360,42 +449,73 @@ def _since_first(documents):  # -> (L,): how far behind the first cell with the 
 
 
 _POSITIONS = (
-    Puzzle("distances", "positions", _distances, ((6,), (1,), (2,), (9,)), {
-        "row and column are swapped: to the right must be positive": lambda L: _apart(L),
-        "the sign is lost: left and right look alike": lambda L: abs(_apart(L)),
-        "off by one: the distance to oneself must be 0": lambda L: 1 - _apart(L),
-    }),
-    Puzzle("restart", "positions", _restart, (
-        (np.array([3, 4, 1]),), (np.array([5]),), (np.array([1, 1, 2]),), (np.array([2, 6, 3]),)), {
-        "it does not begin anew with each document": lambda n: np.arange(n.sum()),
-        "off by one: counting begins at 1": lambda n: _restart(n) + 1,
-        "these are numbers of documents, not positions":
-            lambda n: np.repeat(np.arange(len(n)), n),
-        "it counts down, from the end of each document":
-            lambda n: np.concatenate([np.arange(one)[::-1] for one in n]),
-    }),
-    Puzzle("restart_by_number", "positions", _restart_by_number, (
-        (np.array([1, 1, 1, 2, 2, 3, 0, 0]),), (np.array([1, 1, 0]),), (np.array([1, 2, 3, 3]),),
-        (np.array([1, 0, 0, 0]),)), {
-        "padding is counted as a document: its positions must be 0": lambda d: _since_first(d),
-        "it does not begin anew with each document": lambda d: np.arange(len(d)) * (d > 0),
-        "off by one: counting begins at 1": lambda d: (_since_first(d) + 1) * (d > 0),
-        "it neither begins anew nor knows padding": lambda d: np.arange(len(d)),
-    }),
-    Puzzle("turning_angles", "positions", _turning_angles, (
-        (6, 8, 10_000.0), (3, 4, 100.0), (1, 2, 10.0), (5, 6, 10_000.0)), {
-        "the exponent is half as large as it must be: pair k has 2k / K":
-            lambda L, K, base: np.outer(np.arange(L), base ** (-np.arange(K // 2) / K)),
-        "the sign of the exponent: later pairs must turn more slowly, not faster":
-            lambda L, K, base: np.outer(np.arange(L), base ** (np.arange(0, K, 2) / K)),
-        "off by one: position 0 must not turn at all":
-            lambda L, K, base: np.outer(np.arange(L) + 1, base ** (-np.arange(0, K, 2) / K)),
-        "an angle for each number, and two numbers share one":
-            lambda L, K, base: np.outer(np.arange(L), base ** (-np.arange(K) / K)),
-        "each angle stands there twice, and once is asked for":
-            lambda L, K, base: np.outer(np.arange(L), np.repeat(base ** (-np.arange(0, K, 2) / K),
-                                                                2)),
-    }),
+    Puzzle(
+        "distances",
+        "positions",
+        _distances,
+        ((6,), (1,), (2,), (9,)),
+        {
+            "row and column are swapped: to the right must be positive": lambda L: _apart(L),
+            "the sign is lost: left and right look alike": lambda L: abs(_apart(L)),
+            "off by one: the distance to oneself must be 0": lambda L: 1 - _apart(L),
+        },
+    ),
+    Puzzle(
+        "restart",
+        "positions",
+        _restart,
+        ((np.array([3, 4, 1]),), (np.array([5]),), (np.array([1, 1, 2]),), (np.array([2, 6, 3]),)),
+        {
+            "it does not begin anew with each document": lambda n: np.arange(n.sum()),
+            "off by one: counting begins at 1": lambda n: _restart(n) + 1,
+            "these are numbers of documents, not positions": lambda n: np.repeat(
+                np.arange(len(n)), n
+            ),
+            "it counts down, from the end of each document": lambda n: np.concatenate(
+                [np.arange(one)[::-1] for one in n]
+            ),
+        },
+    ),
+    Puzzle(
+        "restart_by_number",
+        "positions",
+        _restart_by_number,
+        (
+            (np.array([1, 1, 1, 2, 2, 3, 0, 0]),),
+            (np.array([1, 1, 0]),),
+            (np.array([1, 2, 3, 3]),),
+            (np.array([1, 0, 0, 0]),),
+        ),
+        {
+            "padding is counted as a document: its positions must be 0": lambda d: _since_first(d),
+            "it does not begin anew with each document": lambda d: np.arange(len(d)) * (d > 0),
+            "off by one: counting begins at 1": lambda d: (_since_first(d) + 1) * (d > 0),
+            "it neither begins anew nor knows padding": lambda d: np.arange(len(d)),
+        },
+    ),
+    Puzzle(
+        "turning_angles",
+        "positions",
+        _turning_angles,
+        ((6, 8, 10_000.0), (3, 4, 100.0), (1, 2, 10.0), (5, 6, 10_000.0)),
+        {
+            "the exponent is half as large as it must be: pair k has 2k / K": lambda L, K, base: (
+                np.outer(np.arange(L), base ** (-np.arange(K // 2) / K))
+            ),
+            "the sign of the exponent: later pairs must turn more slowly, not faster": lambda L, K, base: (
+                np.outer(np.arange(L), base ** (np.arange(0, K, 2) / K))
+            ),
+            "off by one: position 0 must not turn at all": lambda L, K, base: np.outer(
+                np.arange(L) + 1, base ** (-np.arange(0, K, 2) / K)
+            ),
+            "an angle for each number, and two numbers share one": lambda L, K, base: np.outer(
+                np.arange(L), base ** (-np.arange(K) / K)
+            ),
+            "each angle stands there twice, and once is asked for": lambda L, K, base: np.outer(
+                np.arange(L), np.repeat(base ** (-np.arange(0, K, 2) / K), 2)
+            ),
+        },
+    ),
 )
 PUZZLES |= {puzzle.name: puzzle for puzzle in _POSITIONS}
 
@@ -441,64 +561,114 @@ def _fallen(steps, cooldown, total):  # -> (S,): share of the cooldown that is o
 
 
 _SCHEDULES = (
-    Puzzle("rise", "schedules", _rise, (
-        (np.arange(12), 5), (np.arange(4), 1), (np.arange(6), 6), (np.arange(9), 4)), {
-        "warmup starts at zero: the first update moves nothing":
-            lambda s, W: np.minimum(1, s / W),
-        "off by one: the peak is reached an update late":
-            lambda s, W: np.minimum(1, (s + 1) / (W + 1)),
-        "it does not stop at the peak": lambda s, W: (s + 1) / W,
-        "warmup starts at zero, and nothing stops it at the peak": lambda s, W: s / W,
-        "it falls where it should rise": lambda s, W: np.maximum(0, 1 - s / W),
-    }, "bars"),
-    Puzzle("cosine_to_floor", "schedules", _cosine_to_floor, (
-        (np.arange(13), 12, 0.1), (np.arange(5), 4, 0.0), (np.arange(9), 8, 0.5),
-        (np.arange(7), 10, 0.2)), {
-        "the floor is added on top, so that it begins above the peak":
-            lambda s, T, f: f + _wave(s, T),
-        "it is cut off at the floor, and should be squeezed to end there":
-            lambda s, T, f: np.maximum(f, _wave(s, T)),
-        "the floor is not used": lambda s, T, f: _wave(s, T),
-        "a whole wave, and half of one is asked for: it ends at the peak again":
-            lambda s, T, f: f + (1 - f) * _wave(2 * s, T),
-        "the half is missing: it begins at twice the peak":
-            lambda s, T, f: f + (1 - f) * 2 * _wave(s, T),
-        "off by one: the floor is reached an update early":
-            lambda s, T, f: f + (1 - f) * _wave(s, T - 1),
-    }, "bars"),
-    Puzzle("inverse_sqrt", "schedules", _inverse_sqrt, (
-        (np.arange(16), 4), (np.arange(5), 1), (np.arange(10), 10), (np.arange(12), 3)), {
-        "it jumps down after the warmup: 1 / sqrt(s + 1) is not 1 at its end":
-            lambda s, W: np.where(s + 1 < W, (s + 1) / W, 1 / np.sqrt(s + 1)),
-        "the root is missing: it falls as 1 / (s + 1)":
-            lambda s, W: np.minimum((s + 1) / W, W / (s + 1)),
-        "the warmup is missing: it begins above the peak": lambda s, W: np.sqrt(W / (s + 1)),
-        "the larger of the two is taken, and the smaller is right":
-            lambda s, W: np.maximum((s + 1) / W, np.sqrt(W / (s + 1))),
-        "warmup starts at zero: the first update moves nothing":
-            lambda s, W: np.minimum(s / W, np.sqrt(W / np.maximum(s, 1))),
-        "the root is upside down: it rises without end":
-            lambda s, W: np.maximum((s + 1) / W, np.sqrt((s + 1) / W)),
-    }, "bars"),
-    Puzzle("rise_stay_fall", "schedules", _rise_stay_fall, (
-        (np.arange(22), 4, 9, 20), (np.arange(6), 1, 3, 6), (np.arange(10), 2, 8, 10),
-        (np.arange(30), 5, 5, 24)), {
-        "warmup starts at zero: the first update moves nothing":
-            lambda s, W, C, T: np.minimum(1, s / W) * (1 - np.sqrt(_fallen(s, C, T))),
-        "the root is missing: it falls on a straight line":
-            lambda s, W, C, T: np.minimum(1, (s + 1) / W) * (1 - _fallen(s, C, T)),
-        "the root of what is left, and one minus the root is asked for":
-            lambda s, W, C, T: np.minimum(1, (s + 1) / W) * np.sqrt(1 - _fallen(s, C, T)),
-        "it falls from the end of the warmup on: nothing stays":
-            lambda s, W, C, T: np.minimum(1, (s + 1) / W) * (1 - np.sqrt(_fallen(s, T - W, T))),
-        "the fall begins as late as the last update: the cooldown is missing":
-            lambda s, W, C, T: np.minimum(1, (s + 1) / W) * (s < T),
-        "the share leaves 0 to 1: the root of something negative is NaN, so clip it first":
-            lambda s, W, C, T: (np.minimum(1, (s + 1) / W)
-                                * (1 - np.sqrt((s - T + C) / C))),
-        "off by one: the fall begins an update early":
-            lambda s, W, C, T: np.minimum(1, (s + 1) / W) * (1 - np.sqrt(_fallen(s + 1, C, T))),
-    }, "bars"),
+    Puzzle(
+        "rise",
+        "schedules",
+        _rise,
+        ((np.arange(12), 5), (np.arange(4), 1), (np.arange(6), 6), (np.arange(9), 4)),
+        {
+            "warmup starts at zero: the first update moves nothing": lambda s, W: np.minimum(
+                1, s / W
+            ),
+            "off by one: the peak is reached an update late": lambda s, W: np.minimum(
+                1, (s + 1) / (W + 1)
+            ),
+            "it does not stop at the peak": lambda s, W: (s + 1) / W,
+            "warmup starts at zero, and nothing stops it at the peak": lambda s, W: s / W,
+            "it falls where it should rise": lambda s, W: np.maximum(0, 1 - s / W),
+        },
+        "bars",
+    ),
+    Puzzle(
+        "cosine_to_floor",
+        "schedules",
+        _cosine_to_floor,
+        (
+            (np.arange(13), 12, 0.1),
+            (np.arange(5), 4, 0.0),
+            (np.arange(9), 8, 0.5),
+            (np.arange(7), 10, 0.2),
+        ),
+        {
+            "the floor is added on top, so that it begins above the peak": lambda s, T, f: (
+                f + _wave(s, T)
+            ),
+            "it is cut off at the floor, and should be squeezed to end there": lambda s, T, f: (
+                np.maximum(f, _wave(s, T))
+            ),
+            "the floor is not used": lambda s, T, f: _wave(s, T),
+            "a whole wave, and half of one is asked for: it ends at the peak again": lambda s, T, f: (
+                f + (1 - f) * _wave(2 * s, T)
+            ),
+            "the half is missing: it begins at twice the peak": lambda s, T, f: (
+                f + (1 - f) * 2 * _wave(s, T)
+            ),
+            "off by one: the floor is reached an update early": lambda s, T, f: (
+                f + (1 - f) * _wave(s, T - 1)
+            ),
+        },
+        "bars",
+    ),
+    Puzzle(
+        "inverse_sqrt",
+        "schedules",
+        _inverse_sqrt,
+        ((np.arange(16), 4), (np.arange(5), 1), (np.arange(10), 10), (np.arange(12), 3)),
+        {
+            "it jumps down after the warmup: 1 / sqrt(s + 1) is not 1 at its end": lambda s, W: (
+                np.where(s + 1 < W, (s + 1) / W, 1 / np.sqrt(s + 1))
+            ),
+            "the root is missing: it falls as 1 / (s + 1)": lambda s, W: np.minimum(
+                (s + 1) / W, W / (s + 1)
+            ),
+            "the warmup is missing: it begins above the peak": lambda s, W: np.sqrt(W / (s + 1)),
+            "the larger of the two is taken, and the smaller is right": lambda s, W: np.maximum(
+                (s + 1) / W, np.sqrt(W / (s + 1))
+            ),
+            "warmup starts at zero: the first update moves nothing": lambda s, W: np.minimum(
+                s / W, np.sqrt(W / np.maximum(s, 1))
+            ),
+            "the root is upside down: it rises without end": lambda s, W: np.maximum(
+                (s + 1) / W, np.sqrt((s + 1) / W)
+            ),
+        },
+        "bars",
+    ),
+    Puzzle(
+        "rise_stay_fall",
+        "schedules",
+        _rise_stay_fall,
+        (
+            (np.arange(22), 4, 9, 20),
+            (np.arange(6), 1, 3, 6),
+            (np.arange(10), 2, 8, 10),
+            (np.arange(30), 5, 5, 24),
+        ),
+        {
+            "warmup starts at zero: the first update moves nothing": lambda s, W, C, T: (
+                np.minimum(1, s / W) * (1 - np.sqrt(_fallen(s, C, T)))
+            ),
+            "the root is missing: it falls on a straight line": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * (1 - _fallen(s, C, T))
+            ),
+            "the root of what is left, and one minus the root is asked for": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * np.sqrt(1 - _fallen(s, C, T))
+            ),
+            "it falls from the end of the warmup on: nothing stays": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * (1 - np.sqrt(_fallen(s, T - W, T)))
+            ),
+            "the fall begins as late as the last update: the cooldown is missing": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * (s < T)
+            ),
+            "the share leaves 0 to 1: the root of something negative is NaN, so clip it first": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * (1 - np.sqrt((s - T + C) / C))
+            ),
+            "off by one: the fall begins an update early": lambda s, W, C, T: (
+                np.minimum(1, (s + 1) / W) * (1 - np.sqrt(_fallen(s + 1, C, T)))
+            ),
+        },
+        "bars",
+    ),
 )
 PUZZLES |= {puzzle.name: puzzle for puzzle in _SCHEDULES}
 
@@ -541,62 +711,109 @@ def _picked(scores, answers):  # -> (M,)
 
 _SCORES = np.array([[2.0, 0.5, -1.0, 0.0], [0.0, 0.0, 0.0, 0.0], [-1.0, 3.0, 1.0, 2.0]])
 _LOSSES = (
-    Puzzle("mean_loss", "losses", _mean_loss, (
-        (np.array([2.0, 1.0, 4.0, 3.0, 0.5]), np.array([7, -100, 0, -100, 3])),
-        (np.array([1.0, 2.0, 6.0]), np.array([5, 0, 9])),
-        (np.array([4.0, 1.0]), np.array([-100, 2])),
-        (np.array([0.5, 8.0, 8.0, 8.0, 1.5]), np.array([1, -100, -100, -100, 0]))), {
-        "mean over padding: positions without a label count, too": lambda x, y: x.mean(),
-        "divides by the wrong count: by all positions, not by those with a label":
-            lambda x, y: x[y != -100].sum() / len(x),
-        "label 0 is a token like any other, and here it is left out":
-            lambda x, y: x[y > 0].mean(),
-        "it is a sum, not yet a mean": lambda x, y: x[y != -100].sum(),
-        "the wrong way round: the mean of what has no label":
-            lambda x, y: x[y == -100].mean() if (y == -100).any() else np.nan,
-    }),
-    Puzzle("joined_loss", "losses", _joined_loss, (
-        (np.array([2.0, 4.0, 3.0]), np.array([30, 10, 5])), (np.array([1.5]), np.array([8])),
-        (np.array([6.0, 1.0]), np.array([1, 99])), (np.array([2.0, 3.0]), np.array([4, 4]))), {
-        "divides by the wrong count: each batch counts the same, however few its labels":
-            lambda m, n: m.mean(),
-        "divides by the wrong count: by the batches, not by the labels":
-            lambda m, n: (m * n).mean(),
-        "it is a sum, not yet a mean": lambda m, n: (m * n).sum(),
-        "the means are added up as if they were sums": lambda m, n: m.sum() / n.sum(),
-        "the weights are upside down: few labels count most":
-            lambda m, n: (m / n).sum() / (1 / n).sum(),
-    }),
-    Puzzle("bits_per_byte", "losses", _bits_per_byte, (
-        (np.array([2.0, 4.0, 1.0]), np.array([3, 6, 1])), (np.array([0.7]), np.array([1])),
-        (np.array([5.0, 5.0]), np.array([1, 9])),
-        (np.array([3.0, 1.0, 2.0]), np.array([2, 2, 4]))), {
-        "these are nats: a bit is ln 2 nats": lambda x, n: x.sum() / n.sum(),
-        "divides by the wrong count: by the tokens, not by their bytes":
-            lambda x, n: x.sum() / np.log(2) / len(x),
-        "a mean of ratios: a token of one byte weighs as much as one of nine":
-            lambda x, n: (x / n).mean() / np.log(2),
-        "multiplied by ln 2, and divided is right": lambda x, n: x.sum() * np.log(2) / n.sum(),
-        "a mean of ratios, and in nats": lambda x, n: (x / n).mean(),
-    }),
-    Puzzle("cross_entropy", "losses", _cross_entropy, (
-        (_SCORES, np.array([0, 3, 1])), (_SCORES[:, :3], np.array([2, 0, 1])),
-        (_SCORES[:1], np.array([2])), (1000 * _SCORES, np.array([1, 2, 3]))), {
-        "it overflows: the exponential of a large score is infinite, so shift the scores first":
-            lambda s, a: np.log(np.exp(s).sum(1)) - _picked(s, a),
-        "it overflows: infinity over infinity is no number, so shift the scores first":
-            lambda s, a: -np.log(_picked(np.exp(s) / np.exp(s).sum(1, keepdims=True), a)),
-        "the sign: a loss is never negative":
-            lambda s, a: _picked(s, a) - np.logaddexp.reduce(s, axis=1),
-        "row and column are swapped: the softmax must run over the vocabulary": _loss_over_rows,
-        "these are bits: the logarithm must be the natural one":
-            lambda s, a: (np.logaddexp.reduce(s, axis=1) - _picked(s, a)) / np.log(2),
-        "each answer is picked in each row: pick one for one, `scores[np.arange(M), answers]`":
-            lambda s, a: np.logaddexp.reduce(s, axis=1)[:, None] - s[:, a],
-        "it is the mean already, and one loss for each row is asked for":
-            lambda s, a: _cross_entropy(s, a).mean(),
-        "the score is taken for the logarithm of a probability": lambda s, a: -_picked(s, a),
-    }),
+    Puzzle(
+        "mean_loss",
+        "losses",
+        _mean_loss,
+        (
+            (np.array([2.0, 1.0, 4.0, 3.0, 0.5]), np.array([7, -100, 0, -100, 3])),
+            (np.array([1.0, 2.0, 6.0]), np.array([5, 0, 9])),
+            (np.array([4.0, 1.0]), np.array([-100, 2])),
+            (np.array([0.5, 8.0, 8.0, 8.0, 1.5]), np.array([1, -100, -100, -100, 0])),
+        ),
+        {
+            "mean over padding: positions without a label count, too": lambda x, y: x.mean(),
+            "divides by the wrong count: by all positions, not by those with a label": lambda x, y: (
+                x[y != -100].sum() / len(x)
+            ),
+            "label 0 is a token like any other, and here it is left out": lambda x, y: x[
+                y > 0
+            ].mean(),
+            "it is a sum, not yet a mean": lambda x, y: x[y != -100].sum(),
+            "the wrong way round: the mean of what has no label": lambda x, y: (
+                x[y == -100].mean() if (y == -100).any() else np.nan
+            ),
+        },
+    ),
+    Puzzle(
+        "joined_loss",
+        "losses",
+        _joined_loss,
+        (
+            (np.array([2.0, 4.0, 3.0]), np.array([30, 10, 5])),
+            (np.array([1.5]), np.array([8])),
+            (np.array([6.0, 1.0]), np.array([1, 99])),
+            (np.array([2.0, 3.0]), np.array([4, 4])),
+        ),
+        {
+            "divides by the wrong count: each batch counts the same, however few its labels": lambda m, n: (
+                m.mean()
+            ),
+            "divides by the wrong count: by the batches, not by the labels": lambda m, n: (
+                m * n
+            ).mean(),
+            "it is a sum, not yet a mean": lambda m, n: (m * n).sum(),
+            "the means are added up as if they were sums": lambda m, n: m.sum() / n.sum(),
+            "the weights are upside down: few labels count most": lambda m, n: (
+                (m / n).sum() / (1 / n).sum()
+            ),
+        },
+    ),
+    Puzzle(
+        "bits_per_byte",
+        "losses",
+        _bits_per_byte,
+        (
+            (np.array([2.0, 4.0, 1.0]), np.array([3, 6, 1])),
+            (np.array([0.7]), np.array([1])),
+            (np.array([5.0, 5.0]), np.array([1, 9])),
+            (np.array([3.0, 1.0, 2.0]), np.array([2, 2, 4])),
+        ),
+        {
+            "these are nats: a bit is ln 2 nats": lambda x, n: x.sum() / n.sum(),
+            "divides by the wrong count: by the tokens, not by their bytes": lambda x, n: (
+                x.sum() / np.log(2) / len(x)
+            ),
+            "a mean of ratios: a token of one byte weighs as much as one of nine": lambda x, n: (
+                (x / n).mean() / np.log(2)
+            ),
+            "multiplied by ln 2, and divided is right": lambda x, n: x.sum() * np.log(2) / n.sum(),
+            "a mean of ratios, and in nats": lambda x, n: (x / n).mean(),
+        },
+    ),
+    Puzzle(
+        "cross_entropy",
+        "losses",
+        _cross_entropy,
+        (
+            (_SCORES, np.array([0, 3, 1])),
+            (_SCORES[:, :3], np.array([2, 0, 1])),
+            (_SCORES[:1], np.array([2])),
+            (1000 * _SCORES, np.array([1, 2, 3])),
+        ),
+        {
+            "it overflows: the exponential of a large score is infinite, so shift the scores first": lambda s, a: (
+                np.log(np.exp(s).sum(1)) - _picked(s, a)
+            ),
+            "it overflows: infinity over infinity is no number, so shift the scores first": lambda s, a: (
+                -np.log(_picked(np.exp(s) / np.exp(s).sum(1, keepdims=True), a))
+            ),
+            "the sign: a loss is never negative": lambda s, a: (
+                _picked(s, a) - np.logaddexp.reduce(s, axis=1)
+            ),
+            "row and column are swapped: the softmax must run over the vocabulary": _loss_over_rows,
+            "these are bits: the logarithm must be the natural one": lambda s, a: (
+                (np.logaddexp.reduce(s, axis=1) - _picked(s, a)) / np.log(2)
+            ),
+            "each answer is picked in each row: pick one for one, `scores[np.arange(M), answers]`": lambda s, a: (
+                np.logaddexp.reduce(s, axis=1)[:, None] - s[:, a]
+            ),
+            "it is the mean already, and one loss for each row is asked for": lambda s, a: (
+                _cross_entropy(s, a).mean()
+            ),
+            "the score is taken for the logarithm of a probability": lambda s, a: -_picked(s, a),
+        },
+    ),
 )
 PUZZLES |= {puzzle.name: puzzle for puzzle in _LOSSES}
 
@@ -614,8 +831,15 @@ def _tint(value: float, as_documents: bool, largest: float) -> tuple[str, float]
     return BLUE if value > 0 else ORANGE, 0.1 + 0.6 * min(1.0, abs(value) / largest)
 
 
-def _draw_block(axes, values: np.ndarray, x: float, y: float, title: str,
-                wanted: np.ndarray | None = None, as_documents: bool = False) -> None:
+def _draw_block(
+    axes,
+    values: np.ndarray,
+    x: float,
+    y: float,
+    title: str,
+    wanted: np.ndarray | None = None,
+    as_documents: bool = False,
+) -> None:
     "Draw an array as cells, its upper left corner at (x, y); y grows downwards."
     cells = np.atleast_2d(values)
     right = cells if wanted is None or wanted.shape != values.shape else np.atleast_2d(wanted)
@@ -632,15 +856,30 @@ def _draw_block(axes, values: np.ndarray, x: float, y: float, title: str,
         axes.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="white", linewidth=1.5))
         if not is_bool:
             form = ".2f" if abs(value) < 10 and not whole else ".0f"
-            axes.text(x + column + 0.5, y + row + 0.5, f"{value:{form}}", ha="center",
-                      va="center", fontsize=7)
+            axes.text(
+                x + column + 0.5,
+                y + row + 0.5,
+                f"{value:{form}}",
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
         if not _same(np.asarray(value), np.asarray(right[row, column])):
-            axes.add_patch(Rectangle((x + column + 0.08, y + row + 0.08), 0.84, 0.84, fill=False,
-                                     edgecolor=RED, linewidth=2))
+            axes.add_patch(
+                Rectangle(
+                    (x + column + 0.08, y + row + 0.08),
+                    0.84,
+                    0.84,
+                    fill=False,
+                    edgecolor=RED,
+                    linewidth=2,
+                )
+            )
 
 
-def _draw_cells(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
-                found: np.ndarray | None) -> Figure:
+def _draw_cells(
+    puzzle: Puzzle, case: tuple, wanted: np.ndarray, found: np.ndarray | None
+) -> Figure:
     "Arguments on top, below them the right answer and what was found."
     given = puzzle.arguments(case)
     arrays = {name: np.asarray(v) for name, v in given.items() if isinstance(v, np.ndarray)}
@@ -662,8 +901,9 @@ def _draw_cells(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
         blocks.append((found, x, y, title, wanted, coloured))
         right_end = max(right_end, x + np.atleast_2d(found).shape[1])
         bottom = max(bottom, y + np.atleast_2d(found).shape[0])
-    figure = HouseFigure(figsize=(0.36 * right_end + 0.3, 0.36 * (bottom + 0.2) + 0.1),
-                         layout="constrained", dpi=100)
+    figure = HouseFigure(
+        figsize=(0.36 * right_end + 0.3, 0.36 * (bottom + 0.2) + 0.1), layout="constrained", dpi=100
+    )
     axes = figure.add_subplot(xlim=(-0.1, right_end + 0.1), ylim=(bottom + 0.1, 0))
     axes.set_axis_off()
     axes.set_aspect("equal")
@@ -674,8 +914,7 @@ def _draw_cells(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
     return figure
 
 
-def _draw_bars(puzzle: Puzzle, case: tuple, wanted: np.ndarray,
-               found: np.ndarray | None) -> Figure:
+def _draw_bars(puzzle: Puzzle, case: tuple, wanted: np.ndarray, found: np.ndarray | None) -> Figure:
     "A schedule as bars, expected and found side by side; red frames where they differ."
     given = puzzle.arguments(case)
     plain = ", ".join(f"{k} = {v:g}" for k, v in given.items() if not isinstance(v, np.ndarray))
@@ -705,8 +944,14 @@ def draw_puzzle(
     results = [] if answer is None else _run_cases(puzzle, answer)
     found = [None] * len(puzzle.cases) if isinstance(results, str) or not results else results
     wanted = [_values(puzzle.loop, case) for case in puzzle.cases]
-    number = next((n for n, (one, other) in enumerate(zip(found, wanted))
-                   if one is not None and not _same(one, other)), 0)
+    number = next(
+        (
+            n
+            for n, (one, other) in enumerate(zip(found, wanted))
+            if one is not None and not _same(one, other)
+        ),
+        0,
+    )
     if found[number] is not None and found[number].ndim > 2:  # no picture of that
         found[number] = None
     draw = _draw_bars if puzzle.look == "bars" else _draw_cells

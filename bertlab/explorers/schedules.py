@@ -99,8 +99,13 @@ def schedule_html(
         "learning rate": (steps, [learning_rate * factor for factor in factors]),
         f"flat rate of the same area, {flat:.3g}": ([0, num_steps - 1], [flat, flat]),
     }
-    chart = svg_chart(curves, "update", "learning rate", f"The rate over the run: worth {said}",
-                      y_range=(0, learning_rate))
+    chart = svg_chart(
+        curves,
+        "update",
+        "learning rate",
+        f"The rate over the run: worth {said}",
+        y_range=(0, learning_rate),
+    )
     warmup, training, cooldown = schedule.lengths
     rest = ", the rest (-1)" if schedule.training_steps == -1 else ""
     lengths = f"{warmup:,} of warmup, {training:,} of training{rest}, {cooldown:,} of cooldown"
@@ -162,8 +167,10 @@ def rate_designer(
         "learning_rate": ipywidgets.FloatText(learning_rate, description="peak rate", **look),
     }, *(_phase_controls(phase, start, num_steps) for phase in KINDS)]  # fmt: skip
     controls = {name: control for part in parts for name, control in part.items()}
-    box = {"style": {"description_width": "4em"},
-           "layout": {"width": "min(100%, 34em)", "height": "19em"}}
+    box = {
+        "style": {"description_width": "4em"},
+        "layout": {"width": "min(100%, 34em)", "height": "19em"},
+    }
     written = [ipywidgets.Textarea(description=name, **box) for name in ("YAML", "Python")]
 
     def draw(with_lines: bool = False, **values: str | int | float) -> str:
@@ -187,7 +194,8 @@ def rate_designer(
                    for key, value in design.items()}  # fmt: skip
         steps[name] = phase_options(Schedule(**options, total_steps=num_steps))
         steps[name]["with_lines"] = True
-    columns = [ipywidgets.VBox([*part.values()], layout={"width": "min(100%, 30em)"})
-               for part in parts]
+    columns = [
+        ipywidgets.VBox([*part.values()], layout={"width": "min(100%, 30em)"}) for part in parts
+    ]
     rows = [ipywidgets.HBox(row, layout={"flex_flow": "row wrap"}) for row in (columns, written)]
     return explore(controls, draw, steps, "Learning rates, and the lines that make them", rows)

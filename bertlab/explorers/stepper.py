@@ -58,7 +58,8 @@ def step_cells(
 
 # %% ../../nbs/explorers/10_stepper.ipynb #0bc52a84
 _LOOKS = {
-    "given": "", "open": f"border:1px dashed {GREY};min-width:1.6em;display:inline-block",
+    "given": "",
+    "open": f"border:1px dashed {GREY};min-width:1.6em;display:inline-block",
     "new": f"border:2px solid {GREEN};background:{GREEN}30;font-weight:700",
     "written": f"border-bottom:3px solid {BLUE}",
     "taken back": f"border:1px dotted {RED};text-decoration:line-through",
@@ -82,8 +83,11 @@ def describe_step(cells: Sequence[Cell], step: int, last: int) -> str:
     "Say in words what a step did."
     parts = [f"step {step} of {last}"]
     for fate, verb in (("new", "wrote"), ("taken back", "took back")):
-        words = [f"<bdi>{html.escape(c.token)}</bdi> ({c.confidence:.0%})"
-                 for c in cells if c.fate == fate]
+        words = [
+            f"<bdi>{html.escape(c.token)}</bdi> ({c.confidence:.0%})"
+            for c in cells
+            if c.fate == fate
+        ]
         if words:
             parts.append(f"{verb} {', '.join(words)}")
     if len(parts) == 1:
@@ -101,8 +105,13 @@ def step_html(
     cells = step_cells(tokenizer, writing, step)
     numbers = list(range(len(writing.states)))
     num_open = (writing.states == tokenizer.mask_token_id).sum(1).tolist()
-    chart = svg_chart({"open places": (numbers, num_open)}, "step", "open places",
-                      "Open places after each step.", cursor=step)
+    chart = svg_chart(
+        {"open places": (numbers, num_open)},
+        "step",
+        "open places",
+        "Open places after each step.",
+        cursor=step,
+    )
     return cells_html(cells) + describe_step(cells, step, numbers[-1]) + chart
 
 # %% ../../nbs/explorers/10_stepper.ipynb #10dbef45
@@ -122,20 +131,24 @@ def stepper(
     def written(prompt: str, sampler: str, seed: int) -> Writing:
         if not prompt.strip():
             raise ValueError("type a prompt, such as: return the [MASK] of")
-        return write(model, tokenizer, [prompt], sampler=sampler, num_steps=num_steps, seed=seed,
-                     **options)[0]
+        return write(
+            model, tokenizer, [prompt], sampler=sampler, num_steps=num_steps, seed=seed, **options
+        )[0]
 
     def draw(prompt: str, sampler: str, seed: int, step: int) -> str:
         return step_html(tokenizer, written(prompt, sampler, seed), step)
 
     written(prompt, sampler, seed)  # a mistake is the caller's here, and not one inside the widget
     controls = {
-        "prompt": ipywidgets.Text(prompt, description="prompt", continuous_update=False,
-                                  **CONTROL_LOOK),
-        "sampler": ipywidgets.Dropdown(options=list(SAMPLERS), value=sampler,
-                                       description="sampler", **CONTROL_LOOK),
-        "seed": ipywidgets.BoundedIntText(seed, min=0, max=max(10**6, seed), description="seed",
-                                          **CONTROL_LOOK),
+        "prompt": ipywidgets.Text(
+            prompt, description="prompt", continuous_update=False, **CONTROL_LOOK
+        ),
+        "sampler": ipywidgets.Dropdown(
+            options=list(SAMPLERS), value=sampler, description="sampler", **CONTROL_LOOK
+        ),
+        "seed": ipywidgets.BoundedIntText(
+            seed, min=0, max=max(10**6, seed), description="seed", **CONTROL_LOOK
+        ),
         "step": ipywidgets.IntSlider(0, min=0, max=num_steps, description="step", **CONTROL_LOOK),
     }
     steps = {f"step {n}": {"step": n} for n in range(num_steps + 1)}

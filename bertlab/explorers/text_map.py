@@ -66,14 +66,20 @@ def query_html(
     xy, dots = map_dots(places, keep_points(len(texts), _DOTS), (420, 300))
     parts, labels = [dots], spread_labels(xy[found] + [6, -4])
     for number, (dot, place) in enumerate(zip(xy[found], labels), 1):
-        parts += [svg_line(*zip(xy[-1], dot), GREY, width=1),
-                  svg_box(*(dot - 3), 6, 6, BLUE, 1), svg_text(*place, str(number), size=12)]
+        parts += [
+            svg_line(*zip(xy[-1], dot), GREY, width=1),
+            svg_box(*(dot - 3), 6, 6, BLUE, 1),
+            svg_text(*place, str(number), size=12),
+        ]
     parts.append(svg_box(*(xy[-1] - 5), 10, 10, ORANGE, 1))
     figure = svg_figure(parts, 460, 330, f"{title}: where the query lands among {len(texts)} texts")
-    lines = "".join(f"<li>{scores_N[n]:.2f} <bdi>{html.escape(texts[n][:90])}</bdi></li>"
-                    for n in found)
-    return (f"<p><b>{html.escape(title)}</b>, {layout.share:.0%} of the variance; query: "
-            f"<bdi>{html.escape(query)}</bdi></p>{figure}<ol>{lines}</ol>")
+    lines = "".join(
+        f"<li>{scores_N[n]:.2f} <bdi>{html.escape(texts[n][:90])}</bdi></li>" for n in found
+    )
+    return (
+        f"<p><b>{html.escape(title)}</b>, {layout.share:.0%} of the variance; query: "
+        f"<bdi>{html.escape(query)}</bdi></p>{figure}<ol>{lines}</ol>"
+    )
 
 
 def text_map(
@@ -87,13 +93,16 @@ def text_map(
     layouts = {name: lay_out(model.encode_document(list(texts))) for name, model in models.items()}
 
     def draw(query: str, count: int = 5) -> str:
-        panels = [query_html(layouts[name], model, texts, query, count, name)
-                  for name, model in models.items()]
+        panels = [
+            query_html(layouts[name], model, texts, query, count, name)
+            for name, model in models.items()
+        ]
         return tiles(panels, "flex:1 1 20em;min-width:0;max-width:34em", "1.5em")
 
     controls = {
-        "query": ipywidgets.Text(queries[0], description="query", continuous_update=False,
-                                 **CONTROL_LOOK),
+        "query": ipywidgets.Text(
+            queries[0], description="query", continuous_update=False, **CONTROL_LOOK
+        ),
         "count": ipywidgets.IntSlider(5, min=1, max=10, description="texts", **CONTROL_LOOK),
     }
     steps = {f"query {n}": {"query": query} for n, query in enumerate(queries, 1)}

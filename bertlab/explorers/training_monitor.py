@@ -88,8 +88,10 @@ class WidgetMail:
             asyncio.get_running_loop().create_task(waiting)
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #04158fe8
-_DEAF = ("This kernel may hear a click only when the cell is done. To stop at once, interrupt the "
-        "kernel: the run then ends without a checkpoint of its own.")
+_DEAF = (
+    "This kernel may hear a click only when the cell is done. To stop at once, interrupt the "
+    "kernel: the run then ends without a checkpoint of its own."
+)
 
 
 def open_mail() -> WidgetMail | None:  # None: no notebook, a foreign kernel, or a side thread
@@ -121,8 +123,12 @@ def monitor_curves(
     step, loss, rate, norm, tokens, seconds = table
     spent = seconds - before[5]
     speed = (tokens - before[4]) / np.where(spent > 0, spent, np.nan)
-    curves = {"loss (nats per label)": loss, "learning rate": rate, "gradient norm": norm,
-              "tokens per second": speed}
+    curves = {
+        "loss (nats per label)": loss,
+        "learning rate": rate,
+        "gradient norm": norm,
+        "tokens per second": speed,
+    }
     return {name: (step, values) for name, values in curves.items()}
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #4ed331fd
@@ -136,8 +142,10 @@ def monitor_html(
     speed = curves["tokens per second"][1]
     said = f"step {int(last[0]):,}{goal}: loss {last[1]:.3f}, rate {last[2]:.2e}"
     said += f", {speed[-1]:,.0f} tokens per second" if speed[-1] > 0 else ""
-    charts = [answer(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
-              for name, xy in curves.items()]
+    charts = [
+        answer(lambda: svg_chart({name: xy}, "step", name, f"{name} over the steps"))
+        for name, xy in curves.items()
+    ]
     return f"<p><b>{said}</b></p>{tiles(charts, gap='.5em')}"
 
 # %% ../../nbs/explorers/07_training_monitor.ipynb #f7dbe6f2
@@ -233,7 +241,8 @@ class TrainingMonitor(History):
         start = time.perf_counter()
         self.fetch()
         self.panel.drawing.value = answer(
-            monitor_html, rows=self.record.rows, max_steps=trainer.max_steps)
+            monitor_html, rows=self.record.rows, max_steps=trainer.max_steps
+        )
         end = time.perf_counter()
         self._next = end + max(self.every_seconds, (end - start) / DRAWING_SHARE)
 

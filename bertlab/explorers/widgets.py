@@ -104,7 +104,8 @@ def alert(message: str) -> str:  # HTML
 
 
 def answer(
-    draw: Callable[..., str], /,  # returns HTML
+    draw: Callable[..., str],
+    /,  # returns HTML
     **values: Any,  # what it draws
 ) -> str:  # HTML
     "Draw, or say inside the picture what a user must mend: the words of the `ValueError`."
@@ -127,13 +128,18 @@ def rates_html(
         share, rate, y = count / (whole or 1), asked[name], 26 * row + 2
         sign = f'<span style="{STYLES.get(name, "")}">{name}</span>'
         words.append(f"{sign} {count} of {whole}: {share:.0%}, asked {rate:.0%}")
-        parts += [svg_text(0, y + 15, name),
-                  svg_box(80, y + 2, 300 * share, 16, RATE_COLOURS[name], 0.7),
-                  svg_line([80 + 300 * rate] * 2, [y - 1, y + 21], width=4)]
-    parts += [svg_text(80 + 3 * tick, bottom + 18, f"{tick}%", "middle", 12)
-              for tick in (0, 50, 100)]
-    parts += [svg_line([80, 380], [bottom + 2] * 2, width=1),
-              svg_text(80, bottom + 38, "share of tokens (bar: observed, mark: asked)")]
+        parts += [
+            svg_text(0, y + 15, name),
+            svg_box(80, y + 2, 300 * share, 16, RATE_COLOURS[name], 0.7),
+            svg_line([80 + 300 * rate] * 2, [y - 1, y + 21], width=4),
+        ]
+    parts += [
+        svg_text(80 + 3 * tick, bottom + 18, f"{tick}%", "middle", 12) for tick in (0, 50, 100)
+    ]
+    parts += [
+        svg_line([80, 380], [bottom + 2] * 2, width=1),
+        svg_text(80, bottom + 38, "share of tokens (bar: observed, mark: asked)"),
+    ]
     drawn = svg_figure(parts, 420, bottom + 44, "Bars of the rates above, each with a mark.")
     return f'<p style="line-height:2">{"; ".join(words)}</p>{drawn}'
 
@@ -153,8 +159,11 @@ def masked_html(
     seen, true = (tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in (inputs, original))
     # [MASK] is no part of an Arabic sentence, and [CLS] does not say that it runs to the right.
     tag = lambda token: "bdi" if token in tokenizer.all_special_tokens else "span"
-    words = [f'<{tag(now)} style="{STYLES[fate]}" title="{fate}: {html.escape(was)}">'
-             f"{html.escape(now)}</{tag(now)}>" for fate, was, now in zip(fates, true, seen)]
+    words = [
+        f'<{tag(now)} style="{STYLES[fate]}" title="{fate}: {html.escape(was)}">'
+        f"{html.escape(now)}</{tag(now)}>"
+        for fate, was, now in zip(fates, true, seen)
+    ]
     chosen = len(fates) - fates.count("plain")
     row = {"input_ids": original[None], "attention_mask": np.ones((1, len(original)), int)}
     vocabulary = _dial_collator(tokenizer, objective, probability, unit).vocabulary
@@ -187,8 +196,11 @@ class Explorer(ipywidgets.VBox):
         last_calls, self._on_close = self._on_close, ()
         for call in last_calls:
             call()
-        parts = lambda widget: [part for name in ("layout", "style")
-                                if (part := getattr(widget, name, None)) is not None]
+        parts = lambda widget: [
+            part
+            for name in ("layout", "style")
+            if (part := getattr(widget, name, None)) is not None
+        ]
         waiting = [*self.children, *parts(self)]
         while waiting:
             widget = waiting.pop()
@@ -200,8 +212,11 @@ class Explorer(ipywidgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs):
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
-        return {"text/plain": repr(self)[:110], "text/html": self.static_html,
-                "application/vnd.jupyter.widget-view+json": view}
+        return {
+            "text/plain": repr(self)[:110],
+            "text/html": self.static_html,
+            "application/vnd.jupyter.widget-view+json": view,
+        }
 
 # %% ../../nbs/explorers/01_widgets.ipynb #252d192e
 MAX_STATIC_BYTES = 150_000
@@ -211,8 +226,10 @@ def check_size(static_html: str) -> str:  # the same
     "Refuse a static form above 150 KB with a `ValueError`."
     size = len(static_html.encode())
     if size > MAX_STATIC_BYTES:
-        raise ValueError(f"a static form has {MAX_STATIC_BYTES // 1000} KB at most, this one "
-                         f"{size // 1000} KB: give fewer steps, or draw less in each")
+        raise ValueError(
+            f"a static form has {MAX_STATIC_BYTES // 1000} KB at most, this one "
+            f"{size // 1000} KB: give fewer steps, or draw less in each"
+        )
     return static_html
 
 
@@ -221,11 +238,13 @@ def static_page(
     title: str = "bertlab",
 ) -> str:  # a whole HTML document
     "Wrap a static form into a page of its own, light or dark as its reader likes: a file to send."
-    return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
-            f'{html.escape(title)}</title><meta name="viewport" content="width=device-width">'
-            '<style>:root{color-scheme:light dark}body{font-family:system-ui,sans-serif;'
-            f"line-height:1.5;margin:1em;background:Canvas;color:CanvasText}}</style></head>"
-            f"<body>{static_html}</body></html>")
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>'
+        f'{html.escape(title)}</title><meta name="viewport" content="width=device-width">'
+        "<style>:root{color-scheme:light dark}body{font-family:system-ui,sans-serif;"
+        f"line-height:1.5;margin:1em;background:Canvas;color:CanvasText}}</style></head>"
+        f"<body>{static_html}</body></html>"
+    )
 
 # %% ../../nbs/explorers/01_widgets.ipynb #d5c51ab7
 _STATIC_CSS = """
@@ -253,20 +272,25 @@ def static_steps(
     styles, all frames stand below each other. Raises `ValueError` above 150 KB.
     """
     if not frames or len(frames) != len(labels):
-        raise ValueError(f"give one label for each frame: {len(frames)} frames and "
-                         f"{len(labels)} labels")
+        raise ValueError(
+            f"give one label for each frame: {len(frames)} frames and {len(labels)} labels"
+        )
     digest = hashlib.blake2b("\0".join([title, *labels, *frames]).encode(), digest_size=6)
     name = f"steps-{digest.hexdigest()}"
     rules, buttons, figures = [_STATIC_CSS.replace("#ID", f"#{name}")], [], []
     for i, (frame, label) in enumerate(zip(frames, map(html.escape, labels))):
         chosen = "checked" if i == 0 else ""
-        buttons.append(f'<input type="radio" name="{name}" id="{name}-{i}" {chosen}>'
-                       f'<label for="{name}-{i}">{label}</label>')
+        buttons.append(
+            f'<input type="radio" name="{name}" id="{name}-{i}" {chosen}>'
+            f'<label for="{name}-{i}">{label}</label>'
+        )
         figures.append(f"<figure><figcaption>{label}</figcaption>{frame}</figure>")
         rules.append(f"#{name}-{i}:checked~div>figure:nth-child({i + 1}){{display:block}}")
-    return check_size(f'<fieldset id="{name}"><style>{"".join(rules)}</style><legend>'
-                      f'{html.escape(title)}</legend>{"".join(buttons)}<div>{"".join(figures)}'
-                      "</div></fieldset>")
+    return check_size(
+        f'<fieldset id="{name}"><style>{"".join(rules)}</style><legend>'
+        f"{html.escape(title)}</legend>{''.join(buttons)}<div>{''.join(figures)}"
+        "</div></fieldset>"
+    )
 
 # %% ../../nbs/explorers/01_widgets.ipynb #6ccfa641
 def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) -> str:  # HTML
@@ -281,8 +305,10 @@ def _steps_that_fit(frames: Sequence[str], title: str, labels: Sequence[str]) ->
             if len(kept) == 1:
                 return alert(f"{title}: {mistake}")
         kept = keep_points(len(frames), len(kept) - 1)
-        said = (f"{title} ({len(kept)} of {len(frames)} steps: all of them are too large for a "
-                "page without a kernel)")
+        said = (
+            f"{title} ({len(kept)} of {len(frames)} steps: all of them are too large for a "
+            "page without a kernel)"
+        )
 
 
 CONTROL_LOOK = {  # of a control: relative sizes, so that text may grow and windows shrink
@@ -354,20 +380,30 @@ def svg_chart(
     low, high = y_range or (low, high)
     to_x = lambda x: 64 + 430 * (np.asarray(x, float) - left) / ((right - left) or 1)
     to_y = lambda y: 216 - 180 * (np.asarray(y, float) - low) / ((high - low) or 1)
-    parts = [svg_text(4, 18, y_label), svg_text(494, 254, x_label, "end"),
-             svg_line([64, 64, 494], [36, 216, 216], width=1)]
+    parts = [
+        svg_text(4, 18, y_label),
+        svg_text(494, 254, x_label, "end"),
+        svg_line([64, 64, 494], [36, 216, 216], width=1),
+    ]
     for share in (0, 0.5, 1):  # numbers at the ends and middles of both axes
         x, y = left + share * (right - left), low + share * (high - low)
-        x, y = (0.0 if abs(z) < 1e-9 * span else z  # what rounding left of zero
-                for z, span in ((x, right - left), (y, high - low)))
-        parts += [svg_text(64 + 430 * share, 234, f"{x:.4g}", "middle", 12),
-                  svg_text(58, 220 - 180 * share, f"{y:.3g}", "end", 12)]
+        x, y = (
+            0.0 if abs(z) < 1e-9 * span else z  # what rounding left of zero
+            for z, span in ((x, right - left), (y, high - low))
+        )
+        parts += [
+            svg_text(64 + 430 * share, 234, f"{x:.4g}", "middle", 12),
+            svg_text(58, 220 - 180 * share, f"{y:.3g}", "end", 12),
+        ]
     if cursor is not None:
         parts.append(svg_line(to_x([cursor] * 2), [36, 216], dash="2 2", width=1))
     for i, (name, (xs, ys)) in enumerate(curves.items()):
         look = CURVE_COLOURS[i % len(CURVE_COLOURS)], DASHES[i % len(DASHES)]
-        parts += [svg_line(to_x(xs), to_y(ys), *look), svg_text(104, 276 + 20 * i, name),
-                  svg_line([64, 96], [271 + 20 * i] * 2, *look)]
+        parts += [
+            svg_line(to_x(xs), to_y(ys), *look),
+            svg_text(104, 276 + 20 * i, name),
+            svg_line([64, 96], [271 + 20 * i] * 2, *look),
+        ]
     return svg_figure(parts, 530, 262 + 20 * len(curves), alt)
 
 
@@ -386,8 +422,12 @@ def tie_slider(
     **options: Any,  # min, max, step, description
 ) -> ipywidgets.FloatSlider:
     "Give a typed number a slider: each follows the other as far as the slider goes."
-    slider = ipywidgets.FloatSlider(value=min(max(typed.value, options["min"]), options["max"]),
-                                    readout=False, **options, **CONTROL_LOOK)
+    slider = ipywidgets.FloatSlider(
+        value=min(max(typed.value, options["min"]), options["max"]),
+        readout=False,
+        **options,
+        **CONTROL_LOOK,
+    )
 
     def follow(change: Any) -> None:
         # A slider would pull a number beyond its ends back, and hide the user's mistake. And it
@@ -410,12 +450,15 @@ def mask_dial(
     units = {"single tokens": "token", "whole words": "word", "spans": "span"}
     controls = {
         "text": ipywidgets.Text(text, description="sentence", **CONTROL_LOOK),
-        "objective": ipywidgets.Dropdown(options=("mlm", "diffusion", "enhanced_mlm"),
-                                         description="objective", **CONTROL_LOOK),
-        "unit": ipywidgets.ToggleButtons(options=list(units.items()), description="hide",
-                                         **CONTROL_LOOK),
-        "probability": ipywidgets.FloatText(probability, step=0.05, description="probability",
-                                            **CONTROL_LOOK),
+        "objective": ipywidgets.Dropdown(
+            options=("mlm", "diffusion", "enhanced_mlm"), description="objective", **CONTROL_LOOK
+        ),
+        "unit": ipywidgets.ToggleButtons(
+            options=list(units.items()), description="hide", **CONTROL_LOOK
+        ),
+        "probability": ipywidgets.FloatText(
+            probability, step=0.05, description="probability", **CONTROL_LOOK
+        ),
         "draw": ipywidgets.IntSlider(0, min=0, max=20, description="roll of dice", **CONTROL_LOOK),
     }
     dial = tie_slider(controls["probability"], min=0.05, max=1.0, step=0.05, description="dial")
@@ -432,5 +475,10 @@ def mask_dial(
         "diffusion": {"probability": 0.3, "objective": "diffusion"},
     }
     first, last = list(controls.values())[:4], controls["draw"]
-    return explore(controls, partial(masked_html, tokenizer), steps,
-                   "What training would see, by masking", [*first, dial, last])
+    return explore(
+        controls,
+        partial(masked_html, tokenizer),
+        steps,
+        "What training would see, by masking",
+        [*first, dial, last],
+    )

@@ -43,25 +43,34 @@ def score_predictions(task: Task, predictions: list) -> dict[str, float]:
     if len(gold) != len(predictions):
         raise ValueError(f"predictions must be {len(gold)}, one a test row; got {len(predictions)}")
     if task.kind == "question_answering":
-        return {score: float(np.mean([score_answer(*pair, score) for pair in
-                                      zip(predictions, gold)])) for score in ANSWER_SCORES}
+        return {
+            score: float(np.mean([score_answer(*pair, score) for pair in zip(predictions, gold)]))
+            for score in ANSWER_SCORES
+        }
     if task.kind == "span_classification":
         return _score_spans(task, predictions)
     if problem == "regression":
         names, pair = ["value"], (torch.tensor(predictions), torch.tensor(gold))
     elif problem == "multi_label_classification":
         names = [*task.label_names]
-        pair = (torch.tensor([[int(name in one) for name in names] for one in values])
-                for values in (predictions, gold))
+        pair = (
+            torch.tensor([[int(name in one) for name in names] for one in values])
+            for values in (predictions, gold)
+        )
     else:
         tokens = task.kind == "token_classification"
         rows = (predictions, gold) if tokens else ([predictions], [gold])
         seen = {label for values in rows for row in values for label in row}
         names = [*task.label_names, *sorted(seen - set(task.label_names))]  # not seen in training
         ids = {name: number for number, name in enumerate(names)}
-        pair = (torch.nn.utils.rnn.pad_sequence(
-            [torch.tensor([ids[label] for label in row], dtype=torch.int64) for row in values],
-            True, IGNORED) for values in rows)
+        pair = (
+            torch.nn.utils.rnn.pad_sequence(
+                [torch.tensor([ids[label] for label in row], dtype=torch.int64) for row in values],
+                True,
+                IGNORED,
+            )
+            for values in rows
+        )
     entities = task.kind == "token_classification" and names_entities(names)
     num_labels = 1 if problem == "regression" else max(2, len(names))
     metrics = get_metrics_for_task(task.kind, num_labels, problem, names if entities else None)
@@ -99,8 +108,12 @@ def _word_weights() -> Any:  # a TfidfVectorizer
     "Texts as sparse rows of tf-idf weights, each of length 1 (Salton, Buckley 1988, tab. 1)."
     from sklearn.feature_extraction.text import TfidfVectorizer  # here: it takes a second
 
-    return TfidfVectorizer(tokenizer=partial(split_words, signs=True), token_pattern=None,
-                           sublinear_tf=True, smooth_idf=False)
+    return TfidfVectorizer(
+        tokenizer=partial(split_words, signs=True),
+        token_pattern=None,
+        sublinear_tf=True,
+        smooth_idf=False,
+    )
 
 
 _PENALTIES = 1e-5, 3e-5, 1e-4, 3e-4  # on squared weights, a row; the best for validation is taken
@@ -119,11 +132,21 @@ def _make_regressions(
     if task.problem_type == "regression":
         return [Ridge(alpha=penalty * x.shape[0]) for penalty in _PENALTIES]
     if num_weighed * x.shape[1] <= _MOST_WEIGHTS:
-        return [LogisticRegression(C=1 / (penalty * x.shape[0]), max_iter=1000)
-                for penalty in _PENALTIES]
+        return [
+            LogisticRegression(C=1 / (penalty * x.shape[0]), max_iter=1000)
+            for penalty in _PENALTIES
+        ]
     passes = min(10, max(2, _MOST_TERMS // max(1, num_weighed * x.nnz)))
-    return [SGDClassifier(loss="log_loss", alpha=_PENALTIES[0], max_iter=passes, tol=None,
-                          random_state=0, n_jobs=-1)]
+    return [
+        SGDClassifier(
+            loss="log_loss",
+            alpha=_PENALTIES[0],
+            max_iter=passes,
+            tol=None,
+            random_state=0,
+            n_jobs=-1,
+        )
+    ]
 
 
 def classify_texts(task: Task) -> list:
@@ -162,8 +185,11 @@ def _word_shape(word: str) -> str:
 
 def tag_words(task: Task) -> list[list[str]]:
     "The most frequent label of each word; of its shape, where the word is new."
-    tables = [(lambda word: word, defaultdict(Counter)), (_word_shape, defaultdict(Counter)),
-              (lambda word: "", defaultdict(Counter))]
+    tables = [
+        (lambda word: word, defaultdict(Counter)),
+        (_word_shape, defaultdict(Counter)),
+        (lambda word: "", defaultdict(Counter)),
+    ]
     for row in task.train:
         for word, label in zip(row[task.text_column], row[task.label_column]):
             for view, counts in tables:
@@ -266,8 +292,9 @@ def answer_questions(task: Task) -> list[str]:
     none_N = np.array([score_answer("", row["answers"], "f1") for row in rows])
     for mix, answers in zip(_MIXES, zip(*best)):
         scores_N = np.array([score for score, _ in answers])
-        f1_N = np.array([score_answer(text, row["answers"], "f1")
-                         for (_, text), row in zip(answers, rows)])
+        f1_N = np.array(
+            [score_answer(text, row["answers"], "f1") for (_, text), row in zip(answers, rows)]
+        )
         for threshold in np.quantile(scores_N, np.linspace(0, 1, 21)):
             f1 = np.where(scores_N >= threshold, f1_N, none_N).mean()
             tried.append((f1, mix, threshold))
@@ -278,7 +305,7 @@ def answer_questions(task: Task) -> list[str]:
 # %% ../../nbs/finetuning/06_baselines.ipynb #bc71ed19
 def _inside_word(text: str, place: int) -> bool:
     "Whether a word goes on across a place. From Thai on, most scripts write no spaces."
-    before, after = text[place - 1:place], text[place:place + 1]
+    before, after = text[place - 1 : place], text[place : place + 1]
     return before.isalnum() and after.isalnum() and max(before, after) < "\u0e00"
 
 
@@ -312,8 +339,14 @@ def look_up_spans(task: Task) -> list[list[tuple[int, int, str]]]:  # start, end
             counts[text[start:end]][frozenset(labels.get((start, end), ()))] += 1
     best = {surface: sorted(count.most_common(1)[0][0]) for surface, count in counts.items()}
     texts = [row[task.text_column] for row in task.test]
-    return [[(start, end, label) for start, end in find_known(text, known)
-             for label in best.get(text[start:end], ())] for text in texts]
+    return [
+        [
+            (start, end, label)
+            for start, end in find_known(text, known)
+            for label in best.get(text[start:end], ())
+        ]
+        for text in texts
+    ]
 
 
 def _score_spans(task: Task, predictions: list) -> dict[str, float]:
@@ -321,9 +354,17 @@ def _score_spans(task: Task, predictions: list) -> dict[str, float]:
     golds = [read_spans(row, task.label_column, row[task.text_column], 0) for row in task.test]
     seen = {label for rows in (golds, predictions) for row in rows for *_, label in row}
     names = [*task.label_names, *sorted(seen - set(task.label_names))]
-    said, right = (torch.tensor([(n, start, end, names.index(label)) for n, row in enumerate(rows)
-                                 for start, end, label in row], dtype=torch.int64).reshape(-1, 4)
-                   for rows in (predictions, golds))
+    said, right = (
+        torch.tensor(
+            [
+                (n, start, end, names.index(label))
+                for n, row in enumerate(rows)
+                for start, end, label in row
+            ],
+            dtype=torch.int64,
+        ).reshape(-1, 4)
+        for rows in (predictions, golds)
+    )
     metrics = get_metrics_for_task(task.kind, len(names))
     for metric in metrics.values():
         metric.update(said, right)
@@ -331,8 +372,11 @@ def _score_spans(task: Task, predictions: list) -> dict[str, float]:
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #818c6046
 BAGS_OF_WORDS: dict[str, Callable[[Task], list]] = {
-    "classification": classify_texts, "token_classification": tag_words,
-    "question_answering": answer_questions, "span_classification": look_up_spans}
+    "classification": classify_texts,
+    "token_classification": tag_words,
+    "question_answering": answer_questions,
+    "span_classification": look_up_spans,
+}
 
 
 def bag_of_words_baseline(task: Task) -> Baseline:
@@ -358,8 +402,9 @@ def describe_draw(
     "Say how many rows `compute_baselines` takes, of how many."
     splits = dict.fromkeys(("train", "validation", _scored_split(data)))
     sizes = {split: len(data.records[split]) for split in splits if split in data.records}
-    told = [f"{max_rows:,} of {size:,} {split} rows" for split, size in sizes.items()
-            if size > max_rows]
+    told = [
+        f"{max_rows:,} of {size:,} {split} rows" for split, size in sizes.items() if size > max_rows
+    ]
     return f"baselines take {', '.join(told)}, drawn by lot" if told else ""
 
 
@@ -370,8 +415,10 @@ def own_task(
     "The rows of a data module as a task, their labels by name."
     labels = data.label_column
     problem = getattr(data.collator, "problem_type", None)
-    columns = {"question_answering": ("question", "answers"),
-               "span_classification": ("text", "spans")}.get(data.task, ("text", "label"))
+    columns = {
+        "question_answering": ("question", "answers"),
+        "span_classification": ("text", "spans"),
+    }.get(data.task, ("text", "label"))
 
     def name_of(label: Any) -> Any:
         "A label as people call it, -100 for none; several as a list."
@@ -394,8 +441,12 @@ def own_task(
         if data.task == "span_classification":
             spans = read_spans(row, labels, texts[0], 0)
             name = lambda one: data.labels.names[data.labels.number(one, "a row")]
-            return {"text": texts[0], "spans": [{"start": start, "end": end, "label": name(one)}
-                                                for start, end, one in spans]}
+            return {
+                "text": texts[0],
+                "spans": [
+                    {"start": start, "end": end, "label": name(one)} for start, end, one in spans
+                ],
+            }
         pairs = [pair for pair in zip(texts[0], name_of(label)) if pair[1] != IGNORED]
         return {"text": [word for word, _ in pairs], "label": [kind for _, kind in pairs]}
 
@@ -405,8 +456,11 @@ def own_task(
         for n in draw_rows(len(rows), max_rows):
             row, named = rows[n], (*data.text_columns, labels)
             cuts = data.pieces[split].get(n)
-            found += [read(row)] if cuts is None else [
-                read({name: row[name][first:end] for name in named}) for first, end in cuts]
+            found += (
+                [read(row)]
+                if cuts is None
+                else [read({name: row[name][first:end] for name in named}) for first, end in cuts]
+            )
         return found
 
     rows = [read_split(split) for split in ("train", "validation", _scored_split(data))]

@@ -57,6 +57,7 @@ class BadRows:
 
     def of(self, split: str) -> Callable[[ValueError], None]:
         "What readers and checks shall do with an error in a row of this split."
+
         def refuse(error: ValueError) -> None:
             if self.policy == "raise":
                 raise ValueError(f'{error} (bad_rows="skip" leaves such rows out and counts them)')
@@ -65,8 +66,10 @@ class BadRows:
         return refuse
 
     def describe(self) -> list[str]:  # a line for each split
-        return [f'{split}: {len(errors):,} rows left out (bad_rows="skip"); the first: {errors[0]}'
-                for split, errors in self.skipped.items()]
+        return [
+            f'{split}: {len(errors):,} rows left out (bad_rows="skip"); the first: {errors[0]}'
+            for split, errors in self.skipped.items()
+        ]
 
 # %% ../../nbs/finetuning/02_data.ipynb #5c40506b
 def keep_good(
@@ -95,12 +98,16 @@ def merge_columns(
 ) -> list[str]:  # the labels that apply
     "Read a row of a table with a column for each label. Raises `ValueError`."
     values = {name: row.get(name) for name in columns}
-    values = {name: read_number_cell(cell) if isinstance(cell, str) else cell
-              for name, cell in values.items()}
+    values = {
+        name: read_number_cell(cell) if isinstance(cell, str) else cell
+        for name, cell in values.items()
+    }
     for name, value in values.items():
         if value is None or value not in (0, 1):
-            raise ValueError(f"the column {name!r} holds {row.get(name)!r}; columns of labels "
-                             "(label_column is a list) hold 0 or 1")
+            raise ValueError(
+                f"the column {name!r} holds {row.get(name)!r}; columns of labels "
+                "(label_column is a list) hold 0 or 1"
+            )
     return [name for name, value in values.items() if value]
 
 # %% ../../nbs/finetuning/02_data.ipynb #6aca4f0c
@@ -134,10 +141,18 @@ def parse_cells(
         number = lambda one: read(one) if isinstance(one, str) else one
         tags = lambda cell: list(map(number, split(cell))) or split_cell(cell)
         readers = {text_column: split_cell, label_column: tags}
-    parse = lambda row: {**row, **{name: read(row[name]) for name, read in readers.items()
-                                   if isinstance(row.get(name), str)}}
-    return {split: LabelledRows([parse(row) for row in rows], rows.places, None, rows.file_format)
-            for split, rows in splits.items()}
+    parse = lambda row: {
+        **row,
+        **{
+            name: read(row[name])
+            for name, read in readers.items()
+            if isinstance(row.get(name), str)
+        },
+    }
+    return {
+        split: LabelledRows([parse(row) for row in rows], rows.places, None, rows.file_format)
+        for split, rows in splits.items()
+    }
 
 
 def flatten(values: Sequence) -> list:
@@ -148,8 +163,13 @@ def flatten(values: Sequence) -> list:
 # %% ../../nbs/finetuning/02_data.ipynb #69fc3a04
 def _is_missing(label: Any) -> bool:
     "Whether a label is none: nothing, an empty text, or not a number."
-    return label is None or isinstance(label, str) and not label.strip() \
-        or isinstance(label, (float, np.floating)) and bool(np.isnan(label))
+    return (
+        label is None
+        or isinstance(label, str)
+        and not label.strip()
+        or isinstance(label, (float, np.floating))
+        and bool(np.isnan(label))
+    )
 
 
 def check_labelled_row(
@@ -164,8 +184,10 @@ def check_labelled_row(
     tokens, texts = task == "token_classification", []
     for name in (*(text_columns if tokens else ()), label_column):
         if is_text_of_list(row.get(name)):
-            raise ValueError(f"row 0: the column {name!r} holds {row[name][:60]!r}, the text of a "
-                             'list: lists in tables are JSON, as ["a", "b"], in every row')
+            raise ValueError(
+                f"row 0: the column {name!r} holds {row[name][:60]!r}, the text of a "
+                'list: lists in tables are JSON, as ["a", "b"], in every row'
+            )
     for column in text_columns:
         texts += read_texts([row], column, list if tokens else str)
     if label_column is None:
@@ -222,14 +244,18 @@ def hold_out_texts(
             held += group
             left -= needed
     if not held:
-        raise ValueError(f"{len(texts)} training rows with {len(groups)} different texts are too "
-                         "few to hold some out; bring more rows, or a validation split")
+        raise ValueError(
+            f"{len(texts)} training rows with {len(groups)} different texts are too "
+            "few to hold some out; bring more rows, or a validation split"
+        )
     kept = sorted(set(range(len(texts))) - set(held))
     return kept, sorted(held)
 
 # %% ../../nbs/finetuning/02_data.ipynb #0807a089
-_ALIKE = ("differ in spaces, or in how an accent is written, alone: take away spaces around "
-          "labels, and write accents in one way (Unicode's form NFC)")
+_ALIKE = (
+    "differ in spaces, or in how an accent is written, alone: take away spaces around "
+    "labels, and write accents in one way (Unicode's form NFC)"
+)
 
 
 def _bare(label: Any) -> Any:
@@ -246,6 +272,7 @@ def _tell(label: Any) -> str:
 @dataclass(frozen=True)
 class LabelNames:
     "Which labels there are, in the order of their ids."
+
     values: tuple  # as the data has them: names, or numbers
     names: tuple[str, ...]
     origin: str = "training"  # where they stand, for messages
@@ -261,8 +288,10 @@ class LabelNames:
         """
         if isinstance(names, Mapping):
             is_text = any(isinstance(one, str) for one in values)
-            keys = (read_number_cell(key) if isinstance(key, str) and not is_text else key
-                    for key in names)  # keys are text in JSON
+            keys = (
+                read_number_cell(key) if isinstance(key, str) and not is_text else key
+                for key in names
+            )  # keys are text in JSON
             return cls(tuple(keys), tuple(map(str, names.values())), "label_names")
         names = tuple(map(str, names))
         if any(isinstance(one, str) for one in values):  # beside them "_" may be no tag at all
@@ -270,16 +299,20 @@ class LabelNames:
         found = sorted({one for one in values if not isinstance(one, str)} - {IGNORED})
         if set(found) <= set(range(len(names))):
             if found and found[0] > 0:  # stars without a 5, or ids without a 0?
-                raise ValueError(f"label_names has {len(names)} names, but the training rows have "
-                                 f"the labels {', '.join(map(repr, found))}, which may count from "
-                                 f"0 or from 1: say which label each name is for, as {{1: "
-                                 f"{names[0]!r}, 2: {names[1]!r}, ...}}")
+                raise ValueError(
+                    f"label_names has {len(names)} names, but the training rows have "
+                    f"the labels {', '.join(map(repr, found))}, which may count from "
+                    f"0 or from 1: say which label each name is for, as {{1: "
+                    f"{names[0]!r}, 2: {names[1]!r}, ...}}"
+                )
             return cls(tuple(range(len(names))), names, "label_names")
         if len(found) != len(names):
             known = ", ".join(map(repr, found[:20])) + ", ..." * (len(found) > 20)
-            raise ValueError(f"label_names has {len(names)} names, for ids that count from 0 to "
-                             f"{len(names) - 1}, but the training rows have {len(found)} labels: "
-                             f"{known}; name each of them, the smallest first")
+            raise ValueError(
+                f"label_names has {len(names)} names, for ids that count from 0 to "
+                f"{len(names) - 1}, but the training rows have {len(found)} labels: "
+                f"{known}; name each of them, the smallest first"
+            )
         return cls(tuple(found), names, "label_names")
 
     @classmethod
@@ -296,8 +329,9 @@ class LabelNames:
             raise ValueError(f"labels are {' and '.join(kinds)}: make all names, or all numbers")
         bare = Counter(map(_bare, found))
         if alike := sorted(one for one in found if bare[_bare(one)] > 1):
-            raise ValueError(f"the labels {' and '.join(map(_tell, alike[:4]))} {_ALIKE}, in all "
-                             "files")
+            raise ValueError(
+                f"the labels {' and '.join(map(_tell, alike[:4]))} {_ALIKE}, in all files"
+            )
         return cls(tuple(sorted(found)), tuple(map(str, sorted(found))))
 
     def number(self, value: Any, where: str) -> int:
@@ -308,8 +342,10 @@ class LabelNames:
             known = ", ".join(map(repr, self.values[:20]))
             twin = next((one for one in self.values if _bare(one) == _bare(value)), None)
             more = f"; {_tell(value)} and {_tell(twin)} {_ALIKE}" if twin is not None else ""
-            raise ValueError(f"{where} has the label {value!r}, which does not occur in "
-                             f"{self.origin}; known are {known}{more}")
+            raise ValueError(
+                f"{where} has the label {value!r}, which does not occur in "
+                f"{self.origin}; known are {known}{more}"
+            )
         return self.values.index(value)
 
     def number_rows(
@@ -340,14 +376,17 @@ def _renumber(
     rows: LabelledRows, column: str, theirs: Sequence[str], ours: Sequence[str]
 ) -> LabelledRows:
     "Give labels, or lists of them, the numbers of other names. Raises `ValueError` for a new one."
+
     def number(label: Any) -> Any:
         if isinstance(label, (list, tuple, np.ndarray)):
             return [number(one) for one in label]
         if label is None or label == -1:
             return label
         if theirs[label] not in ours:
-            raise ValueError(f"{column!r} has the label {theirs[label]!r}, which training does "
-                             f"not have; known are {', '.join(ours)}")
+            raise ValueError(
+                f"{column!r} has the label {theirs[label]!r}, which training does "
+                f"not have; known are {', '.join(ours)}"
+            )
         return ours.index(theirs[label])
 
     renumbered = [{**row, column: number(row[column])} for row in rows.rows]
@@ -361,8 +400,11 @@ def span_feature(feature: Any) -> Any:  # of a label; None where nothing is know
     return inside.get("label") if isinstance(inside, Mapping) else None
 
 # %% ../../nbs/finetuning/02_data.ipynb #7cb5e0f2
-PROBLEM_OF = {"one": "single_label_classification", "several": "multi_label_classification",
-              "amounts": "regression"}
+PROBLEM_OF = {
+    "one": "single_label_classification",
+    "several": "multi_label_classification",
+    "amounts": "regression",
+}
 
 
 def guess_problem(labels: Sequence) -> str:  # a value of PROBLEM_OF
@@ -375,8 +417,12 @@ def guess_problem(labels: Sequence) -> str:  # a value of PROBLEM_OF
 def _is_multi_hot(labels: Sequence, num_labels: int | None = None) -> bool:
     "Whether each row has a list with 0 or 1 for each label there is; None: as many as the first."
     width = num_labels or np.size(labels[0])
-    return all(isinstance(row, (list, tuple, np.ndarray)) and len(row) == width
-               and all(one in (0, 1) for one in row) for row in labels)
+    return all(
+        isinstance(row, (list, tuple, np.ndarray))
+        and len(row) == width
+        and all(one in (0, 1) for one in row)
+        for row in labels
+    )
 
 # %% ../../nbs/finetuning/02_data.ipynb #b20a7942
 class EncodedRows(Dataset):
@@ -385,8 +431,12 @@ class EncodedRows(Dataset):
     def __init__(self, rows: list[dict], collator: SupervisedCollator):
         self.rows, self.collator = rows, collator
         held = (row.get("attention_mask") for row in rows)  # packed rows have padding in them
-        self.lengths = np.array([len(row["input_ids"]) if mask is None else np.count_nonzero(mask)
-                                 for row, mask in zip(rows, held)])
+        self.lengths = np.array(
+            [
+                len(row["input_ids"]) if mask is None else np.count_nonzero(mask)
+                for row, mask in zip(rows, held)
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -448,7 +498,7 @@ def pack_rows(
         row = {name: np.full(capacity, fillers.get(name, 0)) for name in made}
         for name, values in made.items():
             joined = np.concatenate(values)
-            row[name][:len(joined)] = joined
+            row[name][: len(joined)] = joined
         row["position_ids"] = count_positions(row["attention_mask"][None])[0]
         dropped = sum(int(part.get("num_dropped_labels", 0)) for part in parts)
         packed.append(row | {"num_dropped_labels": np.asarray(dropped)})
@@ -474,8 +524,11 @@ def cut_pieces(
         made = encode_words([texts[number][first:] for number, first in waiting], read)
         new = [Piece(*place, *parts) for place, *parts in zip(waiting, *made)]
         held = [max((w + 1 for w in one.words if w is not None), default=0) for one in new]
-        waiting = [(one.number, one.first + n) for one, n in zip(new, held)
-                   if 0 < n < len(texts[one.number]) - one.first]
+        waiting = [
+            (one.number, one.first + n)
+            for one, n in zip(new, held)
+            if 0 < n < len(texts[one.number]) - one.first
+        ]
         pieces += new
     return pieces
 
@@ -527,11 +580,13 @@ class TaskParts(NamedTuple):
 
 
 TASKS = {
-    "classification": TaskParts(SequenceClassificationCollator, "text", "label",
-                                second_column="text_pair_column"),
+    "classification": TaskParts(
+        SequenceClassificationCollator, "text", "label", second_column="text_pair_column"
+    ),
     "token_classification": TaskParts(TokenClassificationCollator, "text", "label"),
-    "question_answering": TaskParts(QuestionAnsweringCollator, "question", "answers", "context",
-                                    second_column="context_column"),
+    "question_answering": TaskParts(
+        QuestionAnsweringCollator, "question", "answers", "context", second_column="context_column"
+    ),
     "span_classification": TaskParts(SpanClassificationCollator, "text", "spans"),
 }
 COLUMNS = {"conllu": ("FORM", "UPOS"), "conll2003": (1, -1)}  # words and their labels
@@ -577,16 +632,24 @@ class FinetuningDataModule(L.LightningDataModule):
         super().__init__()
         look_up(task, TASKS, "task")
         if packing and task != "token_classification":
-            raise ValueError(f"packing=True needs a label a word: task is {task!r}, and its rows "
-                             "have one label, or one answer, each; leave packing out")
+            raise ValueError(
+                f"packing=True needs a label a word: task is {task!r}, and its rows "
+                "have one label, or one answer, each; leave packing out"
+            )
         if file_format not in (None, *LABELLED):
             raise ValueError(f"file_format {file_format!r} is none of {', '.join(LABELLED)}")
         if not 0 <= validation_fraction < 1:
-            raise ValueError("validation_fraction must be 0 or more and below 1, got "
-                             f"{validation_fraction}")
-        least = {"max_sequence_length": (max_sequence_length, 8), "seed": (seed, 0),
-                 "train_batch_size": (train_batch_size, 1), "num_workers": (num_workers, 0),
-                 "val_batch_size": (val_batch_size, 1), "test_batch_size": (test_batch_size, 1)}
+            raise ValueError(
+                f"validation_fraction must be 0 or more and below 1, got {validation_fraction}"
+            )
+        least = {
+            "max_sequence_length": (max_sequence_length, 8),
+            "seed": (seed, 0),
+            "train_batch_size": (train_batch_size, 1),
+            "num_workers": (num_workers, 0),
+            "val_batch_size": (val_batch_size, 1),
+            "test_batch_size": (test_batch_size, 1),
+        }
         for name, (value, smallest) in least.items():
             if value < smallest:
                 raise ValueError(f"{name} must be {smallest} or more, got {value}")
@@ -607,8 +670,10 @@ class FinetuningDataModule(L.LightningDataModule):
         if isinstance(text_column, (list, tuple)):
             second = TASKS[task].second_column
             if not 1 <= len(text_column) <= (2 if second else 1):
-                raise ValueError(f"text_column of {task} takes one name{' or two' * bool(second)}, "
-                                 f"got {[*text_column]}")
+                raise ValueError(
+                    f"text_column of {task} takes one name{' or two' * bool(second)}, "
+                    f"got {[*text_column]}"
+                )
             self.collator_kwargs |= dict(zip([second], text_column[1:]))
             text_column = text_column[0]
         self.columns_given = text_column, label_column
@@ -650,8 +715,11 @@ class FinetuningDataModule(L.LightningDataModule):
         self.bad_rows, self.note = BadRows(self.bad_rows.policy), ""
         records = self._find_splits()
         self._find_columns(records)
-        tables = {split: rows for split, rows in records.items()
-                  if rows.file_format in ("csv", "tsv") and not self.label_columns}
+        tables = {
+            split: rows
+            for split, rows in records.items()
+            if rows.file_format in ("csv", "tsv") and not self.label_columns
+        }
         if tables:
             kind = self.collator_kwargs.get("problem_type")
             records |= parse_cells(tables, self.task, self.text_columns[0], self.label_column, kind)
@@ -667,14 +735,22 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.source[0] is None:
             raise ValueError("dataset_name_or_path is None: name a dataset, or call set_datasets")
         files = find_files(*self.source, self.file_format)
-        there = {split: read_labelled(paths, self.file_format, self.bad_rows.of(split),
-                                      **self.reader_kwargs)
-                 for split, paths in files.items()} or load_hub(*self.source)
-        found = {split: take_split(there, spec) for split, spec in self.wanted.items() if spec
-                 and (find_split(there, spec) or split == "train" or spec != split)}
+        there = {
+            split: read_labelled(
+                paths, self.file_format, self.bad_rows.of(split), **self.reader_kwargs
+            )
+            for split, paths in files.items()
+        } or load_hub(*self.source)
+        found = {
+            split: take_split(there, spec)
+            for split, spec in self.wanted.items()
+            if spec and (find_split(there, spec) or split == "train" or spec != split)
+        }
         if not found:
-            raise ValueError("train_split, val_split and test_split name none of the splits that "
-                             f"there are: {sorted(there)}")
+            raise ValueError(
+                "train_split, val_split and test_split name none of the splits that "
+                f"there are: {sorted(there)}"
+            )
         return found
 
     def _find_columns(self, records: Mapping[str, LabelledRows]) -> None:
@@ -686,7 +762,8 @@ class FinetuningDataModule(L.LightningDataModule):
         # Of CoNLL-U a number is one of its ten; comments and lines have names alone.
         numbered = [*CONLLU] if first.file_format == "conllu" else first.columns
         find = lambda column, name: resolve_column(
-            column, first.columns if column in first.columns else numbered, name)
+            column, first.columns if column in first.columns else numbered, name
+        )
         self.text_columns, self.label_columns = [find(text, "text_column")], []
         if isinstance(label, (list, tuple)):
             self.label_columns = [find(one, "label_column") for one in label]
@@ -721,18 +798,25 @@ class FinetuningDataModule(L.LightningDataModule):
         texts, kinds = self._held_texts(train), [[]] * len(train)
         if not self.context_column:  # an answer is no label that training could keep
             values, feature, problem = self._read_labels(train)
-            if problem == PROBLEM_OF["several"] and feature_names(feature) is None \
-                    and _is_multi_hot(values, len(self.label_names or ()) or None):
+            if (
+                problem == PROBLEM_OF["several"]
+                and feature_names(feature) is None
+                and _is_multi_hot(values, len(self.label_names or ()) or None)
+            ):
                 kinds = [np.flatnonzero(one).tolist() for one in values]
             elif problem != PROBLEM_OF["amounts"]:
                 kinds = [flatten([one]) for one in values]
         parts = self._choose_held(texts, kinds)
-        self.note = (f"there is no validation split: {len(parts[1])} of {len(train)} training rows "
-                     f"are held out, by seed {self.seed}")
+        self.note = (
+            f"there is no validation split: {len(parts[1])} of {len(train)} training rows "
+            f"are held out, by seed {self.seed}"
+        )
         known, held = ({text for n in part for text in texts[n]} for part in parts)
         if shared := len(known & held):
-            self.note += (f"; {shared:,} texts stand on both sides, because pairs tie too many "
-                          "rows together: scores may be better than on new texts")
+            self.note += (
+                f"; {shared:,} texts stand on both sides, because pairs tie too many "
+                "rows together: scores may be better than on new texts"
+            )
         rank_zero_warn(self.note)
         return {"train": train.select(parts[0]), "validation": train.select(parts[1])}
 
@@ -776,9 +860,12 @@ class FinetuningDataModule(L.LightningDataModule):
         self.trained_tokenizer = self.tokenizer is None
         train = lambda: train_tokenizer(self.texts(), self.vocab_size)
         self.tokenizer = choose_tokenizer([self.tokenizer], train=train)
-        options = {"text_column": self.text_columns[0], "label_column": self.label_column,
-                   "max_sequence_length": self.max_sequence_length,
-                   "pad_to_multiple_of": None if self.fixed_shapes else 8}
+        options = {
+            "text_column": self.text_columns[0],
+            "label_column": self.label_column,
+            "max_sequence_length": self.max_sequence_length,
+            "pad_to_multiple_of": None if self.fixed_shapes else 8,
+        }
         options |= self._name_labels() | self.collator_kwargs
         self.collator = TASKS[self.task].collator.from_tokenizer(self.tokenizer, **options)
         self.num_labels = options.get("num_labels")
@@ -799,8 +886,10 @@ class FinetuningDataModule(L.LightningDataModule):
         values, feature = rows.read_columns([column])[column], rows.features.get(column)
         if self.task == "span_classification":
             texts = rows.read_columns(self.text_columns[:1])[self.text_columns[0]]
-            values = [[label for *_, label in read_spans({column: one}, column, text, 0)]
-                      for one, text in zip(values, texts)]
+            values = [
+                [label for *_, label in read_spans({column: one}, column, text, 0)]
+                for one, text in zip(values, texts)
+            ]
             feature = span_feature(feature)
         if self.task != "classification":
             return values, feature, None
@@ -818,9 +907,11 @@ class FinetuningDataModule(L.LightningDataModule):
             ours, theirs = (feature_names(span_feature(one) if nested else one) for one in known)
             if ours and theirs and [*ours] != [*theirs]:
                 if nested:
-                    raise ValueError(f"the spans in {self.label_column!r} number their labels in "
-                                     f"another way in {split} than in training: save all splits "
-                                     "with one ClassLabel, or with the names themselves")
+                    raise ValueError(
+                        f"the spans in {self.label_column!r} number their labels in "
+                        f"another way in {split} than in training: save all splits "
+                        "with one ClassLabel, or with the names themselves"
+                    )
                 self.records[split] = _renumber(others, self.label_column, theirs, ours)
         values, feature, problem = self._read_labels(rows)
         plain, flat = problem is None, flatten(values)  # words and spans have lists of names
@@ -830,11 +921,17 @@ class FinetuningDataModule(L.LightningDataModule):
         if self.label_names or self.label_columns:
             names = self.label_names or self.label_columns
             if problem == PROBLEM_OF["amounts"]:
-                raise ValueError(f"label_names are for classes, but {self.label_column!r} holds "
-                                 "amounts (problem_type is regression): leave label_names out, or "
-                                 "say which problem_type it is in collator_kwargs")
-            if problem == PROBLEM_OF["several"] and not named \
-                    and not isinstance(names, Mapping) and _is_multi_hot(values, len(names)):
+                raise ValueError(
+                    f"label_names are for classes, but {self.label_column!r} holds "
+                    "amounts (problem_type is regression): leave label_names out, or "
+                    "say which problem_type it is in collator_kwargs"
+                )
+            if (
+                problem == PROBLEM_OF["several"]
+                and not named
+                and not isinstance(names, Mapping)
+                and _is_multi_hot(values, len(names))
+            ):
                 self.labels = LabelNames(tuple(range(len(names))), tuple(names), multi_hot=True)
             else:  # numbers that `datasets` has names for count from 0, whether it occurs or not
                 counted = [] if feature_names(feature) is None else [0]
@@ -851,8 +948,12 @@ class FinetuningDataModule(L.LightningDataModule):
         column, numbered = self.label_column, []
         for number, (text, given) in enumerate(zip(texts, values)):
             where = f"row {number}: {column!r}"
-            numbered.append([(start, end, self.labels.number(label, where)) for start, end, label
-                             in read_spans({column: given}, column, text, number)])
+            numbered.append(
+                [
+                    (start, end, self.labels.number(label, where))
+                    for start, end, label in read_spans({column: given}, column, text, number)
+                ]
+            )
         return numbered
 
     def spans(self, split: str) -> list[list[tuple[int, int, int]]]:  # one list a row
@@ -902,7 +1003,11 @@ class FinetuningDataModule(L.LightningDataModule):
         return [{name: np.asarray(value) for name, value in row.items()} for row in encoded]
 
     def _read_on(
-        self, split: str, collator: SupervisedCollator, given: list[dict], made: list[dict],
+        self,
+        split: str,
+        collator: SupervisedCollator,
+        given: list[dict],
+        made: list[dict],
         start: int,  # number of the first row
     ) -> list[dict]:  # encoded
         "Replace tagged texts that fill a row by all of their pieces, so that every word counts."
@@ -913,8 +1018,9 @@ class FinetuningDataModule(L.LightningDataModule):
         for n, cuts in zip(full, cut_words([[*given[n][names[0]]] for n in full], read)):
             if len(cuts) > 1:
                 self.pieces[split][start + n] = cuts
-                parts[n] = collator.encode([{name: given[n][name][first:end] for name in names}
-                                            for first, end in cuts])
+                parts[n] = collator.encode(
+                    [{name: given[n][name][first:end] for name in names} for first, end in cuts]
+                )
         return [row for n in sorted(parts) for row in parts[n]]
 
     def _count_cut(self, split: str, encoded: list[dict]) -> int:
@@ -974,9 +1080,15 @@ class FinetuningDataModule(L.LightningDataModule):
         if (rows := self.datasets.get(split)) is None:
             return None
         batches = filled_batches(len(rows), self.batch_sizes[split], *self._rank())
-        return DataLoader(rows, batch_sampler=batches, collate_fn=self.collator,
-                          num_workers=self.num_workers, pin_memory=torch.cuda.is_available(),
-                          generator=torch.Generator().manual_seed(0), worker_init_fn=leave_group)
+        return DataLoader(
+            rows,
+            batch_sampler=batches,
+            collate_fn=self.collator,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(0),
+            worker_init_fn=leave_group,
+        )
 
     def teardown(self, stage: str | None = None) -> None:
         "Let the workers go, which would else wait for another epoch."
@@ -991,8 +1103,10 @@ class FinetuningDataModule(L.LightningDataModule):
         if not self._hashes:  # every checkpoint asks
             self._hashes = {split: self._hash_rows(split) for split in self.datasets}
         # Seeds are compared by their scores, so each must have been scored on the same rows.
-        named = {"training rows" if split == "train" else f"{split} rows": found
-                 for split, found in self._hashes.items()}
+        named = {
+            "training rows" if split == "train" else f"{split} rows": found
+            for split, found in self._hashes.items()
+        }
         return known | named | {"number of rows": len(self.datasets["train"])}
 
     def _hash_rows(self, split: str) -> str:  # 16 hexadecimal digits
@@ -1042,22 +1156,30 @@ class FinetuningDataModule(L.LightningDataModule):
         longest = int((found[:, 1] - found[:, 0]).max(initial=-1)) + 1
         overlapping = sum(int(find_overlaps(one).sum()) for one in spans)
         moved = sum(int(row["num_moved_labels"]) for row in rows)
-        lines = [f"  {sum(map(len, spans)):,} spans in {len(rows):,} windows, {overlapping:,} of "
-                 f"which overlap another; the longest has {longest} tokens, and every span of up "
-                 f"to {self.collator.doc_stride + 1} is whole in a window"]
-        return lines + [f"  {moved:,} spans begin or end within a token: they are widened to whole "
-                        "tokens, and cannot be found to the letter"] * bool(moved)
+        lines = [
+            f"  {sum(map(len, spans)):,} spans in {len(rows):,} windows, {overlapping:,} of "
+            f"which overlap another; the longest has {longest} tokens, and every span of up "
+            f"to {self.collator.doc_stride + 1} is whole in a window"
+        ]
+        return lines + [
+            f"  {moved:,} spans begin or end within a token: they are widened to whole "
+            "tokens, and cannot be found to the letter"
+        ] * bool(moved)
 
     def _describe_lost(self, split: str) -> list[str]:
         "A line where labels are lost: nothing is learned from them, so a person should know."
         lost = sum(int(row.get("num_dropped_labels", 0)) for row in self.datasets[split].rows)
         longer = f"max_sequence_length (now {self.max_sequence_length})"
         if self.context_column:
-            what = ("answers are whole in no window, and are read as no answer; raise doc_stride "
-                    f"in collator_kwargs (now {self.collator.doc_stride}), or {longer}")
+            what = (
+                "answers are whole in no window, and are read as no answer; raise doc_stride "
+                f"in collator_kwargs (now {self.collator.doc_stride}), or {longer}"
+            )
         else:
-            what = ("labels are lost, because their words are cut off or have no token; for the "
-                    f"former raise {longer}")
+            what = (
+                "labels are lost, because their words are cut off or have no token; for the "
+                f"former raise {longer}"
+            )
         return [f"  {lost:,} {what}"] * bool(lost)
 
     def _describe_known(self, split: str) -> list[str]:
@@ -1074,14 +1196,17 @@ class FinetuningDataModule(L.LightningDataModule):
         "Rows, labels and lengths of each split, and a few decoded rows. Call `setup` first."
         lines = [*filter(None, [self.note]), *self.bad_rows.describe()]
         for split, data in self.datasets.items():
-            lines.append(f"{split}: {len(self.records[split]):,} examples, {len(data):,} rows, "
-                         f"{data.lengths.sum():,} tokens")
+            lines.append(
+                f"{split}: {len(self.records[split]):,} examples, {len(data):,} rows, "
+                f"{data.lengths.sum():,} tokens"
+            )
             long = f"texts have more than max_sequence_length={self.max_sequence_length} tokens"
             if cut := self.num_cut[split]:
                 lines.append(f"  {cut:,} {long}; their ends are cut off")
             if pieces := self.pieces[split]:
-                lines.append(f"  {len(pieces):,} {long}; they are read in pieces, and every word "
-                             "counts")
+                lines.append(
+                    f"  {len(pieces):,} {long}; they are read in pieces, and every word counts"
+                )
             lines += self._describe_known(split)
             if self.task == "span_classification" and "labels" in data.rows[0]:
                 lines += self._describe_spans(split)
@@ -1099,8 +1224,11 @@ READING = "bertlab_reading.json"  # beside a fine-tuned model: how the rows of i
 
 def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> None:
     "Write down which columns a module reads, how many tokens of them, and by which rules."
-    reading = {"task": data.task, "text_columns": [*map(str, data.text_columns)],
-               "max_sequence_length": data.max_sequence_length}
+    reading = {
+        "task": data.task,
+        "text_columns": [*map(str, data.text_columns)],
+        "max_sequence_length": data.max_sequence_length,
+    }
     # The windows of new texts are those of training, and so are the rules for answers.
     if data.task in ("span_classification", "question_answering"):
         reading["doc_stride"] = data.collator.doc_stride
@@ -1123,21 +1251,31 @@ def load_reading(
     if not path.parent.exists():
         from transformers.utils import cached_file
 
-        path = Path(cached_file(os.fspath(directory), READING,
-                                _raise_exceptions_for_missing_entries=False,
-                                _raise_exceptions_for_connection_errors=False) or path)
+        path = Path(
+            cached_file(
+                os.fspath(directory),
+                READING,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            or path
+        )
     if not path.is_file():
         return {}
     reading = parse_json(path.read_text(encoding="utf-8", errors="replace"), path)
     known = {"task": str, "text_columns": list, "max_sequence_length": int}
     is_count = lambda value: type(value) is int and value > 0
-    if not isinstance(reading, dict) or any(not isinstance(reading.get(name), kind)
-                                            for name, kind in known.items()) \
-            or not isinstance(reading.get("doc_stride", 0), int) \
-            or not isinstance(reading.get("always_answered", False), bool) \
-            or not is_count(reading.get("max_answer_tokens", 1)) \
-            or reading.get("multiword", "join") != "join" \
-            or not re.fullmatch(r"[^\"\r\n]", str(reading.get("delimiter", ","))):
-        raise ValueError(f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
-                         "columns and length yourself")
+    if (
+        not isinstance(reading, dict)
+        or any(not isinstance(reading.get(name), kind) for name, kind in known.items())
+        or not isinstance(reading.get("doc_stride", 0), int)
+        or not isinstance(reading.get("always_answered", False), bool)
+        or not is_count(reading.get("max_answer_tokens", 1))
+        or reading.get("multiword", "join") != "join"
+        or not re.fullmatch(r"[^\"\r\n]", str(reading.get("delimiter", ",")))
+    ):
+        raise ValueError(
+            f"{path} is damaged: it needs {', '.join(known)}; delete it, and give "
+            "columns and length yourself"
+        )
     return reading

@@ -40,16 +40,29 @@ def label_table(
     *scores, support_C = precision_recall_fscore_support(gold, said, labels=labels, zero_division=0)
     said_C = said.sum(0) if said.ndim == 2 else np.bincount(said, minlength=len(names))
     keys = "precision", "recall", "f1"
-    rows = [{"label": name, **{key: float(value[c]) for key, value in zip(keys, scores)},
-             "support": int(support_C[c])} for c, name in enumerate(names)]
+    rows = [
+        {
+            "label": name,
+            **{key: float(value[c]) for key, value in zip(keys, scores)},
+            "support": int(support_C[c]),
+        }
+        for c, name in enumerate(names)
+    ]
     # As torchmetrics has it: of several labels a text, one that nobody names counts as 0.
     named_C = np.ones(len(names)) if said.ndim == 2 else (support_C + said_C) > 0
     means = {"mean of labels": named_C, "mean by support": support_C}
     for mean, weights_C in means.items():
         total = max(1, weights_C.sum())
-        rows.append({"label": mean, **{key: float((value * weights_C).sum() / total)
-                                       for key, value in zip(keys, scores)},
-                     "support": int(support_C.sum())})
+        rows.append(
+            {
+                "label": mean,
+                **{
+                    key: float((value * weights_C).sum() / total)
+                    for key, value in zip(keys, scores)
+                },
+                "support": int(support_C.sum()),
+            }
+        )
     return rows
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #772c49a6
@@ -72,10 +85,13 @@ class Calibration:
         "Sort predictions into bins, each without its lower edge (Guo et al. 2017, sec. 2)."
         confidence_N, edges = np.asarray(confidence_N, float), np.linspace(0, 1, num_bins + 1)
         bin_N = np.searchsorted(edges[1:-1], confidence_N)
-        counts, *sums = (np.bincount(bin_N, weights, num_bins)
-                         for weights in (None, confidence_N, np.asarray(right_N, float)))
-        means = [tuple(float(s / n) if n else math.nan for s, n in zip(one, counts))
-                 for one in sums]
+        counts, *sums = (
+            np.bincount(bin_N, weights, num_bins)
+            for weights in (None, confidence_N, np.asarray(right_N, float))
+        )
+        means = [
+            tuple(float(s / n) if n else math.nan for s, n in zip(one, counts)) for one in sums
+        ]
         return cls(tuple(edges.tolist()), tuple(counts.tolist()), *means)
 
     def error(self) -> float:
@@ -86,9 +102,15 @@ class Calibration:
     def numbers(self) -> dict[str, Any]:
         "For JSON, which has no NaN."
         clean = lambda values: [None if math.isnan(v) else v for v in values]
-        return {"expected_calibration_error": self.error(), "calibration": {
-            "edges": list(self.edges), "counts": list(self.counts),
-            "confidence": clean(self.confidence), "accuracy": clean(self.accuracy)}}
+        return {
+            "expected_calibration_error": self.error(),
+            "calibration": {
+                "edges": list(self.edges),
+                "counts": list(self.counts),
+                "confidence": clean(self.confidence),
+                "accuracy": clean(self.accuracy),
+            },
+        }
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #6cc41d25
 # A label such as $0_$10 is no formula, which would end in an error.
@@ -97,11 +119,18 @@ _NAMES = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "parse_math"
 
 def _names_to_draw(names: Sequence[str]) -> tuple[list[str], str]:  # and what a title says of them
     "Names, cut where they are long; a number for one that the picture's font would draw as boxes."
-    fonts = [get_font(findfont(FontProperties(family=[one])))
-             for one in FontProperties().get_family()]
+    fonts = [
+        get_font(findfont(FontProperties(family=[one]))) for one in FontProperties().get_family()
+    ]
     has = lambda letter: any(font.get_char_index(ord(letter)) for font in fonts)
-    drawn = [f"label {number}" if not all(map(has, name)) else
-             name if len(name) <= 16 else f"{name[:15]}…" for number, name in enumerate(names)]
+    drawn = [
+        f"label {number}"
+        if not all(map(has, name))
+        else name
+        if len(name) <= 16
+        else f"{name[:15]}…"
+        for number, name in enumerate(names)
+    ]
     lacking = any(not all(map(has, name)) for name in names)
     return drawn, "label N: this font lacks letters of its name; N counts from 0" * lacking
 
@@ -121,8 +150,15 @@ def plot_confusion(confusions_CC: np.ndarray, names: Sequence[str]) -> Any:  # a
     if num_labels <= 20:
         for row, column in np.argwhere(counts_CC):
             shade = "white" if shares_CC[row, column] > 0.5 else "black"
-            axes.text(column, row, f"{counts_CC[row, column]}", ha="center", va="center",
-                      color=shade, fontsize=8)
+            axes.text(
+                column,
+                row,
+                f"{counts_CC[row, column]}",
+                ha="center",
+                va="center",
+                color=shade,
+                fontsize=8,
+            )
     figure.colorbar(image, label="share of the row", shrink=0.8)
     return figure
 
@@ -132,13 +168,20 @@ def plot_calibration(calibration: Calibration) -> Any:  # a figure
     figure, axes = new_axes("predicted probability", "share that is right", (6.0, 4.0))
     axes.plot([0, 1], [0, 1], "--", color=GREY, label="believable")
     edges, accuracy = np.array(calibration.edges), np.nan_to_num(calibration.accuracy)
-    axes.bar(edges[:-1], accuracy, np.diff(edges), align="edge", color=BLUE, alpha=0.35,
-             edgecolor=BLUE)
+    axes.bar(
+        edges[:-1], accuracy, np.diff(edges), align="edge", color=BLUE, alpha=0.35, edgecolor=BLUE
+    )
     axes.plot(calibration.confidence, calibration.accuracy, "o", color=ORANGE, label="bin's mean")
     for left, width, count, top in zip(edges, np.diff(edges), calibration.counts, accuracy):
         if count:
-            axes.text(left + width / 2, max(top, 0.02) + 0.015, f"{count:,}", ha="center",
-                      va="bottom", fontsize=7)
+            axes.text(
+                left + width / 2,
+                max(top, 0.02) + 0.015,
+                f"{count:,}",
+                ha="center",
+                va="bottom",
+                fontsize=7,
+            )
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.1)
     axes.set_title(f"expected calibration error {calibration.error():.3f}", loc="left", fontsize=10)
@@ -165,12 +208,19 @@ def answer_lengths(
     for gold, said in zip(golds, predicted, strict=True):
         words = min((len(normalize_answer(one).split()) for one in gold), default=0)
         name = "none" if not words else f"{words}" if words < 4 else "4 to 7" if words < 8 else "8+"
-        groups.setdefault(name, []).append([score_answer(said, gold, score)
-                                            for score in ("exact_match", "f1")])
+        groups.setdefault(name, []).append(
+            [score_answer(said, gold, score) for score in ("exact_match", "f1")]
+        )
     order = [name for name in ("none", "1", "2", "3", "4 to 7", "8+") if name in groups]
-    return [{"words": name, "exact_match": float(np.mean(groups[name], 0)[0]),
-             "f1": float(np.mean(groups[name], 0)[1]), "support": len(groups[name])}
-            for name in order]
+    return [
+        {
+            "words": name,
+            "exact_match": float(np.mean(groups[name], 0)[0]),
+            "f1": float(np.mean(groups[name], 0)[1]),
+            "support": len(groups[name]),
+        }
+        for name in order
+    ]
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #94e975d3
 def plot_answers(rows: Sequence[dict]) -> Any:  # a figure
@@ -178,8 +228,13 @@ def plot_answers(rows: Sequence[dict]) -> Any:  # a figure
     figure, axes = new_axes("words of the right answer (questions)", "mean score, 0 to 1")
     places = np.arange(len(rows))
     for shift, score, colour in ((-0.2, "exact_match", BLUE), (0.2, "f1", ORANGE)):
-        axes.bar(places + shift, [row[score] for row in rows], 0.38, color=colour,
-                 label=score.replace("_", " "))
+        axes.bar(
+            places + shift,
+            [row[score] for row in rows],
+            0.38,
+            color=colour,
+            label=score.replace("_", " "),
+        )
     axes.set_xticks(places, [f"{row['words']}\n({row['support']:,})" for row in rows])
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
@@ -191,12 +246,15 @@ def span_table(
     names: Sequence[str],
 ) -> list[dict[str, Any]]:  # a row a label, their mean, and all spans as one
     "Precision, recall and F1 of spans."
+
     def row(label: str, counts_3C: torch.Tensor, average: str) -> dict[str, Any]:
-        scores = {score: float(score_counts(counts_3C, score, average))
-                  for score in ("precision", "recall", "f1")}
+        scores = {
+            score: float(score_counts(counts_3C, score, average))
+            for score in ("precision", "recall", "f1")
+        }
         return {"label": label, **scores, "support": int(counts_3C[2].sum())}
 
-    rows = [row(name, counts_3C[:, c:c + 1], "micro") for c, name in enumerate(names)]
+    rows = [row(name, counts_3C[:, c : c + 1], "micro") for c, name in enumerate(names)]
     return [*rows, row("mean of labels", counts_3C, "macro"), row("all spans", counts_3C, "micro")]
 
 
@@ -235,8 +293,11 @@ class Evaluation:
     figures: dict[str, Any] = field(default_factory=dict)  # by the name of their file
 
     def table(self) -> str:
-        return _format_rows(self.numbers["table"]) if "table" in self.numbers else "\n".join(
-            f"{name} {value}" for name, value in self.numbers.items())
+        return (
+            _format_rows(self.numbers["table"])
+            if "table" in self.numbers
+            else "\n".join(f"{name} {value}" for name, value in self.numbers.items())
+        )
 
     def write(self, directory: str | os.PathLike) -> Path:
         "Write evaluation.json and a picture for each figure, each of them whole."
@@ -260,11 +321,20 @@ def evaluate_labels(
     said_N, gold_N = probability_NC.argmax(1), np.asarray(gold_N)
     counts_CC = confusion_matrix(gold_N, said_N, labels=range(len(names)))
     calibration = Calibration.of(probability_NC.max(1), said_N == gold_N)
-    numbers = {"accuracy": float((said_N == gold_N).mean()),
-               "table": label_table(gold_N, said_N, names), "labels": list(names),
-               "confusions": counts_CC.tolist(), **calibration.numbers()}
-    return Evaluation(numbers, {"confusion": plot_confusion(counts_CC, names),
-                                "calibration": plot_calibration(calibration)})
+    numbers = {
+        "accuracy": float((said_N == gold_N).mean()),
+        "table": label_table(gold_N, said_N, names),
+        "labels": list(names),
+        "confusions": counts_CC.tolist(),
+        **calibration.numbers(),
+    }
+    return Evaluation(
+        numbers,
+        {
+            "confusion": plot_confusion(counts_CC, names),
+            "calibration": plot_calibration(calibration),
+        },
+    )
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #09f4aa57
 def evaluate_decisions(
@@ -275,9 +345,12 @@ def evaluate_decisions(
     "Several labels at once: a yes or a no for each. Calibrated is the probability of a yes."
     gold_NC, said_NC = np.asarray(gold_NC).astype(int), (probability_NC > 0.5).astype(int)
     calibration = Calibration.of(probability_NC.ravel(), gold_NC.ravel())
-    numbers = {"exact_match": float((gold_NC == said_NC).all(1).mean()),
-               "table": label_table(gold_NC, said_NC, names), "labels": list(names),
-               **calibration.numbers()}
+    numbers = {
+        "exact_match": float((gold_NC == said_NC).all(1).mean()),
+        "table": label_table(gold_NC, said_NC, names),
+        "labels": list(names),
+        **calibration.numbers(),
+    }
     return Evaluation(numbers, {"calibration": plot_calibration(calibration)})
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #051d4107
@@ -285,18 +358,24 @@ def evaluate_values(gold_N: np.ndarray, predicted_N: np.ndarray) -> Evaluation:
     "Numbers; several a text are compared one by one."
     gold_N, predicted_N = np.ravel(gold_N).astype(float), np.ravel(predicted_N).astype(float)
     errors_N = predicted_N - gold_N
-    numbers = {"mean_absolute_error": float(np.abs(errors_N).mean()),
-               "root_mean_squared_error": float(np.sqrt((errors_N**2).mean())),
-               "mean_error": float(errors_N.mean()), "num_values": len(gold_N)}
+    numbers = {
+        "mean_absolute_error": float(np.abs(errors_N).mean()),
+        "root_mean_squared_error": float(np.sqrt((errors_N**2).mean())),
+        "mean_error": float(errors_N.mean()),
+        "num_values": len(gold_N),
+    }
     return Evaluation(numbers, {"values": plot_values(gold_N, predicted_N)})
 
 
 def evaluate_answers(golds: Sequence[Sequence[str]], predicted: Sequence[str]) -> Evaluation:
     "Answers as texts, by their length."
     rows = answer_lengths(golds, predicted)
-    numbers = {score: float(np.mean([score_answer(said, gold, score)
-                                     for gold, said in zip(golds, predicted)]))
-               for score in ("exact_match", "f1")}
+    numbers = {
+        score: float(
+            np.mean([score_answer(said, gold, score) for gold, said in zip(golds, predicted)])
+        )
+        for score in ("exact_match", "f1")
+    }
     return Evaluation(numbers | {"table": rows}, {"answers": plot_answers(rows)})
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #7d9649d8
@@ -319,8 +398,9 @@ def evaluate_spans(
         found = hits[overlaps]
         numbers[f"recall_{name}"] = float(np.mean(found)) if found else None
         numbers[f"num_{name}"] = len(found)
-    return Evaluation(numbers | {"table": rows, "labels": list(names)},
-                      {"spans": plot_spans(rows[:-2])})
+    return Evaluation(
+        numbers | {"table": rows, "labels": list(names)}, {"spans": plot_spans(rows[:-2])}
+    )
 
 # %% ../../nbs/finetuning/09_evaluations.ipynb #d5e66287
 def evaluate_split(
@@ -329,8 +409,10 @@ def evaluate_split(
     split: str = "validation",  # or test
 ) -> Evaluation:
     "Predict for a split that has labels, and look at it from all sides. Raises `ValueError`."
-    check_known_labels({"id2label": tuple(module.labels.names or ()) or None},
-                       {"id2label": tuple(data.label2id) or None})
+    check_known_labels(
+        {"id2label": tuple(module.labels.names or ()) or None},
+        {"id2label": tuple(data.label2id) or None},
+    )
     loaders = {"validation": data.val_dataloader, "test": data.test_dataloader}
     loader = loaders[split]() if split in loaders else None
     if loader is None:
@@ -359,8 +441,9 @@ def evaluate_split(
         return evaluate_spans(scores.true_spans(documents), spans, module.labels.names)
     if scores is not None:
         answers = scores.answers()
-        return evaluate_answers([scores.golds[i] for i in sorted(answers)],
-                                [answers[i] for i in sorted(answers)])
+        return evaluate_answers(
+            [scores.golds[i] for i in sorted(answers)], [answers[i] for i in sorted(answers)]
+        )
     return _evaluate_logits(module.labels, found)
 
 
@@ -368,8 +451,10 @@ def _evaluate_logits(labels: Any, found: Sequence) -> Evaluation:  # TaskLabels;
     "What labels and logits of batches come to, whatever the problem."
     problem, names = labels.problem_type, [*labels.settings()["id2label"].values()]
     if problem in ("regression", "multi_label_classification"):
-        gold, logits = (torch.cat([one[n].flatten(1) if one[n].ndim > 1 else one[n][:, None]
-                                   for one in found]) for n in (0, 1))
+        gold, logits = (
+            torch.cat([one[n].flatten(1) if one[n].ndim > 1 else one[n][:, None] for one in found])
+            for n in (0, 1)
+        )
         if problem == "regression":
             return evaluate_values(gold.numpy(), logits.numpy())
         return evaluate_decisions(gold.numpy(), logits.sigmoid().numpy(), names)

@@ -55,8 +55,10 @@ class LabelledRows(Sequence):
     def columns(self) -> list[str]:
         "The columns that one row or more has."
         dicts = (row for row in self.rows if isinstance(row, Mapping))
-        return list(getattr(self.rows, "column_names", None)
-                    or dict.fromkeys(key for row in dicts for key in row))
+        return list(
+            getattr(self.rows, "column_names", None)
+            or dict.fromkeys(key for row in dicts for key in row)
+        )
 
     def read_columns(self, names: Sequence[str]) -> dict[str, list]:
         "Read columns whole. Raises `ValueError` with the first row that lacks one."
@@ -90,12 +92,16 @@ class LabelledRows(Sequence):
     def concatenate(parts: Sequence["LabelledRows"]) -> "LabelledRows":
         "One part after the other, as in `train[:10%]+test`."
         for name in parts[0].features:  # the same number would be two labels
-            kinds = [getattr(part.features.get(name), "feature", part.features.get(name))
-                     for part in parts]
+            kinds = [
+                getattr(part.features.get(name), "feature", part.features.get(name))
+                for part in parts
+            ]
             if len({tuple(getattr(kind, "names", None) or ()) for kind in kinds}) > 1:
-                raise ValueError(f"the column {name!r} numbers its labels in several ways in what "
-                                 f"begins with {' and '.join(part.places[0] for part in parts)}: "
-                                 "save them with one ClassLabel, or with the names themselves")
+                raise ValueError(
+                    f"the column {name!r} numbers its labels in several ways in what "
+                    f"begins with {' and '.join(part.places[0] for part in parts)}: "
+                    "save them with one ClassLabel, or with the names themselves"
+                )
         rows = [row for part in parts for row in part.rows]
         places = [place for part in parts for place in part.places]
         return LabelledRows(rows, places, parts[0].features, parts[0].file_format)
@@ -149,7 +155,7 @@ def _join_words(
     joined, number = [], 1
     while number <= len(words):
         last, form = ranges.get(number, (number, words[number - 1][1]))
-        columns = zip(*words[number - 1:last])
+        columns = zip(*words[number - 1 : last])
         joined.append(["+".join(cells) for cells in columns])
         joined[-1][1], number = form, last + 1
     return joined
@@ -197,13 +203,22 @@ def read_conll2003(path: Path, on_error: OnError = raise_error) -> TableRows:
                 # A space that does not break, or one as wide as an ideograph, may be in a word;
                 # only where the first word has no other does it part the columns.
                 parted = re.search("[\t ]", text)
-            cells = line.text.split("\t") if "\t" in line.text else \
-                re.split(" +", text) if parted else text.split()
+            cells = (
+                line.text.split("\t")
+                if "\t" in line.text
+                else re.split(" +", text)
+                if parted
+                else text.split()
+            )
             cells = [cell.strip() or cell for cell in cells]
             width = width or len(cells)
             if len(cells) != width or width < 2:
-                on_error(ValueError(f"{path.name} line {line.number} has {len(cells)} columns, "
-                                    f"the first word has {width}; 2 or more are needed"))
+                on_error(
+                    ValueError(
+                        f"{path.name} line {line.number} has {len(cells)} columns, "
+                        f"the first word has {width}; 2 or more are needed"
+                    )
+                )
                 break
             words.append(cells)
         else:
@@ -221,10 +236,16 @@ def _read_question(question: Mapping, context: str, title: str, where: str) -> d
         try:
             answers = {key: [one[key] for one in answers] for key in ("text", "answer_start")}
         except (KeyError, TypeError):
-            raise ValueError(f"{where}: answers need text and answer_start, got "
-                             f"{str(answers)[:60]}") from None
-    return {"id": str(question["id"]), "title": title, "context": context,
-            "question": question["question"], "answers": answers}
+            raise ValueError(
+                f"{where}: answers need text and answer_start, got {str(answers)[:60]}"
+            ) from None
+    return {
+        "id": str(question["id"]),
+        "title": title,
+        "context": context,
+        "question": question["question"],
+        "answers": answers,
+    }
 
 # %% ../../nbs/finetuning/01_files.ipynb #45d288aa
 def read_squad(path: Path, on_error: OnError = raise_error) -> TableRows:
@@ -244,8 +265,12 @@ def read_squad(path: Path, on_error: OnError = raise_error) -> TableRows:
                     if row["id"] in seen:
                         raise ValueError(f"{where} has the id {row['id']!r} of another question")
                 except KeyError as error:
-                    on_error(ValueError(f"{where} has no {error}; its keys are {list(question)}, "
-                                        f"and those of its paragraph {list(paragraph)}"))
+                    on_error(
+                        ValueError(
+                            f"{where} has no {error}; its keys are {list(question)}, "
+                            f"and those of its paragraph {list(paragraph)}"
+                        )
+                    )
                 except ValueError as error:
                     on_error(error)
                 else:
@@ -286,8 +311,11 @@ def guess_format(path: Path) -> str | None:  # a key of LABELLED
     if named == "json":
         with open_unpacked(path) as file:
             head = file.read(1 << 16)
-        return "squad" if re.match(rb"\s*(\xef\xbb\xbf)?\s*\{", head) and \
-            re.search(rb'"paragraphs"\s*:', head) else named
+        return (
+            "squad"
+            if re.match(rb"\s*(\xef\xbb\xbf)?\s*\{", head) and re.search(rb'"paragraphs"\s*:', head)
+            else named
+        )
     if named not in (None, "tsv", "conll2003"):
         return named
     lines = islice(read_lines(path, on_error=lambda error: None), 200)
@@ -319,16 +347,19 @@ def read_labelled(
     for path in map(Path, paths):
         chosen = file_format or guess_format(path)
         if chosen not in LABELLED:
-            raise ValueError(f"dataset_name_or_path: {path} is of no known format; file_format is "
-                             f"one of {', '.join(LABELLED)}")
+            raise ValueError(
+                f"dataset_name_or_path: {path} is of no known format; file_format is "
+                f"one of {', '.join(LABELLED)}"
+            )
         try:
             found = LABELLED[chosen](path, on_error, **options)
         except TypeError:
             raise ValueError(f"{chosen} files have no reader_kwargs {sorted(options)}") from None
         pairs = [(f"{path.name} {where}", row) for where, row in found]
         features = _parquet_features(path) if chosen == "parquet" else None
-        parts.append(LabelledRows([row for _, row in pairs], [at for at, _ in pairs],
-                                  features, chosen))
+        parts.append(
+            LabelledRows([row for _, row in pairs], [at for at, _ in pairs], features, chosen)
+        )
     return parts[0] if len(parts) == 1 else LabelledRows.concatenate(parts)
 
 # %% ../../nbs/finetuning/01_files.ipynb #b4514258
@@ -343,8 +374,15 @@ def split_called(
 ) -> str | None:  # a key of _SPLIT_WORDS
     "Which split a name speaks of; its last word that is one decides."
     words = re.findall(r"[a-z]+", name.lower())
-    return next((split for word in reversed(words) for split, known in _SPLIT_WORDS.items()
-                 if word in known), None)
+    return next(
+        (
+            split
+            for word in reversed(words)
+            for split, known in _SPLIT_WORDS.items()
+            if word in known
+        ),
+        None,
+    )
 
 
 def find_split(
@@ -365,14 +403,21 @@ def find_split_files(
 ) -> dict[str, list[Path]]:  # files of each split
     "A single file is for training; of a directory, the files whose names name a split, if any do."
     if isinstance(source, Mapping):
-        return {split_called(str(split)) or split: [Path(p).expanduser() for p in
-                ([files] if isinstance(files, (str, Path)) else files)]
-                for split, files in source.items()}
+        return {
+            split_called(str(split)) or split: [
+                Path(p).expanduser() for p in ([files] if isinstance(files, (str, Path)) else files)
+            ]
+            for split, files in source.items()
+        }
     path = Path(source).expanduser()
     if path.is_file():
         return {"train": [path]}
-    files = sorted(file for pattern in ("*", "*/*") for file in path.glob(pattern)
-                   if file.is_file() and not file.name.startswith((".", "README")))
+    files = sorted(
+        file
+        for pattern in ("*", "*/*")
+        for file in path.glob(pattern)
+        if file.is_file() and not file.name.startswith((".", "README"))
+    )
     splits = {}
     for file in files:
         split = split_called(str(file.relative_to(path)))
@@ -418,11 +463,15 @@ def load_hub(name: str, config_name: str | None = None) -> dict[str, LabelledRow
     path = Path(name).expanduser()
     is_file = kind_of(path) in SUFFIXES or path.is_file()
     if config_name and path.is_file():  # else it would have been read
-        raise SourceNotFound(f"dataset_name_or_path {name!r} is a file, and dataset_config_name="
-                             f"{config_name!r} is for datasets of a hub: leave it out")
+        raise SourceNotFound(
+            f"dataset_name_or_path {name!r} is a file, and dataset_config_name="
+            f"{config_name!r} is for datasets of a hub: leave it out"
+        )
     if not path.is_dir() and (is_file or not looks_like_hub_name(name)):
-        raise SourceNotFound(f"dataset_name_or_path {name!r} is no directory, no hub name and no "
-                             f"file; files end in {', '.join(SUFFIXES)}, or have a file_format")
+        raise SourceNotFound(
+            f"dataset_name_or_path {name!r} is no directory, no hub name and no "
+            f"file; files end in {', '.join(SUFFIXES)}, or have a file_format"
+        )
     try:
         if saved_to_disk(path):
             data = datasets.load_from_disk(str(path))
@@ -433,8 +482,10 @@ def load_hub(name: str, config_name: str | None = None) -> dict[str, LabelledRow
                 data = datasets.load_dataset(name, config_name)
     except Exception as error:  # the clients underneath raise a dozen kinds
         reason = f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
-        raise SourceNotFound(f"dataset_name_or_path {name!r} with dataset_config_name="
-                             f"{config_name!r} cannot be loaded ({reason})") from error
+        raise SourceNotFound(
+            f"dataset_name_or_path {name!r} with dataset_config_name="
+            f"{config_name!r} cannot be loaded ({reason})"
+        ) from error
     splits = data if isinstance(data, dict) else {"train": data}
     return {split: LabelledRows.of(rows, split) for split, rows in splits.items()}
 

@@ -163,8 +163,10 @@ def select_decisions(
     asked = target != IGNORED
     for name, values in (("preds", decisions[asked]), ("target", target[asked])):
         if not ((values == 0) | (values == 1)).all():
-            raise ValueError(f"{name} must hold 0, 1 or {IGNORED} for each label of a text, got "
-                             f"{values.min()} ... {values.max()}")
+            raise ValueError(
+                f"{name} must hold 0, 1 or {IGNORED} for each label of a text, got "
+                f"{values.min()} ... {values.max()}"
+            )
     kept = asked if flat else asked.any(-1)
     return decisions[kept].long(), target[kept].long()
 
@@ -295,8 +297,10 @@ def count_entities(
     (kind_p, starts_p, end_p), (kind_t, starts_t, end_t) = found
     same = starts_p & starts_t & (kind_p == kind_t) & (end_p == end_t)
     num_types = int(kind_V.max()) + 1
-    rows = [torch.bincount(kind[chosen], minlength=num_types)
-            for kind, chosen in ((kind_t, same), (kind_p, starts_p), (kind_t, starts_t))]
+    rows = [
+        torch.bincount(kind[chosen], minlength=num_types)
+        for kind, chosen in ((kind_t, same), (kind_p, starts_p), (kind_t, starts_t))
+    ]
     return torch.stack(rows)
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #b3084150
@@ -312,8 +316,11 @@ def score_counts(
     if average == "micro":
         counts_3T = counts_3T.sum(1, keepdim=True)
     correct, predicted, true = counts_3T
-    shares = {"precision": (correct, predicted), "recall": (correct, true),
-              "f1": (2 * correct, predicted + true)}
+    shares = {
+        "precision": (correct, predicted),
+        "recall": (correct, true),
+        "f1": (2 * correct, predicted + true),
+    }
     numerator, denominator = shares[score]
     share = numerator / denominator.clamp_min(1)
     return share.sum() / (predicted + true > 0).sum().clamp_min(1)
@@ -353,6 +360,7 @@ class EntityScore(Metric):
 # %% ../../nbs/finetuning/05_metrics.ipynb #93476d29
 class AnswerText(NamedTuple):
     "A predicted answer: what stands in the context from `start` to `stop`, or nothing."
+
     text: str
     score: float  # start logit + end logit
     start: int  # characters of the context; 0 and 0 for no answer
@@ -374,8 +382,11 @@ def rank_spans(
     best = np.argsort(-scores, axis=None, kind="stable")[:num_best]
     pairs = [(i, j) for i, j in zip(*np.unravel_index(best, scores.shape)) if i <= j]
     characters = offsets_L2[inside].tolist()
-    return [(float(scores[i, j]), characters[i][0], characters[j][1]) for i, j in pairs
-            if np.isfinite(scores[i, j])]
+    return [
+        (float(scores[i, j]), characters[i][0], characters[j][1])
+        for i, j in pairs
+        if np.isfinite(scores[i, j])
+    ]
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #bee2fad4
 def best_answers(
@@ -399,8 +410,10 @@ def best_answers(
         best = spans.setdefault(example, {})
         for score, *span in rank_spans(starts_L, ends_L, offsets_L2, num_best, max_answer_tokens):
             best[tuple(span)] = max(score, best.get(tuple(span), -np.inf))
-    return {example: _list_answers(best, doubts[example], contexts[example], num_best)
-            for example, best in spans.items()}
+    return {
+        example: _list_answers(best, doubts[example], contexts[example], num_best)
+        for example, best in spans.items()
+    }
 
 
 def _list_answers(
@@ -413,8 +426,9 @@ def _list_answers(
     found = [(doubt, 0, 0), *((score, *span) for span, score in best.items())]
     found = sorted(found, key=lambda one: (-one[0], *one[1:]))
     first = next((one for one in found if one[2]), None)
-    found = [one for rank, one in enumerate(found)
-             if rank < num_best or one[2] == 0 or one == first]
+    found = [
+        one for rank, one in enumerate(found) if rank < num_best or one[2] == 0 or one == first
+    ]
     widened = [(score, *whole_letters(context, a, b)) for score, a, b in found]
     return [AnswerText(context[a:b], score, a, b) for score, a, b in widened]
 
@@ -437,13 +451,19 @@ def normalize_answer(
     Punctuation is that of all scripts, and in those without spaces each letter is a word, as the
     script of MLQA has it (Lewis et al. 2020). Articles are those of English.
     """
-    text = "".join(letter for letter in unicodedata.normalize("NFC", text).lower() if not (
-        letter in string.punctuation or unicodedata.category(letter).startswith("P")))
+    text = "".join(
+        letter
+        for letter in unicodedata.normalize("NFC", text).lower()
+        if not (letter in string.punctuation or unicodedata.category(letter).startswith("P"))
+    )
     articles, marks = r"\b(a|an|the)\b", marks_in(text)
     if marks:  # "a" with a mark is another letter, though an edge of words lies between them
         articles = rf"(?<![{marks}]){articles}(?![{marks}])"
-    return " ".join(word for part in re.sub(articles, " ", text).split() for word in
-                    (split_words(part, signs=True) if has_unspaced(part) else [part]))
+    return " ".join(
+        word
+        for part in re.sub(articles, " ", text).split()
+        for word in (split_words(part, signs=True) if has_unspaced(part) else [part])
+    )
 
 
 def _answer_f1(
@@ -548,8 +568,10 @@ def merge_spans(
     return spans, lowest.scatter_reduce(0, place_N, scores_N, "amax")
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #3fe040cc
-_SPAN_SCORES = {**{f"span_{score}": (score, "micro") for score in _ENTITY_SCORES},
-                "span_f1_macro": ("f1", "macro")}
+_SPAN_SCORES = {
+    **{f"span_{score}": (score, "micro") for score in _ENTITY_SCORES},
+    "span_f1_macro": ("f1", "macro"),
+}
 
 
 class SpanScore(Metric):
@@ -587,8 +609,9 @@ def count_spans(preds: Tensor, target: Tensor, num_labels: int) -> Tensor:
         both = both[times == 2]
     for name, spans in (("preds", preds), ("target", target)):
         _check_labels(spans[:, 3], num_labels, name)
-    return torch.stack([torch.bincount(one[:, 3], minlength=num_labels)
-                        for one in (both, preds, target)])
+    return torch.stack(
+        [torch.bincount(one[:, 3], minlength=num_labels) for one in (both, preds, target)]
+    )
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #738f5d4d
 def score_entities(
@@ -701,8 +724,10 @@ class TokenScores(TaskScores):
 
     def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
         documents_BL, preds_BL = batch["attention_mask"], output.logits.argmax(-1)
-        self.score(_split_documents(preds_BL, documents_BL, 0),
-                   _split_documents(labels_of_words(batch), documents_BL, IGNORED))
+        self.score(
+            _split_documents(preds_BL, documents_BL, 0),
+            _split_documents(labels_of_words(batch), documents_BL, IGNORED),
+        )
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #602f277a
 class AnswerScores(TaskScores):
@@ -721,8 +746,12 @@ class AnswerScores(TaskScores):
         self.null_threshold, self.windows = null_threshold, []
 
     def update(self, output: Any, batch: Mapping[str, Tensor]) -> None:
-        values = (output.start_logits.float(), output.end_logits.float(), batch["offsets"],
-                  batch["example_index"])
+        values = (
+            output.start_logits.float(),
+            output.end_logits.float(),
+            batch["offsets"],
+            batch["example_index"],
+        )
         self.windows += zip(*(value.cpu().numpy() for value in values))
 
     def answers(self) -> dict[int, str]:  # by example

@@ -42,8 +42,12 @@ from ..train.modules import compile_options, optimizer_options, recompute
 from ..train.steps import TrainingModule, plain_options
 
 # %% ../../nbs/finetuning/07_module.ipynb #66c6b861
-SCHEDULES = {"linear": (), "constant": (), "cosine": ("num_cycles",),
-             "polynomial": ("lr_end", "power")}  # by name, and the options that each has
+SCHEDULES = {
+    "linear": (),
+    "constant": (),
+    "cosine": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+}  # by name, and the options that each has
 
 
 def finetuning_schedule(
@@ -70,13 +74,19 @@ def finetuning_schedule(
         raise ValueError(f"{asked} needs an end: give the trainer max_steps or max_epochs")
     warmup_steps = warmup_steps or (math.ceil(warmup_ratio * total_steps) if warmup_ratio else 0)
     if warmup_steps >= total_steps:
-        raise ValueError(f"the warmup of {warmup_steps} steps leaves nothing of a run of "
-                         f"{total_steps}; lower warmup_steps or warmup_ratio")
+        raise ValueError(
+            f"the warmup of {warmup_steps} steps leaves nothing of a run of "
+            f"{total_steps}; lower warmup_steps or warmup_ratio"
+        )
     # Theirs would save the peaks, too, and a resume with another rate would go on with the old one.
     stand_in = torch.optim.SGD([torch.zeros(1)], lr=optimizer.defaults["lr"])
     theirs = transformers.get_scheduler(
-        "constant_with_warmup" if flat else scheduler_type, stand_in, warmup_steps,
-        None if flat else int(total_steps), dict(options or {}))
+        "constant_with_warmup" if flat else scheduler_type,
+        stand_in,
+        warmup_steps,
+        None if flat else int(total_steps),
+        dict(options or {}),
+    )
     return ScheduledLR(optimizer, theirs.lr_lambdas[0])
 
 
@@ -105,9 +115,11 @@ def _own_schedule(
         made = error
     if isinstance(made, kind):
         return made
-    raise ValueError(f"{said} gives no schedule: {factor!r} for step 0, and {made!r} for the "
-                     "optimizer; write a function of the step that gives a factor of the rate, or "
-                     "one of torch's schedules")
+    raise ValueError(
+        f"{said} gives no schedule: {factor!r} for step 0, and {made!r} for the "
+        "optimizer; write a function of the step that gives a factor of the rate, or "
+        "one of torch's schedules"
+    )
 
 
 def _is_own(scheduler_type: str | Callable | None) -> bool:
@@ -116,9 +128,14 @@ def _is_own(scheduler_type: str | Callable | None) -> bool:
 
 # %% ../../nbs/finetuning/07_module.ipynb #a98e6989
 _MONITORS = {  # what tells the better of two checkpoints, by problem; more is better
-    "single_label_classification": "accuracy", "multi_label_classification": "f1_micro",
-    "regression": "spearman", "token_classification": "accuracy", "entities": "entity_f1",
-    "question_answering": "f1", "span_classification": "span_f1"}
+    "single_label_classification": "accuracy",
+    "multi_label_classification": "f1_micro",
+    "regression": "spearman",
+    "token_classification": "accuracy",
+    "entities": "entity_f1",
+    "question_answering": "f1",
+    "span_classification": "span_f1",
+}
 
 
 def make_scores(
@@ -155,9 +172,13 @@ def _answer_scores(data: Any, split: str) -> AnswerScores | None:
         return None
     read = records.read_columns([data.context_column, column])
     limit = math.inf if data.always_answered else 0.0
-    return AnswerScores(get_metrics_for_task("question_answering"), read[data.context_column],
-                        [gold_texts(one) for one in read[column]], limit,
-                        max_answer_tokens=data.max_answer_tokens)
+    return AnswerScores(
+        get_metrics_for_task("question_answering"),
+        read[data.context_column],
+        [gold_texts(one) for one in read[column]],
+        limit,
+        max_answer_tokens=data.max_answer_tokens,
+    )
 
 # %% ../../nbs/finetuning/07_module.ipynb #6d1af555
 def _readable_device(device: torch.device) -> torch.device:
@@ -178,9 +199,11 @@ def check_known_labels(
     for key, value in known.items():
         if None not in (value, found.get(key)) and value != found[key]:
             said = known.get("id2label") or value
-            raise ValueError(f"the model answers with {key}={said}, and the data has "
-                             f"{found[key]}: give the data module label_names in the model's "
-                             "order, where they are the same labels")
+            raise ValueError(
+                f"the model answers with {key}={said}, and the data has "
+                f"{found[key]}: give the data module label_names in the model's "
+                "order, where they are the same labels"
+            )
 
 
 INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
@@ -222,8 +245,12 @@ class FinetuningModule(TrainingModule):
     ):
         super().__init__()
         self.save_hyperparameters()
-        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
-                     "scheduler_type": scheduler_type, "scheduler_kwargs": scheduler_kwargs}
+        self._own = {
+            "optimizer_class": optimizer_class,
+            "optimizer_kwargs": optimizer_kwargs,
+            "scheduler_type": scheduler_type,
+            "scheduler_kwargs": scheduler_kwargs,
+        }
         self.hparams.update(self._own)  # a subclass may hand on others than it was given
         _check_options(self.hparams)
         self.register_buffer("class_weights_C", None, persistent=False)
@@ -251,10 +278,14 @@ class FinetuningModule(TrainingModule):
         if data is not None:
             if data.task != h.task:
                 raise ValueError(f"task={h.task!r}, but the data module is for {data.task!r}")
-            found = {"num_labels": data.num_labels, "id2label": tuple(data.label2id) or None,
-                     "problem_type": getattr(data.collator, "problem_type", None)}
-        names = h.id2label and tuple(h.id2label.values() if isinstance(h.id2label, Mapping)
-                                     else h.id2label)
+            found = {
+                "num_labels": data.num_labels,
+                "id2label": tuple(data.label2id) or None,
+                "problem_type": getattr(data.collator, "problem_type", None),
+            }
+        names = h.id2label and tuple(
+            h.id2label.values() if isinstance(h.id2label, Mapping) else h.id2label
+        )
         asked = {"num_labels": h.num_labels, "id2label": names, "problem_type": h.problem_type}
         if self.model is not None and self.labels is not None:  # what is built is settled
             asked = self.settled_labels()
@@ -268,8 +299,11 @@ class FinetuningModule(TrainingModule):
     def settled_labels(self) -> dict[str, Any]:
         "What the head answers with, in the words of the parameters."
         names = tuple(self.labels.names or ()) or None
-        return {"num_labels": self.labels.num_labels, "id2label": names,
-                "problem_type": self.labels.problem_type}
+        return {
+            "num_labels": self.labels.num_labels,
+            "id2label": names,
+            "problem_type": self.labels.problem_type,
+        }
 
     def _check_rows(self, config: BertLabConfig) -> None:
         "Raise `ValueError` for rows that the model cannot read; let no padding make them longer."
@@ -279,18 +313,23 @@ class FinetuningModule(TrainingModule):
         check_tokenizer(data.tokenizer, config.vocab_size, needs_mask=False)
         source = self.hparams.pretrained_model_name_or_path
         if source is not None and getattr(data, "trained_tokenizer", False):
-            raise ValueError("the data module has trained a tokenizer of its own, whose ids are "
-                             f"other words than those of {source}: give it "
-                             f"pretrained_tokenizer_name_or_path={source!r}")
+            raise ValueError(
+                "the data module has trained a tokenizer of its own, whose ids are "
+                f"other words than those of {source}: give it "
+                f"pretrained_tokenizer_name_or_path={source!r}"
+            )
         if source is not None:
             check_pieces(source, data.tokenizer)
-        longest = max(len(row["input_ids"]) for rows in data.datasets.values()
-                      for row in rows.rows)  # packed rows with all of their padding
+        longest = max(
+            len(row["input_ids"]) for rows in data.datasets.values() for row in rows.rows
+        )  # packed rows with all of their padding
         longest = data.max_sequence_length if data.fixed_shapes else longest
         if longest > config.max_position_embeddings:
-            raise ValueError(f"the data has rows of {longest} tokens and the model's "
-                             f"max_position_embeddings is {config.max_position_embeddings}; lower "
-                             "the data module's max_sequence_length to that")
+            raise ValueError(
+                f"the data has rows of {longest} tokens and the model's "
+                f"max_position_embeddings is {config.max_position_embeddings}; lower "
+                "the data module's max_sequence_length to that"
+            )
         # Batches are padded to a multiple of 8, which the model may have no positions for.
         read, most = data.collator.read, config.max_position_embeddings
         if read.max_sequence_length > most:
@@ -305,8 +344,13 @@ class FinetuningModule(TrainingModule):
         # Lightning takes out what cannot be pickled, such as a class made in a notebook.
         self.hparams.update({**self._own, **self.hparams})
         h = self.hparams
-        loaded = build_task_model(h.task, h.pretrained_model_name_or_path, self.labels,
-                                  h.model_kwargs, h.model_config_kwargs)
+        loaded = build_task_model(
+            h.task,
+            h.pretrained_model_name_or_path,
+            self.labels,
+            h.model_kwargs,
+            h.model_config_kwargs,
+        )
         self._check_rows(loaded.model.config)
         self.model = loaded.model
         self.fresh = sorted({*loaded.fresh, *reinit_top(self.model, h.reinit_layers)})
@@ -351,17 +395,19 @@ class FinetuningModule(TrainingModule):
         optimizer = get_optimizer(h.optimizer_class, groups, options, h.optimizer_quantized)
         how = h.warmup_steps, total_steps, h.scheduler_kwargs, h.warmup_ratio
         schedule = finetuning_schedule(optimizer, h.scheduler_type, *how)
-        return {"optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         "A checkpoint needs neither its first weights nor its data to be loaded again."
         checkpoint["model_config"] = self.config.to_diff_dict()
         plain = {
-            **checkpoint["hyper_parameters"], "pretrained_model_name_or_path": None,
+            **checkpoint["hyper_parameters"],
+            "pretrained_model_name_or_path": None,
             "model_config_kwargs": checkpoint["model_config"],
-            "num_labels": self.labels.num_labels, "id2label": self.labels.names or None,
-            "problem_type": self.labels.problem_type}
+            "num_labels": self.labels.num_labels,
+            "id2label": self.labels.names or None,
+            "problem_type": self.labels.problem_type,
+        }
         usual = {"optimizer_class": "adamw", "scheduler_type": None}
         checkpoint["hyper_parameters"] = plain_options(plain, usual)
 
@@ -371,8 +417,10 @@ class FinetuningModule(TrainingModule):
         "Run the model on a batch. Raises `ValueError` for a key that no model for a task takes."
         own = SPAN_INPUTS if self.hparams.task == "span_classification" else ()
         if unknown := sorted(batch.keys() - {*INPUTS, *TARGETS, *own, *BOOKKEEPING}):
-            raise ValueError(f"the batch has {unknown[0]!r}, which the model does not take; it "
-                             f"takes {', '.join(INPUTS + TARGETS + own)}")
+            raise ValueError(
+                f"the batch has {unknown[0]!r}, which the model does not take; it "
+                f"takes {', '.join(INPUTS + TARGETS + own)}"
+            )
         return self.model(**{name: batch[name] for name in (*names, *own) if name in batch})
 
     def label_loss(self, batch: dict[str, Tensor]) -> LossParts:
@@ -380,7 +428,9 @@ class FinetuningModule(TrainingModule):
         return self._loss_parts(self.run_model(batch), batch)
 
     def _loss_parts(
-        self, output: Any, batch: dict[str, Tensor],
+        self,
+        output: Any,
+        batch: dict[str, Tensor],
         weigh: bool = True,  # by `class_weights`
     ) -> LossParts:
         "Sum and count of a batch's loss. Raises `ValueError` for a batch without labels."
@@ -415,8 +465,10 @@ class FinetuningModule(TrainingModule):
         values = {"loss": loss_sum / count} | (self._scores.compute() if self._scores else {})
         # Ruined weights say the first label of everything, which may be right often: no score.
         ruined = ~values["loss"].isfinite()
-        return {f"{stage}_{name}": value.masked_fill(ruined.to(value.device), math.nan)
-                for name, value in values.items()}
+        return {
+            f"{stage}_{name}": value.masked_fill(ruined.to(value.device), math.nan)
+            for name, value in values.items()
+        }
 
     @property
     def monitor(self) -> str:
@@ -435,8 +487,11 @@ class FinetuningModule(TrainingModule):
         "Scores of each real row, with what it takes to read them."
         output, batch = readable(self.run_model(batch, INPUTS)), readable(batch)
         real_B = batch["attention_mask"].any(1)
-        kept = {name: output[name] for name in ("logits", "start_logits", "end_logits")
-                if name in output}
+        kept = {
+            name: output[name]
+            for name in ("logits", "start_logits", "end_logits")
+            if name in output
+        }
         more = "attention_mask", "labels", "begins_word", "offsets", "example_index"
         kept |= {name: batch[name] for name in more if name in batch}
         return {name: value[real_B] for name, value in kept.items()}
@@ -448,18 +503,24 @@ def _check_options(options: Mapping[str, Any]) -> None:
     kind, given = options["scheduler_type"], options["scheduler_kwargs"] or {}
     ratio, steps = options["warmup_ratio"], options["warmup_steps"]
     if not 0 <= ratio < 1 or steps < 0:
-        raise ValueError("warmup_ratio is a share, 0 or more and below 1, and warmup_steps is 0 or "
-                         f"more; got {ratio} and {steps}")
+        raise ValueError(
+            "warmup_ratio is a share, 0 or more and below 1, and warmup_steps is 0 or "
+            f"more; got {ratio} and {steps}"
+        )
     if ratio and steps:
         raise ValueError("give warmup_steps or warmup_ratio, not both")
     if _is_own(kind) and (ratio or steps):
-        raise ValueError(f"warmup_steps={steps} and warmup_ratio={ratio} are for schedules by "
-                         f"name; scheduler_type={kind!r} is your own and warms up by itself")
+        raise ValueError(
+            f"warmup_steps={steps} and warmup_ratio={ratio} are for schedules by "
+            f"name; scheduler_type={kind!r} is your own and warms up by itself"
+        )
     if not _is_own(kind):
         known = () if kind is None else look_up(kind, SCHEDULES, "scheduler_type")
         if unknown := sorted(given.keys() - set(known)):
-            raise ValueError(f"scheduler_kwargs has {unknown[0]!r}; scheduler_type={kind!r} takes "
-                             f"{', '.join(known) or 'none'}")
+            raise ValueError(
+                f"scheduler_kwargs has {unknown[0]!r}; scheduler_type={kind!r} takes "
+                f"{', '.join(known) or 'none'}"
+            )
     if options["problem_type"] is not None and options["task"] != "classification":
         raise ValueError(f"problem_type belongs to classification, not to {options['task']}")
     weights, problem = options["class_weights"], options["problem_type"]
@@ -471,8 +532,11 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if options["adapter"] is not None:
         read_adapter(options["adapter"])
         if options["reinit_layers"]:
-            raise ValueError(f"reinit_layers={options['reinit_layers']} begins blocks anew that "
-                             "adapter leaves as they are: leave one of them out")
+            raise ValueError(
+                f"reinit_layers={options['reinit_layers']} begins blocks anew that "
+                "adapter leaves as they are: leave one of them out"
+            )
     rates_by_depth(options["learning_rate"], options["layer_decay"], 1)  # raises
-    check_recomputing(options["gradient_checkpointing"], options["compile_model"],
-                      options["optimizer_class"])
+    check_recomputing(
+        options["gradient_checkpointing"], options["compile_model"], options["optimizer_class"]
+    )

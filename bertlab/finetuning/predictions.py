@@ -48,8 +48,11 @@ from ..model.huggingface import check_tokenizer, load_pretrained, read_shape
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #f878d28a
 HEADS = {  # how the name of a model's class ends, and what it is for
-    "ForSequenceClassification": "classification", "ForTokenClassification": "token_classification",
-    "ForQuestionAnswering": "question_answering", "ForSpanClassification": "span_classification"}
+    "ForSequenceClassification": "classification",
+    "ForTokenClassification": "token_classification",
+    "ForQuestionAnswering": "question_answering",
+    "ForSpanClassification": "span_classification",
+}
 
 
 def _longest_row(
@@ -103,8 +106,10 @@ def load_predictor(
     written = (shape.architectures or ["a model of no kind"])[0]
     head = next((ending for ending in HEADS if written.endswith(ending)), None)
     if head is None:
-        raise ValueError(f"{directory} holds {written}, which has no head for a task: fine-tune it "
-                         "first, and name the directory of that run")
+        raise ValueError(
+            f"{directory} holds {written}, which has no head for a task: fine-tune it "
+            "first, and name the directory of that run"
+        )
     tokenizer = load_tokenizer(directory)
     auto = getattr(transformers, f"AutoModel{head}", None) or TASK_MODELS[HEADS[head]]
     if auto is TASK_MODELS[HEADS[head]] and shape.model_type != BertLabConfig.model_type:
@@ -115,8 +120,9 @@ def load_predictor(
     if not 8 <= (length := max_sequence_length or learned) <= longest:
         raise ValueError(f"max_sequence_length={length}: this model reads 8 to {longest} tokens")
     with without_reports():
-        model, report = load_pretrained(auto, directory, dtype=torch.float32,
-                                        output_loading_info=True)
+        model, report = load_pretrained(
+            auto, directory, dtype=torch.float32, output_loading_info=True
+        )
     if lost := sorted(report["missing_keys"]):
         raise ValueError(f"{directory} lacks weights, such as {lost[0]!r} ({len(lost)} in all)")
     model = model.eval().to(next(kind for kind in ("cuda", "mps", "cpu") if count_devices(kind)))
@@ -126,10 +132,20 @@ def load_predictor(
     columns, stride = tuple(reading.get("text_columns", ())), reading.get("doc_stride")
     stride = stride if length == reading.get("max_sequence_length") else None  # it is of a length
     limit = math.inf if reading.get("always_answered") else 0.0
-    return TaskPredictor(model, tokenizer, HEADS[head], names, problem, length, columns, stride,
-                         limit, reading.get("multiword", "split"),
-                         reading.get("max_answer_tokens", 30),  # older directories do not say
-                         reading.get("delimiter"))
+    return TaskPredictor(
+        model,
+        tokenizer,
+        HEADS[head],
+        names,
+        problem,
+        length,
+        columns,
+        stride,
+        limit,
+        reading.get("multiword", "split"),
+        reading.get("max_answer_tokens", 30),  # older directories do not say
+        reading.get("delimiter"),
+    )
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #d738224a
 def run_batches(
@@ -144,11 +160,12 @@ def run_batches(
     inputs = "input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"
     names = [name for name in inputs if name in taken]
     for start in range(0, len(rows), batch_size):
-        chosen = order[start:start + batch_size]
+        chosen = order[start : start + batch_size]
         batch = collator([rows[n] for n in chosen])
         with torch.inference_mode():
-            output = predictor.model(**{name: batch[name].to(predictor.model.device)
-                                        for name in names if name in batch})
+            output = predictor.model(
+                **{name: batch[name].to(predictor.model.device) for name in names if name in batch}
+            )
         yield chosen, batch, output
 
 
@@ -228,9 +245,12 @@ def predict_labels(
     full = [row for row, made in zip(rows, encoded) if len(made["input_ids"]) == length]
     num_cut = 0
     for start in range(0, len(full), 100):  # a call keeps far more than ids of all its texts
-        part = full[start:start + 100]
-        whole = predictor.tokenizer(*([row[name] for row in part] for name in columns),
-                                    verbose=False, split_special_tokens=True)["input_ids"]
+        part = full[start : start + 100]
+        whole = predictor.tokenizer(
+            *([row[name] for row in part] for name in columns),
+            verbose=False,
+            split_special_tokens=True,
+        )["input_ids"]
         num_cut += sum(len(ids) > length for ids in whole)
     found = run_sorted(predictor, encoded, collator, options.batch_size)
     told = [_tell_label(logits["logits"], predictor, options) for logits in found]
@@ -256,12 +276,18 @@ def predict_tags(
     told, labels = [], predictor.labels
     for words in shares:
         best = [None if share is None else int(share.argmax()) for share in words]
-        told.append({"predicted_tags": [None if n is None else labels[n] for n in best],
-                     "tag_probabilities": [None if n is None else float(share[n])
-                                           for n, share in zip(best, words)]})
+        told.append(
+            {
+                "predicted_tags": [None if n is None else labels[n] for n in best],
+                "tag_probabilities": [
+                    None if n is None else float(share[n]) for n, share in zip(best, words)
+                ],
+            }
+        )
         if options.all_probabilities:
-            told[-1]["probabilities"] = [share if share is None else _name_scores(labels, share)
-                                         for share in words]
+            told[-1]["probabilities"] = [
+                share if share is None else _name_scores(labels, share) for share in words
+            ]
     return told, len({one.number for one in pieces if one.first})
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #8fb0a6c9
@@ -273,7 +299,7 @@ def _shorten(
     "Cut a question that would leave no room for its context."
     made = tokenizer(question, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends = [end for _, end in made["offset_mapping"]]
-    return question if len(ends) <= room else question[:ends[room - 1]]
+    return question if len(ends) <= room else question[: ends[room - 1]]
 
 
 _NUM_SHARING = 20  # spans that share the probability, however many are told
@@ -289,13 +315,22 @@ def _tell_answer(ranked: Sequence, predictor: TaskPredictor, options: Prediction
     sharing = spans[:_NUM_SHARING] + [one for one in able if not one.text]
     total = np.logaddexp.reduce([one.score for one in sharing])
     share = lambda one: math.exp(one.score - total)
-    told = {"predicted_answer": best.text, "probability": share(best),
-            "predicted_start": best.start, "predicted_stop": best.stop}
+    told = {
+        "predicted_answer": best.text,
+        "probability": share(best),
+        "predicted_start": best.start,
+        "predicted_stop": best.stop,
+    }
     if options.all_probabilities:
-        kept = [one for rank, one in enumerate(able) if rank < options.num_best or not one.text
-                or one is spans[0]]
-        told["n_best"] = [{"answer": one.text, "probability": share(one), "start": one.start,
-                           "stop": one.stop} for one in kept]
+        kept = [
+            one
+            for rank, one in enumerate(able)
+            if rank < options.num_best or not one.text or one is spans[0]
+        ]
+        told["n_best"] = [
+            {"answer": one.text, "probability": share(one), "start": one.start, "stop": one.stop}
+            for one in kept
+        ]
     return told
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #0757866a
@@ -314,8 +349,14 @@ def predict_answers(
     found = run_sorted(predictor, windows, collator, options.batch_size)
     starts, ends = ([one[f"{side}_logits"] for one in found] for side in ("start", "end"))
     places = ([window[name] for window in windows] for name in ("offsets", "example_index"))
-    answers = best_answers(starts, ends, *places, [row[context] for row in rows],
-                           max(options.num_best, _NUM_SHARING + 1), predictor.max_answer_tokens)
+    answers = best_answers(
+        starts,
+        ends,
+        *places,
+        [row[context] for row in rows],
+        max(options.num_best, _NUM_SHARING + 1),
+        predictor.max_answer_tokens,
+    )
     told = [_tell_answer(answers[number], predictor, options) for number in range(len(rows))]
     return told, sum(one[asked] != row[asked] for one, row in zip(short, rows))
 
@@ -337,15 +378,25 @@ def predict_spans(
     found, scores = merge_spans(*map(torch.cat, zip(*parts)))
     told = [{"predicted_spans": []} for _ in texts]
     for (number, start, end, label), score in zip(found.tolist(), scores.tolist()):
-        told[number]["predicted_spans"].append({
-            "start": start, "end": end, "text": texts[number][start:end],
-            "label": predictor.labels[label], "score": score})
+        told[number]["predicted_spans"].append(
+            {
+                "start": start,
+                "end": end,
+                "text": texts[number][start:end],
+                "label": predictor.labels[label],
+                "score": score,
+            }
+        )
     numbers = [window["example_index"] for window in windows]
     return told, sum(count > 1 for count in Counter(numbers).values())
 
 
-_PREDICTING = {"classification": predict_labels, "token_classification": predict_tags,
-               "question_answering": predict_answers, "span_classification": predict_spans}
+_PREDICTING = {
+    "classification": predict_labels,
+    "token_classification": predict_tags,
+    "question_answering": predict_answers,
+    "span_classification": predict_spans,
+}
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #ceb13a4e
 @dataclass(frozen=True)
@@ -358,9 +409,12 @@ class Predictions:
 
     def describe(self, task: str) -> str:  # of HEADS
         "One line, for a person."
-        done = {"classification": "cut", "token_classification": "read in pieces",
-                "question_answering": "asked with a cut question",
-                "span_classification": "read in windows"}[task]
+        done = {
+            "classification": "cut",
+            "token_classification": "read in pieces",
+            "question_answering": "asked with a cut question",
+            "span_classification": "read in windows",
+        }[task]
         said = [f"{len(self.rows):,} rows"] + [f"{self.num_blank:,} blank"] * bool(self.num_blank)
         return ", ".join(said + [f"{self.num_long:,} too long: {done}"] * bool(self.num_long))
 
@@ -368,8 +422,12 @@ class Predictions:
 def _blank_prediction(predictor: TaskPredictor, options: PredictionOptions) -> dict:
     "What is said of a row that has nothing to read: the columns of the others, left empty."
     if predictor.task == "question_answering":
-        told = {"predicted_answer": None, "probability": None, "predicted_start": None,
-                "predicted_stop": None}
+        told = {
+            "predicted_answer": None,
+            "probability": None,
+            "predicted_start": None,
+            "predicted_stop": None,
+        }
         return told | ({"n_best": []} if options.all_probabilities else {})
     if predictor.task == "token_classification":
         told = {"predicted_tags": [], "tag_probabilities": []}
@@ -401,8 +459,10 @@ def _read_cells(
         if isinstance(value, str) and is_line and as_words:
             value = value.split()
         elif isinstance(value, str) and as_words:
-            raise ValueError(f"{place}: the column {name!r} holds {value[:60]!r}, the text of a "
-                             'list: lists in tables are JSON, as ["a", "b"]')
+            raise ValueError(
+                f"{place}: the column {name!r} holds {value[:60]!r}, the text of a "
+                'list: lists in tables are JSON, as ["a", "b"]'
+            )
         value = list(value) if as_words and isinstance(value, (tuple, np.ndarray)) else value
         texts = value if as_words and isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
@@ -432,13 +492,15 @@ def text_columns(
         names = learned if learned and set(learned) <= set(there) else usual
     else:
         names = [asked] if isinstance(asked, (str, int)) else list(asked)
-        names += (learned or usual)[len(names):] if parts.context_column else []
+        names += (learned or usual)[len(names) :] if parts.context_column else []
     single = predictor.task in ("token_classification", "span_classification")
     if len(names) > (1 if single else 2):
         raise ValueError(f"text_column={asked!r} are too many columns for {predictor.task}")
     if len(learned) > len(names):
-        raise ValueError(f"this model has learned pairs of texts, from the columns {learned}; give "
-                         f"rows with two texts, and name both columns (they have {there})")
+        raise ValueError(
+            f"this model has learned pairs of texts, from the columns {learned}; give "
+            f"rows with two texts, and name both columns (they have {there})"
+        )
     numbered = [*CONLLU] if file_format == "conllu" else there
     return [resolve_column(name, there if name in there else numbered) for name in names]
 
@@ -467,13 +529,18 @@ def predict_rows(
     line = file_format == "lines"
     cells = [_read_cells(row, names, words, at, line) for row, at in zip(rows, rows.places)]
     if words and line and (whole := sum(_is_unspaced(row[names[0]]) for row in cells if row)):
-        rank_zero_warn(f"{whole:,} lines have no space, in a script that writes none between words:"
-                       " each counts as one word and gets one tag; put spaces where words ended in "
-                       "training, or give lists of words as JSON lines")
+        rank_zero_warn(
+            f"{whole:,} lines have no space, in a script that writes none between words:"
+            " each counts as one word and gets one tag; put spaces where words ended in "
+            "training, or give lists of words as JSON lines"
+        )
     full = [number for number, row in enumerate(cells) if row is not None]
     told = [_blank_prediction(predictor, options) for _ in cells]
-    found, num_long = _PREDICTING[predictor.task](
-        predictor, [cells[n] for n in full], names, options) if full else ([], 0)
+    found, num_long = (
+        _PREDICTING[predictor.task](predictor, [cells[n] for n in full], names, options)
+        if full
+        else ([], 0)
+    )
     for number, one in zip(full, found, strict=True):
         told[number] = one
     return Predictions(told, len(cells) - len(full), num_long)
@@ -509,16 +576,19 @@ def read_input(
     if file_format not in (None, "lines", *LABELLED):
         raise ValueError(f"format {file_format!r} is none of lines, {', '.join(LABELLED)}")
     if str(source) == "-":
-        return _read_standard_input(file_format, header=header, multiword=multiword,
-                                    delimiter=delimiter, learned=learned)
+        return _read_standard_input(
+            file_format, header=header, multiword=multiword, delimiter=delimiter, learned=learned
+        )
     path = Path(source).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {source}")
     chosen = file_format or guess_format(path) or "lines"
     usual = {"csv": ",", "tsv": "\t"}.get(chosen)
     if delimiter and not usual:
-        raise ValueError(f"delimiter={delimiter!r} is for tables, {source} is read as {chosen}: "
-                         'leave it out, or say that the format is "csv"')
+        raise ValueError(
+            f"delimiter={delimiter!r} is for tables, {source} is read as {chosen}: "
+            'leave it out, or say that the format is "csv"'
+        )
     if chosen != "lines":
         asked = {} if header else {"header": False}
         if usual and (delimiter or learned):
@@ -550,8 +620,9 @@ def as_table(rows: Sequence[Mapping], delimiter: str = ",") -> str:
     "Write rows as a table with a header."
     lines, names = [], _all_columns(rows)
     # Only characters of the line's end are quoted for sure, so a cell's carriage return is one.
-    table = csv.writer(SimpleNamespace(write=lines.append), delimiter=delimiter,
-                       lineterminator="\r\n")
+    table = csv.writer(
+        SimpleNamespace(write=lines.append), delimiter=delimiter, lineterminator="\r\n"
+    )
     table.writerows([names, *([_write_cell(row.get(name)) for name in names] for row in rows)])
     return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
@@ -580,16 +651,21 @@ def as_conllu(rows: Sequence[Mapping]) -> str:
     for row in rows:
         if (lines := row.get("lines")) is None:
             lines = [f"# {name} = {row[name]}" for name in ("sent_id", "text") if name in row]
-            lines += ["\t".join("_" if cell == IGNORED else cell for cell in cells)
-                      for cells in zip(*(row[name] for name in CONLLU))]
+            lines += [
+                "\t".join("_" if cell == IGNORED else cell for cell in cells)
+                for cells in zip(*(row[name] for name in CONLLU))
+            ]
         tags = dict(zip(map(_line_of, row["ID"]), row["predicted_tags"], strict=True))
         blocks.append("\n".join(_tagged(line, tags) for line in lines) + "\n\n")
     return "".join(blocks)
 
 
 WRITERS: dict[str, Callable[[Sequence[Mapping]], str]] = {
-    "jsonl": as_json_lines, "csv": as_table, "tsv": lambda rows: as_table(rows, "\t"),
-    "conllu": as_conllu}
+    "jsonl": as_json_lines,
+    "csv": as_table,
+    "tsv": lambda rows: as_table(rows, "\t"),
+    "conllu": as_conllu,
+}
 
 # %% ../../nbs/finetuning/10_predictions.ipynb #4edf1488
 def choose_writer(
@@ -618,8 +694,10 @@ def check_output(
     if str(source) != "-" and path.exists() and path.samefile(Path(source).expanduser()):
         raise ValueError(f"output {output} is the file that is read; name another file")
     if path.exists() and not overwrite:
-        raise ValueError(f"output {output} is there already; name another file, or overwrite it "
-                         "(overwrite=True, --overwrite)")
+        raise ValueError(
+            f"output {output} is there already; name another file, or overwrite it "
+            "(overwrite=True, --overwrite)"
+        )
 
 
 def _of_one_kind(values: list) -> list:
@@ -631,8 +709,12 @@ def _of_one_kind(values: list) -> list:
         if pyarrow.types.is_struct(kind) and not kind.num_fields:  # which Parquet cannot write
             raise pyarrow.ArrowTypeError
     except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):
-        return [value if value is None or isinstance(value, str) else
-                json.dumps(value, ensure_ascii=False, default=str) for value in values]
+        return [
+            value
+            if value is None or isinstance(value, str)
+            else json.dumps(value, ensure_ascii=False, default=str)
+            for value in values
+        ]
     return values
 
 
@@ -648,8 +730,9 @@ def write_predictions(
             import datasets  # here: it takes most of a second
 
             # `Dataset.from_list` would take the columns of the first row for those of all.
-            columns = {name: _of_one_kind([row.get(name) for row in rows])
-                       for name in _all_columns(rows)}
+            columns = {
+                name: _of_one_kind([row.get(name) for row in rows]) for name in _all_columns(rows)
+            }
             datasets.Dataset.from_dict(columns).to_parquet(str(temporary))
         else:
             # As bytes: a text file of Windows would have other line ends, inside cells too.
@@ -671,25 +754,30 @@ def predict_file(
     "Read, predict, write. Raises `ValueError` before the model is asked, where that is possible."
     if output is not None:
         check_output(output, source, overwrite)
-    rows, chosen = read_input(source, file_format, header, predictor.multiword, delimiter,
-                              predictor.delimiter)
+    rows, chosen = read_input(
+        source, file_format, header, predictor.multiword, delimiter, predictor.delimiter
+    )
     if output is not None and choose_writer(output, rows) == "conllu":
         read = text_columns(predictor, rows, columns, chosen)[0]
         if predictor.task != "token_classification" or read not in CONLLU:
-            raise ValueError(f"output {output}: CoNLL-U takes a tag for each of its words; this is "
-                             f"{predictor.task} of the column {read!r}")
+            raise ValueError(
+                f"output {output}: CoNLL-U takes a tag for each of its words; this is "
+                f"{predictor.task} of the column {read!r}"
+            )
     for row, place in zip(rows, rows.places):  # no file can hold these, however it is written
         check_utf8(json.dumps(row, ensure_ascii=False, default=str), place)
     if taken := sorted(_blank_prediction(predictor, options).keys() & set(rows.columns)):
-        raise ValueError(f"{source} has the columns {taken}, which a prediction would write over; "
-                         "rename them")
+        raise ValueError(
+            f"{source} has the columns {taken}, which a prediction would write over; rename them"
+        )
     found = predict_rows(predictor, rows, columns, options, chosen)
     told = [{**row, **one} for row, one in zip(rows, found.rows, strict=True)]
     if chosen == "conllu" and (output is None or choose_writer(output) != "conllu"):
         for row in told:
             del row["lines"]  # the columns say the same
-            row |= {name: ["_" if cell == IGNORED else cell for cell in row[name]]
-                    for name in CONLLU}
+            row |= {
+                name: ["_" if cell == IGNORED else cell for cell in row[name]] for name in CONLLU
+            }
     if output is not None:
         write_predictions(told, output)
     return told, found

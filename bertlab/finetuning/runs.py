@@ -40,9 +40,16 @@ class BestCheckpoint(ModelCheckpoint):
         file_name: str = "best",
         patience: int | None = None,  # validations without a gain until it stops; None: never
     ):
-        super().__init__(directory, file_name, monitor, mode=better_way(monitor), save_top_k=1,
-                         save_weights_only=True, save_on_train_epoch_end=False,
-                         enable_version_counter=False)
+        super().__init__(
+            directory,
+            file_name,
+            monitor,
+            mode=better_way(monitor),
+            save_top_k=1,
+            save_weights_only=True,
+            save_on_train_epoch_end=False,
+            enable_version_counter=False,
+        )
         self.patience, self._waited = patience, 0  # validations since the last gain
         self._best_rank: tuple[int, float] | None = None  # None: there was no validation
         self._lowest_loss = math.inf
@@ -80,19 +87,25 @@ class BestCheckpoint(ModelCheckpoint):
         return best
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "best_rank": self._best_rank, "waited": self._waited,
-                "lowest_loss": self._lowest_loss}
+        return {
+            **super().state_dict(),
+            "best_rank": self._best_rank,
+            "waited": self._waited,
+            "lowest_loss": self._lowest_loss,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         "Go on with the best weights; the run, and they with it, may have been moved meanwhile."
+
         def here(path: str) -> str:  # where it is now, if it came along
             moved = os.path.join(self.dirpath, os.path.basename(path))
             return moved if path and os.path.exists(moved) else path
 
         paths = {name: here(value) for name, value in state_dict.items() if name.endswith("_path")}
         best = {here(path): score for path, score in state_dict["best_k_models"].items()}
-        super().load_state_dict({**state_dict, **paths, "best_k_models": best,
-                                 "dirpath": self.dirpath})
+        super().load_state_dict(
+            {**state_dict, **paths, "best_k_models": best, "dirpath": self.dirpath}
+        )
         score = state_dict["best_model_score"]  # of an older checkpoint, which knows no rank
         known = None if score is None else rank_metric(self.monitor, {self.monitor: score})
         self._best_rank = state_dict.get("best_rank", known)
@@ -110,8 +123,10 @@ def check_monitor(
         # Lightning files a state under the monitor, too, and drops one that it does not find.
         ours = str(key).startswith(f"{BestCheckpoint.__qualname__}{{") and isinstance(state, dict)
         if ours and (kept := state.get("monitor", monitor)) != monitor:
-            raise ValueError(f"cannot resume from {path}: it has kept the best weights by {kept}, "
-                             f"and monitor is {monitor} now. Put it back, or start a new run")
+            raise ValueError(
+                f"cannot resume from {path}: it has kept the best weights by {kept}, "
+                f"and monitor is {monitor} now. Put it back, or start a new run"
+            )
 
 
 def better_way(monitor: str) -> str:
@@ -171,9 +186,11 @@ def find_monitor(
     if "train" not in data.datasets:
         raise ValueError("there is no training split to learn from: name train_split")
     if "validation" not in data.datasets:
-        raise ValueError("there is no validation split to choose the best weights by: name "
-                         "val_split, or let the data module hold a share out "
-                         "(validation_fraction)")
+        raise ValueError(
+            "there is no validation split to choose the best weights by: name "
+            "val_split, or let the data module hold a share out "
+            "(validation_fraction)"
+        )
     module.settle(data)
     return monitor or module.monitor
 
@@ -202,11 +219,16 @@ class ScoreLines(Callback):
     def on_validation_end(self, trainer, pl_module) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking or not trainer.is_global_zero:
             return
-        scores = [f"{name} {float(value):.4f}" for name, value in trainer.callback_metrics.items()
-                  if name.startswith("val_")]
+        scores = [
+            f"{name} {float(value):.4f}"
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val_")
+        ]
         now = time.monotonic()
-        self.say(f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}: "
-                 f"{', '.join(scores)}; {now - self.since:.1f} s")
+        self.say(
+            f"epoch {trainer.current_epoch + 1}, step {trainer.global_step}: "
+            f"{', '.join(scores)}; {now - self.since:.1f} s"
+        )
         self.since = now
 
 # %% ../../nbs/finetuning/08_runs.ipynb #c6558276
@@ -216,8 +238,11 @@ def evaluate_run(
     trainer_options: Mapping[str, Any],
 ) -> dict[str, float]:  # val_... and, where a test split has labels, test_...
     "Score the weights as they are: by a trainer whose optimizer cannot exchange them."
-    kept = {k: v for k, v in trainer_options.items() if k in ("precision", "accelerator", "devices",
-                                                              "strategy")}
+    kept = {
+        k: v
+        for k, v in trainer_options.items()
+        if k in ("precision", "accelerator", "devices", "strategy")
+    }
     evaluator = make_trainer(1, limit_val_batches=1.0, **kept)
     metrics = evaluator.validate(module, data, verbose=False)[0]
     if "test" in data.datasets and _has_labels(data.datasets["test"].rows[0]):
@@ -238,8 +263,10 @@ def validation_places(
     "Spread validations over an epoch, the last at its end. Raises `ValueError` for too many."
     steps = -(-batches // window)  # between two steps the weights stay what they are
     if times > steps:
-        raise ValueError(f"validations_per_epoch={times} is more than the {steps} optimizer steps "
-                         "of an epoch: lower it")
+        raise ValueError(
+            f"validations_per_epoch={times} is more than the {steps} optimizer steps "
+            "of an epoch: lower it"
+        )
     return [min(batches, round(n * steps / times) * window) for n in range(1, times + 1)]
 
 
@@ -295,19 +322,34 @@ def finetune(
         clock = {"schedule": said.scheduler_type, "scheduler_kwargs": said.scheduler_kwargs}
         limited = any(isinstance(one, TimeLimit) for one in callbacks)
         if (budget := clock_budget(clock)) is not None and not limited:
-            raise ValueError(f"num_epochs={num_epochs} end this run, and its schedule follows the "
-                             f"clock ({budget=!r}), behind which the rate is 0: take a schedule in "
-                             "steps, or have a TimeLimit among the callbacks")
+            raise ValueError(
+                f"num_epochs={num_epochs} end this run, and its schedule follows the "
+                f"clock ({budget=!r}), behind which the rate is 0: take a schedule in "
+                "steps, or have a TimeLimit among the callbacks"
+            )
     watched, data.seed = find_monitor(module, data, monitor), seed
     history, best = History(), BestCheckpoint(directory, watched, patience=patience)
     guarded = any(isinstance(one, NonFiniteGuard) for one in callbacks)
     spread = validations_per_epoch > 1 and "val_check_interval" not in trainer_options
-    rules = [history, best, *[NonFiniteGuard()] * (not guarded), *callbacks,
-             *([SpreadValidations(validations_per_epoch)] if spread else [])]
+    rules = [
+        history,
+        best,
+        *[NonFiniteGuard()] * (not guarded),
+        *callbacks,
+        *([SpreadValidations(validations_per_epoch)] if spread else []),
+    ]
     seed_everything(seed)
-    trainer = make_trainer(num_epochs * len(data.train_dataloader()), callbacks=rules, **{
-        "max_epochs": num_epochs, "check_val_every_n_epoch": 1, "limit_val_batches": 1.0,
-        "val_check_interval": 1.0 / validations_per_epoch, **trainer_options})
+    trainer = make_trainer(
+        num_epochs * len(data.train_dataloader()),
+        callbacks=rules,
+        **{
+            "max_epochs": num_epochs,
+            "check_val_every_n_epoch": 1,
+            "limit_val_batches": 1.0,
+            "val_check_interval": 1.0 / validations_per_epoch,
+            **trainer_options,
+        },
+    )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     step = take_best(module, best)
     metrics = evaluate_run(module, data, trainer_options)
@@ -353,8 +395,9 @@ class SeedResults:
         head = (f"{name:>{size}}" for name, size in sizes.items())
         lines = ["  ".join([f"{'metric':<{width}}", *head])]
         for metric in self.runs[0]:
-            cells = [f"{column[metric]:.3f}" if metric in column else "" for column in
-                     columns.values()]
+            cells = [
+                f"{column[metric]:.3f}" if metric in column else "" for column in columns.values()
+            ]
             told = (f"{cell:>{size}}" for cell, size in zip(cells, sizes.values()))
             lines.append("  ".join([f"{metric:<{width}}", *told]).rstrip())
         return "\n".join(lines)
@@ -378,14 +421,20 @@ def finetune_seeds(
     rank = lambda metrics: rank_metric(monitor, metrics)
     for seed in seeds:
         try:
-            found = finetune(FinetuningModule(**module_options), data,
-                             Path(directory) / f"seed-{seed}", monitor=monitor, seed=seed,
-                             callbacks=make_callbacks(), **options)
+            found = finetune(
+                FinetuningModule(**module_options),
+                data,
+                Path(directory) / f"seed-{seed}",
+                monitor=monitor,
+                seed=seed,
+                callbacks=make_callbacks(),
+                **options,
+            )
         finally:
             data.seed = own
         runs.append({name: float(value) for name, value in found.metrics.items()})
         if best is None or rank(found.metrics) > rank(best.metrics):
             best, best_seed = found, seed
-        results = SeedResults(tuple(seeds[:len(runs)]), tuple(runs), best, best_seed)
+        results = SeedResults(tuple(seeds[: len(runs)]), tuple(runs), best, best_seed)
         after_seed(results)
     return results

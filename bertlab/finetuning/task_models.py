@@ -55,8 +55,11 @@ class TaskLabels:
     def settings(self) -> dict[str, Any]:
         "What a configuration says of it."
         names = self.names or tuple(f"LABEL_{i}" for i in range(self.num_labels))
-        return {"id2label": dict(enumerate(names)), "problem_type": self.problem_type,
-                "label2id": {name: i for i, name in enumerate(names)}}
+        return {
+            "id2label": dict(enumerate(names)),
+            "problem_type": self.problem_type,
+            "label2id": {name: i for i, name in enumerate(names)},
+        }
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #fa02d8d5
 def settle_labels(
@@ -67,8 +70,10 @@ def settle_labels(
     "Agree on what the head answers with. Raises `ValueError` where user and data do not."
     for key in asked.keys() & found.keys():
         if None not in (asked[key], found[key]) and asked[key] != found[key]:
-            raise ValueError(f"{key}={asked[key]!r}, but the data has {found[key]!r} ("
-                             f"{describe_labels(found)}); leave {key} out to take the data's")
+            raise ValueError(
+                f"{key}={asked[key]!r}, but the data has {found[key]!r} ("
+                f"{describe_labels(found)}); leave {key} out to take the data's"
+            )
     settled = {key: found.get(key) if asked[key] is None else asked[key] for key in asked}
     names, problem = settled["id2label"] or (), settled["problem_type"]
     if task == "question_answering":
@@ -105,8 +110,6 @@ def without_reports():
         logging.set_verbosity(level)
         (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
-
-
 # %% ../../nbs/finetuning/04_task_models.ipynb #71008fa4
 class LoadedModel(NamedTuple):
     "A model for a task, and the names of those weights that no checkpoint brought."
@@ -121,9 +124,14 @@ def load_ours(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMode
     renamed = {r"^head\.(dense|norm)\.": r"task_head.\1."}
     config = read_shape(name)
     model, report = load_pretrained(
-        TASK_MODELS[task], name, dtype=torch.float32, num_labels=num_labels,
-        ignore_mismatched_sizes=True, output_loading_info=True,
-        key_mapping=renamed if config.classifier_head != "tanh" else None)
+        TASK_MODELS[task],
+        name,
+        dtype=torch.float32,
+        num_labels=num_labels,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        key_mapping=renamed if config.classifier_head != "tanh" else None,
+    )
     odd = {weight for weight, *_ in report["mismatched_keys"]}
     return LoadedModel(model, sorted(report["missing_keys"] | odd))
 
@@ -134,8 +142,13 @@ def load_theirs(task: str, name: str | os.PathLike, num_labels: int) -> LoadedMo
     alone = ours is BertLabForSpanClassification  # which has no counterpart: tokens stand in
     head = (BertLabForTokenClassification if alone else ours).__name__.removeprefix("BertLab")
     theirs, report = load_pretrained(
-        their_class(kind, head), name, dtype=torch.float32, num_labels=num_labels,
-        ignore_mismatched_sizes=True, output_loading_info=True)
+        their_class(kind, head),
+        name,
+        dtype=torch.float32,
+        num_labels=num_labels,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
     model = from_huggingface(theirs)
     odd = report["missing_keys"] | {weight for weight, *_ in report["mismatched_keys"]}
     table = key_table(kind, head)
@@ -168,8 +181,10 @@ def load_task_model(
     with without_reports():
         loaded, fresh = load(task, name, labels.num_labels)
     if lost := [key for key in fresh if not key.startswith("task_head.")]:
-        raise ValueError(f"pretrained_model_name_or_path {str(name)!r} lacks weights of its own "
-                         f"encoder, such as {lost[0]!r} ({len(lost)} in all), or has other shapes")
+        raise ValueError(
+            f"pretrained_model_name_or_path {str(name)!r} lacks weights of its own "
+            f"encoder, such as {lost[0]!r} ({len(lost)} in all), or has other shapes"
+        )
     config = copy.deepcopy(loaded.config)
     for setting, value in {**labels.settings(), **(options or {})}.items():
         setattr(config, "_attn_implementation" if setting[:4] == "attn" else setting, value)
@@ -177,8 +192,9 @@ def load_task_model(
     model, state = TASK_MODELS[task](config), loaded.state_dict()
     if forgets_answers(shape, task, labels):
         fresh = sorted({*fresh, *(k for k in state if k.startswith("task_head.classifier."))})
-    model.load_state_dict({key: weight for key, weight in state.items() if key not in fresh},
-                          strict=False)
+    model.load_state_dict(
+        {key: weight for key, weight in state.items() if key not in fresh}, strict=False
+    )
     return LoadedModel(model, fresh)
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #606b9076
@@ -194,8 +210,10 @@ def build_task_model(
     if unknown := sorted(options.keys() - set(MODEL_OPTIONS)):
         raise ValueError(f"model_kwargs has {unknown[0]!r}; it takes {', '.join(MODEL_OPTIONS)}")
     if (name is None) == (config_kwargs is None):
-        raise ValueError("give either pretrained_model_name_or_path or, for random weights, "
-                         "model_config_kwargs, and not both")
+        raise ValueError(
+            "give either pretrained_model_name_or_path or, for random weights, "
+            "model_config_kwargs, and not both"
+        )
     if name is not None:
         return load_task_model(task, name, labels, options)
     model = TASK_MODELS[task](BertLabConfig(**{**config_kwargs, **labels.settings(), **options}))
@@ -217,8 +235,10 @@ def rates_by_depth(
 ) -> list[float]:  # of the depths 0 ... n + 1
     "Learning rates that fall towards the tokens (Clark et al. 2020, appendix B)."
     if not 0 < layer_decay <= 1:
-        raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay}; 1 is the "
-                         "same rate for all, and freeze_layers is for layers that shall not move")
+        raise ValueError(
+            f"layer_decay must be above 0 and at most 1, got {layer_decay}; 1 is the "
+            "same rate for all, and freeze_layers is for layers that shall not move"
+        )
     return [learning_rate * layer_decay**below for below in range(num_layers + 1, -1, -1)]
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #8dea0e96
@@ -236,7 +256,7 @@ def rate_overrides(
         depth = layer_depth(name, num_layers)
         if parameter.requires_grad and depth <= num_layers:  # a pattern must match what trains
             part = re.search(r"(?:^|\.)(embeddings|blocks\.\d+)\.", name)
-            overrides.setdefault(f"{name[:part.end()]}*", {"lr": rates[depth]})
+            overrides.setdefault(f"{name[: part.end()]}*", {"lr": rates[depth]})
     return overrides
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #f5774316
@@ -260,11 +280,13 @@ def reinit_top(
     "Forget the uppermost blocks and the norm above them (Zhang et al. 2021, sec. 5)."
     encoder, num_layers = getattr(model, "encoder", model), model.config.num_hidden_layers
     if type(reinit_layers) is not int or not 0 <= reinit_layers <= num_layers:
-        raise ValueError(f"reinit_layers must be a number of blocks from 0 to {num_layers}, got "
-                         f"{reinit_layers!r}")
+        raise ValueError(
+            f"reinit_layers must be a number of blocks from 0 to {num_layers}, got "
+            f"{reinit_layers!r}"
+        )
     if not reinit_layers:
         return []
-    forgotten = [*encoder.blocks[num_layers - reinit_layers:], encoder.final_norm]
+    forgotten = [*encoder.blocks[num_layers - reinit_layers :], encoder.final_norm]
     anew = {parameter for part in forgotten for parameter in part.parameters()}
     for parameter in anew:
         vars(parameter).pop("_is_hf_initialized", None)  # else it would count as loaded
@@ -276,8 +298,10 @@ def reinit_top(
 def count_and_balance(data: Any) -> list[float]:  # of a data module with named labels
     "Weights by the labels of the training rows. Raises `ValueError` where there are none."
     if not getattr(data, "id2label", None) or "train" not in data.datasets:
-        raise ValueError("class_weights='balanced' needs training rows with named labels; give a "
-                         "list of weights, or leave them out")
+        raise ValueError(
+            "class_weights='balanced' needs training rows with named labels; give a "
+            "list of weights, or leave them out"
+        )
     several = getattr(data.collator, "problem_type", None) == "multi_label_classification"
     counts, num_rows = data.count_labels("train"), len(data.datasets["train"])
     return balance_classes(counts, num_rows if several else None)
@@ -293,8 +317,10 @@ def check_weights(
         raise ValueError("class_weights need classes, and the data has numbers to regress")
     fits = weights_C.shape == (labels.num_labels,) and weights_C.isfinite().all()
     if not fits or not (weights_C > 0).all():
-        raise ValueError(f"class_weights must be {labels.num_labels} numbers above 0, one for each "
-                         f"label, got {weights!r}")
+        raise ValueError(
+            f"class_weights must be {labels.num_labels} numbers above 0, one for each "
+            f"label, got {weights!r}"
+        )
     if labels.problem_type == "multi_label_classification":
         return weights_C  # of a yes, against a no
     # A mean does not see a common factor, and a sum of weights below 1 would count as 1.

@@ -47,10 +47,15 @@ def _read_parameters(arguments: ast.arguments) -> tuple[tuple[str, str | None], 
     "Names and the source of defaults, None for none; without self, cls and starred ones."
     places = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(places) - len(arguments.defaults))
-    pairs = [*zip(places, [*missing, *arguments.defaults]),
-             *zip(arguments.kwonlyargs, arguments.kw_defaults)]
-    return tuple((place.arg, None if default is None else ast.unparse(default))
-                 for place, default in pairs if place.arg not in ("self", "cls"))
+    pairs = [
+        *zip(places, [*missing, *arguments.defaults]),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults),
+    ]
+    return tuple(
+        (place.arg, None if default is None else ast.unparse(default))
+        for place, default in pairs
+        if place.arg not in ("self", "cls")
+    )
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #48761e4a
 def parse_functions(
@@ -67,9 +72,14 @@ def parse_functions(
             named = isinstance(child, DOCUMENTED[1:])
             place = f"{outer}.{child.name}".lstrip(".") if named else outer
             if named and not isinstance(child, ast.ClassDef):
-                doc, code = ast.get_docstring(child), lines[child.lineno - 1:child.end_lineno]
-                yield FunctionSource(f"{module}:{place}", _read_parameters(child.args), doc or "",
-                                     "\n".join(code) + "\n", names)
+                doc, code = ast.get_docstring(child), lines[child.lineno - 1 : child.end_lineno]
+                yield FunctionSource(
+                    f"{module}:{place}",
+                    _read_parameters(child.args),
+                    doc or "",
+                    "\n".join(code) + "\n",
+                    names,
+                )
             if not isinstance(child, ast.expr):
                 stack.append((place, child))
 
@@ -79,8 +89,10 @@ def stdlib_functions() -> tuple[FunctionSource, ...]:
     "The functions of the standard library, in the order of a stable hash; nothing is imported."
     found = []
     for module, path in python_files(sysconfig.get_paths()["stdlib"]):
-        try: found += parse_functions(path.read_text(encoding="utf-8"), module)
-        except (SyntaxError, ValueError): pass  # another encoding, or no Python: others remain
+        try:
+            found += parse_functions(path.read_text(encoding="utf-8"), module)
+        except (SyntaxError, ValueError):
+            pass  # another encoding, or no Python: others remain
     return tuple(sorted(found, key=lambda function: stable_hash(function.source)))
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #3ef325ab
@@ -150,8 +162,9 @@ def label_words(
     own = {name for name, _ in function.parameters if len(name) > 1}  # "a" is an article, too
     # In lower case, `list` and `open` are ordinary words as often as they are names.
     known = {word for word in function.names | _BUILTINS if not word.islower()} | {function.name}
-    words = WORD.findall(f"{function.name}({', '.join(name for name, _ in function.parameters)}): "
-                         + function.doc)
+    words = WORD.findall(
+        f"{function.name}({', '.join(name for name, _ in function.parameters)}): " + function.doc
+    )
     kinds = ["parameter" if w in own else "name" if w in known else "word" for w in words]
     return words, kinds
 
@@ -169,8 +182,9 @@ def list_entry(
     max_chars: int = 160,  # of the docstring
 ) -> tuple[str, int]:  # "name(a, b=1): what it does", and where the docstring begins in it
     "A function as a line of a reference page."
-    pairs = [name if default is None else f"{name}={default}"
-             for name, default in function.parameters]
+    pairs = [
+        name if default is None else f"{name}={default}" for name, default in function.parameters
+    ]
     head = f"{function.name}({', '.join(pairs)}): "
     return head + clip(" ".join(function.doc.split()), max_chars), len(head)
 
@@ -293,11 +307,11 @@ def divide_rows(
         if identity(row) not in seen:
             splits[place_group(group_of(row["source"]), seed)].append(row)
         seen.add(identity(row))
-    splits["train"] = splits["train"][:sizes["train"]]
+    splits["train"] = splits["train"][: sizes["train"]]
     for split in ("validation", "test"):
         alone = drop_twins(splits[split], splits["train"])
         dropped["half or more stands in a training row"] += len(splits[split]) - len(alone)
-        splits[split] = alone[:sizes[split]]
+        splits[split] = alone[: sizes[split]]
     return splits, dropped
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #671d60d8
@@ -315,22 +329,22 @@ def class_of(source: str) -> str:  # module:Class, or module:function
 AREAS = {
     "concurrency": "asyncio concurrent multiprocessing queue sched selectors subprocess threading",
     "files": "bz2 filecmp fileinput fnmatch genericpath glob gzip lzma ntpath os pathlib posixpath "
-             "_pyio shutil stat tarfile tempfile zipfile",
+    "_pyio shutil stat tarfile tempfile zipfile",
     "imports": "compileall imp importlib modulefinder pkgutil runpy site sysconfig venv zipimport",
     "introspection": "ast code codeop dis inspect linecache pickletools pyclbr pydoc symtable "
-                     "tokenize",
+    "tokenize",
     "mail": "email imaplib mailbox mailcap mimetypes nntplib poplib quopri smtpd smtplib",
     "markup": "configparser csv html json plistlib tomllib xml",
     "numbers": "calendar datetime fractions ipaddress numbers _pydecimal random statistics uuid "
-               "zoneinfo",
+    "zoneinfo",
     "testing": "bdb cProfile doctest pdb profile pstats timeit trace traceback tracemalloc "
-               "unittest",
+    "unittest",
     "text": "base64 codecs difflib encodings gettext locale pprint re shlex string _strptime "
-            "textwrap",
+    "textwrap",
     "types": "abc bisect collections _collections_abc contextlib copy copyreg dataclasses enum "
-             "functools graphlib heapq types typing weakref",
+    "functools graphlib heapq types typing weakref",
     "web": "cgi cgitb ftplib http socket socketserver ssl telnetlib urllib webbrowser wsgiref "
-           "xmlrpc",
+    "xmlrpc",
     "windows": "cmd curses tkinter turtle",
 }
 _AREA_OF = {module: area for area, modules in AREAS.items() for module in modules.split()}
@@ -373,8 +387,9 @@ def code_rows(
             continue
         words, kinds = label_code(function.code)
         if len(words) >= min_words:
-            rows.append({"text": words[:max_words], "label": kinds[:max_words],
-                         "source": function.source})
+            rows.append(
+                {"text": words[:max_words], "label": kinds[:max_words], "source": function.source}
+            )
     return rows
 
 
@@ -383,10 +398,16 @@ def word_rows(
     min_words: int = 12,
 ) -> list[dict]:
     "The first words of signatures and docstrings, and the kind of each."
-    labelled = ((function, *label_words(function)) for function in stdlib_functions()
-                if function.doc and function.parameters)
-    return [{"text": words[:max_words], "label": kinds[:max_words], "source": function.source}
-            for function, words, kinds in labelled if len(words) >= min_words]
+    labelled = (
+        (function, *label_words(function))
+        for function in stdlib_functions()
+        if function.doc and function.parameters
+    )
+    return [
+        {"text": words[:max_words], "label": kinds[:max_words], "source": function.source}
+        for function, words, kinds in labelled
+        if len(words) >= min_words
+    ]
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #1dee82e6
 def _ask_page(
@@ -401,8 +422,15 @@ def _ask_page(
             first, last = (start + end for end in span or (0, 0))
             answers = {"text": [context[first:last]], "answer_start": [first]}
             none = {"text": [], "answer_start": []}
-            rows.append({"question": question, "context": context, "kind": kind, "source": source,
-                         "answers": answers if span else none})
+            rows.append(
+                {
+                    "question": question,
+                    "context": context,
+                    "kind": kind,
+                    "source": source,
+                    "answers": answers if span else none,
+                }
+            )
         start += len(list_entry(function)[0]) + 1
     return rows
 
@@ -435,7 +463,7 @@ def question_rows(
             modules.setdefault(module_of(function.source), []).append(function)
     for module, functions in modules.items():
         for start in range(0, len(functions), per_page):
-            page = functions[start:start + per_page]
+            page = functions[start : start + per_page]
             if len({function.name for function in page}) == per_page:
                 rows += _ask_page(page, f"{module}:{start}")
     return thin_out(rows, same)
@@ -444,6 +472,7 @@ def question_rows(
 @dataclass(frozen=True)
 class TaskRecipe:
     "How one of the built-in tasks is made."
+
     kind: str
     description: str
     make_rows: Callable[..., list[dict]]
@@ -455,17 +484,38 @@ class TaskRecipe:
 # %% ../../nbs/finetuning/03_tasks.ipynb #6f3da978
 TASK_RECIPES = {
     "docstring-area": TaskRecipe(
-        "classification", "which area of the standard library a docstring belongs to",
-        area_rows, class_of, "f1_macro", 64, SIZES | {"train": 2000}),
+        "classification",
+        "which area of the standard library a docstring belongs to",
+        area_rows,
+        class_of,
+        "f1_macro",
+        64,
+        SIZES | {"train": 2000},
+    ),
     "code-tokens": TaskRecipe(
-        "token_classification", "what each word of a function's code is",
-        code_rows, module_of, "f1_macro", 128),
+        "token_classification",
+        "what each word of a function's code is",
+        code_rows,
+        module_of,
+        "f1_macro",
+        128,
+    ),
     "doc-words": TaskRecipe(
-        "token_classification", "which words of a docstring are parameters or names of the code",
-        word_rows, module_of, "f1_macro", 128),
+        "token_classification",
+        "which words of a docstring are parameters or names of the code",
+        word_rows,
+        module_of,
+        "f1_macro",
+        128,
+    ),
     "api-questions": TaskRecipe(
-        "question_answering", "defaults, results and exceptions of documented functions",
-        question_rows, module_of, "f1", 192),
+        "question_answering",
+        "defaults, results and exceptions of documented functions",
+        question_rows,
+        module_of,
+        "f1",
+        192,
+    ),
 }
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #0944e82e
@@ -487,6 +537,14 @@ def load_task(
     if not is_questions:
         given = [row["label"] for row in splits["train"]]
         labels = {*given} if recipe.kind == "classification" else {x for one in given for x in one}
-    return Task(name, recipe.kind, recipe.description, *columns, tuple(sorted(labels)),
-                recipe.metric, **splits, max_sequence_length=recipe.max_sequence_length,
-                num_dropped=dropped)
+    return Task(
+        name,
+        recipe.kind,
+        recipe.description,
+        *columns,
+        tuple(sorted(labels)),
+        recipe.metric,
+        **splits,
+        max_sequence_length=recipe.max_sequence_length,
+        num_dropped=dropped,
+    )

@@ -19,8 +19,11 @@ from torch._functorch import config as partitioning
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
-                                    create_selective_checkpoint_contexts)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #d3f818b3
@@ -58,8 +61,10 @@ def find_blocks(model: nn.Module) -> dict[str, GradientCheckpointingLayer]:  # b
     kind = GradientCheckpointingLayer
     blocks = {name: m for name, m in model.named_modules() if isinstance(m, kind)}
     if not blocks:
-        raise ValueError(f"{type(model).__name__} has no block that transformers would checkpoint; "
-                         "name its modules: mode 'selected_modules'")
+        raise ValueError(
+            f"{type(model).__name__} has no block that transformers would checkpoint; "
+            "name its modules: mode 'selected_modules'"
+        )
     return blocks
 
 
@@ -119,12 +124,17 @@ def _checkpoint_modules(
     modules: list[str],  # names; * stands for anything: "*.mlp", "encoder.blocks.[0-3]"
 ) -> list[str]:  # names of those that run twice: the outermost of what matches
     "Run modules again that have one of these names. Raises `ValueError` for a name of nothing."
-    found = [name for name, module in model.named_modules()  # "" is the model itself
-             if name and type(module).forward is not nn.Module.forward]
+    found = [
+        name
+        for name, module in model.named_modules()  # "" is the model itself
+        if name and type(module).forward is not nn.Module.forward
+    ]
     for pattern in modules:
         if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(f"modules: {pattern!r} is the name of nothing in "
-                             f"{type(model).__name__}; it has {', '.join(found[:12])}, ...")
+            raise ValueError(
+                f"modules: {pattern!r} is the name of nothing in "
+                f"{type(model).__name__}; it has {', '.join(found[:12])}, ..."
+            )
     chosen: list[str] = []
     for name in found:  # parents come before their children
         inside = any(name.startswith(parent + ".") for parent in chosen)
@@ -175,8 +185,10 @@ def _checkpoint_operations(model: nn.Module) -> list[str]:  # names of the block
 def _demand_compiler(function: Callable, *args: Any) -> Any:
     "Run a block inside a compiler. Raises `ValueError` outside, where a budget does nothing."
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise ValueError("activation checkpointing by 'budget' is done by the compiler: give "
-                         "compile_model=True, or choose 'selected_ops', which needs none")
+        raise ValueError(
+            "activation checkpointing by 'budget' is done by the compiler: give "
+            "compile_model=True, or choose 'selected_ops', which needs none"
+        )
     return function(*args)
 
 
@@ -185,14 +197,19 @@ def _checkpoint_within(
     budget: float,  # share of what the compiler would keep: 0 nothing, 1 all of it
 ) -> list[str]:  # names of the blocks
     "Let the compiler choose what to keep. Holds for all that this process compiles from now on."
-    rates = {name: rate for name, rate in vars(model.config).items()
-             if name.endswith("_dropout") and rate}
+    rates = {
+        name: rate
+        for name, rate in vars(model.config).items()
+        if name.endswith("_dropout") and rate
+    }
     if rates and budget < 1:
         # The compiler would draw other random numbers in the second run and say nothing
         # (issue 190758 of PyTorch).
-        raise ValueError(f"budget {budget}: the compiler does not repeat dropout when it "
-                         f"recomputes; set {', '.join(sorted(rates))} to 0, or "
-                         "choose 'selected_ops'")
+        raise ValueError(
+            f"budget {budget}: the compiler does not repeat dropout when it "
+            f"recomputes; set {', '.join(sorted(rates))} to 0, or "
+            "choose 'selected_ops'"
+        )
     blocks = find_blocks(model)
     for block in blocks.values():
         block.gradient_checkpointing = True
@@ -243,23 +260,31 @@ def read_checkpointing(
         setting = {"mode": "full" if setting is True else setting}
     mode = setting.get("mode") if isinstance(setting, Mapping) else None
     if not isinstance(mode, str) or mode not in CHECKPOINTING_MODES:
-        raise ValueError(f"{head}: choose True, False, one of {', '.join(CHECKPOINTING_MODES)}, or "
-                         "a mode with its option, {'mode': 'selected_blocks', 'interval': 2}")
+        raise ValueError(
+            f"{head}: choose True, False, one of {', '.join(CHECKPOINTING_MODES)}, or "
+            "a mode with its option, {'mode': 'selected_blocks', 'interval': 2}"
+        )
     kind = CHECKPOINTING_MODES[mode]
     options = {name: value for name, value in setting.items() if name != "mode"}
     wanted = {kind.option: kind.example} if kind.option else {}
     if options.keys() != wanted.keys() or not all(map(kind.fits, options.values())):
-        raise ValueError(f"{head}: {mode!r} takes {kind.option or kind.meaning}"
-                         f"{f', {kind.meaning}' if kind.option else ''}; write "
-                         f"{ {'mode': mode, **wanted} }")
+        raise ValueError(
+            f"{head}: {mode!r} takes {kind.option or kind.meaning}"
+            f"{f', {kind.meaning}' if kind.option else ''}; write "
+            f"{ {'mode': mode, **wanted} }"
+        )
     if second_backward and not kind.second_backward:
         able = [name for name, other in CHECKPOINTING_MODES.items() if other.second_backward]
-        raise ValueError(f"{head}: {mode!r} allows one backward pass, and an optimizer that looks "
-                         "at the curvature (sophiah) needs two; choose one of "
-                         f"{', '.join(able)}")
+        raise ValueError(
+            f"{head}: {mode!r} allows one backward pass, and an optimizer that looks "
+            "at the curvature (sophiah) needs two; choose one of "
+            f"{', '.join(able)}"
+        )
     if mode == "budget" and compiled is False:
-        raise ValueError(f"{head}: the compiler keeps to the budget; give compile_model=True, or "
-                         "choose 'selected_ops', which needs none")
+        raise ValueError(
+            f"{head}: the compiler keeps to the budget; give compile_model=True, or "
+            "choose 'selected_ops', which needs none"
+        )
     return mode, options
 
 # %% ../../nbs/model/16_activation_checkpointing.ipynb #ba098f49

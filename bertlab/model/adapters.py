@@ -74,8 +74,10 @@ def read_adapter(
 ) -> tuple[str, dict[str, Any]]:  # a key of ADAPTERS, and all options
     "Read an adapter's setting. Raises `ValueError` for a kind or an option that nobody knows."
     if not isinstance(setting, (str, Mapping)):
-        raise ValueError(f"adapter must be a name or a mapping with type and options, got "
-                         f"{setting!r}; names are {', '.join(ADAPTERS)}")
+        raise ValueError(
+            f"adapter must be a name or a mapping with type and options, got "
+            f"{setting!r}; names are {', '.join(ADAPTERS)}"
+        )
     options = {"type": setting} if isinstance(setting, str) else dict(setting)
     kind = options.pop("type", "lora")
     facts = look_up(kind, ADAPTERS, "adapter")
@@ -83,15 +85,19 @@ def read_adapter(
     known = config.__dataclass_fields__
     for name, value in options.items():
         if name not in known:
-            raise ValueError(f"adapter: {kind} has no option {name!r}{did_you_mean(name, known)}; "
-                             f"common ones are {', '.join([*facts.defaults, 'target_modules'])}")
+            raise ValueError(
+                f"adapter: {kind} has no option {name!r}{did_you_mean(name, known)}; "
+                f"common ones are {', '.join([*facts.defaults, 'target_modules'])}"
+            )
         if name == "r" and (type(value) is not int or value < 1):
             raise ValueError(f"adapter: r must be a whole number, 1 or more, got {value!r}")
         start = name == "init_lora_weights" and isinstance(value, str) and value.startswith(_MOVING)
         if start or (value if name in _ELSEWHERE else name == "bias" and value != "none"):
-            raise ValueError(f"adapter: {name}={value!r} changes the weights that it adapts, so "
-                             "that the adapter alone, which is written, would be of no use: leave "
-                             "it out, or train all weights")
+            raise ValueError(
+                f"adapter: {name}={value!r} changes the weights that it adapts, so "
+                "that the adapter alone, which is written, would be of no use: leave "
+                "it out, or train all weights"
+            )
     return kind, {**facts.defaults, **options}
 
 # %% ../../nbs/model/18_adapters.ipynb #cde69c59
@@ -106,11 +112,14 @@ def find_targets(
         return blocks
     chosen: list[str] = []
     for pattern in [names] if isinstance(names, str) else names:
-        fits = [n for n in found if n == pattern or n.endswith(f".{pattern}")
-                or fnmatchcase(n, pattern)]
+        fits = [
+            n for n in found if n == pattern or n.endswith(f".{pattern}") or fnmatchcase(n, pattern)
+        ]
         if not fits:
-            raise ValueError(f"adapter: target_modules {pattern!r} is the name of no linear layer; "
-                             f"they are {', '.join(blocks[:6])}, ...")
+            raise ValueError(
+                f"adapter: target_modules {pattern!r} is the name of no linear layer; "
+                f"they are {', '.join(blocks[:6])}, ..."
+            )
         chosen += fits
     return list(dict.fromkeys(chosen))
 
@@ -126,8 +135,10 @@ def _put_in(model: nn.Module, config: Any, whole: list[str]) -> list[str]:
         if not any(_is_in(name, part) for name in names):
             raise ValueError(f"adapter: modules_to_save {part!r} is no part of the model")
         if held := [layer for layer in config.target_modules if _is_in(layer, part)]:
-            raise ValueError(f"adapter: modules_to_save {part!r} holds {held[0]}, which is "
-                             "adapted; leave it out of target_modules, or out of modules_to_save")
+            raise ValueError(
+                f"adapter: modules_to_save {part!r} holds {held[0]}, which is "
+                "adapted; leave it out of target_modules, or out of modules_to_save"
+            )
     config.modules_to_save = None  # peft would put copies of those parts beside them
     _peft().inject_adapter_in_model(config, model)  # which freezes all the rest
     config.modules_to_save = whole or None
@@ -151,8 +162,11 @@ def add_adapter(
     targets = find_targets(model, options.pop("target_modules", None))
     if kind == "ia3":
         into = options.get("feedforward_modules")
-        options["feedforward_modules"] = find_targets(model, into) if into is not None else [
-            name for name in targets if name.endswith("mlp.contract")]
+        options["feedforward_modules"] = (
+            find_targets(model, into)
+            if into is not None
+            else [name for name in targets if name.endswith("mlp.contract")]
+        )
     config = getattr(_peft(), ADAPTERS[kind].config)(target_modules=targets, **options)
     return _put_in(model, config, list(whole))
 
@@ -178,11 +192,14 @@ def freeze_weights(
     num_layers = model.config.num_hidden_layers
     if freeze is None:
         return []
-    if isinstance(freeze, (int, float)) and (type(freeze) is not int
-                                             or not 0 <= freeze <= num_layers):
-        raise ValueError(f"{argument} must be None, 'embeddings', 'encoder', patterns of names, or "
-                         f"a number of blocks from 0 (the embeddings alone) to {num_layers}, got "
-                         f"{freeze!r}")
+    if isinstance(freeze, (int, float)) and (
+        type(freeze) is not int or not 0 <= freeze <= num_layers
+    ):
+        raise ValueError(
+            f"{argument} must be None, 'embeddings', 'encoder', patterns of names, or "
+            f"a number of blocks from 0 (the embeddings alone) to {num_layers}, got "
+            f"{freeze!r}"
+        )
     names, frozen = [name for name, _ in model.named_parameters()], set()
     for wanted in [freeze] if isinstance(freeze, (int, str)) else freeze:
         if wanted == "encoder":
@@ -193,8 +210,10 @@ def freeze_weights(
         else:
             fits = [n for n in names if fnmatchcase(n, str(wanted))]
         if not fits:
-            raise ValueError(f"{argument}: {wanted!r} matches no weight; names look like "
-                             f"{names[-1]!r}, and * stands for any characters")
+            raise ValueError(
+                f"{argument}: {wanted!r} matches no weight; names look like "
+                f"{names[-1]!r}, and * stands for any characters"
+            )
         frozen.update(fits)
     for name, parameter in model.named_parameters():
         if name in frozen:
@@ -273,8 +292,9 @@ def _rename_patterns(
         said = getattr(config, option, None) or {}
         new = {}
         for layer, names in layers.items():
-            fits = [value for pattern, value in said.items()
-                    if re.match(rf"(.*\.)?({pattern})$", layer)]  # as in peft
+            fits = [
+                value for pattern, value in said.items() if re.match(rf"(.*\.)?({pattern})$", layer)
+            ]  # as in peft
             new |= dict.fromkeys(names, fits[0]) if fits else {}
         if said:
             setattr(config, option, new)
@@ -317,9 +337,13 @@ def _free_parts(
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in free))
     owners = [one for one in owners if not any(one.startswith(f"{other}.") for other in owners)]
     adapted = model.peft_config["default"].target_modules
-    return owners, {name: tensor for name, tensor in named.items()
-                    if name in free or any(name.startswith(f"{owner}.") for owner in owners)
-                    and not any(_is_in(name, layer) for layer in adapted)}
+    return owners, {
+        name: tensor
+        for name, tensor in named.items()
+        if name in free
+        or any(name.startswith(f"{owner}.") for owner in owners)
+        and not any(_is_in(name, layer) for layer in adapted)
+    }
 
 
 def save_adapter(
@@ -339,8 +363,10 @@ def save_adapter(
         raise ValueError("the model has no adapter; add_adapter puts one in")
     directory = Path(directory)
     if (directory / "config.json").exists():
-        raise ValueError(f"{directory} holds a model, to which transformers would add the adapter "
-                         f"when it loads it; name {directory / 'adapter'}")
+        raise ValueError(
+            f"{directory} holds a model, to which transformers would add the adapter "
+            f"when it loads it; name {directory / 'adapter'}"
+        )
     from safetensors.torch import save_file
 
     weights = model.state_dict() if weights is None else weights
@@ -348,11 +374,14 @@ def save_adapter(
     facts = next(k for k in ADAPTERS.values() if k.config == type(config).__name__)
     table = _translation(model, kind, facts.splits)
     found, layers = {}, {}
-    for key, tensor in _peft().get_peft_model_state_dict(_Adapted(model), weights,
-                                                         save_embedding_layers=False).items():
+    for key, tensor in (
+        _peft()
+        .get_peft_model_state_dict(_Adapted(model), weights, save_embedding_layers=False)
+        .items()
+    ):
         key = key.removeprefix("base_model.model.")
         layer = max((t for t in config.target_modules if key.startswith(f"{t}.")), key=len)
-        part, parts = key[len(layer) + 1:], _layer_names(layer, table)
+        part, parts = key[len(layer) + 1 :], _layer_names(layer, table)
         pieces = tensor.chunk(len(parts)) if part in _JOINT else [tensor] * len(parts)
         for name, piece in zip(parts, pieces, strict=True):
             found[f"base_model.model.{name}.{part}"] = piece.detach().cpu().clone().contiguous()
@@ -364,11 +393,14 @@ def save_adapter(
     _rename_patterns(config, layers)
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = sorted(
-            name for layer in config.feedforward_modules for name in _layer_names(layer, table))
+            name for layer in config.feedforward_modules for name in _layer_names(layer, table)
+        )
     config.modules_to_save = owners or None
     config.base_model_name_or_path, config.inference_mode = base, True
-    said = {name: sorted(value) if isinstance(value, set) else value
-            for name, value in config.to_dict().items()}
+    said = {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in config.to_dict().items()
+    }
     directory.mkdir(parents=True, exist_ok=True)
     with written_whole(directory / _FILES[0]) as temporary:
         temporary.write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
@@ -405,9 +437,11 @@ def _drop_second_names(
         if SECOND_NAMES[second] in here:
             key, weight = here[SECOND_NAMES[second]]
             if not _is_same(found[second], weight):
-                raise ValueError(f"{directory} has {second} with weights of its own, and here it "
-                                 f"is {key}, which has others: merge it into its own model with "
-                                 "peft (merge_and_unload), and load that")
+                raise ValueError(
+                    f"{directory} has {second} with weights of its own, and here it "
+                    f"is {key}, which has others: merge it into its own model with "
+                    "peft (merge_and_unload), and load that"
+                )
             del found[second]
 
 
@@ -426,12 +460,16 @@ def load_adapter(
         raise ValueError(f"{directory} is no directory of an adapter: it has no {missing[0]}")
     config = peft.PeftConfig.from_pretrained(str(directory))
     if type(config).__name__ not in (known := {kind.config for kind in ADAPTERS.values()}):
-        raise ValueError(f"{directory} holds an adapter of {type(config).__name__}; those that can "
-                         f"be read are {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{directory} holds an adapter of {type(config).__name__}; those that can "
+            f"be read are {', '.join(sorted(known))}"
+        )
     if has_adapter(model):
         raise ValueError("the model has an adapter already: merge it with plain_copy(model) first")
-    found = {key.removeprefix("base_model.model."): tensor
-             for key, tensor in load_file(directory / _FILES[1]).items()}
+    found = {
+        key.removeprefix("base_model.model."): tensor
+        for key, tensor in load_file(directory / _FILES[1]).items()
+    }
     targets, wanted = [], config.target_modules
     wanted = [wanted] if isinstance(wanted, str) else sorted(wanted)
     config.target_modules = find_targets(model)
@@ -445,16 +483,21 @@ def load_adapter(
     tensors: dict[str, Tensor] = {}
     for layer in find_targets(model, None if table else wanted):
         parts = _layer_names(layer, table)
-        ends = {key[len(parts[0]) + 1:] for key in found if key.startswith(f"{parts[0]}.")}
+        ends = {key[len(parts[0]) + 1 :] for key in found if key.startswith(f"{parts[0]}.")}
         ends = {end for end in ends if not end.startswith(("weight", "bias"))}
         for end in sorted(ends):
             pieces = [found.pop(f"{part}.{end}") for part in parts if f"{part}.{end}" in found]
             joint = end in _JOINT
-            if len(pieces) < len(parts) or not joint and any(
-                    not torch.equal(pieces[0], one) for one in pieces[1:]):
-                raise ValueError(f"{directory} adapts {', '.join(parts)} each in its own way, and "
-                                 f"here they are one layer, {layer}: merge it into its own model "
-                                 "with peft (merge_and_unload), and load that")
+            if (
+                len(pieces) < len(parts)
+                or not joint
+                and any(not torch.equal(pieces[0], one) for one in pieces[1:])
+            ):
+                raise ValueError(
+                    f"{directory} adapts {', '.join(parts)} each in its own way, and "
+                    f"here they are one layer, {layer}: merge it into its own model "
+                    "with peft (merge_and_unload), and load that"
+                )
             tensors[f"{layer}.{end}"] = torch.cat(pieces) if joint else pieces[0]
         targets += [layer] if ends else []
     state, whole, here = model.state_dict(), {}, {}
@@ -475,17 +518,20 @@ def load_adapter(
         config.feedforward_modules = [n for n in targets if tensors[f"{n}.ia3_l"].shape[0] == 1]
     for key, tensor in whole.items():  # copy_ would spread one row over many
         if tensor.shape != state[key].shape:
-            raise ValueError(f"{directory} has {key} of shape {tuple(tensor.shape)}, and here it "
-                             f"is {tuple(state[key].shape)}: load it into a model with the "
-                             "num_labels and sizes of the one that it was made for")
+            raise ValueError(
+                f"{directory} has {key} of shape {tuple(tensor.shape)}, and here it "
+                f"is {tuple(state[key].shape)}: load it into a model with the "
+                "num_labels and sizes of the one that it was made for"
+            )
     with torch.random.fork_rng(devices=[]):  # on a copy first: the model shall stay as it was
         trial = _bare(model)
         _put_in(trial, copy.deepcopy(config), list(whole))
         try:
             peft.set_peft_model_state_dict(_Adapted(trial), dict(tensors))
         except RuntimeError as error:
-            raise ValueError(f"{directory} does not fit the model's sizes: "
-                             f"{str(error).splitlines()[-1].strip()}") from None
+            raise ValueError(
+                f"{directory} does not fit the model's sizes: {str(error).splitlines()[-1].strip()}"
+            ) from None
     moving = _put_in(model, config, list(whole))
     for key, tensor in whole.items():
         state[key].copy_(tensor)

@@ -119,7 +119,9 @@ def silence(
 
 
 def eager_attention(
-    q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,
+    q_BHLK: Tensor,
+    k_BGLK: Tensor,
+    v_BGLK: Tensor,
     scoring: Scoring,
     dropout: float = 0.0,  # share of attention weights set to 0
 ) -> Tensor:  # (B, H, L, K)
@@ -140,7 +142,9 @@ def open_blind(
 
 
 def sdpa_attention(
-    q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,
+    q_BHLK: Tensor,
+    k_BGLK: Tensor,
+    v_BGLK: Tensor,
     scoring: Scoring,
     dropout: float = 0.0,  # share of attention weights set to 0
 ) -> Tensor:  # (B, H, L, K)
@@ -157,8 +161,12 @@ def sdpa_attention(
     return y_BHLK if mask is scoring.mask_B1LL else silence(y_BHLK, scoring.mask_B1LL)
 
 # %% ../../nbs/model/03_attention.ipynb #f1f91b98
-_TABLES = [f"{kind}{of}_{what}" for kind in ("", "full_") for of in ("kv", "q")
-           for what in ("num_blocks", "indices")]  # of a block mask
+_TABLES = [
+    f"{kind}{of}_{what}"
+    for kind in ("", "full_")
+    for of in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]  # of a block mask
 
 
 class FlexPattern(NamedTuple):
@@ -219,12 +227,19 @@ def _fused_flex() -> Callable:
 
 # What a block of the backward pass is cut into. For heads of 64 it is torch's own choice on A100;
 # on an H100 torch takes 128 x 64, made for long rows: documents of 65 tokens gain a quarter so.
-_BACKWARD_TILES = {"bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
-                   "bwd_num_warps": 4}
+_BACKWARD_TILES = {
+    "bwd_BLOCK_M1": 64,
+    "bwd_BLOCK_N1": 64,
+    "bwd_BLOCK_M2": 64,
+    "bwd_BLOCK_N2": 64,
+    "bwd_num_warps": 4,
+}
 
 
 def flex_attention(
-    q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,
+    q_BHLK: Tensor,
+    k_BGLK: Tensor,
+    v_BGLK: Tensor,
     flex: FlexPattern,
     dropout: float = 0.0,  # must be 0
 ) -> Tensor:  # (B, H, L, K)
@@ -232,16 +247,25 @@ def flex_attention(
     from torch.nn.attention import flex_attention as module
 
     if dropout:
-        raise ValueError(f"attention_dropout {dropout}: the kernel 'flex' has none; set it to 0, "
-                         "or choose 'sdpa'")
+        raise ValueError(
+            f"attention_dropout {dropout}: the kernel 'flex' has none; set it to 0, "
+            "or choose 'sdpa'"
+        )
     # Inside a compiled model the call is compiled with it; outside, on its own.
     plain = torch.compiler.is_compiling() or not q_BHLK.is_cuda
     run = module.flex_attention if plain else _fused_flex()
     shared = k_BGLK.shape[1] != q_BHLK.shape[1]
     # Only a GPU of the A100's generation or newer multiplies bfloat16: smaller ones lack the room.
     small = q_BHLK.is_cuda and q_BHLK.dtype == torch.bfloat16 and q_BHLK.shape[-1] == 64
-    return run(q_BHLK, k_BGLK, v_BGLK, score_mod=flex.score_mod, block_mask=flex.block_mask,
-               enable_gqa=shared, kernel_options=_BACKWARD_TILES if small else None)
+    return run(
+        q_BHLK,
+        k_BGLK,
+        v_BGLK,
+        score_mod=flex.score_mod,
+        block_mask=flex.block_mask,
+        enable_gqa=shared,
+        kernel_options=_BACKWARD_TILES if small else None,
+    )
 
 # %% ../../nbs/model/03_attention.ipynb #216ba4a9
 def unpad(
@@ -291,7 +315,9 @@ _FLASH, _VARLEN = find_varlen() == "flash_attn", find_varlen() == "torch"
 
 
 def varlen_attention(
-    q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,  # B = 1: all tokens of the batch in one row
+    q_BHLK: Tensor,
+    k_BGLK: Tensor,
+    v_BGLK: Tensor,  # B = 1: all tokens of the batch in one row
     stretches: Stretches,
     dropout: float = 0.0,  # share of attention weights set to 0; only flash-attn has it
 ) -> Tensor:  # (1, H, L, K)
@@ -306,8 +332,18 @@ def varlen_attention(
     if _FLASH:
         from flash_attn import flash_attn_varlen_func
 
-        y = flash_attn_varlen_func(q, k, v, c, c, longest, longest, dropout, window_size=sides,
-                                   alibi_slopes=stretches.slopes_H)
+        y = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            c,
+            c,
+            longest,
+            longest,
+            dropout,
+            window_size=sides,
+            alibi_slopes=stretches.slopes_H,
+        )
     else:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -377,7 +413,8 @@ class Kernel(NamedTuple):
         "Say why the kernel cannot do what a setting asks."
         forgets = setting.weights and not self.keeps_weights
         return self.limits(setting) or (
-            "it never stores the weights that output_attentions asks for" if forgets else "")
+            "it never stores the weights that output_attentions asks for" if forgets else ""
+        )
 
 
 KERNELS: dict[str, Kernel] = {
@@ -397,24 +434,40 @@ def check_kernel(
         raise ValueError(f"kernel {kernel!r} is unknown; choose one of {', '.join(KERNELS)}")
     if why := KERNELS[kernel].objection(setting):
         able = [repr(name) for name, other in KERNELS.items() if not other.objection(setting)]
-        raise ValueError(f"the kernel {kernel!r} cannot run here: {why}. Or load the model with "
-                         f"attn_implementation={' or '.join(able)}")
+        raise ValueError(
+            f"the kernel {kernel!r} cannot run here: {why}. Or load the model with "
+            f"attn_implementation={' or '.join(able)}"
+        )
 
 # %% ../../nbs/model/03_attention.ipynb #41ffe1f3
 def attend(
-    q_BHLK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor,
+    q_BHLK: Tensor,
+    k_BGLK: Tensor,
+    v_BGLK: Tensor,
     pattern: Pattern,  # who sees whom
     kernel: str = "sdpa",  # a key of KERNELS; one that unpads wants B = 1 and no padding
     dropout: float = 0.0,  # share of attention weights set to 0
 ) -> Tensor:  # (B, H, L, K), 0 where a query may look nowhere
     "Attend by a pattern with the kernel of that name: mask x distance x kernel in one call."
     if not isinstance(pattern, Pattern):
-        raise ValueError(f"pattern must be a Pattern of document numbers, not {type(pattern)}: a "
-                         "float mask would be added to the scores, a bool one is a Pattern's work")
+        raise ValueError(
+            f"pattern must be a Pattern of document numbers, not {type(pattern)}: a "
+            "float mask would be added to the scores, a bool one is a Pattern's work"
+        )
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (q_BHLK, k_BGLK, v_BGLK))
-    check_kernel(kernel, Setting(
-        q_BHLK.device.type, q_BHLK.dtype, q_BHLK.shape[2], q_BHLK.shape[3], dropout,
-        pattern.slopes_H is not None, trains, capability=find_capability(q_BHLK.device)))
+    check_kernel(
+        kernel,
+        Setting(
+            q_BHLK.device.type,
+            q_BHLK.dtype,
+            q_BHLK.shape[2],
+            q_BHLK.shape[3],
+            dropout,
+            pattern.slopes_H is not None,
+            trains,
+            capability=find_capability(q_BHLK.device),
+        ),
+    )
     prepare, run = KERNELS[kernel][:2]
     return run(q_BHLK, k_BGLK, v_BGLK, prepare(pattern), dropout)
 
@@ -444,7 +497,10 @@ def choose_kernel(
         if not (unfit[name] or KERNELS[name].objection(s)):
             return name, reason
     precision = "bf16-mixed" if setting.dtype == torch.bfloat16 else "32-true"
-    name = default_attention(setting.device, precision, setting.row_length, setting.dropout,
-                             setting.trains)
-    return name, {"eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
-                  "sdpa": "exact and fused on every device"}[name]
+    name = default_attention(
+        setting.device, precision, setting.row_length, setting.dropout, setting.trains
+    )
+    return name, {
+        "eager": "a CPU with dropout, or bfloat16 and short rows: plain products win",
+        "sdpa": "exact and fused on every device",
+    }[name]

@@ -97,8 +97,10 @@ class BertLabForCausalLM(BertLabTokenPredictor):
 
     def __init__(self, config: BertLabConfig):
         if config.attention_positions == "alibi":
-            raise ValueError("attention_positions='alibi' has no causal twin here; choose 'rope', "
-                             "or learned positions")
+            raise ValueError(
+                "attention_positions='alibi' has no causal twin here; choose 'rope', "
+                "or learned positions"
+            )
         super().__init__(config)
         self.encoder = BertLabModel(config)
         self.head = MaskedLMHead(config)
@@ -131,8 +133,9 @@ class BertLabForCausalLM(BertLabTokenPredictor):
             theta = c.global_rope_theta if kind == "global" else c.local_rope_theta
             stretch = c.rope_stretch if kind == "global" else None  # as in the encoder
             rope = c.attention_positions == "rope"
-            tables[kind] = (rotary_table(rows.positions, c.rotary_size, theta, stretch)
-                            if rope else None)
+            tables[kind] = (
+                rotary_table(rows.positions, c.rotary_size, theta, stretch) if rope else None
+            )
         x_BQD = self.encoder.embeddings(rows.tokens, rows.positions, rows.segments)
         for layer, (block, kind) in enumerate(zip(self.encoder.blocks, c.layer_kinds)):
             x_BQD = read_block(block, x_BQD, tables[kind], masks[kind], memory, layer, seen)
@@ -175,11 +178,14 @@ def continue_ids(
     "Write token after token. Raises `ValueError` for more tokens than the model reads."
     longest = model.config.max_position_embeddings
     if input_ids.dim() != 2 or input_ids.shape[1] < 1:
-        raise ValueError(f"input_ids must be (B, L) with a token at least, got "
-                         f"{tuple(input_ids.shape)}")
+        raise ValueError(
+            f"input_ids must be (B, L) with a token at least, got {tuple(input_ids.shape)}"
+        )
     if num_new < 1 or input_ids.shape[1] + num_new > longest:
-        raise ValueError(f"num_new={num_new} after {input_ids.shape[1]} tokens: from 1 to what the "
-                         f"model reads, {longest} (max_position_embeddings)")
+        raise ValueError(
+            f"num_new={num_new} after {input_ids.shape[1]} tokens: from 1 to what the "
+            f"model reads, {longest} (max_position_embeddings)"
+        )
     numbers = list(range(len(input_ids))) if prompt_numbers is None else list(prompt_numbers)
     memory = Memory(input_ids.shape[1] + num_new) if use_cache else None
     exact = torch.float64 if input_ids.device.type in ("cpu", "cuda") else torch.float32

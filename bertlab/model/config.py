@@ -73,8 +73,10 @@ def _check_each(config: PretrainedConfig) -> None:
 
 _STRETCHES = {  # kinds of rope_stretch: what each needs, and what it takes besides
     "linear": ({"factor"}, set()),
-    "yarn": ({"factor", "original_max_position_embeddings"},
-             {"attention_factor", "beta_fast", "beta_slow"}),
+    "yarn": (
+        {"factor", "original_max_position_embeddings"},
+        {"attention_factor", "beta_fast", "beta_slow"},
+    ),
 }
 
 
@@ -84,20 +86,24 @@ def _check_stretch(stretch: dict | None) -> None:
         return
     kind = stretch.get("rope_type") if isinstance(stretch, dict) else None
     if kind not in _STRETCHES:
-        raise ValueError(f"rope_stretch must be None or a dict with rope_type, one of "
-                         f"{', '.join(_STRETCHES)}, and factor; got {stretch!r}")
+        raise ValueError(
+            f"rope_stretch must be None or a dict with rope_type, one of "
+            f"{', '.join(_STRETCHES)}, and factor; got {stretch!r}"
+        )
     needed, more = _STRETCHES[kind]
     given = stretch.keys() - {"rope_type"}
     if missing := sorted(needed - given):
         raise ValueError(f"rope_stretch {kind!r} needs {missing[0]!r}, got {stretch!r}")
     if unknown := sorted(given - needed - more):
-        raise ValueError(f"rope_stretch {kind!r} takes {', '.join(sorted(needed | more))}, not "
-                         f"{unknown[0]!r}")
+        raise ValueError(
+            f"rope_stretch {kind!r} takes {', '.join(sorted(needed | more))}, not {unknown[0]!r}"
+        )
     for name in given:
         value, least = stretch[name], 1 if name in needed else 0
         if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise ValueError(f"rope_stretch: {name} must be a number, {least} or more, got "
-                             f"{value!r}")
+            raise ValueError(
+                f"rope_stretch: {name} must be a number, {least} or more, got {value!r}"
+            )
 
 
 def _check_together(config: "BertLabConfig") -> None:
@@ -110,29 +116,38 @@ def _check_together(config: "BertLabConfig") -> None:
         raise ValueError(f"hidden_size {width} cannot be split into {heads} heads; {hint}")
     if groups is not None and (type(groups) is not int or groups < 1 or heads % groups):
         near = [g for g in range(1, heads + 1) if heads % g == 0]
-        raise ValueError(f"num_key_value_heads {groups!r} must divide num_attention_heads {heads}; "
-                         f"choose one of {near}, or None for as many as heads")
+        raise ValueError(
+            f"num_key_value_heads {groups!r} must divide num_attention_heads {heads}; "
+            f"choose one of {near}, or None for as many as heads"
+        )
     turned, size = config.rotary_size, config.head_size
     if config.attention_positions == "rope" and (turned % 2 or not 2 <= turned <= size):
-        raise ValueError(f"rope_share {config.rope_share} of heads of {size} (hidden_size {width} "
-                         f"/ num_attention_heads {heads}) turns {turned} numbers; rotary positions "
-                         "turn pairs: change rope_share or the heads so that it is even, from 2 "
-                         f"to {size}")
+        raise ValueError(
+            f"rope_share {config.rope_share} of heads of {size} (hidden_size {width} "
+            f"/ num_attention_heads {heads}) turns {turned} numbers; rotary positions "
+            "turn pairs: change rope_share or the heads so that it is even, from 2 "
+            f"to {size}"
+        )
     if config.norm == "deep" and config.norm_position != "post":
-        raise ValueError("norm 'deep' scales the stream in front of a norm behind the sum: set "
-                         f"norm_position to 'post' (got {config.norm_position!r}), or norm to "
-                         "'layer'")
+        raise ValueError(
+            "norm 'deep' scales the stream in front of a norm behind the sum: set "
+            f"norm_position to 'post' (got {config.norm_position!r}), or norm to "
+            "'layer'"
+        )
     if not config.residual_in_fp32 and config.norm_position != "post":
-        raise ValueError("residual_in_fp32=False rounds the stream where a norm has just set its "
-                         "size; here it is a sum that grows from block to block: set norm_position "
-                         f"to 'post' (got {config.norm_position!r}), or leave it True")
+        raise ValueError(
+            "residual_in_fp32=False rounds the stream where a norm has just set its "
+            "size; here it is a sum that grows from block to block: set norm_position "
+            f"to 'post' (got {config.norm_position!r}), or leave it True"
+        )
     if config.norm == "group" and width % config.norm_groups:
         raise ValueError(f"norm_groups {config.norm_groups} must divide hidden_size {width}")
     for name in TOKEN_IDS:
         value, last = getattr(config, name), config.vocab_size - 1
         if value is not None and (type(value) is not int or not 0 <= value <= last):
-            raise ValueError(f"{name} must be None or an id from 0 to vocab_size - 1 = {last}, got "
-                             f"{value!r}")
+            raise ValueError(
+                f"{name} must be None or an id from 0 to vocab_size - 1 = {last}, got {value!r}"
+            )
 
 # %% ../../nbs/model/01_config.ipynb #633cdccc
 _FROM_FILES = ("_name_or_path", "attn_implementation", "experts_implementation", "auto_map")
@@ -331,11 +346,14 @@ def count_flops(
     # Where no norm stands before the lowest trained block, nobody asks for its input's gradient.
     bare = not config.norms_before or first == 1 and config.skips_first_norm
     unasked = 2.0 * (matrices["attention"] - output) * (bare and 0 < first <= layers)
-    scores = [(4.0 + 8.0 * back) * config.hidden_size * seen[kind]
-              for back, kind in zip(way_back, config.layer_kinds)]
+    scores = [
+        (4.0 + 8.0 * back) * config.hidden_size * seen[kind]
+        for back, kind in zip(way_back, config.layer_kinds)
+    ]
     return {
-        "projections": (sum(passes[:-1]) * matrices["attention"] - unasked
-                        - passes[-2] * spared * output),
+        "projections": (
+            sum(passes[:-1]) * matrices["attention"] - unasked - passes[-2] * spared * output
+        ),
         "MLP": (sum(passes[:-1]) - passes[-2] * spared) * matrices["MLP"],
         "scores": sum(scores),
         "head": passes[-1] * matrices["head"] * label_rate,

@@ -31,17 +31,26 @@ def loss_by_position(
     "Sum nats by the position of a token in its document, and by the length of that document."
     model.eval()
     longest = model.config.max_position_embeddings
-    sums = {name: torch.zeros(longest + 1, dtype=torch.float64)
-            for name in ("position_loss", "position_count", "length_loss", "length_count")}
+    sums = {
+        name: torch.zeros(longest + 1, dtype=torch.float64)
+        for name in ("position_loss", "position_count", "length_loss", "length_count")
+    }
     for batch in batches:
         labels_BL = batch["labels"]
         mask_BL = batch.get("attention_mask")
         mask_BL = torch.ones_like(labels_BL) if mask_BL is None else mask_BL
-        given = {name: batch[name] for name in ("input_ids", "position_ids", "token_type_ids")
-                 if batch.get(name) is not None}
+        given = {
+            name: batch[name]
+            for name in ("input_ids", "position_ids", "token_type_ids")
+            if batch.get(name) is not None
+        }
         logits_BLV = model(**given, attention_mask=mask_BL).logits
-        loss_BL = F.cross_entropy(logits_BLV.float().flatten(0, 1), labels_BL.flatten(),
-                                  ignore_index=IGNORED, reduction="none").view(labels_BL.shape)
+        loss_BL = F.cross_entropy(
+            logits_BLV.float().flatten(0, 1),
+            labels_BL.flatten(),
+            ignore_index=IGNORED,
+            reduction="none",
+        ).view(labels_BL.shape)
         same_BLL = (mask_BL[:, :, None] == mask_BL[:, None]) & (mask_BL[:, None] != 0)
         length_BL = same_BLL.sum(-1)
         positions_BL = same_BLL.tril(-1).sum(-1)
@@ -70,8 +79,9 @@ def _longer_table(
     if how == "repeat":
         more = positions_LD[torch.arange(length, device=table_RD.device) % len(positions_LD)]
     else:
-        more = F.interpolate(positions_LD.T[None], size=length, mode="linear",
-                             align_corners=True)[0].T
+        more = F.interpolate(positions_LD.T[None], size=length, mode="linear", align_corners=True)[
+            0
+        ].T
     return torch.cat([front, more])
 
 
@@ -87,33 +97,43 @@ def context_config(
     has = "learned" if learned else config.attention_positions
     if has not in (kind, "none", "alibi") or (learned and kind != "learned"):
         fits = [name for name, positions in CONTEXT_WAYS.items() if positions == has]
-        raise ValueError(f"how={how!r} is for {kind} positions and the model has {has} ones; "
-                         f"choose one of {', '.join(fits)}")
+        raise ValueError(
+            f"how={how!r} is for {kind} positions and the model has {has} ones; "
+            f"choose one of {', '.join(fits)}"
+        )
     if has in ("none", "alibi") and how != "keep":
         raise ValueError(f"how={how!r}: the model's positions ({has}) have no end; take 'keep'")
     if type(length) is not int or length < 1 or (length <= now and how != "base"):
         raise ValueError(f"length={length!r} must be more than the model's {now}")
     if (how == "base") != (theta is not None):
-        raise ValueError(f"theta={theta!r} belongs to how='base', and how={how!r}: give both or "
-                         "neither")
+        raise ValueError(
+            f"theta={theta!r} belongs to how='base', and how={how!r}: give both or neither"
+        )
     if config.rope_stretch is not None and how != "keep":
-        raise ValueError(f"the model is stretched already ({config.rope_stretch}): begin with the "
-                         "model before that, or take 'keep'")
+        raise ValueError(
+            f"the model is stretched already ({config.rope_stretch}): begin with the "
+            "model before that, or take 'keep'"
+        )
     longer, factor = copy.deepcopy(config), length / now
     longer.max_position_embeddings = max(length, now)
     if how == "ntk":
         if (turned := config.rotary_size) < 4:
-            raise ValueError(f"how='ntk' slows down all but the fastest of the pairs that are "
-                             f"turned, and of rotary_size={turned} numbers there is one pair; "
-                             "take linear or yarn")
+            raise ValueError(
+                f"how='ntk' slows down all but the fastest of the pairs that are "
+                f"turned, and of rotary_size={turned} numbers there is one pair; "
+                "take linear or yarn"
+            )
         longer.global_rope_theta = config.global_rope_theta * factor ** (turned / (turned - 2))
     elif how == "base":
         longer.global_rope_theta = float(theta)
     elif how == "linear":
         longer.rope_stretch = {"rope_type": "linear", "factor": factor}
     elif how == "yarn":
-        longer.rope_stretch = {"rope_type": "yarn", "factor": factor,
-                               "original_max_position_embeddings": now}
+        longer.rope_stretch = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": now,
+        }
     longer.check()
     return longer
 
@@ -147,19 +167,28 @@ def hide_needle(
 ) -> tuple[list[int], int]:  # ids of the row, and the position that asks
     "A row of text with a sentence that answers its last one. Raises `ValueError`."
     if not 0 <= depth <= 1:
-        raise ValueError(f"depth is from 0, the beginning, to 1, in front of the question; got "
-                         f"{depth}")
+        raise ValueError(
+            f"depth is from 0, the beginning, to 1, in front of the question; got {depth}"
+        )
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
     needle = [*encode("the secret word is"), word, *encode(".")]
     question = [*encode("the secret word is"), tokenizer.mask_token_id, *encode(".")]
     room = length - len(needle) - len(question) - 2
     if room < 0 or len(text_ids) < room:
-        raise ValueError(f"length={length} needs {max(0, room)} tokens of text beside the needle, "
-                         f"and there are {len(text_ids)}; shortest is {length - room}")
+        raise ValueError(
+            f"length={length} needs {max(0, room)} tokens of text beside the needle, "
+            f"and there are {len(text_ids)}; shortest is {length - room}"
+        )
     cut = round(depth * room)
     hay = list(text_ids[:room])
-    row = [tokenizer.cls_token_id, *hay[:cut], *needle, *hay[cut:], *question,
-           tokenizer.sep_token_id]
+    row = [
+        tokenizer.cls_token_id,
+        *hay[:cut],
+        *needle,
+        *hay[cut:],
+        *question,
+        tokenizer.sep_token_id,
+    ]
     return row, row.index(tokenizer.mask_token_id, len(row) - len(question) - 1)
 
 
@@ -176,17 +205,32 @@ def needle_test(
     "Ask for a word that stands once, far away; the control names another word."
     rng = np.random.default_rng(seed)
     special = set(tokenizer.all_special_ids)
-    words = [i for token, i in tokenizer.get_vocab().items() if i not in special
-             and token.strip("Ġ▁").isalpha() and len(token) > 3 and not token.startswith("##")]
-    ids = [i for one in tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
-           for i in one if i not in special]
+    words = [
+        i
+        for token, i in tokenizer.get_vocab().items()
+        if i not in special
+        and token.strip("Ġ▁").isalpha()
+        and len(token) > 3
+        and not token.startswith("##")
+    ]
+    ids = [
+        i
+        for one in tokenizer(list(texts), add_special_tokens=False, verbose=False).input_ids
+        for i in one
+        if i not in special
+    ]
     rows = []
     for length in lengths:
         for depth in depths:
             picked = rng.choice(words, (num_rows, 2))
             starts = rng.integers(max(1, len(ids) - length), size=num_rows)
-            made = [[hide_needle(tokenizer, ids[s : s + length], length, depth, int(word))
-                     for s, word in zip(starts, picked[:, side])] for side in (0, 1)]
+            made = [
+                [
+                    hide_needle(tokenizer, ids[s : s + length], length, depth, int(word))
+                    for s, word in zip(starts, picked[:, side])
+                ]
+                for side in (0, 1)
+            ]
             logs = []
             for side in made:
                 ids_BL = torch.tensor([row for row, _ in side], device=model.device)
@@ -197,6 +241,12 @@ def needle_test(
             answer = torch.as_tensor(picked[:, 0])
             right, other = (log.gather(1, answer[:, None])[:, 0] for log in logs)
             hits = (logs[0].argmax(-1) == answer).float().mean()
-            rows.append({"length": length, "depth": depth, "hits": hits.item(),
-                         "gain": (right - other).mean().item()})
+            rows.append(
+                {
+                    "length": length,
+                    "depth": depth,
+                    "hits": hits.item(),
+                    "gain": (right - other).mean().item(),
+                }
+            )
     return rows

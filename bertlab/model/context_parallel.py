@@ -63,11 +63,15 @@ def share_rows(
 ) -> BertLabTokenPredictor:  # the same object
     "Let each process compute a stretch of every row. Raises `ValueError`."
     if not isinstance(model, BertLabTokenPredictor) or isinstance(model, BertLabForCausalLM):
-        raise ValueError(f"context parallel shares the rows of bertlab's encoders with a "
-                         f"masked-word head, not of a {type(model).__name__}; take strategy='fsdp'")
+        raise ValueError(
+            f"context parallel shares the rows of bertlab's encoders with a "
+            f"masked-word head, not of a {type(model).__name__}; take strategy='fsdp'"
+        )
     if model.encoder.compiled_layers is not None:
-        raise ValueError("compile_model: a compiled model cannot share rows by context parallel; "
-                         "set compile_model=False")
+        raise ValueError(
+            "compile_model: a compiled model cannot share rows by context parallel; "
+            "set compile_model=False"
+        )
     model.encoder.row_share = RowShare(group)
     return model
 

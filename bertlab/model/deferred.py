@@ -22,6 +22,7 @@ from .loading import check_finite, map_weights
 # %% ../../nbs/model/23_deferred.ipynb #1699aca0
 class Beginning(NamedTuple):
     "How the weights that a part owns itself come to be."
+
     part: nn.Module  # the same, apart from the model, with shapes alone
     begin: Callable[[nn.Module], None]  # fills a part
     state: Tensor  # of torch's generator on the CPU, right before
@@ -58,6 +59,7 @@ _REPEATABLE = ("bertlab", "torch", "transformers")  # whose parts own weights an
 @dataclass
 class Deferred:
     "What a model without numbers will be filled with."
+
     beginnings: dict[str, Beginning]  # by the part's path in the model
     # Weights that are read from a file instead: our name, and theirs, to be joined along axis 0.
     stored: dict[str, list[Tensor]] = field(default_factory=dict)

@@ -115,24 +115,36 @@ def make_rows(
     tokens, D = input_ids if inputs_embeds is None else inputs_embeds, config.hidden_size
     shape, longest = tokens.shape[:2], config.max_position_embeddings
     if tokens is input_ids and (tokens.dim() != 2 or tokens.is_floating_point()):
-        raise ValueError(f"input_ids must be (B, L) integers, got {tuple(tokens.shape)} of "
-                         f"{tokens.dtype}")
+        raise ValueError(
+            f"input_ids must be (B, L) integers, got {tuple(tokens.shape)} of {tokens.dtype}"
+        )
     if tokens is inputs_embeds and (tokens.dim() != 3 or tokens.shape[-1] != D):
-        raise ValueError(f"inputs_embeds must be (B, L, D) with hidden_size {D}, got "
-                         f"{tuple(tokens.shape)}")
-    others = {"attention_mask": attention_mask, "position_ids": position_ids,
-              "token_type_ids": token_type_ids}
+        raise ValueError(
+            f"inputs_embeds must be (B, L, D) with hidden_size {D}, got {tuple(tokens.shape)}"
+        )
+    others = {
+        "attention_mask": attention_mask,
+        "position_ids": position_ids,
+        "token_type_ids": token_type_ids,
+    }
     for name, tensor in others.items():
         fits = (shape, (1, shape[1])) if name == "position_ids" else (shape,)
         if tensor is not None and tensor.shape not in fits:
-            raise ValueError(f"{name} must be (B, L) = {tuple(shape)}, like the tokens"
-                             f"{_MEANT.get(name, '')}; got {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be (B, L) = {tuple(shape)}, like the tokens"
+                f"{_MEANT.get(name, '')}; got {tuple(tensor.shape)}"
+            )
     if shape[1] > longest:
         learned = config.embedding_positions == "learned"
-        remedy = ("train a model with a longer table: learned positions end there" if learned else
-                  "raise it in the configuration: these positions have no weights to retrain")
-        raise ValueError(f"rows of {shape[1]} tokens are longer than max_position_embeddings "
-                         f"{longest}; cut them (truncation=True, max_length=...) or {remedy}")
+        remedy = (
+            "train a model with a longer table: learned positions end there"
+            if learned
+            else "raise it in the configuration: these positions have no weights to retrain"
+        )
+        raise ValueError(
+            f"rows of {shape[1]} tokens are longer than max_position_embeddings "
+            f"{longest}; cut them (truncation=True, max_length=...) or {remedy}"
+        )
     if attention_mask is None:
         attention_mask = torch.ones(shape, dtype=torch.int64, device=tokens.device)
     if position_ids is None:
@@ -160,8 +172,9 @@ def position_table(
         return None
     if kind == "local":  # its window is as wide as it was, whatever the rows are stretched to
         return rotary_table(position_ids, config.rotary_size, config.local_rope_theta)
-    return rotary_table(position_ids, config.rotary_size, config.global_rope_theta,
-                        config.rope_stretch)
+    return rotary_table(
+        position_ids, config.rotary_size, config.global_rope_theta, config.rope_stretch
+    )
 
 
 def layer_context(
@@ -364,9 +377,20 @@ def run_layers(
     c = model.config
     part = {} if share is None else {"places": share.places(rows.documents.shape[1]),
                                      "gather": share.gather}  # fmt: skip
-    contexts = {kind: layer_context(c, kind, rows.documents, rows.positions, kernel, max_length,
-                                    model.heads_here, table=(tables or {}).get(kind), **part)
-                for kind in dict.fromkeys(c.layer_kinds)}
+    contexts = {
+        kind: layer_context(
+            c,
+            kind,
+            rows.documents,
+            rows.positions,
+            kernel,
+            max_length,
+            model.heads_here,
+            table=(tables or {}).get(kind),
+            **part,
+        )
+        for kind in dict.fromkeys(c.layer_kinds)
+    }
     x_BLD = model.embeddings(rows.tokens, rows.positions, rows.segments)
     states, attentions, last = [], [], len(model.blocks) - 1
     for number, (block, kind) in enumerate(zip(model.blocks, c.layer_kinds)):
@@ -375,8 +399,11 @@ def run_layers(
         x_BLD, weights = block(x_BLD, contexts[kind], with_weights, wanted)
         attentions += [weights] if with_weights else []
     x_BLD = model.final_norm(x_BLD)
-    return {"last_hidden_state": x_BLD, "attentions": tuple(attentions) if with_weights else None,
-            "hidden_states": (*states, x_BLD) if with_states else None}
+    return {
+        "last_hidden_state": x_BLD,
+        "attentions": tuple(attentions) if with_weights else None,
+        "hidden_states": (*states, x_BLD) if with_states else None,
+    }
 
 # %% ../../nbs/model/04_encoder.ipynb #8aa73dc6
 class BertLabModel(BertLabPreTrainedModel):
@@ -452,12 +479,16 @@ class BertLabModel(BertLabPreTrainedModel):
         "Compute this process's places, and put the rows together again."
         L, share = rows.documents.shape[1], self.row_share
         if any(want):
-            raise ValueError("output_hidden_states and output_attentions are not there while "
-                             "processes share rows (context parallel): load the saved model")
+            raise ValueError(
+                "output_hidden_states and output_attentions are not there while "
+                "processes share rows (context parallel): load the saved model"
+            )
         kernel, _ = self.attention_kernel(rows.tokens.device, L)
         if KERNELS[kernel].unpads:
-            raise ValueError(f"the kernel {kernel!r} takes rows apart, which processes share here "
-                             "(context parallel); choose attn_implementation='sdpa'")
+            raise ValueError(
+                f"the kernel {kernel!r} takes rows apart, which processes share here "
+                "(context parallel); choose attn_implementation='sdpa'"
+            )
         out = run_layers(self, rows.part(share.places(L)), kernel, L, share=share)
         return BaseModelOutput(share.gather(out["last_hidden_state"], 1))
 
@@ -474,9 +505,17 @@ class BertLabModel(BertLabPreTrainedModel):
         autocast = torch.is_autocast_enabled(kind)
         dtype = torch.get_autocast_dtype(kind) if autocast else next(self.parameters()).dtype
         setting = Setting(
-            kind, dtype, row_length, c.head_size, c.attention_dropout if self.training else 0.0,
-            c.attention_positions == "alibi", torch.is_grad_enabled(), with_weights, compiled,
-            find_capability(device))
+            kind,
+            dtype,
+            row_length,
+            c.head_size,
+            c.attention_dropout if self.training else 0.0,
+            c.attention_positions == "alibi",
+            torch.is_grad_enabled(),
+            with_weights,
+            compiled,
+            find_capability(device),
+        )
         asked = c._attn_implementation or "sdpa"
         shared = self.row_share is not None or self.heads_here.start is not None
         if asked == "auto" and kind == "cuda" and shared:
@@ -498,8 +537,10 @@ class BertLabModel(BertLabPreTrainedModel):
 # %% ../../nbs/model/04_encoder.ipynb #151d488a
 def _refuse_other_models(module: nn.Module, *args, **kwargs):
     "Say that a kernel of ours was asked for in a model that cannot use it. Raises `ValueError`."
-    raise ValueError(f"{type(module).__name__} is no bertlab model and knows neither of 'auto', "
-                     "'flex', 'varlen'; choose attn_implementation='sdpa' for it")
+    raise ValueError(
+        f"{type(module).__name__} is no bertlab model and knows neither of 'auto', "
+        "'flex', 'varlen'; choose attn_implementation='sdpa' for it"
+    )
 
 
 AutoConfig.register(BertLabConfig.model_type, BertLabConfig, exist_ok=True)

@@ -28,9 +28,11 @@ def float8_layers(
             if isinstance(layer, nn.Linear) and not any(n % MULTIPLE for n in layer.weight.shape):
                 names.append(name)
     if not names:
-        raise ValueError(f"{type(model).__name__} has no linear layer in its blocks both of whose "
-                         f"sizes are multiples of {MULTIPLE}: float8 cannot multiply them; choose "
-                         "such a hidden_size and intermediate_size")
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer in its blocks both of whose "
+            f"sizes are multiples of {MULTIPLE}: float8 cannot multiply them; choose "
+            "such a hidden_size and intermediate_size"
+        )
     return names
 
 # %% ../../nbs/model/17_float8.ipynb #f8ddb3f3
@@ -47,9 +49,11 @@ def check_float8_device(
         found = f"{name} (capability {number})"
     else:
         found = str(device)
-    raise ValueError(f"float8 products need a GPU of capability 8.9 or newer (Ada, Hopper and "
-                     f"later); this is {found}. Leave float8 out and set precision='bf16-mixed'; "
-                     "in Python, convert_to_float8(model, emulate=True) rehearses the rounding")
+    raise ValueError(
+        f"float8 products need a GPU of capability 8.9 or newer (Ada, Hopper and "
+        f"later); this is {found}. Leave float8 out and set precision='bf16-mixed'; "
+        "in Python, convert_to_float8(model, emulate=True) rehearses the rounding"
+    )
 
 # %% ../../nbs/model/17_float8.ipynb #e6143376
 FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # as torchao calls them
@@ -72,8 +76,10 @@ def convert_to_float8(
     except ImportError as error:
         raise ImportError('float8 needs torchao: pip install "bertlab[quantized]"') from error
     # Rows without padding have any number of tokens; the weights' gradient sums over them.
-    config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate,
-                     pad_inner_dim=True)
+    config = replace(
+        torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True
+    )
     torchao.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda layer, name: name in names)
+        model, config=config, module_filter_fn=lambda layer, name: name in names
+    )
     return names

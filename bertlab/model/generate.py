@@ -46,11 +46,14 @@ def encode_masked(
     gaps_B = (encoded["input_ids"] == tokenizer.mask_token_id).sum(1).tolist()
     for i, (length, num_gaps) in enumerate(zip(lengths_B, gaps_B)):
         if length > max_length:
-            raise ValueError(f"text {i} has {length} tokens and the model reads {max_length} "
-                             "(max_position_embeddings): shorten it around its masks")
+            raise ValueError(
+                f"text {i} has {length} tokens and the model reads {max_length} "
+                "(max_position_embeddings): shorten it around its masks"
+            )
         if num_gaps == 0:
-            raise ValueError(f"text {i} must hold {tokenizer.mask_token} at least once: "
-                             f"{texts[i]!r}")
+            raise ValueError(
+                f"text {i} must hold {tokenizer.mask_token} at least once: {texts[i]!r}"
+            )
     return encoded
 
 # %% ../../nbs/model/10_generate.ipynb #d91cc6b7
@@ -59,8 +62,11 @@ def longest_row(
 ) -> int:  # tokens
     "How many tokens a model reads: where positions go on from padding, some rows are for no token."
     # Wherever the table stands: adapters and compilers wrap a model, or the table itself.
-    found = (getattr(part, "padding_idx", None) for name, part in model.named_modules()
-             if "position_embeddings" in name)
+    found = (
+        getattr(part, "padding_idx", None)
+        for name, part in model.named_modules()
+        if "position_embeddings" in name
+    )
     padding = next((one for one in found if one is not None), -1)  # RoBERTa, MPNet, Longformer, ...
     return model.config.max_position_embeddings - (padding + 1)
 
@@ -81,8 +87,10 @@ def _fill_rows(
         logits_BMV = gather_positions(model(**inputs).logits, positions_BM)
     ids, mass = (t.tolist() for t in logits_BMV.float().softmax(-1).topk(top_k)[::-1])
     name = lambda token: tokenizer.decode([token]).strip()
-    return [[list(zip(map(name, ids[b][m]), mass[b][m])) for m in range(count)]
-            for b, count in enumerate(counts_B)]
+    return [
+        [list(zip(map(name, ids[b][m]), mass[b][m])) for m in range(count)]
+        for b, count in enumerate(counts_B)
+    ]
 
 
 @torch.no_grad()
@@ -101,17 +109,20 @@ def fill_each_mask(
         raise ValueError(f"batch_size must be a whole number, 1 or more, got {batch_size!r}")
     size = model.config.vocab_size
     if type(top_k) is not int or not 1 <= top_k <= size:
-        raise ValueError(f"top_k must be a whole number from 1 to the vocabulary's {size}, got "
-                         f"{top_k!r}")
+        raise ValueError(
+            f"top_k must be a whole number from 1 to the vocabulary's {size}, got {top_k!r}"
+        )
     encoded, answers = encode_masked(tokenizer, texts, longest_row(model)), []
     if int(encoded["input_ids"].max()) >= size:
         check_tokenizer(tokenizer, size)  # which says what to do
     with evaluating(model):
-        for ids_BL, mask_BL in zip(*(encoded[name].split(batch_size)
-                                     for name in ("input_ids", "attention_mask"))):
+        for ids_BL, mask_BL in zip(
+            *(encoded[name].split(batch_size) for name in ("input_ids", "attention_mask"))
+        ):
             longest = int(mask_BL.sum(1).max())  # of these, and not of all texts
-            answers += _fill_rows(model, tokenizer, ids_BL[:, :longest], mask_BL[:, :longest],
-                                  top_k)
+            answers += _fill_rows(
+                model, tokenizer, ids_BL[:, :longest], mask_BL[:, :longest], top_k
+            )
     return answers
 
 # %% ../../nbs/model/10_generate.ipynb #69d7e5bf
@@ -126,6 +137,8 @@ def fill_mask(
     guesses = fill_each_mask(model, tokenizer, texts, top_k, batch_size)
     for i, found in enumerate(guesses):
         if len(found) != 1:
-            raise ValueError(f"text {i} must hold exactly one {tokenizer.mask_token}, it holds "
-                             f"{len(found)} (fill_each_mask takes them all): {texts[i]!r}")
+            raise ValueError(
+                f"text {i} must hold exactly one {tokenizer.mask_token}, it holds "
+                f"{len(found)} (fill_each_mask takes them all): {texts[i]!r}"
+            )
     return [found for [found] in guesses]

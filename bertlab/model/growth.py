@@ -84,8 +84,10 @@ def find_axes(
     parts = name.split(".")
     owner = parts[-1] if parts[-1] in AXES else parts[-2]
     if owner not in AXES and not owner.endswith("norm"):
-        raise ValueError(f"no rule says how to tile {name!r}: give AXES a row for its module, or "
-                         "grow the encoder alone, with model.encoder in place of model")
+        raise ValueError(
+            f"no rule says how to tile {name!r}: give AXES a row for its module, or "
+            "grow the encoder alone, with model.encoder in place of model"
+        )
     return AXES.get(owner, ("stream",))[:num_axes]
 
 # %% ../../nbs/model/15_growth.ipynb #61cf3f3a
@@ -127,9 +129,11 @@ def _keep_labels(
             if name == "id2label":
                 target.label2id = copy.copy(source.label2id)
         elif is_said(source) and reads_them and have != want:
-            raise ValueError(f"{name} is {have!r} in the model and {want!r} in the configuration, "
-                             f"and the head was trained for the first: set {name}={have!r}, or "
-                             "leave it out")
+            raise ValueError(
+                f"{name} is {have!r} in the model and {want!r} in the configuration, "
+                f"and the head was trained for the first: set {name}={have!r}, or "
+                "leave it out"
+            )
 
 
 def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
@@ -138,8 +142,10 @@ def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
     for name in MUST_AGREE + ("max_position_embeddings",) * learned:
         have, want = getattr(source, name), getattr(target, name)
         if have != want:
-            raise ValueError(f"{name} is {have!r} in the model and {want!r} in the configuration; "
-                             f"tiling cannot change it: set {name}={have!r}")
+            raise ValueError(
+                f"{name} is {have!r} in the model and {want!r} in the configuration; "
+                f"tiling cannot change it: set {name}={have!r}"
+            )
     for name in MAY_GROW:
         have, want = getattr(source, name), getattr(target, name)
         if want < have:
@@ -150,8 +156,10 @@ def check_growth(source: BertLabConfig, target: BertLabConfig) -> None:
         ("num_key_value_heads", "heads that share keys", *shares),
     ):
         if have != want:
-            raise ValueError(f"{name} {getattr(target, name)} makes {want} {what}, the model has "
-                             f"{have}; heads stay whole: choose {name} so that there are {have}")
+            raise ValueError(
+                f"{name} {getattr(target, name)} makes {want} {what}, the model has "
+                f"{have}; heads stay whole: choose {name} so that there are {have}"
+            )
 
 # %% ../../nbs/model/15_growth.ipynb #50e28cb0
 # They sum over their last axis.
@@ -197,11 +205,15 @@ def grow(
     check_growth(model.config, config)
     unread = unread_settings(model.config, "Model") & unread_settings(config, "Model")
     pairs = {name: (getattr(model.config, name), getattr(config, name)) for name in _READ_BY}
-    if other := [f"{name} was {have!r} and is {want!r}" for name, (have, want) in pairs.items()
-                 if have != want and name not in unread]:
+    if other := [
+        f"{name} was {have!r} and is {want!r}"
+        for name, (have, want) in pairs.items()
+        if have != want and name not in unread
+    ]:
         logging.getLogger(__name__).warning(
             "the larger model reads positions otherwise than its weights have learned: %s",
-            "; ".join(other))
+            "; ".join(other),
+        )
     if not 0 <= jitter < float("inf"):
         raise ValueError(f"jitter must be finite, 0 or more, got {jitter}")
     config = copy.deepcopy(config)  # its owner's stays as it is

@@ -57,8 +57,11 @@ class MaskedLMHead(nn.Module):
         "Follow the embedding: new biases are 0, new rows of the decoder copy the embedding's."
         for name in ("bias", "decoder"):
             if (old := getattr(self, name)) is not None:
-                new = old.new_zeros(len(embedding_VD)) if name == "bias" else (
-                    embedding_VD.detach().clone())
+                new = (
+                    old.new_zeros(len(embedding_VD))
+                    if name == "bias"
+                    else (embedding_VD.detach().clone())
+                )
                 kept = min(len(new), len(old))
                 new[:kept] = old[:kept]
                 setattr(self, name, nn.Parameter(new))
@@ -185,9 +188,17 @@ class BertLabForMaskedLM(BertLabTokenPredictor):
         loss_rule: LossRule = LossRule(),
         num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
     ) -> LabelledOutput:  # logits (B, L, V), or (B, M, V) with label_positions
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               wanted_positions=label_positions, return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            wanted_positions=label_positions,
+            return_dict=True,
+        )
         labels = _taken(labels, label_positions)
         return make_output(encoded, *self.score(encoded[0], labels, rule=loss_rule))
 
@@ -238,9 +249,17 @@ class BertLabForMaskedDiffusion(BertLabTokenPredictor):
         loss_rule: LossRule = LossRule(),
         num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
     ) -> LabelledOutput:  # num_labels: with weights, all tokens that could have been hidden
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               wanted_positions=label_positions, return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            wanted_positions=label_positions,
+            return_dict=True,
+        )
         asked = [_taken(values, label_positions) for values in (labels, loss_weights)]
         logits, parts = self.score(encoded[0], asked[0], None, loss_rule, asked[1])
         if parts is not None and loss_weights is not None:
@@ -320,7 +339,8 @@ class BlindAttention(SelfAttention):
         c, H = self.config, self.num_heads
         norms = (self.q_norm, self.k_norm) if c.qk_norm else None
         heads_of = lambda t_BLD: split_heads(
-            self.qkv(t_BLD).unflatten(-1, (-1, c.head_size)), H, norms, context.table)
+            self.qkv(t_BLD).unflatten(-1, (-1, c.head_size)), H, norms, context.table
+        )
         q_BHLK = heads_of(self.query + places_BLD)[0]
         _, k_BGLK, v_BGLK = heads_of(x_BLD)
         attend, dropout = KERNELS[context.kernel].attend, c.attention_dropout * self.training
@@ -391,9 +411,16 @@ class BertLabForEnhancedMaskedLM(BertLabTokenPredictor):
         loss_rule: LossRule = LossRule(),
         num_dropped_labels: Tensor | None = None,  # (B,), of the collator for reports; not read
     ) -> LabelledOutput:  # logits (B, L, V), or (B, M, V) with label_positions
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+        )
         if row_keys is None and self.training:
             row_keys = torch.randint(2**63 - 1, encoded[0].shape[:1], device=encoded[0].device)
         x_BLD = self.rebuild(encoded[0], attention_mask, position_ids, row_keys)
@@ -411,8 +438,9 @@ class BertLabForEnhancedMaskedLM(BertLabTokenPredictor):
         position_ids = restart_positions(documents_BL) if position_ids is None else position_ids
         places_BLD = self.encoder.embeddings.position_vectors(position_ids, x_BLD.dtype)
         places_BLD = torch.zeros_like(x_BLD) if places_BLD is None else places_BLD
-        context = rebuilding_context(self.config, documents_BL, position_ids, row_keys,
-                                     self.encoder.heads_here)
+        context = rebuilding_context(
+            self.config, documents_BL, position_ids, row_keys, self.encoder.heads_here
+        )
         return self.rebuilt_norm(self.rebuilder(x_BLD, context, places_BLD))
 
 

@@ -53,8 +53,10 @@ def find_kind(
 ) -> str:  # a key of MODEL_KINDS
     "Which kind a configuration describes. Raises `ValueError` for one that is not supported."
     if theirs.model_type not in MODEL_KINDS:
-        raise ValueError(f"model_type {theirs.model_type!r} cannot be converted; supported are "
-                         f"{', '.join(MODEL_KINDS)}")
+        raise ValueError(
+            f"model_type {theirs.model_type!r} cannot be converted; supported are "
+            f"{', '.join(MODEL_KINDS)}"
+        )
     return theirs.model_type
 
 
@@ -111,8 +113,10 @@ def _say_config(
         said["classifier_activation"] = config.head_activation or config.hidden_activation
         said.update(bos_token_id=config.cls_token_id, eos_token_id=config.sep_token_id)
         said["layer_types"] = [_LAYERS[kind] for kind in config.layer_kinds]
-        said["rope_parameters"] = {name: {"rope_type": "default", "rope_theta": theta[kind]}
-                                   for kind, name in _LAYERS.items()}
+        said["rope_parameters"] = {
+            name: {"rope_type": "default", "rope_theta": theta[kind]}
+            for kind, name in _LAYERS.items()
+        }
         if config.rope_stretch is not None:
             said["rope_parameters"][_LAYERS["global"]].update(config.rope_stretch)
     elif config.classifier_dropout == config.hidden_dropout:
@@ -133,8 +137,10 @@ def _read_activation(theirs: PretrainedConfig, name: str) -> str:
     value = getattr(theirs, name)
     ours = {theirs: ours for ours, theirs in _RENAMED.items()}.get(value, value)
     if ours not in ACTIVATION_NAMES:
-        raise ValueError(f"{name}={value!r} has no place in BertLabConfig; it knows "
-                         f"{', '.join(ACTIVATION_NAMES)}")
+        raise ValueError(
+            f"{name}={value!r} has no place in BertLabConfig; it knows "
+            f"{', '.join(ACTIVATION_NAMES)}"
+        )
     return ours
 
 
@@ -143,8 +149,10 @@ def _read_bert(theirs: PretrainedConfig, kind: str) -> dict[str, Any]:
     if kind == "roberta" and theirs.pad_token_id is None:
         raise ValueError("pad_token_id=None: RoBERTa counts positions on from it; set it to 1")
     if (positions := getattr(theirs, "position_embedding_type", None)) not in (None, "absolute"):
-        raise ValueError(f"position_embedding_type={positions!r} has no place in BertLabConfig, "
-                         "only 'absolute' has")
+        raise ValueError(
+            f"position_embedding_type={positions!r} has no place in BertLabConfig, "
+            "only 'absolute' has"
+        )
     offset = theirs.pad_token_id + 1 if kind == "roberta" else 0
     rate = theirs.classifier_dropout
     return {
@@ -273,8 +281,9 @@ def huggingface_config(
     for name in sorted(_SETTINGS):
         value, there = getattr(config, name), getattr(back, name)
         if name not in unread and _meaning(config, name) != _meaning(back, name):
-            raise ValueError(f"{name}={value!r} has no place in a {kind} model, where it can only "
-                             f"be {there!r}")
+            raise ValueError(
+                f"{name}={value!r} has no place in a {kind} model, where it can only be {there!r}"
+            )
         if value != there:
             carried[name] = value
     if carried:
@@ -295,7 +304,8 @@ class BertLabModelWithPooler(BertLabModel):
         self,
         input_ids: Tensor | None = None,  # (B, L)
         attention_mask: Tensor | None = None,  # (B, L): document numbers, or 0/1
-        *args, **kwargs,  # as of BertLabModel
+        *args,
+        **kwargs,  # as of BertLabModel
     ) -> BaseModelOutputWithPooling:  # with pooler_output (B, D)
         out = super().forward(input_ids, attention_mask, *args, **{**kwargs, "return_dict": True})
         x_BLD, real_BL = out.last_hidden_state, attention_mask
@@ -325,8 +335,10 @@ def find_head(
     for head, ours in HEADS.items():
         if ending.endswith(head) if isinstance(model, str) else isinstance(model, ours):
             return head
-    raise ValueError(f"{name} has no counterpart on the other side; load or build it as one of "
-                     f"{', '.join(HEADS)}, such as AutoModelForMaskedLM.from_pretrained(...)")
+    raise ValueError(
+        f"{name} has no counterpart on the other side; load or build it as one of "
+        f"{', '.join(HEADS)}, such as AutoModelForMaskedLM.from_pretrained(...)"
+    )
 
 # %% ../../nbs/model/09_huggingface.ipynb #e2f9d2ab
 def _machine_bytes() -> int:
@@ -345,15 +357,22 @@ def _check_amount(shape: PretrainedConfig, name: str | os.PathLike) -> None:
         return
     count, size = ours.num_params(), _machine_bytes()
     if 4 * count > size:
-        raise ValueError(f"config.json of {str(name)!r} describes {count:,} parameters, "
-                         f"{4 * count / 1e9:,.0f} GB in float32, and this machine has "
-                         f"{size / 1e9:,.0f} GB")
-    files = [path for path in (Path(name).iterdir() if Path(name).is_dir() else ())
-             if path.suffix in (".safetensors", ".bin") and path.is_file()]
+        raise ValueError(
+            f"config.json of {str(name)!r} describes {count:,} parameters, "
+            f"{4 * count / 1e9:,.0f} GB in float32, and this machine has "
+            f"{size / 1e9:,.0f} GB"
+        )
+    files = [
+        path
+        for path in (Path(name).iterdir() if Path(name).is_dir() else ())
+        if path.suffix in (".safetensors", ".bin") and path.is_file()
+    ]
     stored = sum(path.stat().st_size for path in files)
     if files and count > 10**8 + 2 * stored:
-        raise ValueError(f"config.json of {str(name)!r} describes {count:,} parameters, and its "
-                         f"weights have {stored:,} bytes: they are of two models")
+        raise ValueError(
+            f"config.json of {str(name)!r} describes {count:,} parameters, and its "
+            f"weights have {stored:,} bytes: they are of two models"
+        )
 
 
 def read_shape(
@@ -369,8 +388,10 @@ def read_shape(
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # no such model, a kind nobody knows, a file that somebody bent
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{str(name)!r} cannot be loaded: {reason}; name a model of the hub or a "
-                         "directory with its config.json") from error
+        raise ValueError(
+            f"{str(name)!r} cannot be loaded: {reason}; name a model of the hub or a "
+            "directory with its config.json"
+        ) from error
     _check_amount(shape, name)
     return shape
 
@@ -387,8 +408,11 @@ def load_pretrained(
             if path.suffix != ".safetensors":
                 check_torch_file(path)
         model, report = model_class.from_pretrained(
-            name, trust_remote_code=False, weights_only=True,
-            **{**options, "output_loading_info": True})
+            name,
+            trust_remote_code=False,
+            weights_only=True,
+            **{**options, "output_loading_info": True},
+        )
     except Exception as error:  # whatever a reader meets in a file that somebody bent
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"the weights of {str(name)!r} cannot be loaded: {reason}") from error
@@ -399,8 +423,10 @@ def load_pretrained(
     if lost and all(key.startswith("pooler.") for key in lost):  # an encoder saved without one
         return load_pretrained(model_class, name, add_pooling_layer=False, **options)
     if lost:
-        raise ValueError(f"{str(name)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all): "
-                         "its files are damaged, or do not belong together")
+        raise ValueError(
+            f"{str(name)!r} lacks weights, such as {lost[0]!r} ({len(lost)} in all): "
+            "its files are damaged, or do not belong together"
+        )
     return model
 
 
@@ -464,8 +490,10 @@ def plain_copy(
     "Copy a model, with a configuration of its own; what adapters add is added to the weights."
     adapters = getattr(model, "peft_config", None) or {}
     new = weights is None or bool(adapters)  # merging writes into the weights
-    weights = {name: weight.detach().to("cpu", copy=new)
-               for name, weight in (model.state_dict() if weights is None else weights).items()}
+    weights = {
+        name: weight.detach().to("cpu", copy=new)
+        for name, weight in (model.state_dict() if weights is None else weights).items()
+    }
     with torch.random.fork_rng(devices=[]):  # building it draws weights that nobody keeps
         fresh = type(model)(copy.deepcopy(model.config))
         for name, adapter in adapters.items():
@@ -506,8 +534,12 @@ def counts_elsewhere(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> bool:
     "Whether the positions of a RoBERTa would be others in transformers, where padding begins them."
-    return (tokenizer is not None and config.embedding_positions == "learned"
-            and config.position_offset > 0 and tokenizer.pad_token_id != config.position_offset - 1)
+    return (
+        tokenizer is not None
+        and config.embedding_positions == "learned"
+        and config.position_offset > 0
+        and tokenizer.pad_token_id != config.position_offset - 1
+    )
 
 
 def count_from_zero(
@@ -516,7 +548,7 @@ def count_from_zero(
 ) -> None:
     "Make a BERT with equal outputs of a RoBERTa: the rows before position 0 go."
     name = next(name for name in weights if name.endswith("embeddings.positions.weight"))
-    weights[name], config.position_offset = weights[name][config.position_offset:].clone(), 0
+    weights[name], config.position_offset = weights[name][config.position_offset :].clone(), 0
 
 
 def _their_shape(
@@ -529,9 +561,11 @@ def _their_shape(
     if counts_elsewhere(config, tokenizer):
         padding = config.position_offset - 1
         if kind == "roberta":
-            raise ValueError(f"kind 'roberta' counts positions on from padding {padding}, and the "
-                             f"tokenizer's is {tokenizer.pad_token_id}: leave kind out, and a BERT "
-                             "with equal outputs is written")
+            raise ValueError(
+                f"kind 'roberta' counts positions on from padding {padding}, and the "
+                f"tokenizer's is {tokenizer.pad_token_id}: leave kind out, and a BERT "
+                "with equal outputs is written"
+            )
         config = copy.deepcopy(config)
         config.position_offset = 0
     learned = "roberta" if config.position_offset else "bert"
@@ -539,8 +573,10 @@ def _their_shape(
     if kind not in MODEL_KINDS:
         raise ValueError(f"kind {kind!r} is unknown; choose one of {', '.join(MODEL_KINDS)}")
     if head == "ForQuestionAnswering" and config.num_labels != 2:
-        raise ValueError(f"num_labels={config.num_labels}: question answering has 2 there, the "
-                         "start and the end; set config.num_labels = 2")
+        raise ValueError(
+            f"num_labels={config.num_labels}: question answering has 2 there, the "
+            "start and the end; set config.num_labels = 2"
+        )
     return kind, head, huggingface_config(config, kind, head)
 
 
@@ -569,9 +605,11 @@ def check_tokenizer(
     "Raise `ValueError` for a tokenizer that the model cannot serve."
     if (ids := count_ids(tokenizer)) > vocab_size:
         gaps = f", with ids up to {ids - 1}," if ids > len(tokenizer) else ""
-        raise ValueError(f"tokenizer has {len(tokenizer)} entries{gaps} and the model's vocab_size "
-                         f"is {vocab_size}; build the model with vocab_size={ids}, or take the "
-                         "tokenizer that it was trained with")
+        raise ValueError(
+            f"tokenizer has {len(tokenizer)} entries{gaps} and the model's vocab_size "
+            f"is {vocab_size}; build the model with vocab_size={ids}, or take the "
+            "tokenizer that it was trained with"
+        )
     if needs_mask and tokenizer.mask_token_id is None:
         raise ValueError("tokenizer has no mask token; fill-mask needs one: set mask_token")
 
@@ -619,12 +657,13 @@ def describe_saving(
     try:
         kind, head, _ = _their_shape(model, kind, tokenizer)
     except ValueError as reason:
-        return (f"written as {type(model).__name__}, which loads where bertlab is imported: "
-                f"{reason}")
+        return f"written as {type(model).__name__}, which loads where bertlab is imported: {reason}"
     why = ""
     if counts_elsewhere(model.config, tokenizer):
-        why = (f": RoBERTa counts positions on from padding {model.config.position_offset - 1}, "
-               f"and the tokenizer's is {tokenizer.pad_token_id}")
+        why = (
+            f": RoBERTa counts positions on from padding {model.config.position_offset - 1}, "
+            f"and the tokenizer's is {tokenizer.pad_token_id}"
+        )
     return f"written as {their_class(kind, head).__name__}, which plain transformers loads{why}"
 
 
@@ -654,8 +693,11 @@ def _say_once(line: str) -> None:
 def _weights_in(directory: Path) -> set[str]:
     "The names of a model's weights that lie in a directory: one file, or an index and its files."
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
-    return {name for name in names if re.fullmatch(
-        r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)}
+    return {
+        name
+        for name in names
+        if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?", name)
+    }
 
 
 # Of transformers 4, which kept special tokens apart: they win over what is written today.
@@ -664,8 +706,11 @@ _SPECIAL_FILES = ("special_tokens_map.json", "added_tokens.json")
 
 def _tokenizer_in(directory: Path) -> set[str]:
     "The names of a tokenizer's files that lie in a directory; a list of words alone is none."
-    names = {name for name in (*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_SPECIAL_FILES)
-             if (directory / name).is_file()}
+    names = {
+        name
+        for name in (*TOKENIZER_FILES, "merges.txt", "tokenizer.model", *_SPECIAL_FILES)
+        if (directory / name).is_file()
+    }
     marks = {"config.json", "tokenizer.json", "tokenizer_config.json", *_SPECIAL_FILES}
     return names if any((directory / name).is_file() for name in marks) else set()
 
@@ -691,9 +736,11 @@ def save_model(
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"directory {directory} is a file; name a directory")
     if (directory / "adapter_config.json").exists():
-        raise ValueError(f"{directory} holds an adapter, which transformers would add to the model "
-                         f"when it loads it; move that to {directory / 'adapter'}, or choose "
-                         "another directory")
+        raise ValueError(
+            f"{directory} holds an adapter, which transformers would add to the model "
+            f"when it loads it; move that to {directory / 'adapter'}, or choose "
+            "another directory"
+        )
     if tokenizer is not None:
         check_tokenizer(tokenizer, model.config.vocab_size, find_ending(model) == "ForMaskedLM")
     try:
@@ -705,6 +752,7 @@ def save_model(
         written = plain_copy(model, model.state_dict())  # read alone: no need for more memory
     if tokenizer is not None:
         tokenizer = match_tokens(written.config, tokenizer)
+
     def write(place: Path) -> None:
         with written_weights(place, directory):
             written.save_pretrained(place)

@@ -61,8 +61,9 @@ def rotary_table(
     "The angle of each pair at each position (Su et al. 2021, eq. 15), once per forward pass."
     turns, scale = rotary_frequencies(rotary_size, theta, stretch, positions_BL.device)
     angles = positions_BL[..., None].float() * turns
-    return (angles.cos(), angles.sin()) if scale == 1 else (scale * angles.cos(),
-                                                            scale * angles.sin())
+    return (
+        (angles.cos(), angles.sin()) if scale == 1 else (scale * angles.cos(), scale * angles.sin())
+    )
 
 # %% ../../nbs/model/02_layers.ipynb #82ac1a23
 def rotate(
@@ -273,8 +274,12 @@ def gather_positions(
     return values.gather(1, index_BMD)
 
 # %% ../../nbs/model/02_layers.ipynb #37c98ae4
-_OWN = {"norm": NORMS, "mlp": MLPS, "hidden_activation": ACTIVATIONS,
-        "head_activation": ACTIVATIONS}  # settings of BertLabConfig: what each looks up
+_OWN = {
+    "norm": NORMS,
+    "mlp": MLPS,
+    "hidden_activation": ACTIVATIONS,
+    "head_activation": ACTIVATIONS,
+}  # settings of BertLabConfig: what each looks up
 
 
 def _home_of(layer: Any) -> tuple[str, str]:
@@ -290,16 +295,19 @@ def _check_activation(
     "Raise `ValueError` for what `build_activation` would fail with, or give to two layers."
     if isinstance(build, type):
         if not issubclass(build, nn.Module):
-            raise ValueError(f"{said} is no torch.nn.Module: name a class that is one, or a "
-                             "function of a tensor")
+            raise ValueError(
+                f"{said} is no torch.nn.Module: name a class that is one, or a function of a tensor"
+            )
         try:
             signature(build).bind()
         except TypeError as error:
-            raise ValueError(f"{said} must be built without arguments: {error}; derive a class "
-                             "that needs none") from None
+            raise ValueError(
+                f"{said} must be built without arguments: {error}; derive a class that needs none"
+            ) from None
     elif isinstance(build, nn.Module) and build.state_dict():
-        raise ValueError(f"{said} is an object with weights, and each layer has its own: give the "
-                         "class")
+        raise ValueError(
+            f"{said} is an object with weights, and each layer has its own: give the class"
+        )
 
 
 def add_layer(
@@ -330,8 +338,10 @@ def _name_layer(setting: str, layer: Any) -> str:
     "The dotted name of a class or function. Raises `ValueError` for one that has none to itself."
     advice = f"name it yourself: bertlab.add_layer({setting!r}, 'a_name', ...)"
     if not hasattr(layer, "__qualname__"):
-        raise ValueError(f"{setting}: a configuration holds names, and an object of "
-                         f"{type(layer).__name__} has none; give a class or function, or {advice}")
+        raise ValueError(
+            f"{setting}: a configuration holds names, and an object of "
+            f"{type(layer).__name__} has none; give a class or function, or {advice}"
+        )
     module, name = _home_of(layer)
     short = name.rpartition(".")[2]  # torch.sin calls itself torch._VariableFunctionsClass.sin
     if getattr(sys.modules.get(module), short, None) is layer:

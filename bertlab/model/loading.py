@@ -58,8 +58,10 @@ def _check_sizes(content: Any) -> None:
             waiting += one
         elif isinstance(one, Tensor) and one.layout == torch.strided and one.numel() > 1 << 20:
             if one.numel() * one.element_size() > one.untyped_storage().nbytes():
-                raise ValueError(f"it states a tensor of {one.numel():,} numbers, and stores "
-                                 f"{one.untyped_storage().nbytes():,} bytes of them")
+                raise ValueError(
+                    f"it states a tensor of {one.numel():,} numbers, and stores "
+                    f"{one.untyped_storage().nbytes():,} bytes of them"
+                )
 
 
 def check_torch_file(path: str | os.PathLike) -> None:
@@ -94,8 +96,10 @@ def read_torch_file(
             return found
     except UnpicklingError as error:
         held = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(f"{path} holds {held[1] if held else 'objects'}, which safe loading "
-                         "refuses; read_torch_file(..., weights_only=False) trusts it") from None
+        raise ValueError(
+            f"{path} holds {held[1] if held else 'objects'}, which safe loading "
+            "refuses; read_torch_file(..., weights_only=False) trusts it"
+        ) from None
     except OSError:
         raise  # no such file, or no right to read it
     except Exception as error:  # whatever a reader meets in a file that somebody bent
@@ -181,8 +185,10 @@ def find_weight_files(
         except OSError as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{found} names a file that is not there: {reason}") from None
-    raise ValueError(f"{name} is no file, no directory with {' or '.join(WEIGHT_FILES[::2])}, "
-                     "and no such model is on the hub or in its cache")
+    raise ValueError(
+        f"{name} is no file, no directory with {' or '.join(WEIGHT_FILES[::2])}, "
+        "and no such model is on the hub or in its cache"
+    )
 
 # %% ../../nbs/model/08_loading.ipynb #21fad5f8
 def _strip_wrappers(
@@ -218,8 +224,9 @@ def read_weights(
         found = _strip_wrappers(inner)
         found = {name.removeprefix("model."): found[name] for name in found
                  if name.startswith("model.")} or found  # fmt: skip
-    if not found or not all(isinstance(name, str) and isinstance(value, Tensor)
-                            for name, value in found.items()):
+    if not found or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
         raise ValueError(f"source {str(source)[:80]} holds no state dict: names with tensors")
     return _strip_wrappers(found)
 
@@ -346,8 +353,12 @@ def map_keys(
         fits = {key: new for key in keys if (new := rename_key(key, pattern, target)) is not None}
         if not fits:
             near = difflib.get_close_matches(pattern, keys, n=1, cutoff=0)
-            raise ValueError(f"load_key_mapping {pattern!r} fits no weight of the model; one that "
-                             f"looks like it is {near[0]!r}" if near else "the model has no weight")
+            raise ValueError(
+                f"load_key_mapping {pattern!r} fits no weight of the model; one that "
+                f"looks like it is {near[0]!r}"
+                if near
+                else "the model has no weight"
+            )
         named = {**fits, **named}
     return named
 
@@ -373,13 +384,21 @@ def _naming_schemes(model: nn.Module) -> list[Callable[[str], list[str]]]:  # ke
                 return [change(n) for n in (their_names(key, table) if table else [key])]
             except ValueError:
                 return []  # nothing there is like it
+
         return names
 
     own = {kind: f"{kind}." for kind in MODEL_KINDS}
     prefixes = {"bertlab": "encoder.", **own, "modernbert": "model."}
-    return [scheme(kind, change) for kind, prefix in prefixes.items() for change in (
-        str, lambda n, p=prefix: n.removeprefix(p), lambda n, p=prefix: p + n,
-        lambda n: f"model.{n}")]  # the last: of a LightningModule
+    return [
+        scheme(kind, change)
+        for kind, prefix in prefixes.items()
+        for change in (
+            str,
+            lambda n, p=prefix: n.removeprefix(p),
+            lambda n, p=prefix: p + n,
+            lambda n: f"model.{n}",
+        )
+    ]  # the last: of a LightningModule
 
 
 def match_names(
@@ -403,8 +422,10 @@ def match_names(
         asked = [new for key in keys if (new := rename_key(key, pattern, target)) is not None]
         if not any(resolve([name]) for name in asked):
             near = difflib.get_close_matches(asked[0], list(weights), n=1, cutoff=0)
-            raise ValueError(f"load_key_mapping {pattern!r}: the weights have no {asked[0]!r}" +
-                             (f"; a name that looks like it is {near[0]!r}" if near else ""))
+            raise ValueError(
+                f"load_key_mapping {pattern!r}: the weights have no {asked[0]!r}"
+                + (f"; a name that looks like it is {near[0]!r}" if near else "")
+            )
     left = [key for key in keys if key not in mapped]
     tries = [{key: resolve(scheme(key)) for key in left} for scheme in _naming_schemes(model)]
     best = max(tries, key=lambda found: sum(map(bool, found.values())))
@@ -470,8 +491,10 @@ def _plan_loading(
         new, old = [weights[name] for name in names], ours[key]
         shapes = _joined_shape(new), list(old.shape)
         if shapes[0] != shapes[1] or new[0].is_floating_point() != old.is_floating_point():
-            both = (f"{str(t.dtype).removeprefix('torch.')}{shape}"
-                    for t, shape in zip((new[0], old), shapes))
+            both = (
+                f"{str(t.dtype).removeprefix('torch.')}{shape}"
+                for t, shape in zip((new[0], old), shapes)
+            )
             report.mismatched.append(f"{key}: {' there, '.join(both)} here")
             continue
         plan[key] = new
@@ -495,16 +518,20 @@ def check_finite(
         if weight.is_floating_point() and not weight.is_meta:
             wide = weight if weight.element_size() > 1 else weight.float()
             if not wide.isfinite().all():
-                raise ValueError(f"the weights of {source} are damaged: {name} holds NaN or "
-                                 "infinity; take a checkpoint from before that")
+                raise ValueError(
+                    f"the weights of {source} are damaged: {name} holds NaN or "
+                    "infinity; take a checkpoint from before that"
+                )
 
 
 def _advice(report: LoadReport, anything: bool) -> str:
     "What to do about weights that do not fit."
     advice = "is it another model? nothing was loaded"
     if anything:
-        advice = ("map names by key_mapping (load_key_mapping of a run), or load what fits by "
-                  "load_weights(..., strict=False)")
+        advice = (
+            "map names by key_mapping (load_key_mapping of a run), or load what fits by "
+            "load_weights(..., strict=False)"
+        )
     if untied := [n for n in report.unexpected if n.endswith(("decoder.weight", ".decoder"))]:
         advice += f"; {untied[0]} is not the embedding: that needs tie_word_embeddings=False"
     return advice
@@ -521,8 +548,9 @@ def map_weights(
     """
     plan, report = _plan_loading(model, read_weights(source), key_mapping)
     if report.mismatched or not plan:
-        raise ValueError(f"{source} does not fit the model: {report}; "
-                         f"{_advice(report, bool(plan))}")
+        raise ValueError(
+            f"{source} does not fit the model: {report}; {_advice(report, bool(plan))}"
+        )
     return plan, report
 
 

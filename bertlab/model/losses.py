@@ -119,8 +119,9 @@ def masked_lm_loss(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     labels, in_one = labels.flatten(), weights is None and not label_smoothing
     if not label_smoothing:
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORED,
-                                 reduction="sum" if in_one else "none")
+        losses = F.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="sum" if in_one else "none"
+        )
     else:
         # Both terms are made of these, the one thing as large as the scores that is kept for later.
         logs = logits.log_softmax(-1)
@@ -178,8 +179,9 @@ class LossRule:
 
     def __post_init__(self):
         if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"label_smoothing is a share: 0 or more and below 1, "
-                             f"got {self.label_smoothing}")
+            raise ValueError(
+                f"label_smoothing is a share: 0 or more and below 1, got {self.label_smoothing}"
+            )
         if not 0 <= self.z_weight < float("inf"):
             raise ValueError(f"z_weight must be finite, 0 or more, got {self.z_weight}")
         size = self.chunk_size

@@ -65,10 +65,14 @@ SAMPLERS: dict[str, Sampler] = {
     "entropy": Sampler("the gap of least entropy first", _certainty),
     "margin": Sampler("the gap whose best word leads most first", _margin),
     "left_to_right": Sampler("as one reads", lambda gaps: -gaps.positions_N.float()),
-    "remask": Sampler("each gap by its own coin; words may be hidden again", None,
-                      lambda confidence: torch.ones_like(confidence)),
-    "remask_doubtful": Sampler("likewise, a doubtful word sooner than a sure one", None,
-                               lambda confidence: 1 - confidence),
+    "remask": Sampler(
+        "each gap by its own coin; words may be hidden again",
+        None,
+        lambda confidence: torch.ones_like(confidence),
+    ),
+    "remask_doubtful": Sampler(
+        "likewise, a doubtful word sooner than a sure one", None, lambda confidence: 1 - confidence
+    ),
 }
 
 # %% ../../nbs/model/11_samplers.ipynb #f6842026
@@ -98,13 +102,19 @@ class SamplingRule:
         look_up(self.schedule, NOISE, "schedule")
         for name, least in (("num_steps", 1), ("seed", 0), ("block_size", 1)):
             value = getattr(self, name)
-            if type(value) is not int and not (name == "block_size" and value is None) or (
-                    value is not None and value < least):
+            if (
+                type(value) is not int
+                and not (name == "block_size" and value is None)
+                or (value is not None and value < least)
+            ):
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
         if self.cache_blocks and self.block_size is None:
             raise ValueError("cache_blocks needs a block_size: it reads the rest once a block")
-        for name, low, high in (("temperature", 0, math.inf), ("repetition_penalty", 1, math.inf),
-                                ("guidance", 0, math.inf)):
+        for name, low, high in (
+            ("temperature", 0, math.inf),
+            ("repetition_penalty", 1, math.inf),
+            ("guidance", 0, math.inf),
+        ):
             value = getattr(self, name)
             if not isinstance(value, Real) or not low <= value < high:
                 raise ValueError(f"{name} must be finite, {low} or more, got {value!r}")
@@ -167,9 +177,11 @@ def plan_row(
     size = min(rule.block_size or num_gaps, num_gaps) or 1
     blocks = max(1, -(-num_gaps // size))
     if blocks > rule.num_steps:
-        raise ValueError(f"num_steps={rule.num_steps} is less than the {blocks} blocks of "
-                         f"block_size={rule.block_size} in {num_gaps} gaps; take more steps, or "
-                         "larger blocks")
+        raise ValueError(
+            f"num_steps={rule.num_steps} is less than the {blocks} blocks of "
+            f"block_size={rule.block_size} in {num_gaps} gaps; take more steps, or "
+            "larger blocks"
+        )
     share, plans = NOISE[rule.schedule].share, []
     for block in range(blocks):
         steps = (block + 1) * rule.num_steps // blocks - block * rule.num_steps // blocks
@@ -207,15 +219,18 @@ def score_gaps(
     if isinstance(model, BertLabTokenPredictor):
         first_BL = open_BL.int().argsort(dim=1, descending=True, stable=True)
         positions_BM = first_BL[:, : int(counts_B.max())]
-        logits_BMV = (ask or model)(input_ids=ids_BL, attention_mask=attention_mask,
-                                    label_positions=positions_BM).logits
+        logits_BMV = (ask or model)(
+            input_ids=ids_BL, attention_mask=attention_mask, label_positions=positions_BM
+        ).logits
         real_BM = torch.arange(positions_BM.shape[1], device=ids_BL.device) < counts_B[:, None]
         logits_NV = logits_BMV[real_BM]
     else:  # models of transformers score every position
         logits_NV = model(input_ids=ids_BL, attention_mask=attention_mask).logits[open_BL]
     if logits_NV.shape[1] < vocabulary.size:
-        raise ValueError(f"the vocabulary has {vocabulary.size} ids, the model scores only "
-                         f"{logits_NV.shape[1]}: take the tokenizer it was trained with")
+        raise ValueError(
+            f"the vocabulary has {vocabulary.size} ids, the model scores only "
+            f"{logits_NV.shape[1]}: take the tokenizer it was trained with"
+        )
     # Double precision where there is such: rare words have their place in a cumulative sum.
     exact = torch.float64 if ids_BL.device.type in ("cpu", "cuda") else torch.float32
     barred_V = vocabulary.is_special_V.copy()
@@ -238,8 +253,9 @@ def guided_scores(
     asks: Sequence[Callable | None] = (None, None),  # see `score_gaps`, for each question
 ) -> Tensor:  # (N, V) log-probabilities, nats
     "Ask a model, and with guidance ask it again without what is given (Ho and Salimans 2021)."
-    score = lambda ids, ask: score_gaps(model, ids, attention_mask, open_BL, vocabulary,
-                                        end_token_id, ask)
+    score = lambda ids, ask: score_gaps(
+        model, ids, attention_mask, open_BL, vocabulary, end_token_id, ask
+    )
     logp_NV = score(ids_BL, asks[0])
     if not rule.guidance:
         return logp_NV
@@ -256,9 +272,11 @@ class BlockCache:
 
     def __init__(self, model: BertLabForMaskedLM | BertLabForMaskedDiffusion):
         if type(model) not in (BertLabForMaskedLM, BertLabForMaskedDiffusion):
-            raise ValueError("cache_blocks needs an encoder of bertlab's with one head, as "
-                             "load_encoder gives of a model for 'mlm' or 'diffusion', not a "
-                             f"{type(model).__name__}; leave it out")
+            raise ValueError(
+                "cache_blocks needs an encoder of bertlab's with one head, as "
+                "load_encoder gives of a model for 'mlm' or 'diffusion', not a "
+                f"{type(model).__name__}; leave it out"
+            )
         self.model = model
         self.layers: list[Tensor] = []  # (B, 2 G, L, K) each: keys, then values
         self.read_B: list[int] = []  # the first gap of the block that a row was read whole for
@@ -269,6 +287,7 @@ class BlockCache:
         firsts_B: list[int],  # number of the block's first gap; -1: a row that asks nothing
     ) -> Callable[..., LabelledOutput]:  # for `score_gaps`
         "Say what is read anew: whole rows that begin a block, and the blocks of the others."
+
         def ask(input_ids, attention_mask, label_positions):
             read_B = self.read_B or [-1] * len(firsts_B)
             begins_B = torch.tensor([f >= 0 and f != r for f, r in zip(firsts_B, read_B)])
@@ -279,6 +298,7 @@ class BlockCache:
             x_BQD = self.read(input_ids, attention_mask, fresh_BL)
             places_BM = (label_positions - self._span.start).clamp(0, x_BQD.shape[1] - 1)
             return LabelledOutput(logits=self.model.score(x_BQD, positions_BM=places_BM)[0])
+
         return ask
 
     def read(
@@ -336,8 +356,10 @@ def check_gaps(
     if attention_mask is not None and (gaps_BL & (attention_mask == 0)).any():
         raise ValueError("input_ids has [MASK] where attention_mask is 0: padding is never filled")
     if prompt_numbers is not None and len(prompt_numbers) != len(input_ids):
-        raise ValueError(f"prompt_numbers must be one for each of the {len(input_ids)} rows, got "
-                         f"{len(prompt_numbers)}")
+        raise ValueError(
+            f"prompt_numbers must be one for each of the {len(input_ids)} rows, got "
+            f"{len(prompt_numbers)}"
+        )
 
 
 @torch.no_grad()
@@ -366,15 +388,20 @@ def sampling_steps(
     plans_B = [plan_row(n, rule) for n in gaps_BL.sum(1).tolist()]
     numbers = list(range(len(ids_BL))) if prompt_numbers is None else list(prompt_numbers)
     confidence_BL = torch.full(ids_BL.shape, math.nan, dtype=torch.float64)
-    confidence_BL = confidence_BL.to(ids_BL.device, torch.promote_types(
-        torch.float32, torch.float64 if ids_BL.device.type in ("cpu", "cuda") else torch.float32))
+    confidence_BL = confidence_BL.to(
+        ids_BL.device,
+        torch.promote_types(
+            torch.float32, torch.float64 if ids_BL.device.type in ("cpu", "cuda") else torch.float32
+        ),
+    )
     nothing_BL, asks = torch.zeros_like(gaps_BL), (None, None)
     yield Step(ids_BL.clone(), nothing_BL, nothing_BL, confidence_BL.clone(), False)
     for number in range(rule.num_steps):
         keys_B = key_rows(rule.seed, [number] * len(numbers), numbers)
         columns_L = np.arange(ids_BL.shape[1])
         draw = lambda purpose: torch.from_numpy(
-            draw_uniforms(keys_B[:, None], columns_L, purpose)).to(confidence_BL)
+            draw_uniforms(keys_B[:, None], columns_L, purpose)
+        ).to(confidence_BL)
         plans = [plans[number] for plans in plans_B]
         bounds_B2 = torch.tensor([plan[:2] for plan in plans], device=ids_BL.device)
         block_BL = gaps_BL & (ranks_BL >= bounds_B2[:, :1]) & (ranks_BL < bounds_B2[:, 1:])
@@ -383,13 +410,15 @@ def sampling_steps(
         sigma_B = [rule.remask * most_taken_back(plan) for plan in plans]
         if sampler.takes_back is not None:
             sigma_BL = torch.tensor(sigma_B).to(confidence_BL)[:, None] * sampler.takes_back(
-                confidence_BL.nan_to_num(1.0))
+                confidence_BL.nan_to_num(1.0)
+            )
             taken_back_BL = block_BL & ~open_BL & (draw(REMASK) < sigma_BL)
         even = sampler.takes_back is not None and rule.sampler == "remask"
         coins_BL = draw(REVEAL)
         if sampler.priority is None:
-            chances = [reveal_chance(plan, sigma if even else 0.0)
-                       for plan, sigma in zip(plans, sigma_B)]
+            chances = [
+                reveal_chance(plan, sigma if even else 0.0) for plan, sigma in zip(plans, sigma_B)
+            ]
             reveal_BL = open_BL & (coins_BL < torch.tensor(chances).to(coins_BL)[:, None])
             wanted_BL = reveal_BL
         else:
@@ -405,18 +434,29 @@ def sampling_steps(
                 busy_B = torch.ones_like(busy_B)
             with evaluating(model):
                 mask_BL = None if attention_mask is None else attention_mask[busy_B]
-                logp_NV = guided_scores(model, ids_BL[busy_B], mask_BL, wanted_BL[busy_B],
-                                        given_BL[busy_B], vocabulary, rule, end_token_id, asks)
+                logp_NV = guided_scores(
+                    model,
+                    ids_BL[busy_B],
+                    mask_BL,
+                    wanted_BL[busy_B],
+                    given_BL[busy_B],
+                    vocabulary,
+                    rule,
+                    end_token_id,
+                    asks,
+                )
             rows_N, positions_N = wanted_BL.nonzero(as_tuple=True)
             stands_NV = None
             if rule.repetition_penalty > 1:
-                stands_BV = torch.zeros(len(ids_BL), vocabulary.size, dtype=torch.bool,
-                                        device=ids_BL.device).scatter_(1, ids_BL, True)
+                stands_BV = torch.zeros(
+                    len(ids_BL), vocabulary.size, dtype=torch.bool, device=ids_BL.device
+                ).scatter_(1, ids_BL, True)
                 stands_NV = (stands_BV & ~special_V)[rows_N]
             law_NV = word_law(logp_NV, rule, stands_NV)
             words_N = draw_from(law_NV, draw(WORD)[rows_N, positions_N].to(law_NV))
-            candidates = Candidates(logp_NV.exp(), words_N, coins_BL[rows_N, positions_N],
-                                    positions_N)
+            candidates = Candidates(
+                logp_NV.exp(), words_N, coins_BL[rows_N, positions_N], positions_N
+            )
             if sampler.priority is None:
                 chosen_N = torch.ones_like(words_N, dtype=torch.bool)
             else:
@@ -430,8 +470,9 @@ def sampling_steps(
             revealed_BL = torch.zeros_like(gaps_BL)
             revealed_BL[rows_C, positions_C] = True
             if end_token_id is not None:
-                revealed_BL = revealed_BL | _end_gaps(ids_BL, gaps_BL, confidence_BL, vocabulary,
-                                                      end_token_id)
+                revealed_BL = revealed_BL | _end_gaps(
+                    ids_BL, gaps_BL, confidence_BL, vocabulary, end_token_id
+                )
         ids_BL[taken_back_BL] = vocabulary.mask_token_id
         confidence_BL[taken_back_BL] = math.nan
         yield Step(ids_BL.clone(), revealed_BL, taken_back_BL, confidence_BL.clone(), asked)
@@ -469,8 +510,9 @@ def _end_gaps(
     columns_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
     begin_BL = torch.where(begins_BL, columns_BL, torch.zeros_like(columns_BL)).cummax(1).values
     before_BL = (so_far_BL - ends_BL.long()).gather(1, begin_BL)
-    filled_BL = (gaps_BL & (runs_BL > 0) & (so_far_BL > before_BL)
-                 & (ids_BL == vocabulary.mask_token_id))
+    filled_BL = (
+        gaps_BL & (runs_BL > 0) & (so_far_BL > before_BL) & (ids_BL == vocabulary.mask_token_id)
+    )
     ids_BL[filled_BL] = end_token_id
     confidence_BL[filled_BL] = 1.0
     return filled_BL

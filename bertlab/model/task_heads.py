@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-from transformers import (AutoModelForQuestionAnswering, AutoModelForSequenceClassification,
-                          AutoModelForTokenClassification)
+from transformers import (
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.modeling_outputs import QuestionAnsweringModelOutput, SequenceClassifierOutput
 from transformers.utils import can_return_tuple
 
@@ -127,8 +130,10 @@ def text_loss(
     }
     if not fits[problem]:
         what = f"ids of shape {one}" if problem.startswith("single") else f"shape {each}"
-        raise ValueError(f"labels for {problem} (problem_type) of {num_outputs} outputs must be "
-                         f"{what}, got {labels.dtype} of shape {tuple(labels.shape)}")
+        raise ValueError(
+            f"labels for {problem} (problem_type) of {num_outputs} outputs must be "
+            f"{what}, got {labels.dtype} of shape {tuple(labels.shape)}"
+        )
     return TEXT_LOSSES[problem](logits_BC, labels, real_B)
 
 # %% ../../nbs/model/07_task_heads.ipynb #7dea9bbe
@@ -141,12 +146,16 @@ def balance_classes(
     Raises `ValueError` for a label that no row has, or, of several labels a row, all rows.
     """
     if missing := [name for name, count in counts.items() if not count]:
-        raise ValueError(f"class_weights='balanced' needs every label in training, and "
-                         f"{missing[0]!r} is not there; give a list of weights")
+        raise ValueError(
+            f"class_weights='balanced' needs every label in training, and "
+            f"{missing[0]!r} is not there; give a list of weights"
+        )
     if positives_of is not None:  # each label is a yes-or-no question: as much yes as no
         if always := [name for name, count in counts.items() if count == positives_of]:
-            raise ValueError("class_weights='balanced' needs rows without a label, too, and all "
-                             f"have {always[0]!r}; give a list of weights")
+            raise ValueError(
+                "class_weights='balanced' needs rows without a label, too, and all "
+                f"have {always[0]!r}; give a list of weights"
+            )
         return [(positives_of - count) / count for count in counts.values()]
     total = sum(counts.values())
     return [total / (len(counts) * count) for count in counts.values()]
@@ -162,7 +171,8 @@ def weighted_loss(
     if labels.shape == logits.shape:
         truth = labels.masked_fill(~known, 0).float()
         losses = F.binary_cross_entropy_with_logits(
-            logits.float(), truth, pos_weight=weights_C, reduction="none")
+            logits.float(), truth, pos_weight=weights_C, reduction="none"
+        )
         return losses.masked_fill(~known, 0.0).sum(), known.sum()
     weights = weights_C[labels.masked_fill(~known, 0)].masked_fill(~known, 0.0)
     return masked_lm_loss(logits, labels, weights)[0], weights.sum()
@@ -220,9 +230,16 @@ class BertLabForSequenceClassification(TaskModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> TaskOutput:  # logits (B, C)
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+        )
         x_BLD = encoded[0]
         documents_BL = all_one_document(x_BLD) if attention_mask is None else attention_mask
         pooled_BD = pool_rows(x_BLD, documents_BL, self.config.classifier_pooling)
@@ -247,9 +264,16 @@ class BertLabForTokenClassification(TaskModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> TaskOutput:  # logits (B, L, C)
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+        )
         logits_BLC = self.task_head(encoded[0])
         sums = None if labels is None else masked_lm_loss(logits_BLC, labels)
         return task_output(encoded, logits_BLC, sums)
@@ -306,9 +330,16 @@ class BertLabForQuestionAnswering(TaskModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> AnswerOutput:  # start_logits and end_logits (B, L), lowest at padding
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+        )
         scores_BL2 = self.task_head(encoded[0])
         if attention_mask is not None:
             lowest = torch.finfo(scores_BL2.dtype).min
@@ -410,9 +441,16 @@ class BertLabForSpanClassification(TaskModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> TaskOutput:  # logits (B, C, L, L), the lowest number where no span can be
-        encoded = self.encoder(input_ids, attention_mask, position_ids, token_type_ids,
-                               inputs_embeds, output_hidden_states, output_attentions,
-                               return_dict=True)
+        encoded = self.encoder(
+            input_ids,
+            attention_mask,
+            position_ids,
+            token_type_ids,
+            inputs_embeds,
+            output_hidden_states,
+            output_attentions,
+            return_dict=True,
+        )
         x_BLD = encoded[0]
         documents_BL = all_one_document(x_BLD) if attention_mask is None else attention_mask
         if special_tokens_mask is None and input_ids is not None:

@@ -252,20 +252,26 @@ def check_split(
     for name, number in sizes.items():
         if number % size:
             fits = [n for n in range(1, number + 1) if number % n == 0]
-            raise ValueError(f"tensor_parallel_size={size} does not divide {name}={number}: take "
-                             f"one of {', '.join(map(str, fits))}")
+            raise ValueError(
+                f"tensor_parallel_size={size} does not divide {name}={number}: take "
+                f"one of {', '.join(map(str, fits))}"
+            )
     for name in ("attention_dropout", "mlp_dropout"):
         if rate := getattr(config, name):
-            raise ValueError(f"{name}={rate} would draw alike for the different heads and units "
-                             f"that processes have with tensor_parallel_size={size}: set it to 0 "
-                             "(hidden_dropout and embedding_dropout may stay)")
+            raise ValueError(
+                f"{name}={rate} would draw alike for the different heads and units "
+                f"that processes have with tensor_parallel_size={size}: set it to 0 "
+                "(hidden_dropout and embedding_dropout may stay)"
+            )
 
 
 def _plain(owner: nn.Module, name: str) -> nn.Linear:
     layer = getattr(owner, name)
     if type(layer) is not nn.Linear:
-        raise ValueError(f"tensor parallel splits plain linear layers, and {name} is a "
-                         f"{type(layer).__name__}: leave float8 and adapter out")
+        raise ValueError(
+            f"tensor parallel splits plain linear layers, and {name} is a "
+            f"{type(layer).__name__}: leave float8 and adapter out"
+        )
     return layer
 
 
@@ -301,20 +307,28 @@ def split_model(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if not isinstance(model, BertLabTokenPredictor) or isinstance(model, BertLabForCausalLM):
-        raise ValueError(f"tensor parallel splits bertlab's encoders with a masked-word head, not "
-                         f"a {type(model).__name__}; take strategy='fsdp'")
+        raise ValueError(
+            f"tensor parallel splits bertlab's encoders with a masked-word head, not "
+            f"a {type(model).__name__}; take strategy='fsdp'"
+        )
     if model.encoder.compiled_layers is not None:
-        raise ValueError("compile_model: a compiled model cannot be split by tensor parallel; set "
-                         "compile_model=False")
+        raise ValueError(
+            "compile_model: a compiled model cannot be split by tensor parallel; set "
+            "compile_model=False"
+        )
     check_split(model.config, size)
     layers = {type(block.mlp) for block in model.modules() if hasattr(block, "mlp")}
     if own := [kind.__name__ for kind in layers if not issubclass(kind, PlainMLP)]:
-        raise ValueError(f"mlp={own[0]} is a layer of your own, which tensor parallel cannot "
-                         "split: derive it from PlainMLP, or take strategy='fsdp'")
+        raise ValueError(
+            f"mlp={own[0]} is a layer of your own, which tensor parallel cannot "
+            "split: derive it from PlainMLP, or take strategy='fsdp'"
+        )
     activations = [part.activation for part in model.modules() if isinstance(part, PlainMLP)]
     if any(isinstance(one, nn.Module) and one.state_dict() for one in activations):
-        raise ValueError(f"hidden_activation={model.config.hidden_activation} has weights, which "
-                         "tensor parallel would train by a part of the units: take strategy='fsdp'")
+        raise ValueError(
+            f"hidden_activation={model.config.hidden_activation} has weights, which "
+            "tensor parallel would train by a part of the units: take strategy='fsdp'"
+        )
     for tensor in model.state_dict().values():
         if not tensor.is_meta:  # else it has no numbers yet
             sent = tensor.detach().to(device or tensor.device)  # NCCL sends nothing from a CPU

@@ -57,15 +57,26 @@ class TextScore:
 
 
 def _cost_of_hidden(
-    model: Any, ids_BL: Tensor, mask_BL: Tensor, hidden_BL: Tensor, vocabulary: Vocabulary,
-    end_token_id: int | None, batch_size: int,
+    model: Any,
+    ids_BL: Tensor,
+    mask_BL: Tensor,
+    hidden_BL: Tensor,
+    vocabulary: Vocabulary,
+    end_token_id: int | None,
+    batch_size: int,
 ) -> Tensor:  # (B,) nats of all hidden tokens of each row, float64
     sums_B = torch.zeros(len(ids_BL), dtype=torch.float64)
     for part in torch.arange(len(ids_BL)).split(batch_size):
         rows = part.to(ids_BL.device)
         ids, hidden = ids_BL[rows], hidden_BL[rows]
-        logp_NV = score_gaps(model, ids.masked_fill(hidden, vocabulary.mask_token_id),
-                             mask_BL[rows], hidden, vocabulary, end_token_id)
+        logp_NV = score_gaps(
+            model,
+            ids.masked_fill(hidden, vocabulary.mask_token_id),
+            mask_BL[rows],
+            hidden,
+            vocabulary,
+            end_token_id,
+        )
         found_N = logp_NV.gather(1, ids[hidden][:, None])[:, 0].cpu().double()
         sums_B.index_add_(0, part[hidden.nonzero()[:, 0].cpu()], -found_N)
     return sums_B
@@ -100,14 +111,24 @@ def diffusion_bound(
         raise ValueError(f"text {int((lengths_B == 0).argmax())} has no token to score")
     with evaluating(model):
         if num_draws is None:
-            found = [_all_sets(model, ids[None], mask[None], may, vocabulary, end_token_id,
-                               batch_size)
-                     for ids, mask, may in zip(input_ids, mask_BL, scored)]
+            found = [
+                _all_sets(model, ids[None], mask[None], may, vocabulary, end_token_id, batch_size)
+                for ids, mask, may in zip(input_ids, mask_BL, scored)
+            ]
             nats_B, variance_B = np.array(found), np.zeros(len(found))
         else:
-            nats_B, variance_B = _drawn_sets(model, input_ids, mask_BL, scored, lengths_B,
-                                             vocabulary,
-                                             num_draws, seed, end_token_id, batch_size)
+            nats_B, variance_B = _drawn_sets(
+                model,
+                input_ids,
+                mask_BL,
+                scored,
+                lengths_B,
+                vocabulary,
+                num_draws,
+                seed,
+                end_token_id,
+                batch_size,
+            )
     num_bytes = 0.0
     if tokenizer is not None:
         bytes_V = token_bytes(tokenizer, vocabulary.size)
@@ -120,22 +141,32 @@ def _all_sets(model, ids_1L, mask_1L, may_L, vocabulary, end_token_id, batch_siz
     places = may_L.nonzero()[:, 0].tolist()
     n = len(places)
     if n > 12:
-        raise ValueError(f"num_draws=None asks for all sets of {n} tokens; give texts of at most "
-                         "12, or a number of draws")
+        raise ValueError(
+            f"num_draws=None asks for all sets of {n} tokens; give texts of at most "
+            "12, or a number of draws"
+        )
     total = 0.0
     for k in range(1, n + 1):
         sets = list(itertools.combinations(places, k))
         hidden_BL = torch.zeros(len(sets), ids_1L.shape[1], dtype=torch.bool, device=ids_1L.device)
         for row, some in enumerate(sets):
             hidden_BL[row, list(some)] = True
-        costs = _cost_of_hidden(model, ids_1L.expand(len(sets), -1), mask_1L.expand(len(sets), -1),
-                                hidden_BL, vocabulary, end_token_id, batch_size)
+        costs = _cost_of_hidden(
+            model,
+            ids_1L.expand(len(sets), -1),
+            mask_1L.expand(len(sets), -1),
+            hidden_BL,
+            vocabulary,
+            end_token_id,
+            batch_size,
+        )
         total += float(costs.mean()) / k
     return total
 
 
-def _drawn_sets(model, ids_BL, mask_BL, may_BL, lengths_B, vocabulary, num_draws, seed,
-                end_token_id, batch_size):
+def _drawn_sets(
+    model, ids_BL, mask_BL, may_BL, lengths_B, vocabulary, num_draws, seed, end_token_id, batch_size
+):
     "Estimates and their variance: the time of every second draw mirrors the one before."
     (B, L), estimates = ids_BL.shape, []
     for draw in range(num_draws):
@@ -147,8 +178,9 @@ def _drawn_sets(model, ids_BL, mask_BL, may_BL, lengths_B, vocabulary, num_draws
         coins_BL = np.where(may_BL.cpu().numpy(), coins_BL, 2.0)
         ranks_BL = coins_BL.argsort(1).argsort(1)
         hidden_BL = torch.from_numpy(ranks_BL < counts_B[:, None]).to(ids_BL.device)
-        costs_B = _cost_of_hidden(model, ids_BL, mask_BL, hidden_BL, vocabulary, end_token_id,
-                                  batch_size)
+        costs_B = _cost_of_hidden(
+            model, ids_BL, mask_BL, hidden_BL, vocabulary, end_token_id, batch_size
+        )
         estimates.append(costs_B.numpy() * lengths_B / counts_B)
     pairs_PB = np.array(estimates).reshape(num_draws // 2, 2, B).mean(1)
     return pairs_PB.mean(0), pairs_PB.var(0, ddof=1) / len(pairs_PB)
@@ -168,8 +200,10 @@ def causal_score(
     scored_BL = torch.from_numpy(find_ordinary(both, vocabulary)).to(input_ids.device)
     scored_BL[:, 0] = False  # nothing stands before it
     if not scored_BL.any():
-        raise ValueError("no text has a token to score: the first one has nothing before it, and "
-                         "special tokens are not counted")
+        raise ValueError(
+            "no text has a token to score: the first one has nothing before it, and "
+            "special tokens are not counted"
+        )
     barred = torch.from_numpy(vocabulary.is_special_V).to(input_ids.device)
     with evaluating(twin):
         logits_BLV = twin(input_ids, mask_BL).logits[..., : vocabulary.size]
@@ -256,8 +290,10 @@ def library_expressions(
             break
     every = list(found)
     if len(every) < count:
-        raise ValueError(f"count={count}: only {len(every)} expressions were found; ask for fewer, "
-                         "or allow more tokens")
+        raise ValueError(
+            f"count={count}: only {len(every)} expressions were found; ask for fewer, "
+            "or allow more tokens"
+        )
     keys = key_rows(0, [0] * len(every), range(len(every)))
     return [every[i] for i in np.argsort(draw_uniforms(keys, np.zeros(1, dtype=int), 0))[:count]]
 

@@ -43,8 +43,14 @@ def masked_bits_per_byte(
     max_length = min(max_length, model.config.max_position_embeddings)
     rows = PackedDataset(ids, max_length, shuffle=False, **special_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, mlm_probability=mlm_probability, unit="word", seed=seed,
-        max_sequence_length=max_length, mask_replace_prob=1.0, random_replace_prob=0.0)
+        tokenizer,
+        mlm_probability=mlm_probability,
+        unit="word",
+        seed=seed,
+        max_sequence_length=max_length,
+        mask_replace_prob=1.0,
+        random_replace_prob=0.0,
+    )
     bytes_V, training = token_bytes(tokenizer, model.config.vocab_size), model.training
     loss_sum = num_bytes = 0.0
     model.eval()
@@ -82,8 +88,10 @@ def change_tables(
     tokenizer: Any,  # the new one: the configuration notes its special tokens
 ) -> BertLabPreTrainedModel:  # of the same class and mode
     "Build a model whose vocabulary's tables are made of the old ones; all else is copied."
-    weights = {name: fill(weight.detach()) if name.endswith(TABLES) else weight.detach().clone()
-               for name, weight in model.state_dict().items()}
+    weights = {
+        name: fill(weight.detach()) if name.endswith(TABLES) else weight.detach().clone()
+        for name, weight in model.state_dict().items()
+    }
     config = copy.deepcopy(model.config)
     config.vocab_size = len(next(w for n, w in weights.items() if n.endswith(TABLES[0])))
     for name in TOKEN_IDS:
@@ -121,8 +129,9 @@ def extend_vocabulary(
     check_rows(model, tokenizer)
     extended = extend_tokenizer(tokenizer, texts, num_pieces, **options)
     parts = [[id] for id in range(count_ids(tokenizer))] + list(extended.parts.values())
-    return Adapted(change_tables(model, lambda t: mean_rows(t, parts), extended.tokenizer),
-                   extended.tokenizer)
+    return Adapted(
+        change_tables(model, lambda t: mean_rows(t, parts), extended.tokenizer), extended.tokenizer
+    )
 
 # %% ../../nbs/model/20_vocabulary.ipynb #26bfd01a
 def _value_of_nothing(table_VD: Tensor) -> float:
@@ -163,8 +172,10 @@ def use_vectors(
     for document in ids:
         row = np.asarray(document, dtype=np.int64)
         for reach in range(1, min(window, len(row) - 1) + 1):
-            pairs += [row[:-reach] * vocab_size + row[reach:],
-                      row[reach:] * vocab_size + row[:-reach]]
+            pairs += [
+                row[:-reach] * vocab_size + row[reach:],
+                row[reach:] * vocab_size + row[:-reach],
+            ]
     if not pairs:
         return torch.zeros(vocab_size, width)
     codes, counts = np.unique(np.concatenate(pairs), return_counts=True)
@@ -174,8 +185,9 @@ def use_vectors(
     positive = information > 0
     places = torch.from_numpy(np.stack((left[positive], right[positive])))
     values = torch.from_numpy(information[positive]).float()
-    table_VV = torch.sparse_coo_tensor(places, values, (vocab_size, vocab_size),
-                                       check_invariants=True).coalesce()
+    table_VV = torch.sparse_coo_tensor(
+        places, values, (vocab_size, vocab_size), check_invariants=True
+    ).coalesce()
     rank = min(width, vocab_size)
     with torch.random.fork_rng(devices=[]):
         # The decomposition begins with random directions; other devices' generators stay.
@@ -223,13 +235,20 @@ def _by_linear(old_VD: Tensor, found: Counterparts, use_VU: Tensor, ridge: float
         x = use_VU[twins] - center
         gram = x.T @ x + ridge * torch.eye(x.shape[1])
         weights = torch.linalg.solve(gram, x.T @ (rows - middle))
-        new_VD[others] = ((use_VU[others] - center) @ weights + middle).reshape(
-            len(others), *old_VD.shape[1:]).to(old_VD)
+        new_VD[others] = (
+            ((use_VU[others] - center) @ weights + middle)
+            .reshape(len(others), *old_VD.shape[1:])
+            .to(old_VD)
+        )
     return new_VD
 
 
-TRANSPLANTS: dict[str, Callable] = {"parts": _by_parts, "nearest": _by_nearest,
-                                    "linear": _by_linear, "twins": _by_twins}
+TRANSPLANTS: dict[str, Callable] = {
+    "parts": _by_parts,
+    "nearest": _by_nearest,
+    "linear": _by_linear,
+    "twins": _by_twins,
+}
 
 # %% ../../nbs/model/20_vocabulary.ipynb #7f5e1c02
 def match_frequencies(
@@ -252,13 +271,15 @@ def match_frequencies(
         return
     entries_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
     max_length, training = min(max_length, model.config.max_position_embeddings), model.training
-    counts_V = np.bincount(np.concatenate([np.asarray(one, np.int64) for one in ids]),
-                           minlength=count_ids(tokenizer))[entries_V]
+    counts_V = np.bincount(
+        np.concatenate([np.asarray(one, np.int64) for one in ids]), minlength=count_ids(tokenizer)
+    )[entries_V]
     target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
     entries_V = torch.from_numpy(entries_V).to(model.device)
     rows = PackedDataset(ids, max_length, seed=seed, **special_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, unit="word", seed=seed, max_sequence_length=max_length)
+        tokenizer, unit="word", seed=seed, max_sequence_length=max_length
+    )
     chosen = [rows[0, i] for i in range(min(num_rows, len(rows)))]
     batches = [collate(chosen[start : start + 8]) for start in range(0, len(chosen), 8)]
     model.eval()
@@ -290,8 +311,10 @@ def transplant_vocabulary(
     use_VU, texts = None, None if texts is None else gather_texts(texts)
     if method in ("nearest", "linear"):
         if texts is None:
-            raise ValueError(f"method={method!r} learns from a text how entries are used: give "
-                             "texts, or choose method='parts'")
+            raise ValueError(
+                f"method={method!r} learns from a text how entries are used: give "
+                "texts, or choose method='parts'"
+            )
         ids = new_tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         use_VU = use_vectors(ids, count_ids(new_tokenizer))
     found, missing = find_counterparts(tokenizer, new_tokenizer), find_missing_ids(new_tokenizer)
@@ -312,6 +335,7 @@ def transplant_vocabulary(
     # How much is read at once, and whether segments are told apart, is the model's.
     new_tokenizer = copy.deepcopy(new_tokenizer)
     new_tokenizer.model_input_names = list(tokenizer.model_input_names)
-    new_tokenizer.model_max_length = min(tokenizer.model_max_length,
-                                         model.config.max_position_embeddings)
+    new_tokenizer.model_max_length = min(
+        tokenizer.model_max_length, model.config.max_position_embeddings
+    )
     return Adapted(moved, new_tokenizer)

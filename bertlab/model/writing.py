@@ -45,8 +45,12 @@ class OpenRow:
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     "What a sampler must know of a tokenizer: its size, and which of its tokens are no words."
-    return Vocabulary(count_ids(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id,
-                      (*tokenizer.all_special_ids, *find_missing_ids(tokenizer)))
+    return Vocabulary(
+        count_ids(tokenizer),
+        tokenizer.pad_token_id,
+        tokenizer.mask_token_id,
+        (*tokenizer.all_special_ids, *find_missing_ids(tokenizer)),
+    )
 
 
 def read_prompt(
@@ -71,8 +75,10 @@ def read_prompt(
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     begin = 1
     if mode == "infill" and mask not in ids:
-        raise ValueError(f"prompt {prompt!r} has no gap: write [MASK] for a token, {GAP} for a gap "
-                         "of any length, or choose mode='continue'")
+        raise ValueError(
+            f"prompt {prompt!r} has no gap: write [MASK] for a token, {GAP} for a gap "
+            "of any length, or choose mode='continue'"
+        )
     if mode == "answer":
         ids = [*ids, tokenizer.sep_token_id]
     if mode in ("continue", "answer"):
@@ -82,8 +88,9 @@ def read_prompt(
         ordinary_L = ~vocabulary_of(tokenizer).is_special_V[np.array(ids, int)]
         if not ordinary_L.any():  # nobody may write an [UNK], so nobody is asked for one
             raise ValueError(f"prompt {prompt!r} has no words to rewrite")
-        coins_L = draw_uniforms(key_rows(address[0], [0], [address[1]])[:, None],
-                                np.arange(len(ids)), 5)[0]
+        coins_L = draw_uniforms(
+            key_rows(address[0], [0], [address[1]])[:, None], np.arange(len(ids)), 5
+        )[0]
         count = max(1, round(rewrite_share * int(ordinary_L.sum())))
         hidden = np.argsort(np.where(ordinary_L, coins_L, 2.0))[:count]
         ids = [mask if i in set(hidden.tolist()) else token for i, token in enumerate(ids)]
@@ -113,8 +120,9 @@ def decode_row(tokenizer: Any, ids: Sequence[int], end_token_id: int | None) -> 
     "The text of a row up to its first end, and whether it has one."
     ids = [int(i) for i in ids]
     ended = end_token_id is not None and end_token_id in ids
-    return tokenizer.decode(ids[: ids.index(end_token_id)] if ended else ids,
-                            skip_special_tokens=True), ended
+    return tokenizer.decode(
+        ids[: ids.index(end_token_id)] if ended else ids, skip_special_tokens=True
+    ), ended
 
 
 def pad_tasks(
@@ -175,15 +183,21 @@ def _check_writing(model, tokenizer, prompts, mode, numbers: dict[str, int], opt
             raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
     for name in options:
         if name not in _RULE_NAMES:
-            raise ValueError(f"{name!r} is no option of writing{did_you_mean(name, _RULE_NAMES)}; "
-                             f"choose among {', '.join(_RULE_NAMES)}")
+            raise ValueError(
+                f"{name!r} is no option of writing{did_you_mean(name, _RULE_NAMES)}; "
+                f"choose among {', '.join(_RULE_NAMES)}"
+            )
     if not hasattr(model, "config") or not hasattr(model.config, "max_position_embeddings"):
-        raise ValueError(f"{type(model).__name__} is no masked language model: it has no "
-                         "configuration with max_position_embeddings")
+        raise ValueError(
+            f"{type(model).__name__} is no masked language model: it has no "
+            "configuration with max_position_embeddings"
+        )
     for kind in ("mask", "cls", "sep", "pad"):
         if getattr(tokenizer, f"{kind}_token_id") is None:
-            raise ValueError(f"tokenizer has no {kind} token: take that of a masked language "
-                             "model, or name the token that stands for it")
+            raise ValueError(
+                f"tokenizer has no {kind} token: take that of a masked language "
+                "model, or name the token that stands for it"
+            )
 
 
 def write(
@@ -215,12 +229,21 @@ def write(
     for number, prompt in enumerate(prompts):
         lengths = range(1, max_gap + 1) if isinstance(prompt, str) and GAP in prompt else [1]
         for length in lengths:
-            task = read_prompt(tokenizer, prompt, mode, max_new_tokens, length, rewrite_share,
-                               (sampling.seed, number))
+            task = read_prompt(
+                tokenizer,
+                prompt,
+                mode,
+                max_new_tokens,
+                length,
+                rewrite_share,
+                (sampling.seed, number),
+            )
             if len(task.ids) > longest_row(model):
-                raise ValueError(f"prompt {number} needs {len(task.ids)} tokens and the model "
-                                 f"reads {longest_row(model)} (max_position_embeddings): shorten "
-                                 "it, or write fewer tokens")
+                raise ValueError(
+                    f"prompt {number} needs {len(task.ids)} tokens and the model "
+                    f"reads {longest_row(model)} (max_position_embeddings): shorten "
+                    "it, or write fewer tokens"
+                )
             tried.append((number, task))
     # Rows of like length and as many steps go together; their order does not matter.
     plans = [_steps_of(task, sampling, vocabulary, "num_steps" in rule) for _, task in tried]
@@ -230,19 +253,25 @@ def write(
     candidates: dict[int, list[tuple[float, Writing]]] = {}
     while order:
         some = [i for i in order[:batch_size] if plans[i] == plans[order[0]]]
-        order = order[len(some):]
+        order = order[len(some) :]
         numbers, tasks = [tried[i][0] for i in some], [tried[i][1] for i in some]
         ids_BL, mask_BL = pad_tasks(tasks, tokenizer.pad_token_id, device)
         steps = []
-        for step in sampling_steps(model, ids_BL, vocabulary,
-                                   replace(sampling,
-                                           num_steps=plans[some[0]]), mask_BL, end, numbers):
+        for step in sampling_steps(
+            model,
+            ids_BL,
+            vocabulary,
+            replace(sampling, num_steps=plans[some[0]]),
+            mask_BL,
+            end,
+            numbers,
+        ):
             steps.append(step)
             if watch is not None:
                 watch(numbers[0], step)
         scores_B = [0.0] * len(some)
         if any(GAP in prompts[n] for n in numbers):
-            written_BL = (ids_BL == vocabulary.mask_token_id)
+            written_BL = ids_BL == vocabulary.mask_token_id
             scores_B = seam_scores(model, steps[-1].ids_BL, mask_BL, written_BL, vocabulary)
         for row, (number, task) in enumerate(zip(numbers, tasks)):
             found = _as_writing(tokenizer, prompts[number], task, steps, row, end)
@@ -264,10 +293,20 @@ def _as_writing(tokenizer, prompt, task, steps, row, end) -> Writing:
     states = take("ids_BL")[:, :length]
     ids = states[-1]
     closed = task.mode in ("continue", "answer")
-    text, ended = decode_row(tokenizer, ids[task.begin : -1] if closed else
-                             ids[ids != (-1 if end is None else end)], end if closed else None)
-    return Writing(prompt, text, ids, states, take("confidence_BL")[:, :length],
-                   take("taken_back_BL")[:, :length], ended)
+    text, ended = decode_row(
+        tokenizer,
+        ids[task.begin : -1] if closed else ids[ids != (-1 if end is None else end)],
+        end if closed else None,
+    )
+    return Writing(
+        prompt,
+        text,
+        ids,
+        states,
+        take("confidence_BL")[:, :length],
+        take("taken_back_BL")[:, :length],
+        ended,
+    )
 
 
 def generate(

@@ -94,8 +94,9 @@ def _settings(
     for pattern in patterns:
         settings.update(overrides[pattern])
     if "hidden" in settings and "hidden" not in rule:
-        raise ValueError(f"overrides[{patterns[-1]!r}]: hidden is for muon and galore "
-                         "(hidden_apart=True)")
+        raise ValueError(
+            f"overrides[{patterns[-1]!r}]: hidden is for muon and galore (hidden_apart=True)"
+        )
     if settings.get("hidden") and parameter.ndim != 2:
         raise ValueError(
             f"overrides[{patterns[-1]!r}]: hidden=True is for matrices, and this matches "

@@ -58,8 +58,12 @@ def _by_rounds_on_square(
 # %% ../../nbs/optim/04_muon.ipynb #831471d8
 def _rounds_dtype(device: torch.device) -> torch.dtype:
     "bfloat16 where the device multiplies it; elsewhere each product of it would be emulated."
-    slow = (device.type == "cpu" and not cpu_multiplies_bfloat16() or device.type == "cuda"
-            and torch.cuda.get_device_capability(device) < AMPERE)
+    slow = (
+        device.type == "cpu"
+        and not cpu_multiplies_bfloat16()
+        or device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < AMPERE
+    )
     return torch.float32 if slow else torch.bfloat16
 
 
@@ -86,8 +90,10 @@ def orthogonalized(
     return X.mT if tall else X
 
 # %% ../../nbs/optim/04_muon.ipynb #0c0ffee1
-_SIZES = {"match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-          "original": lambda rows, columns: math.sqrt(max(1, rows / columns))}
+_SIZES = {
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+}
 
 
 def _check_amounts(below: float = math.inf, **amounts: Any) -> None:  # by name
@@ -113,15 +119,24 @@ class StackedMuon(Optimizer):
         adjust_lr_fn: str = "original",  # or "match_rms_adamw": updates as large as AdamW's
     ):
         if adjust_lr_fn not in _SIZES:
-            raise ValueError(f"adjust_lr_fn must be one of {', '.join(_SIZES)}; got "
-                             f"{adjust_lr_fn!r}")
+            raise ValueError(
+                f"adjust_lr_fn must be one of {', '.join(_SIZES)}; got {adjust_lr_fn!r}"
+            )
         if isinstance(ns_steps, bool) or not isinstance(ns_steps, Integral) or ns_steps < 1:
             raise ValueError(f"ns_steps must be a whole number from 1 on, got {ns_steps!r}")
         _check_amounts(lr=lr, weight_decay=weight_decay)
         _check_amounts(1, momentum=momentum)
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum,
-                                  "nesterov": nesterov, "ns_steps": ns_steps,
-                                  "adjust_lr_fn": adjust_lr_fn})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

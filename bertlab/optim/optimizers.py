@@ -97,14 +97,17 @@ def _check_projection(rank: Any, update_proj_gap: Any, scale: Any, projection_ty
     counts = {"rank": 1 if rank is None else rank, "update_proj_gap": update_proj_gap}
     for name, value in counts.items():
         if type(value) is not int or value < 1:
-            raise ValueError(f"optimizer_kwargs: galore's {name} must be a whole number from 1 on, "
-                             f"got {value!r}")
+            raise ValueError(
+                f"optimizer_kwargs: galore's {name} must be a whole number from 1 on, got {value!r}"
+            )
     if type(scale) not in (int, float):
         raise ValueError(f"optimizer_kwargs: galore's scale must be a number, got {scale!r}")
     if projection_type not in _PROJECTED:
         same = ", which is std in its class" if projection_type == "random" else ""
-        raise ValueError("optimizer_kwargs: galore's projection_type must be one of "
-                         f"{', '.join(_PROJECTED)}; got {projection_type!r}{same}")
+        raise ValueError(
+            "optimizer_kwargs: galore's projection_type must be one of "
+            f"{', '.join(_PROJECTED)}; got {projection_type!r}{same}"
+        )
 
 
 def _adapt_galore(
@@ -156,8 +159,14 @@ def _adapt_lamb(
             for is_vector in (False, True):
                 if part := [row for row in rows if (row[0].ndim < 2) == is_vector]:
                     weights, slopes, *moments = map(list, zip(*part))
-                    super()._step_foreach(self._settings(group, is_vector), weights, slopes,
-                                          grad_norm, *moments, step_size)
+                    super()._step_foreach(
+                        self._settings(group, is_vector),
+                        weights,
+                        slopes,
+                        grad_norm,
+                        *moments,
+                        step_size,
+                    )
 
         def update(self, p, group, *numbers):
             super().update(p, self._settings(group, p.ndim < 2), *numbers)
@@ -167,8 +176,9 @@ def _adapt_lamb(
             for group in self.param_groups:
                 if group["rectify"]:  # RAdam's step is long or short for reasons of its own
                     continue
-                mean, square = (self.debias_beta(beta, group.get("step", 0) + 1)
-                                for beta in group["betas"])
+                mean, square = (
+                    self.debias_beta(beta, group.get("step", 0) + 1) for beta in group["betas"]
+                )
                 # A sum that is no mean has nothing to correct; the ratio takes its length out.
                 mean = mean if group["grad_averaging"] else group["betas"][0]
                 group.update(betas=(mean, square), adam_debias=True)
@@ -179,8 +189,11 @@ def _adapt_lamb(
                     group["betas"] = betas
 
     # A rectified update leaves out a decay that is not decoupled; a fixed one must be.
-    apart = any(group.get(name, options.get(name))
-                for group in (*groups, options) for name in ("rectify", "fixed_decay"))
+    apart = any(
+        group.get(name, options.get(name))
+        for group in (*groups, options)
+        for name in ("rectify", "fixed_decay")
+    )
     return Lamb, {"weight_decouple": apart, "clamp": math.inf, **options}
 
 # %% ../../nbs/optim/05_optimizers.ipynb #841d0abb
@@ -282,20 +295,33 @@ def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, o
     found = find_part(optimizer, OPTIMIZERS, "optimizer_class")
     if isinstance(found, OptimizerFacts):
         return found
-    return OptimizerFacts(getattr(found, "__name__", str(found)),
-                          second_backward=hasattr(found, "backward_options"),
-                          elementwise=getattr(found, "elementwise", False),
-                          hidden_apart=getattr(found, "hidden_apart", False))
+    return OptimizerFacts(
+        getattr(found, "__name__", str(found)),
+        second_backward=hasattr(found, "backward_options"),
+        elementwise=getattr(found, "elementwise", False),
+        hidden_apart=getattr(found, "hidden_apart", False),
+    )
 
 
 def optimizer_table() -> str:  # one line a name
     "Say where each optimizer comes from, and whether it runs on a TPU and under FSDP2."
     rows = [("name", "from", "TPU", "FSDP2")]
     for name, facts in OPTIMIZERS.items():
-        home = ("bertlab" if facts.class_name in _OURS else
-                "torch" if hasattr(torch.optim, facts.class_name) else "pytorch-optimizer")
-        rows.append((name, home, f"{'yes' if facts.tpu else 'slow'}: {facts.tpu_note}",
-                     f"{'yes' if facts.fsdp else 'no'}: {facts.fsdp_note}"))
+        home = (
+            "bertlab"
+            if facts.class_name in _OURS
+            else "torch"
+            if hasattr(torch.optim, facts.class_name)
+            else "pytorch-optimizer"
+        )
+        rows.append(
+            (
+                name,
+                home,
+                f"{'yes' if facts.tpu else 'slow'}: {facts.tpu_note}",
+                f"{'yes' if facts.fsdp else 'no'}: {facts.fsdp_note}",
+            )
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
@@ -316,8 +342,9 @@ def _check_options(
     anything = any(p.kind is p.VAR_KEYWORD for p in parameters) and name not in OPTIMIZERS
     for option in options:
         if option not in (*known, *more) and not anything:
-            raise ValueError(f"optimizer_kwargs: {name} has no {option!r}; it takes "
-                             f"{', '.join((*known, *more))}")
+            raise ValueError(
+                f"optimizer_kwargs: {name} has no {option!r}; it takes {', '.join((*known, *more))}"
+            )
 
 
 def _kernel_options(
@@ -384,8 +411,12 @@ def _eight_bit_class(
     groups: Sequence[Mapping[str, Any]] = ({},),  # whose options win
 ) -> tuple[type[Optimizer] | None, str]:  # the first class that works, or the reasons against all
     refusals = []
-    asked = {f"{option}={value}" for group in groups for option in optimizer_facts(name).unlike
-             if (value := group.get(option, options.get(option)))}
+    asked = {
+        f"{option}={value}"
+        for group in groups
+        for option in optimizer_facts(name).unlike
+        if (value := group.get(option, options.get(option)))
+    }
     for dotted in optimizer_facts(name).eight_bit:
         module, _, class_name = dotted.rpartition(".")
         library = module.partition(".")[0]
@@ -466,8 +497,10 @@ def _optimizer_class(name: str) -> type[Optimizer]:
 
 
 def _plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, np.generic) else value
-            for name, value in options.items()}
+    return {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in options.items()
+    }
 
 
 def _build(
@@ -483,8 +516,10 @@ def _build(
     except ValueError:
         raise  # it says what is wrong
     except Exception as error:  # such as a TypeError of arithmetic, or a library's own class
-        raise ValueError(f"optimizer_kwargs: {name} cannot be built with {given}: "
-                         f"{type(error).__name__}: {one_line(error)}") from error
+        raise ValueError(
+            f"optimizer_kwargs: {name} cannot be built with {given}: "
+            f"{type(error).__name__}: {one_line(error)}"
+        ) from error
 
 
 def get_optimizer(
@@ -511,8 +546,10 @@ def get_optimizer(
         return optimizer
     optimizer_class, given = _optimizer_class(optimizer_name), dict(options)
     if found.second_backward and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(f"optimizer {optimizer_name!r} measures curvature on one process "
-                         "alone; set devices=1, or take another optimizer")
+        raise ValueError(
+            f"optimizer {optimizer_name!r} measures curvature on one process "
+            "alone; set devices=1, or take another optimizer"
+        )
     if found.adapt is not None:
         optimizer_class, options = found.adapt(optimizer_class, groups, options)
     _check_options(optimizer_name, optimizer_class, given, found.more_options)

@@ -236,9 +236,13 @@ class Schedule:
                     f"for example 0.01, or another {phase}_kind"
                 )
             if length and kind == "exponential" and FLAT < decay < 1:
-                meant = "" if math.isinf(length) else (
-                    f"; a factor of {decay:g} in each of {length} updates ends at "
-                    f"{phase}_decay={decay**length:.3g}"
+                meant = (
+                    ""
+                    if math.isinf(length)
+                    else (
+                        f"; a factor of {decay:g} in each of {length} updates ends at "
+                        f"{phase}_decay={decay**length:.3g}"
+                    )
                 )
                 raise ValueError(
                     f"{phase}_decay={decay:g} is the factor at the phase's end, where an "
@@ -313,8 +317,10 @@ def own_scheduler(
         made = found(*first, **options) if makes else found
     except TypeError as error:
         name = getattr(found, "__name__", repr(found))
-        raise ValueError(f"schedule {name} with scheduler_kwargs={options}: {error}; it "
-                         f"takes {', '.join(parameters)}") from None
+        raise ValueError(
+            f"schedule {name} with scheduler_kwargs={options}: {error}; it "
+            f"takes {', '.join(parameters)}"
+        ) from None
     if isinstance(made, LRScheduler):
         return made
     return ScheduledLR(optimizer, made if makes or not options else partial(made, **options))
@@ -343,8 +349,11 @@ def get_scheduler(
     said = dict(locals())
     if schedule is not None:  # it may call an option of its own as a phase's is called here
         usual = {field.name: field.default for field in fields(Schedule)}
-        own = {name: said[name] for name in usual.keys() & said.keys() - {"total_steps"}
-               if said[name] != usual[name]}
+        own = {
+            name: said[name]
+            for name in usual.keys() & said.keys() - {"total_steps"}
+            if said[name] != usual[name]
+        }
         return own_scheduler(optimizer, schedule, total_steps, own | durations)
     known = [field.name for field in fields(Schedule)]
     if unknown := sorted(set(durations) - set(known)):

@@ -50,8 +50,9 @@ class AveragedWeights(Callback):
         ramp: bool = True,  # let the decay begin at 2 / 11 and grow: first weights are forgotten
     ):
         if decay is not None and not 0 <= decay < 1:
-            raise ValueError("decay must be 0 or more and below 1, or None for a uniform mean, "
-                             f"got {decay}")
+            raise ValueError(
+                f"decay must be 0 or more and below 1, or None for a uniform mean, got {decay}"
+            )
         for name, value, least in (("every_steps", every_steps, 1), ("start_step", start_step, 0)):
             if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
@@ -69,13 +70,17 @@ class AveragedWeights(Callback):
         moving = self._moving(pl_module)
         spread = any(hasattr(p, "device_mesh") for p in moving.values())
         if spread or find_cuts(pl_module.model):
-            raise ValueError("AveragedWeights keeps whole weights, and the strategy spreads them "
-                             "over processes: take strategy='ddp'")
+            raise ValueError(
+                "AveragedWeights keeps whole weights, and the strategy spreads them "
+                "over processes: take strategy='ddp'"
+            )
         if any(callable(getattr(o, "eval", None)) for o in trainer.optimizers):
             raise ValueError("the optimizer keeps averages of its own: leave AveragedWeights out")
         if self.averages and self.averages.keys() != moving.keys():
-            raise ValueError("the averages in the checkpoint are of other weights: give the run "
-                             "the adapter and the frozen parts that it had")
+            raise ValueError(
+                "the averages in the checkpoint are of other weights: give the run "
+                "the adapter and the frozen parts that it had"
+            )
         self.averages = {name: _exact(average.to(moving[name].device))
                          for name, average in self.averages.items()}  # fmt: skip
         self._seen = trainer.global_step
@@ -103,8 +108,11 @@ class AveragedWeights(Callback):
             if beta is not None and self.ramp:
                 beta = min(beta, (1 + n) / (10 + n))
             blend = get_swa_multi_avg_fn() if beta is None else get_ema_multi_avg_fn(beta)
-            blend(list(self.averages.values()), [_exact(p.detach()) for p in moving.values()],
-                  torch.tensor(n))
+            blend(
+                list(self.averages.values()),
+                [_exact(p.detach()) for p in moving.values()],
+                torch.tensor(n),
+            )
         self.num_averaged += 1
 
     @contextmanager
@@ -142,25 +150,30 @@ def average_weights(
         raise ValueError("nothing to average: name one model or more")
     shares = [1.0] * len(weights) if shares is None else list(shares)
     if len(shares) != len(weights) or not sum(shares) > 0 or min(shares) < 0:
-        raise ValueError(f"shares must be {len(weights)} numbers, 0 or more and not all 0, got "
-                         f"{shares}")
+        raise ValueError(
+            f"shares must be {len(weights)} numbers, 0 or more and not all 0, got {shares}"
+        )
     first, total, mean = weights[0], sum(shares), {}
     for number, other in enumerate(weights[1:], 2):
         for name in sorted(first.keys() ^ other.keys()):
-            raise ValueError(f"model {number} and model 1 are of different shapes: only one of "
-                             f"them has {name}")
+            raise ValueError(
+                f"model {number} and model 1 are of different shapes: only one of them has {name}"
+            )
         for name in first:
             if other[name].shape != first[name].shape:
-                raise ValueError(f"model {number} and model 1 are of different shapes: {name} is "
-                                 f"{tuple(other[name].shape)} and {tuple(first[name].shape)}")
+                raise ValueError(
+                    f"model {number} and model 1 are of different shapes: {name} is "
+                    f"{tuple(other[name].shape)} and {tuple(first[name].shape)}"
+                )
     for name, value in first.items():
         if not value.is_floating_point():
             if any(not torch.equal(value, other[name]) for other in weights[1:]):
                 raise ValueError(f"{name} holds whole numbers that differ: no mean of them is one")
             mean[name] = value.clone()
             continue
-        summed = sum(share / total * other[name].double()
-                     for share, other in zip(shares, weights) if share)
+        summed = sum(
+            share / total * other[name].double() for share, other in zip(shares, weights) if share
+        )
         mean[name] = summed.to(value.dtype)
     return mean
 
@@ -178,8 +191,10 @@ def greedy_soup(
     singles = {name: float(score(dict(one))) for name, one in weights.items()}
     scored = [name for name, value in singles.items() if not math.isnan(value)]
     if not scored:
-        raise ValueError(f"the score is undefined (NaN) for each of {', '.join(singles)}: there "
-                         "is none to begin a soup with; ask for another score")
+        raise ValueError(
+            f"the score is undefined (NaN) for each of {', '.join(singles)}: there "
+            "is none to begin a soup with; ask for another score"
+        )
     order = sorted(scored, key=lambda name: -sign * singles[name])
     chosen, best = order[:1], singles[order[0]]
     for name in order[1:]:
@@ -223,8 +238,11 @@ def _read_settings(model: Path) -> dict[str, Any]:
     try:
         config = shape if isinstance(shape, BertLabConfig) else bertlab_config(shape)
     except ValueError:  # a kind, or a shape, that only transformers has
-        return found | {name: value for name, value in shape.to_dict().items()
-                        if not any(part in name for part in _ASIDE)}
+        return found | {
+            name: value
+            for name, value in shape.to_dict().items()
+            if not any(part in name for part in _ASIDE)
+        }
     name = (shape.architectures or [""])[0]
     head = next((head for head in HEADS if name.endswith(head)), None)
     for one in [head] if head else HEADS:
@@ -253,8 +271,10 @@ def _check_alike(models: Sequence[Path]) -> None:
     for model, other in zip([*uses][1:], uses):
         for name, here in uses[model].items():
             if here != uses[other][name]:
-                raise ValueError(f"{model} and {other} cannot be averaged: {name} is {here} and "
-                                 f"{uses[other][name]}")
+                raise ValueError(
+                    f"{model} and {other} cannot be averaged: {name} is {here} and "
+                    f"{uses[other][name]}"
+                )
     settings, splitting = _read_settings(models[0]), _read_splitting(models[0])
     for model in models[1:]:
         both = f"{model} and {models[0]} cannot be averaged:"
@@ -268,12 +288,15 @@ def _check_alike(models: Sequence[Path]) -> None:
         for token in sorted(splitting[0].keys() | other[0].keys()):
             here, there = other[0].get(token), splitting[0].get(token)
             if here != there:
-                raise ValueError(f"{both} their tokenizers give {token!r} the ids {here} and "
-                                 f"{there}")
+                raise ValueError(
+                    f"{both} their tokenizers give {token!r} the ids {here} and {there}"
+                )
         for part, there in splitting[1].items():
             if other[1][part] != there:
-                raise ValueError(f"{both} the {part} of their tokenizers is "
-                                 f"{str(other[1][part])[:80]} and {str(there)[:80]}")
+                raise ValueError(
+                    f"{both} the {part} of their tokenizers is "
+                    f"{str(other[1][part])[:80]} and {str(there)[:80]}"
+                )
 
 
 # What a directory says of its own weights alone: how far they were trained, and how well they did.
@@ -303,9 +326,15 @@ def write_average(
         for model, one in each.items():
             check_finite(one, model)
         weights = average_weights([each[model] for model in models])
-    kept = [p for p in models[0].iterdir() if p.is_file() and not p.name.startswith(".")
-            and p.suffix in (".json", ".txt", ".model") and "index" not in p.name
-            and p.name not in _OF_ONE]
+    kept = [
+        p
+        for p in models[0].iterdir()
+        if p.is_file()
+        and not p.name.startswith(".")
+        and p.suffix in (".json", ".txt", ".model")
+        and "index" not in p.name
+        and p.name not in _OF_ONE
+    ]
     kept += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
     with written_directory(output, new=True) as temporary:
         for path in kept:
@@ -315,6 +344,9 @@ def write_average(
         note = {"average_of": [str(m) for m in models], "how": "mean of weights"}
         (temporary / "average.json").write_text(json.dumps(note, indent=1) + "\n")
         with written_weights(temporary / "model.safetensors", output):
-            save_file({name: weight.contiguous().clone() for name, weight in weights.items()},
-                      temporary / "model.safetensors", metadata={"format": "pt"})
+            save_file(
+                {name: weight.contiguous().clone() for name, weight in weights.items()},
+                temporary / "model.safetensors",
+                metadata={"format": "pt"},
+            )
     return output

@@ -142,8 +142,10 @@ def _check_state(state: dict[str, Any], path: Path) -> None:
     "Raise `ValueError` for parts that are not what they are called, and for paths that climb."
     for name, kind in _PARTS.items():
         if name in state and not isinstance(state[name], kind):
-            raise ValueError(f"{path} is damaged: its {name} is {type(state[name]).__name__}, not "
-                             f"{kind.__name__}")
+            raise ValueError(
+                f"{path} is damaged: its {name} is {type(state[name]).__name__}, not "
+                f"{kind.__name__}"
+            )
     if state["global_step"] < 0:
         raise ValueError(f"{path} is damaged: its global_step is {state['global_step']}")
     for callback, kept in state.get("callbacks", {}).items():
@@ -152,8 +154,10 @@ def _check_state(state: dict[str, Any], path: Path) -> None:
             several = value if isinstance(value, dict) else [value]
             for one in several:
                 if isinstance(one, str) and ".." in re.split(r"[/\\]", one):
-                    raise ValueError(f"{path} is not to be trusted: {name} of {callback} names "
-                                     f"{one[:80]!r}, which leads out of its directory")
+                    raise ValueError(
+                        f"{path} is not to be trusted: {name} of {callback} names "
+                        f"{one[:80]!r}, which leads out of its directory"
+                    )
 
 
 def _bare(content: Any) -> Any:
@@ -209,14 +213,19 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
 
     def _announce(self, checkpoint: dict[str, Any], path) -> None:
         "Say at once what no resume would read, not only when the run is to go on."
-        parts = {name: part for name, part in checkpoint.items()
-                 if name not in ("callbacks", "state_dict", "optimizer_states")}
+        parts = {
+            name: part
+            for name, part in checkpoint.items()
+            if name not in ("callbacks", "state_dict", "optimizer_states")
+        }
         parts |= {f"the state of {name}": state for name, state in checkpoint["callbacks"].items()}
         if why := _refusal(parts, path):
             where = next((name for name, part in parts.items() if _refusal(part, path)), "a part")
-            say(f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
+            say(
+                f"{path} {why}, so that no resume goes on from it: it is in {where}; keep numbers, "
                 "texts, and lists and dicts of them there, or resume by "
-                "trainer.fit(weights_only=False)")
+                "trainer.fit(weights_only=False)"
+            )
 
     def load_checkpoint(self, path, map_location="cpu", weights_only=None) -> dict[str, Any]:
         safe = weights_only is not False  # Lightning's own default would run code
@@ -238,8 +247,10 @@ def check_writable(directory: str | os.PathLike) -> Path:  # which exists afterw
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise ValueError(f"directory {directory} cannot be written to ({error.strerror}); choose "
-                         "another one, or change its permissions") from None
+        raise ValueError(
+            f"directory {directory} cannot be written to ({error.strerror}); choose "
+            "another one, or change its permissions"
+        ) from None
     return directory
 
 # %% ../../nbs/train/06_checkpoints.ipynb #83ba6b8a
@@ -310,8 +321,10 @@ class RunCheckpoint(Checkpoint):
         if self._rate is not None and trainer.optimizers and trainer.is_global_zero:
             rate = float(leading_group(trainer.optimizers[0].param_groups)["lr"])
             if abs(rate - self._rate) > 1e-3 * max(rate, self._rate):
-                say(f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
-                    f"{trainer.global_step}: the schedule is not that of the checkpoint")
+                say(
+                    f"the learning rate goes from {self._rate:.3g} to {rate:.3g} at step "
+                    f"{trainer.global_step}: the schedule is not that of the checkpoint"
+                )
         self._rate, self._saved = None, trainer.global_step
         self._restoring = False
         self.signals.listen()
@@ -359,18 +372,24 @@ _BENT = (KeyError, IndexError, TypeError, AttributeError, RuntimeError)
 
 def _cannot_go_on(checkpoint: str | os.PathLike, error: Exception) -> ValueError:
     said = " ".join(str(error).split())[:300]
-    return ValueError(f"the run cannot go on from {checkpoint}: restoring it ends in "
-                      f"{type(error).__name__}: {said}")
+    return ValueError(
+        f"the run cannot go on from {checkpoint}: restoring it ends in "
+        f"{type(error).__name__}: {said}"
+    )
 
 
 def _rate_of(checkpoint: dict[str, Any]) -> float | None:
     try:
-        groups = [group for state in checkpoint.get("optimizer_states", [])
-                  for group in state["param_groups"]]
+        groups = [
+            group
+            for state in checkpoint.get("optimizer_states", [])
+            for group in state["param_groups"]
+        ]
         return float(leading_group(groups)["lr"]) if groups else None
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ValueError("the checkpoint's optimizer_states are damaged: they have no "
-                         "rates") from None
+        raise ValueError(
+            "the checkpoint's optimizer_states are damaged: they have no rates"
+        ) from None
 
 # %% ../../nbs/train/06_checkpoints.ipynb #f4eec6e7
 def _short_hash(*parts: Any) -> str:  # 16 hexadecimal digits, equal on every machine
@@ -397,7 +416,7 @@ def documents_identity(
         return _short_hash([shard["crc32"] for shard in documents.manifest["shards"]])
     tokens, ends = documents.tokens, np.asarray(documents.offsets)
     starts = np.linspace(0, max(0, len(tokens) - length), num_samples).astype(int)
-    read = [np.asarray(tokens[s:s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
+    read = [np.asarray(tokens[s : s + length]).astype("<i8").tobytes() for s in np.unique(starts)]
     return _short_hash(len(tokens), len(ends), ends[:: max(1, len(ends) // 4096)].tolist(), *read)
 
 # %% ../../nbs/train/06_checkpoints.ipynb #0223a1ec
@@ -409,24 +428,40 @@ _LOSS = ("plain_mean", "kl_weight", "class_weights", "temperature", "learn_tempe
          "distillation", "distillation_weight", "contrastive_weight")  # fmt: skip
 # What a configuration says besides the model's shape. Ids follow from the tokenizer, which is
 # compared itself; of a continued model, older versions kept whatever it had named.
-_UNRELATED = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype",
-              *TOKEN_IDS)
+_UNRELATED = (
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    *TOKEN_IDS,
+)
 
 
 def _module_identity(module: L.LightningModule) -> dict[str, Any]:
     hparams, config = getattr(module, "hparams", {}), getattr(module, "config", None)
-    names = ("objective", "optimizer_class", "optimizer_quantized", "adapter", "freeze",
-             "freeze_layers", *_LOSS)
+    names = (
+        "objective",
+        "optimizer_class",
+        "optimizer_quantized",
+        "adapter",
+        "freeze",
+        "freeze_layers",
+        *_LOSS,
+    )
     known = {name: hparams[name] for name in names if name in hparams}
     if (rule := getattr(module, "loss_rule", None)) is not None:
         known |= {"label_smoothing": rule.label_smoothing, "z_weight": rule.z_weight}
     # Rates and schedules may change; of all else an optimizer brings back what it was saved with.
-    known |= {name: hparams[name] for name in ("weight_decay", "optimizer_kwargs")
-              if name in hparams}
+    known |= {
+        name: hparams[name] for name in ("weight_decay", "optimizer_kwargs") if name in hparams
+    }
     if "parameter_overrides" in hparams:
         known["parameter_overrides"] = {
-            glob: more for glob, options in (hparams["parameter_overrides"] or {}).items()
-            if (more := {name: value for name, value in options.items() if name != "lr"})}
+            glob: more
+            for glob, options in (hparams["parameter_overrides"] or {}).items()
+            if (more := {name: value for name, value in options.items() if name != "lr"})
+        }
     if hasattr(module, "resume_identity"):  # of what only modules of its kind have
         known |= module.resume_identity()
     shape = config.to_diff_dict() if config is not None else {}
@@ -456,7 +491,8 @@ def _data_identity(data: L.LightningDataModule | None) -> dict[str, Any]:
         # an error before.
         known["how the text is read"] = [
             {"validation_fraction": source.fraction, **source.options, "on_error": None}
-            for source in data.sources]
+            for source in data.sources
+        ]
         if (lanes := getattr(data, "stream_lanes", None)) is not None:
             names = [[Path(file).name for file in lane] for lane in lanes]
             known |= {"lanes": max(1, len(lanes)), "files of the lanes": _short_hash(names)}
@@ -540,12 +576,16 @@ def refuse_differences(
     sizes += [window] * both  # an older checkpoint does not know its place in rows
     rows = [math.prod(facts.get(name, 0) for name in sizes) for facts in (kept, now)]
     shared = sizes if rows[0] == rows[1] != 0 else []
-    found = [f"{name} is {kept[name]!r} there and {now[name]!r} here"
-             for name in kept
-             if name in now and name not in shared and _differ(kept[name], now[name])]
+    found = [
+        f"{name} is {kept[name]!r} there and {now[name]!r} here"
+        for name in kept
+        if name in now and name not in shared and _differ(kept[name], now[name])
+    ]
     if found:
-        raise ValueError(f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
-                         "new run (pretrained_model_name_or_path takes the weights alone)")
+        raise ValueError(
+            f"cannot resume from {path}: {'; '.join(found)}. Put it back, or start a "
+            "new run (pretrained_model_name_or_path takes the weights alone)"
+        )
 
 # %% ../../nbs/train/06_checkpoints.ipynb #2fef7bcc
 _SHARDS = {".metadata", "meta.pt"}  # what is written last, where each process writes its own
@@ -560,6 +600,7 @@ def find_checkpoint(
     Raises `ValueError` where there are files and none loads: a run that began anew there would
     write over them.
     """
+
     def age(path: Path) -> tuple[int, float]:
         step = re.search(r"step\D?(\d+)", path.name)
         return int(step[1]) if step else -1, path.stat().st_mtime
@@ -576,8 +617,10 @@ def find_checkpoint(
             if not (path.is_dir() and _SHARDS - {part.name for part in path.iterdir()}):
                 refused.append(str(error))
     if found is None and refused:
-        raise ValueError(f"no checkpoint in {directory} loads, and a run that begins anew would "
-                         f"write over them: {refused[0]}. Put a whole one there, or move them away")
+        raise ValueError(
+            f"no checkpoint in {directory} loads, and a run that begins anew would "
+            f"write over them: {refused[0]}. Put a whole one there, or move them away"
+        )
     for reason in passed:
         print(f"passed by: {reason}", file=sys.stderr, flush=True)
     return found
@@ -585,8 +628,10 @@ def find_checkpoint(
 # %% ../../nbs/train/06_checkpoints.ipynb #cd8a4553
 def _step_identity(trainer: L.Trainer) -> dict[str, int]:
     "Processes with rows of their own, and micro-batches of a step unless a callback decides."
-    steered = any(getattr(c, "steers_accumulation", False)
-                  or isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)
+    steered = any(
+        getattr(c, "steers_accumulation", False) or isinstance(c, GradientAccumulationScheduler)
+        for c in trainer.callbacks
+    )
     window = {} if steered else {"accumulate_grad_batches": trainer.accumulate_grad_batches}
     return {"processes": count_readers(trainer), **window}
 
@@ -687,8 +732,10 @@ def check_resume(
     state = read_checkpoint(checkpoint, weights_only)
     step, kept = state["global_step"], state.get("fingerprint", {})
     if 0 <= max_steps < step + (not may_be_finished):
-        raise ValueError(f"max_steps={max_steps} is already passed: {checkpoint} is at step "
-                         f"{step}; raise max_steps to go on")
+        raise ValueError(
+            f"max_steps={max_steps} is already passed: {checkpoint} is at step "
+            f"{step}; raise max_steps to go on"
+        )
     known = {} if trainer is None else _step_identity(trainer)
     refuse_differences(checkpoint, kept, run_fingerprint(module, data) | known)
     if kept and data is not None:
@@ -706,7 +753,9 @@ def check_resume(
                 raise _cannot_go_on(checkpoint, error) from error
     planned, rate = state.get("max_steps", max_steps), _rate_of(state)
     if planned != max_steps and rate is not None:
-        say(f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "
+        say(
+            f"max_steps was {planned} when {checkpoint} was written and is {max_steps} now: from "
             f"step {step} on the learning rate, {rate:.3g} so far, follows a schedule of the new "
-            "length, and may jump")
+            "length, and may jump"
+        )
     return step

@@ -66,11 +66,15 @@ def load_reference(
             raise ValueError(f"reference {source} has no language-modeling head; name one that has")
         model = OBJECTIVE_MODELS[objective](loaded.config)
     if loaded.config.vocab_size != vocab_size:
-        raise ValueError(f"reference {source} scores {loaded.config.vocab_size} tokens, the model "
-                         f"{vocab_size}: both need one tokenizer and one vocab_size")
+        raise ValueError(
+            f"reference {source} scores {loaded.config.vocab_size} tokens, the model "
+            f"{vocab_size}: both need one tokenizer and one vocab_size"
+        )
     if fresh := adopt_weights(model, loaded):
-        raise ValueError(f"reference {source} was not trained for objective={objective!r}: it "
-                         f"lacks {', '.join(fresh[:3])}")
+        raise ValueError(
+            f"reference {source} was not trained for objective={objective!r}: it "
+            f"lacks {', '.join(fresh[:3])}"
+        )
     return model.eval().requires_grad_(False)
 
 # %% ../../nbs/train/14_distill.ipynb #8a005cb2
@@ -89,8 +93,10 @@ def check_same_words(
 def check_whole_scores(tensor_parallel_size: int) -> None:
     "Raise `ValueError` where no process has the scores that a reference is compared with."
     if tensor_parallel_size > 1:
-        raise ValueError("a reference is compared with all scores of a label, and under tensor "
-                         "parallel each process has a part: take strategy='fsdp', or kl_weight=0")
+        raise ValueError(
+            "a reference is compared with all scores of a label, and under tensor "
+            "parallel each process has a part: take strategy='fsdp', or kl_weight=0"
+        )
 
 
 def check_penalty(kl_weight: float, temperature: float, chunk_size: int | None) -> None:
@@ -100,8 +106,10 @@ def check_penalty(kl_weight: float, temperature: float, chunk_size: int | None) 
     if not 0 < temperature < float("inf"):
         raise ValueError(f"temperature must be finite and above 0, got {temperature}")
     if chunk_size is not None and kl_weight:
-        raise ValueError("loss_kwargs: chunk_size keeps no scores, and the reference's are "
-                         "compared with them; leave it out, or set kl_weight=0")
+        raise ValueError(
+            "loss_kwargs: chunk_size keeps no scores, and the reference's are "
+            "compared with them; leave it out, or set kl_weight=0"
+        )
 
 # %% ../../nbs/train/14_distill.ipynb #1c1011c4
 class DistillationModule(PretrainingModule):
@@ -186,4 +194,5 @@ class DistillationModule(PretrainingModule):
             raise ValueError(
                 f"this run has another reference: its checkpoint knows weights {kept}, and "
                 f"{self.hparams.reference_model_name_or_path} holds {self.reference_hash} (None: "
-                "none); put the original back, or start a new run")
+                "none); put the original back, or start a new run"
+            )

@@ -40,8 +40,14 @@ class StepMemory:
 
     @property
     def peak(self) -> int:  # of all tensors
-        return (self.weights + self.gradients + self.states + self.activations + self.head
-                + self.passing)
+        return (
+            self.weights
+            + self.gradients
+            + self.states
+            + self.activations
+            + self.head
+            + self.passing
+        )
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -182,6 +188,7 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         "A line for each part."
+
         def line(name: str, size: int) -> str:
             return f"{name:<12} {size / 2**20:>10,.0f} MiB"
 
@@ -192,21 +199,28 @@ class MemoryEstimate:
         lines += [line("peak", self.peak)]
         if self.shares > 1:
             held = self.step.weights + self.step.gradients + self.step.states
-            lines.append(f"             (of one process that holds everything: {self.shares} will "
-                         f"divide the {held / 2**20:,.0f} MiB of weights, gradients and states)")
+            lines.append(
+                f"             (of one process that holds everything: {self.shares} will "
+                f"divide the {held / 2**20:,.0f} MiB of weights, gradients and states)"
+            )
         if self.saving > self.step.peak:
             lines.append("             (while a model directory is written)")
         if self.device == "cpu" and sys.platform == "linux":  # see `keep_freed_memory`
             heap = self.process + round(KEPT_HEAP * self.step.peak)
-            lines.append(line("up to", heap) + ", where freed memory is kept; with "
-                         "MALLOC_MMAP_THRESHOLD_=65536 the peak above")
+            lines.append(
+                line("up to", heap) + ", where freed memory is kept; with "
+                "MALLOC_MMAP_THRESHOLD_=65536 the peak above"
+            )
         if self.available is not None:
             lines.append(line("there are", self.available))
             lines.append("it fits" if self.fits else "it does not fit")
         if self.available is not None and self.largest_rows is not None:
-            lines.append(f"largest micro-batch: {self.largest_rows} rows of {self.length}"
-                         if self.largest_rows else "no micro-batch fits: take a smaller model, an "
-                         "adapter, 8-bit states, or shorter rows")
+            lines.append(
+                f"largest micro-batch: {self.largest_rows} rows of {self.length}"
+                if self.largest_rows
+                else "no micro-batch fits: take a smaller model, an "
+                "adapter, 8-bit states, or shorter rows"
+            )
         return "\n".join(lines)
 
 
@@ -216,8 +230,10 @@ def process_bytes() -> int:
         model = BertLabForMaskedLM(modernbert_tiny(**_TOY))
         for half in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                model(torch.ones(2, 16, dtype=torch.int64),
-                      labels=torch.ones(2, 16, dtype=torch.int64)).loss.backward()
+                model(
+                    torch.ones(2, 16, dtype=torch.int64),
+                    labels=torch.ones(2, 16, dtype=torch.int64),
+                ).loss.backward()
         torch.optim.AdamW(model.parameters(), fused=True).step()
     return resident_memory_bytes() or 0
 
@@ -289,13 +305,16 @@ def estimate_memory(
     if not 0 < label_rate <= 1:
         raise ValueError(f"label_rate is a share above 0 and up to 1, got {label_rate}")
     if length > config.max_position_embeddings:
-        raise ValueError(f"length={length} is more than the model's max_position_embeddings "
-                         f"{config.max_position_embeddings}")
+        raise ValueError(
+            f"length={length} is more than the model's max_position_embeddings "
+            f"{config.max_position_embeddings}"
+        )
     precision = default_precision(device)[0] if precision in (None, "auto") else precision
     precision = whole_name(precision)
     if precision not in _HALVES:
-        raise ValueError(f"precision={precision!r} cannot be estimated; known are "
-                         f"{', '.join(_HALVES)}")
+        raise ValueError(
+            f"precision={precision!r} cannot be estimated; known are {', '.join(_HALVES)}"
+        )
     rule = replace(module.loss_rule, only_loss=True)
 
     def build() -> nn.Module:
@@ -308,8 +327,12 @@ def estimate_memory(
     def step_of(rows: int) -> StepMemory:
         def batch(place: torch.device) -> dict[str, Tensor]:
             ids = torch.zeros(rows, length, dtype=torch.int64, device=place)
-            made = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-                    "position_ids": torch.zeros_like(ids), "labels": torch.zeros_like(ids)}
+            made = {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "position_ids": torch.zeros_like(ids),
+                "labels": torch.zeros_like(ids),
+            }
             if h.objective == "diffusion":
                 return made | {"loss_weights": torch.ones(rows, length, device=place)}
             if h.objective == "enhanced_mlm":
@@ -319,10 +342,14 @@ def estimate_memory(
             return made | {"label_positions": places}
 
         return trace_step(
-            build, lambda model: recompute(model, h.gradient_checkpointing, torch.device(device)),
-            lambda model: pretraining_optimizer(model, h, 1000)["optimizer"], batch,
-            lambda model, batch: model(**batch, loss_rule=rule).loss_sum, device,
-            _HALVES[precision])
+            build,
+            lambda model: recompute(model, h.gradient_checkpointing, torch.device(device)),
+            lambda model: pretraining_optimizer(model, h, 1000)["optimizer"],
+            batch,
+            lambda model, batch: model(**batch, loss_rule=rule).loss_sum,
+            device,
+            _HALVES[precision],
+        )
 
     step, process = step_of(rows), process_bytes() if device == "cpu" else 0
     kept = step.weights + step.gradients + step.states

@@ -75,8 +75,9 @@ class Evaluator(ABC):
         if not name or "/" in name:
             raise ValueError(f"an evaluator's name must be a word without /, got {name!r}")
         if type(every_steps) is not int or every_steps < 1:
-            raise ValueError(f"{name}: every_steps must be a whole number, 1 or more, got "
-                             f"{every_steps!r}")
+            raise ValueError(
+                f"{name}: every_steps must be a whole number, 1 or more, got {every_steps!r}"
+            )
         if isinstance(duration, int) and duration < 1:
             raise ValueError(f"{name}: duration must be 1 batch or more, got {duration}")
         self.name, self.every_steps, self.at_start = name, every_steps, at_start
@@ -119,8 +120,9 @@ class LossEvaluator(Evaluator):
         super().prepare(tokenizer, collator, length)
         self.collator = collator
         tokens = Source(self.source, validation_fraction=0).tokenize("train", tokenizer)
-        self.rows = FilledRows(pack_texts(tokens, tokenizer, length, shuffle=False,
-                                          packing=self.packing))
+        self.rows = FilledRows(
+            pack_texts(tokens, tokenizer, length, shuffle=False, packing=self.packing)
+        )
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
         "The same batches at every visit."
@@ -162,15 +164,22 @@ class ProbeEvaluator(Evaluator):
         super().prepare(tokenizer, collator, length)
         kind = kind_of(self.source)
         if not self.source.is_file() or kind not in TABLES:
-            raise ValueError(f"{self.name}: source {self.source} must be a table that exists "
-                             f"({', '.join(TABLES)})")
+            raise ValueError(
+                f"{self.name}: source {self.source} must be a table that exists "
+                f"({', '.join(TABLES)})"
+            )
         rows = [row for _, row in TABLES[kind](self.source, columns=list(self.columns))]
         found = [[row[column] for column in self.columns] for row in rows]
         if wrong := [text for text, _ in found if not isinstance(text, str | None)]:
-            raise ValueError(f"{self.name}: {self.columns[0]} of {self.source} holds "
-                             f"{wrong[0]!r}, which is no text")
-        found = [(text, str(label)) for text, label in found  # a blank is no text, and no label
-                 if text and text.strip() and label is not None and str(label).strip()]
+            raise ValueError(
+                f"{self.name}: {self.columns[0]} of {self.source} holds "
+                f"{wrong[0]!r}, which is no text"
+            )
+        found = [
+            (text, str(label))
+            for text, label in found  # a blank is no text, and no label
+            if text and text.strip() and label is not None and str(label).strip()
+        ]
         if self.duration is not None:  # by lot, for files are often sorted by label
             lots = np.random.default_rng([self.seed, 1]).permutation(len(found))
             found = [found[row] for row in sorted(lots[: self.num_texts(len(found))])]
@@ -181,8 +190,10 @@ class ProbeEvaluator(Evaluator):
         cut = round(len(found) * self.test_fraction)
         self.test, self.fit = order[:cut], order[cut:]
         if not cut or len(set(self.labels[self.fit].tolist())) < 2:
-            raise ValueError(f"{self.name}: {len(found)} rows with the labels {names} are too few "
-                             "to fit on some and test on others; give more, or a longer duration")
+            raise ValueError(
+                f"{self.name}: {len(found)} rows with the labels {names} are too few "
+                "to fit on some and test on others; give more, or a longer duration"
+            )
 
     def num_texts(self, rows: int) -> int:
         "As many of the texts as the duration allows."
@@ -212,8 +223,12 @@ class ProbeEvaluator(Evaluator):
         keep = lambda _module, _inputs, out: caught.append(out[0])  # noqa: E731
         hook = model.base_model.register_forward_hook(keep)
         try:  # nobody wants the scores, so few exist at once
-            model(ids_BL, attention_mask=mask_BL, labels=labels_BL,
-                  loss_rule=LossRule(chunk_size=1024))
+            model(
+                ids_BL,
+                attention_mask=mask_BL,
+                labels=labels_BL,
+                loss_rule=LossRule(chunk_size=1024),
+            )
         finally:
             hook.remove()
         return caught[0]
@@ -227,8 +242,10 @@ class ProbeEvaluator(Evaluator):
         classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
         right = classifier.fit(x_ND[fit], self.labels[fit]).predict(x_ND[test]) == self.labels[test]
         most = np.bincount(self.labels[fit]).argmax()
-        return {"accuracy": float(right.mean()),
-                "majority": float((self.labels[test] == most).mean())}
+        return {
+            "accuracy": float(right.mean()),
+            "majority": float((self.labels[test] == most).mean()),
+        }
 
 # %% ../../nbs/train/16_evaluators.ipynb #1d15ea02
 class FillMaskEvaluator(Evaluator):
@@ -254,18 +271,25 @@ class FillMaskEvaluator(Evaluator):
                 continue
             text, tab, words = line.text.partition("\t")
             if not tab or text.count("[MASK]") != 1 or not words.strip():
-                raise ValueError(f"{self.name}: {self.source} line {line.number} must be a "
-                                 "sentence with one [MASK], a tab and the right words, got "
-                                 f"{line.text!r}")
+                raise ValueError(
+                    f"{self.name}: {self.source} line {line.number} must be a "
+                    "sentence with one [MASK], a tab and the right words, got "
+                    f"{line.text!r}"
+                )
             self.texts.append(text.replace("[MASK]", tokenizer.mask_token))
-            known = [tokenizer(before + word.strip(), add_special_tokens=False)["input_ids"]
-                     for word in words.split("|") for before in ("", " ")]
+            known = [
+                tokenizer(before + word.strip(), add_special_tokens=False)["input_ids"]
+                for word in words.split("|")
+                for before in ("", " ")
+            ]
             known = [ids for ids in known if len(ids) == 1 and ids != [tokenizer.unk_token_id]]
             # As guesses are written: a byte-level or unigram token may begin with a space's mark.
             self.answers.append({tokenizer.decode(ids).strip() for ids in known} - {""})
             if not self.answers[-1]:
-                raise ValueError(f"{self.name}: {self.source} line {line.number}: none of "
-                                 f"{words!r} is a single token of this tokenizer")
+                raise ValueError(
+                    f"{self.name}: {self.source} line {line.number}: none of "
+                    f"{words!r} is a single token of this tokenizer"
+                )
         encode_masked(tokenizer, self.texts, length)
 
     def measure(self, module: L.LightningModule) -> dict[str, float]:
@@ -324,8 +348,10 @@ class Evaluators(Callback):
         "Read what the evaluators ask about. Raises `ValueError`, so that a run can begin with it."
         tokenizer = getattr(pl_module, "tokenizer", None) or getattr(data, "tokenizer", None)
         if tokenizer is None or getattr(data, "collator", None) is None:
-            raise ValueError("evaluators need the tokenizer and the collator of a data module: "
-                             "call trainer.fit(module, datamodule)")
+            raise ValueError(
+                "evaluators need the tokenizer and the collator of a data module: "
+                "call trainer.fit(module, datamodule)"
+            )
         if self._collator is data.collator:
             return
         for one in self.evaluators:
@@ -360,8 +386,12 @@ class Evaluators(Callback):
             return
         history = next((c for c in trainer.callbacks if isinstance(c, History)), None)
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
-        with (stop_clocks(trainer), undisturbed(pl_module), weights(),
-              trainer.precision_plugin.forward_context()):
+        with (
+            stop_clocks(trainer),
+            undisturbed(pl_module),
+            weights(),
+            trainer.precision_plugin.forward_context(),
+        ):
             pl_module.eval()
             with torch.compiler.set_stance("force_eager"), torch.no_grad():
                 found = {one.name: one.measure(pl_module) for one in evaluators}

@@ -71,8 +71,13 @@ class GlassEncoder(nn.Module):
         positions: Tensor | None = None,  # (B, M): where the lens looks; needed for that part
     ) -> tuple[Tensor, ...]:  # one for each of `parts`
         encoder, head = self.model.encoder, self.model.head
-        found = encoder(input_ids, attention_mask, output_hidden_states="lens" in self.parts,
-                        output_attentions="attentions" in self.parts, return_dict=True)
+        found = encoder(
+            input_ids,
+            attention_mask,
+            output_hidden_states="lens" in self.parts,
+            output_attentions="attentions" in self.parts,
+            return_dict=True,
+        )
         embedding_VD = self.model.get_input_embeddings().weight
         answers = {"logits": head(found.last_hidden_state, embedding_VD)}
         if "attentions" in self.parts:
@@ -89,8 +94,9 @@ def check_parts(parts: Sequence[str]) -> None:
     "Raise `ValueError` for parts that nobody knows, and where the logits are missing."
     wrong = [part for part in parts if part not in PARTS]
     if isinstance(parts, str) or wrong or "logits" not in parts:
-        raise ValueError(f"parts={parts!r} must be a list that holds logits, and may hold "
-                         "attentions and lens")
+        raise ValueError(
+            f"parts={parts!r} must be a list that holds logits, and may hold attentions and lens"
+        )
     if list(parts) != [part for part in PARTS if part in parts]:
         raise ValueError(f"parts={parts!r} must be in this order, each once: {', '.join(PARTS)}")
 
@@ -98,15 +104,18 @@ def check_parts(parts: Sequence[str]) -> None:
 OPSET = 20  # of ONNX's operators: the first with Gelu
 MOST_BYTES = 2**31 - 2**24  # of a file: the format's limit, less room for the graph
 INPUTS = ("input_ids", "attention_mask", "positions")
-_AXES = {"input_ids": ("batch", "length"), "attention_mask": ("batch", "length"),
-         "positions": ("batch", "places")}
+_AXES = {
+    "input_ids": ("batch", "length"),
+    "attention_mask": ("batch", "length"),
+    "positions": ("batch", "places"),
+}
 
 
 def check_extra() -> None:
     "Raise `ImportError` where what the extra `export` brings is missing."
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
     if missing:
-        raise ImportError(f"ONNX files need {', '.join(missing)}: pip install \"bertlab[export]\"")
+        raise ImportError(f'ONNX files need {", ".join(missing)}: pip install "bertlab[export]"')
 
 
 @contextlib.contextmanager
@@ -137,8 +146,15 @@ def write_onnx(
     axes = {name: dict(enumerate(_AXES[name])) for name in names}
     with _quietly(), torch.no_grad():
         program = torch.onnx.export(
-            glass, tuple(example), dynamo=True, input_names=list(names), verbose=False,
-            output_names=list(parts), dynamic_shapes=axes, opset_version=OPSET)
+            glass,
+            tuple(example),
+            dynamo=True,
+            input_names=list(names),
+            verbose=False,
+            output_names=list(parts),
+            dynamic_shapes=axes,
+            opset_version=OPSET,
+        )
         # The tracer notes which line of which file each operation came from: paths of this machine.
         for one in (program.model.graph, *program.model.graph.all_nodes()):
             one.metadata_props.clear()
@@ -171,8 +187,9 @@ def read_onnx(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
         if path.stat().st_size > MOST_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes; an ONNX file has at most "
-                             f"{MOST_BYTES:,}")
+            raise ValueError(
+                f"{path} has {path.stat().st_size:,} bytes; an ONNX file has at most {MOST_BYTES:,}"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
@@ -184,9 +201,11 @@ def read_onnx(
     for tensor in _tensors(found):
         if tensor.external_data or tensor.data_location == onnx.TensorProto.EXTERNAL:
             named = {entry.key: entry.value for entry in tensor.external_data}
-            raise ValueError(f"{path} keeps weights in another file, "
-                             f"{named.get('location', '')[:80]!r}, and only a file that holds all "
-                             "of its weights is read")
+            raise ValueError(
+                f"{path} keeps weights in another file, "
+                f"{named.get('location', '')[:80]!r}, and only a file that holds all "
+                "of its weights is read"
+            )
     try:
         onnx.checker.check_model(content)
     except Exception as error:  # ValidationError; what its C++ part meets has other names
@@ -204,8 +223,7 @@ def best_ids(
     "The most probable entries."
     shares_V = np.exp(logits_V - logits_V.max())
     shares_V /= shares_V.sum()
-    return [(i, float(shares_V[i]))
-            for i in np.argsort(-shares_V, kind="stable")[:count].tolist()]
+    return [(i, float(shares_V[i])) for i in np.argsort(-shares_V, kind="stable")[:count].tolist()]
 
 
 class OnnxModel:
@@ -224,17 +242,20 @@ class OnnxModel:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = num_threads, 4
         try:
-            self.session = onnxruntime.InferenceSession(content, options,
-                                                        providers=["CPUExecutionProvider"])
+            self.session = onnxruntime.InferenceSession(
+                content, options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:  # onnxruntime's own kinds, which have no base
             raise ValueError(f"{path} cannot be computed: {one_line(error)}") from None
         self.path, self.tokenizer, self.max_length = Path(path), tokenizer, max_length
         self.inputs = [one.name for one in self.session.get_inputs()]
         self.parts = [one.name for one in self.session.get_outputs()]
         if self.inputs not in (list(INPUTS[:2]), list(INPUTS)) or "logits" not in self.parts:
-            raise ValueError(f"{path} takes {', '.join(self.inputs)[:80]} and gives "
-                             f"{', '.join(self.parts)[:80]}: it is no masked language model of "
-                             "bertlab export")
+            raise ValueError(
+                f"{path} takes {', '.join(self.inputs)[:80]} and gives "
+                f"{', '.join(self.parts)[:80]}: it is no masked language model of "
+                "bertlab export"
+            )
 
     @classmethod
     def load(
@@ -251,10 +272,14 @@ class OnnxModel:
         names = [FILES[precision]] if precision else [FILES["int8"], FILES["fp32"]]
         path = next((place / name for name in names if (place / name).is_file()), None)
         if path is None:
-            raise ValueError(f"{directory} holds no {' or '.join(names)}: write it by bertlab "
-                             "export")
-        offset = settings.get("pad_token_id", -1) + 1 if settings.get("model_type") in (
-            "roberta", "camembert") else 0
+            raise ValueError(
+                f"{directory} holds no {' or '.join(names)}: write it by bertlab export"
+            )
+        offset = (
+            settings.get("pad_token_id", -1) + 1
+            if settings.get("model_type") in ("roberta", "camembert")
+            else 0
+        )
         longest = settings.get("max_position_embeddings")
         return cls(path, load_tokenizer(place), longest and longest - offset, num_threads)
 
@@ -272,8 +297,9 @@ class OnnxModel:
         try:
             return dict(zip(self.parts, self.session.run(None, feeds)))
         except Exception as error:  # onnxruntime's own kinds
-            raise ValueError(f"{self.path} cannot compute rows of shape "
-                             f"{np.shape(input_ids)}: {one_line(error)}") from None
+            raise ValueError(
+                f"{self.path} cannot compute rows of shape {np.shape(input_ids)}: {one_line(error)}"
+            ) from None
 
     def fill(
         self,
@@ -289,10 +315,13 @@ class OnnxModel:
         ids_BL, mask_BL = (encoded[name].numpy() for name in INPUTS[:2])
         logits_BLV = self.run(ids_BL, mask_BL)["logits"]
         name = lambda token: self.tokenizer.decode([token]).strip()
-        return [[[(name(i), share) for i, share in best_ids(logits_LV[place], top_k)]
-                 for place in np.flatnonzero(ids_L == self.tokenizer.mask_token_id)]
-                for ids_L, logits_LV in zip(ids_BL, logits_BLV)]
-
+        return [
+            [
+                [(name(i), share) for i, share in best_ids(logits_LV[place], top_k)]
+                for place in np.flatnonzero(ids_L == self.tokenizer.mask_token_id)
+            ]
+            for ids_L, logits_LV in zip(ids_BL, logits_BLV)
+        ]
 
 # %% ../../nbs/train/20_export.ipynb #2188d776
 def write_int8(
@@ -304,8 +333,12 @@ def write_int8(
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     with _quietly():
-        quantize_dynamic(source, target, weight_type=QuantType.QUInt8,
-                         op_types_to_quantize=["MatMul", "Gemm", "Gather"])
+        quantize_dynamic(
+            source,
+            target,
+            weight_type=QuantType.QUInt8,
+            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+        )
 
 # %% ../../nbs/train/20_export.ipynb #54fb4a88
 @dataclass(frozen=True)
@@ -383,10 +416,15 @@ def compare_with_torch(
         count += int(batch.gaps.sum())
         answers = torch.from_numpy(batch.answers[batch.gaps])
         losses += [float(F.cross_entropy(scores, answers, reduction="sum")) for scores in in_gaps]
-    return {"largest_logit_difference": differences.pop("logits"), "largest_logit": float(largest),
-            **{f"largest_{part}_difference": value for part, value in differences.items()},
-            "same_best_guess": same / count, "gaps": count,
-            "loss": float(losses[0] / count), "loss_of_torch": float(losses[1] / count)}
+    return {
+        "largest_logit_difference": differences.pop("logits"),
+        "largest_logit": float(largest),
+        **{f"largest_{part}_difference": value for part, value in differences.items()},
+        "same_best_guess": same / count,
+        "gaps": count,
+        "loss": float(losses[0] / count),
+        "loss_of_torch": float(losses[1] / count),
+    }
 
 # %% ../../nbs/train/20_export.ipynb #7de08cdb
 REPORT = "export.json"
@@ -400,8 +438,10 @@ def check_exportable(directory: str | os.PathLike) -> None:
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
     written = (read_model_settings(place / "config.json").get("architectures") or ["nothing"])[0]
     if not str(written).endswith(("ForMaskedLM", "ForMaskedDiffusion")) or "Enhanced" in written:
-        raise ValueError(f"{directory} holds a {str(written)[:80]}, which guesses no words: export "
-                         "takes models with a head over the vocabulary, as bertlab pretrain writes")
+        raise ValueError(
+            f"{directory} holds a {str(written)[:80]}, which guesses no words: export "
+            "takes models with a head over the vocabulary, as bertlab pretrain writes"
+        )
 
 
 def check_output(output: str | os.PathLike) -> None:
@@ -411,8 +451,10 @@ def check_output(output: str | os.PathLike) -> None:
         raise ValueError(f"output {output} is there already; choose another one")
     nearest = next(one for one in place.parents if one.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"output {output} cannot be made: {nearest} is "
-                         f"{'not yours to write to' if nearest.is_dir() else 'a file'}")
+        raise ValueError(
+            f"output {output} cannot be made: {nearest} is "
+            f"{'not yours to write to' if nearest.is_dir() else 'a file'}"
+        )
 
 
 def held_out_texts(
@@ -434,16 +476,27 @@ def _card(directory: Path, report: Mapping[str, Any]) -> str:
     "The model's own card, or one made of what is known, with what the export measured."
     own = directory / "README.md"
     text = read_text(own) if own.is_file() else make_card(directory)
-    lines = [f"| {name} | {row['bytes'] / 1e6:.2f} | {row['largest_logit_difference']:.2g} | "
-             f"{row['same_best_guess']:.1%} | {row['loss']:.4f} |"
-             for name, row in report["files"].items()]
-    return "\n".join([
-        text.rstrip(), "", "## As ONNX", "",
-        f"Written by bertlab export (opset {OPSET}); the files give {', '.join(report['parts'])}. "
-        f"Compared with torch in {report['gaps']} gaps of {report['rows']} rows of "
-        f"{report['text']}, where torch's loss is {report['loss_of_torch']:.4f} nats:", "",
-        "| file | MB | largest difference of a score | same best guess | loss (nats) |",
-        "|---|---|---|---|---|", *lines, ""])
+    lines = [
+        f"| {name} | {row['bytes'] / 1e6:.2f} | {row['largest_logit_difference']:.2g} | "
+        f"{row['same_best_guess']:.1%} | {row['loss']:.4f} |"
+        for name, row in report["files"].items()
+    ]
+    return "\n".join(
+        [
+            text.rstrip(),
+            "",
+            "## As ONNX",
+            "",
+            f"Written by bertlab export (opset {OPSET}); the files give {', '.join(report['parts'])}. "
+            f"Compared with torch in {report['gaps']} gaps of {report['rows']} rows of "
+            f"{report['text']}, where torch's loss is {report['loss_of_torch']:.4f} nats:",
+            "",
+            "| file | MB | largest difference of a score | same best guess | loss (nats) |",
+            "|---|---|---|---|---|",
+            *lines,
+            "",
+        ]
+    )
 
 
 def export_model(
@@ -471,9 +524,13 @@ def export_model(
     longest = min(64, model.config.max_position_embeddings)
     batches = gapped_rows(tokenizer, held_out_texts(texts), longest)
     report: dict[str, Any] = {
-        "model": name or Path(os.path.abspath(place)).name, "parts": list(parts), "opset": OPSET,
+        "model": name or Path(os.path.abspath(place)).name,
+        "parts": list(parts),
+        "opset": OPSET,
         "text": "held-out text of the embedded corpus" if texts is None else "text that was given",
-        "rows": sum(len(batch.gaps) for batch in batches), "files": {}}
+        "rows": sum(len(batch.gaps) for batch in batches),
+        "files": {},
+    }
     with written_directory(output, new=True) as target:
         tokenizer.save_pretrained(target)
         (target / "config.json").write_bytes((place / "config.json").read_bytes())
@@ -485,17 +542,24 @@ def export_model(
             report["gaps"], report["loss_of_torch"] = found.pop("gaps"), found.pop("loss_of_torch")
             allowed = TOLERANCE * max(1.0, found.pop("largest_logit"))
             if name == FILES["fp32"] and not found["largest_logit_difference"] <= allowed:
-                raise ValueError(f"the exported file differs from torch by "
-                                 f"{found['largest_logit_difference']:.3g} (allowed "
-                                 f"{allowed:.3g}): nothing was written; please report this model")
+                raise ValueError(
+                    f"the exported file differs from torch by "
+                    f"{found['largest_logit_difference']:.3g} (allowed "
+                    f"{allowed:.3g}): nothing was written; please report this model"
+                )
             if not math.isfinite(found["loss"]):  # and what is not finite is no JSON either
-                raise ValueError(f"{FILES['int8']} gives {found['loss']} nats where torch gives "
-                                 f"{report['loss_of_torch']:.3f}: bytes cannot hold these weights, "
-                                 "and nothing was written; write the other file alone: int8=False, "
-                                 "which is --to onnx --int8 false")
+                raise ValueError(
+                    f"{FILES['int8']} gives {found['loss']} nats where torch gives "
+                    f"{report['loss_of_torch']:.3f}: bytes cannot hold these weights, "
+                    "and nothing was written; write the other file alone: int8=False, "
+                    "which is --to onnx --int8 false"
+                )
             content = (target / name).read_bytes()
-            report["files"][name] = {"bytes": len(content), **found,
-                                     "sha256": hashlib.sha256(content).hexdigest()}
+            report["files"][name] = {
+                "bytes": len(content),
+                **found,
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
         (target / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (target / "README.md").write_text(_card(place, report), encoding="utf-8")
     return report
@@ -503,8 +567,16 @@ def export_model(
 
 def describe_export(report: Mapping[str, Any]) -> str:
     "What the measurements say, for a person."
-    lines = [f"{name:<16} {row['bytes'] / 1e6:8.2f} MB   largest difference of a score "
-             f"{row['largest_logit_difference']:.2g}   same best guess {row['same_best_guess']:.1%}"
-             f"   loss {row['loss']:.3f}" for name, row in report["files"].items()]
-    return "\n".join([*lines, f"checked in {report['gaps']} gaps of {report['text']}, where "
-                              f"torch's loss is {report['loss_of_torch']:.3f} nats"])
+    lines = [
+        f"{name:<16} {row['bytes'] / 1e6:8.2f} MB   largest difference of a score "
+        f"{row['largest_logit_difference']:.2g}   same best guess {row['same_best_guess']:.1%}"
+        f"   loss {row['loss']:.3f}"
+        for name, row in report["files"].items()
+    ]
+    return "\n".join(
+        [
+            *lines,
+            f"checked in {report['gaps']} gaps of {report['text']}, where "
+            f"torch's loss is {report['loss_of_torch']:.3f} nats",
+        ]
+    )

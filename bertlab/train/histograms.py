@@ -121,7 +121,8 @@ class HistogramRecords:
         self.stride, self._offered = state["stride"], state["offered"]
         self.summaries = {
             step: [TensorSummary(**{k: array(v) for k, v in row.items()}) for row in rows]
-            for step, rows in state["rows"].items()}
+            for step, rows in state["rows"].items()
+        }
 
 # %% ../../nbs/train/10_histograms.ipynb #34207170
 _MOST_BYTES = 1 << 30  # of the histograms of a run, unpacked
@@ -139,8 +140,9 @@ def read_histograms(
             arrays = {key: columns[key] for key in columns.files}
         rows = zip(*arrays.values(), strict=True)
         plain = lambda v: v.item() if v.ndim == 0 else v
-        return [TensorSummary(**{k: plain(np.asarray(v)) for k, v in zip(arrays, row)})
-                for row in rows]
+        return [
+            TensorSummary(**{k: plain(np.asarray(v)) for k, v in zip(arrays, row)}) for row in rows
+        ]
     except OSError:
         raise  # no such file, or no right to read it
     except Exception as error:  # whatever a reader meets in a file that somebody bent

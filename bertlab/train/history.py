@@ -147,8 +147,12 @@ class History(Clock):
     def state_dict(self) -> dict[str, Any]:
         self.fetch()
         tokens, seconds = self.totals()
-        return {**vars(self.record), "tokens": tokens, "train_seconds": seconds,
-                "readers": self._readers}
+        return {
+            **vars(self.record),
+            "tokens": tokens,
+            "train_seconds": seconds,
+            "readers": self._readers,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.record.rows, self.record.validation = list(state["rows"]), list(state["validation"])
@@ -287,8 +291,12 @@ class RunProgress(Callback):
         spent = time.perf_counter() - self._started_at - sum(self._validations)
         tokens = (self.history.totals()[0] - self._start[0]) * count_readers(trainer)
         limits = [one for one in trainer.callbacks if hasattr(one, "time_left")]  # of 08_stopping
-        return min([self._of_steps(trainer, spent),
-                    *(one.time_left(trainer, tokens / max(spent, 1e-9)) for one in limits)])
+        return min(
+            [
+                self._of_steps(trainer, spent),
+                *(one.time_left(trainer, tokens / max(spent, 1e-9)) for one in limits),
+            ]
+        )
 
     @staticmethod
     def _last_step(trainer) -> int:  # below 0: nobody knows
@@ -318,8 +326,9 @@ class RunProgress(Callback):
         self.history.fetch()
         tokens, seconds = (n - then for n, then in zip(self.history.totals(), self._start))
         tokens *= count_readers(trainer)  # the others have as many rows
-        return progress_line(self.history.record.rows[-1], tokens, seconds,
-                             self.seconds_left(trainer))
+        return progress_line(
+            self.history.record.rows[-1], tokens, seconds, self.seconds_left(trainer)
+        )
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         step, last = trainer.global_step, self._last_step(trainer)

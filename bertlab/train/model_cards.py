@@ -24,8 +24,20 @@ from .model_directories import USES, read_uses
 
 # %% ../../nbs/train/19_model_cards.ipynb #4c52af64
 DEVICE_WATTS = {  # limits of the makers' data sheets, W
-    "H200": 700, "H100 PCIe": 350, "H100": 700, "A100": 400, "A6000": 300, "A10G": 150, "A10": 150,
-    "L40S": 350, "L4": 72, "T4": 70, "V100": 300, "P100": 250, "RTX 4090": 450, "RTX 3090": 350,
+    "H200": 700,
+    "H100 PCIe": 350,
+    "H100": 700,
+    "A100": 400,
+    "A6000": 300,
+    "A10G": 150,
+    "A10": 150,
+    "L40S": 350,
+    "L4": 72,
+    "T4": 70,
+    "V100": 300,
+    "P100": 250,
+    "RTX 4090": 450,
+    "RTX 3090": 350,
 }
 OVERHEAD = 1.58  # of data centres, in the mean (Strubell et al. 2019, sec. 2)
 
@@ -37,8 +49,11 @@ def estimate_energy(
     watts: float | None = None,  # of one device; None: looked up
 ) -> float | None:  # kWh; None where the power is not known
     "Power times time (Strubell et al. 2019, eq. 1)."
-    known = (value for name, value in DEVICE_WATTS.items()
-             if re.search(rf"\b{re.escape(name)}\b", device))
+    known = (
+        value
+        for name, value in DEVICE_WATTS.items()
+        if re.search(rf"\b{re.escape(name)}\b", device)
+    )
     watts = next(known, None) if watts is None else watts
     return None if watts is None else OVERHEAD * devices * watts * seconds / 3.6e6
 
@@ -62,29 +77,47 @@ class CardChoices:
             if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z]{2,8})?|multilingual|code", one):
                 raise ValueError(f"language {one!r} is no code of ISO 639; write it as en or de")
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.\-+]*", self.license):
-            raise ValueError(f"license {self.license!r} is no identifier of the hub; write it as "
-                             "apache-2.0, mit, cc-by-4.0 or other")
+            raise ValueError(
+                f"license {self.license!r} is no identifier of the hub; write it as "
+                "apache-2.0, mit, cc-by-4.0 or other"
+            )
         for name in ("datasets", "base_model"):
             given = getattr(self, name)
             for one in [given] if isinstance(given, str) else given or []:
                 if not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", one):
-                    raise ValueError(f"{name} {one!r} is no name on the hub, which has the form "
-                                     "owner/name; say what a local text is in description")
+                    raise ValueError(
+                        f"{name} {one!r} is no name on the hub, which has the form "
+                        "owner/name; say what a local text is in description"
+                    )
         if self.watts is not None and not self.watts > 0:
             raise ValueError(f"watts must be more than 0, got {self.watts}")
 
 
-_TASKS = {"ForMaskedLM": "fill-mask", "ForMaskedDiffusion": "fill-mask",
-          "ForEnhancedMaskedLM": "fill-mask", "ForSequenceClassification": "text-classification",
-          "ForTokenClassification": "token-classification",
-          "ForQuestionAnswering": "question-answering",
-          "ForSpanClassification": "token-classification"}
+_TASKS = {
+    "ForMaskedLM": "fill-mask",
+    "ForMaskedDiffusion": "fill-mask",
+    "ForEnhancedMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForSpanClassification": "token-classification",
+}
 _MEASURES = {
-    "loss": "loss, nats per label", "bits_per_byte": "bits per byte", "perplexity": "perplexity",
-    "accuracy": "accuracy", "f1_macro": "F1, mean over labels", "mcc": "Matthews correlation",
-    "pearson": "Pearson correlation", "spearman": "Spearman correlation",
-    "entity_f1": "F1 of entities", "span_f1": "F1 of spans", "exact_match": "exact match",
-    "f1": "F1 of answers", "mrr": "mean reciprocal rank", "recall_10": "recall at 10"}
+    "loss": "loss, nats per label",
+    "bits_per_byte": "bits per byte",
+    "perplexity": "perplexity",
+    "accuracy": "accuracy",
+    "f1_macro": "F1, mean over labels",
+    "mcc": "Matthews correlation",
+    "pearson": "Pearson correlation",
+    "spearman": "Spearman correlation",
+    "entity_f1": "F1 of entities",
+    "span_f1": "F1 of spans",
+    "exact_match": "exact match",
+    "f1": "F1 of answers",
+    "mrr": "mean reciprocal rank",
+    "recall_10": "recall at 10",
+}
 _SPLITS = {"val": "validation", "test": "test"}  # as names of numbers begin
 
 
@@ -105,8 +138,10 @@ def _tokens_by(step: int, home: Path, tokens: Any) -> dict[str, int]:  # empty: 
 def _of_the_run(home: Path, marker: dict[str, Any]) -> dict[str, Any]:
     "Facts from the metrics of a run, about its last weights or those of a marker's step."
     # As demo and speedrun call what all others call val_.
-    found = {re.sub("^validation_", "val_", name): value
-             for name, value in _note(home / "metrics.json").items()}
+    found = {
+        re.sub("^validation_", "val_", name): value
+        for name, value in _note(home / "metrics.json").items()
+    }
     last, facts = found.get("steps"), {}
     if marker and last is not None:
         if marker["step"] != found.get("validated_step", last):  # measured were other weights
@@ -137,8 +172,10 @@ def _of_the_stage(place: Path, run: dict[str, Any]) -> dict[str, Any]:
     if number and isinstance(stages, list) and all(isinstance(one, dict) for one in stages):
         facts["stages"] = stages[: int(number[1])]
         home = place.parents[1]
-        tokens = [_note(home / f"stage-{n}" / "model" / "stage.json").get("tokens")
-                  for n in range(1, int(number[1]) + 1)]
+        tokens = [
+            _note(home / f"stage-{n}" / "model" / "stage.json").get("tokens")
+            for n in range(1, int(number[1]) + 1)
+        ]
         facts["metrics"].pop("tokens", None)  # they are of one stage
         if all(type(count) is int for count in tokens):
             facts["metrics"]["tokens"] = sum(tokens)
@@ -153,8 +190,12 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
     place = Path(directory).absolute()
     if not (place / "config.json").is_file():
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
-    facts = {"config": read_json(place / "config.json"),
-             "run": {}, "metrics": {}, "name": place.name}
+    facts = {
+        "config": read_json(place / "config.json"),
+        "run": {},
+        "metrics": {},
+        "name": place.name,
+    }
     homes = [home for home in (place, *place.parents[:2]) if (home / MARKER).is_file()]
     mean, marker = _note(place / "average.json"), _note(place / "bertlab-model.json")
     stage = not mean and (place / "stage.json").is_file()
@@ -193,8 +234,11 @@ class _Measured:
 def _finite(values: Any) -> dict[str, float]:
     "The finite numbers of a mapping; nothing of what is no mapping."
     items = values.items() if isinstance(values, Mapping) else ()
-    return {name: value for name, value in items if isinstance(value, (int, float))
-            and not isinstance(value, bool) and math.isfinite(value)}
+    return {
+        name: value
+        for name, value in items
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    }
 
 
 def _measure(facts: Mapping[str, Any]) -> _Measured:
@@ -215,22 +259,38 @@ def _measure(facts: Mapping[str, Any]) -> _Measured:
     values = {name: found[f"{split}_{name}"] for name in labels if f"{split}_{name}" in found}
     means, deviations = _finite(metrics.get("mean")), _finite(metrics.get("deviation"))
     keys = {name: f"{split}_{name}" for name in values}  # one seed has no deviation
-    spread = {name: f"mean of {len(seeds)} seeds {means[key]:.4g}, standard deviation "
-                    f"{deviations[key]:.2g}"
-              for name, key in keys.items() if key in means and key in deviations}
-    return _Measured(split, values, labels, spread, origin or facts.get("origin") or (
-        "On text that the run held out, of the same origin as the training text."))
+    spread = {
+        name: f"mean of {len(seeds)} seeds {means[key]:.4g}, standard deviation "
+        f"{deviations[key]:.2g}"
+        for name, key in keys.items()
+        if key in means and key in deviations
+    }
+    return _Measured(
+        split,
+        values,
+        labels,
+        spread,
+        origin
+        or facts.get("origin")
+        or ("On text that the run held out, of the same origin as the training text."),
+    )
 
 
 def _origin_of_seed(split: str, seeds: list, best: Any, monitor: str) -> str:
     "Say whose rows the numbers of a fine-tuned model are of, and whether they chose the model."
     chosen = "weights and seed" if len(seeds) > 1 else "weights"
-    told = (f"On the rows of the test split, by which nothing was chosen: {chosen} were, by "
-            f"{monitor} of the validation split." if split == "test" else
-            f"On the rows of the validation split, by whose {monitor} the {chosen} were chosen: "
-            "expect less of new rows.")
-    return told + (f" The run had {len(seeds)} seeds, and these are the weights of seed {best}."
-                   if len(seeds) > 1 else "")
+    told = (
+        f"On the rows of the test split, by which nothing was chosen: {chosen} were, by "
+        f"{monitor} of the validation split."
+        if split == "test"
+        else f"On the rows of the validation split, by whose {monitor} the {chosen} were chosen: "
+        "expect less of new rows."
+    )
+    return told + (
+        f" The run had {len(seeds)} seeds, and these are the weights of seed {best}."
+        if len(seeds) > 1
+        else ""
+    )
 
 
 def make_card(
@@ -245,15 +305,29 @@ def make_card(
     name, written = choices.name or facts["name"], (config.get("architectures") or ["Model"])[0]
     task = next((task for end, task in _TASKS.items() if written.endswith(end)), None)
     measured = _measure(facts)
-    results = [EvalResult(task_type=task or "feature-extraction", dataset_type="held-out",
-                          dataset_name="held-out text of the run",
-                          dataset_split=_SPLITS[measured.split], metric_type=key,
-                          metric_name=measured.labels[key], metric_value=value)
-               for key, value in measured.values.items()]
+    results = [
+        EvalResult(
+            task_type=task or "feature-extraction",
+            dataset_type="held-out",
+            dataset_name="held-out text of the run",
+            dataset_split=_SPLITS[measured.split],
+            metric_type=key,
+            metric_name=measured.labels[key],
+            metric_value=value,
+        )
+        for key, value in measured.values.items()
+    ]
     data = ModelCardData(
-        model_name=name, license=choices.license, language=choices.language,
-        datasets=choices.datasets, base_model=choices.base_model, library_name="transformers",
-        pipeline_tag=task, tags=["bertlab", "encoder"], eval_results=results or None)
+        model_name=name,
+        license=choices.license,
+        language=choices.language,
+        datasets=choices.datasets,
+        base_model=choices.base_model,
+        library_name="transformers",
+        pipeline_tag=task,
+        tags=["bertlab", "encoder"],
+        eval_results=results or None,
+    )
     text = f"---\n{data.to_yaml()}\n---\n\n{_card_text(name, written, facts, measured, choices)}"
     check_card(text)
     return text
@@ -264,16 +338,24 @@ def _bullets(facts: Mapping[str, Any]) -> str:
 
 
 def _card_text(
-    name: str, written: str, facts: Mapping[str, Any], measured: _Measured, choices: CardChoices,
+    name: str,
+    written: str,
+    facts: Mapping[str, Any],
+    measured: _Measured,
+    choices: CardChoices,
 ) -> str:
     "The sections, in the order of Mitchell et al. (2019, sec. 4)."
     run, metrics, config = facts["run"], facts["metrics"], facts["config"]
     data, record = run.get("data") or {}, run.get("record") or {}
     asked_of_run = run.get("run") or {}
     named_by = "train_dataset_name_or_path", "dataset_name_or_path"
-    named = (*(data.get(name) for name in named_by),
-             asked_of_run.get("task"), asked_of_run.get("glue"), run.get("corpus"),
-             record.get("corpus"))  # of a speedrun
+    named = (
+        *(data.get(name) for name in named_by),
+        asked_of_run.get("task"),
+        asked_of_run.get("glue"),
+        run.get("corpus"),
+        record.get("corpus"),
+    )  # of a speedrun
     source = next((one for one in named if one), None)
     if stages := facts.get("stages"):
         texts = [(stage.get("data") or {}).get(named_by[0]) for stage in stages]
@@ -282,41 +364,66 @@ def _card_text(
     embedded = data and run.get("command", "pretrain") in ("pretrain", "demo")
     device, seconds = record.get("device"), metrics.get("train_seconds")
     asked = run.get("trainer") or {}
-    devices, nodes = ((n if isinstance(n, int) and n > 0 else 1)
-                      for n in (asked.get("devices"), asked.get("num_nodes")))
+    devices, nodes = (
+        (n if isinstance(n, int) and n > 0 else 1)
+        for n in (asked.get("devices"), asked.get("num_nodes"))
+    )
     devices = metrics.get("devices", devices * nodes)  # older runs did not count them
     energy = seconds and estimate_energy(device or "", seconds, devices, choices.watts)
     unknown = "unknown: the directory does not say"
-    shape = {"class": written, "parameters": f"{facts['parameters']:,}",
-             "layers": config.get("num_hidden_layers"), "width": config.get("hidden_size"),
-             "vocabulary": config.get("vocab_size"),
-             "positions": config.get("max_position_embeddings"),
-             "weights of step": facts.get("step"), "mean of": facts.get("mean of")}
-    measures = {measured.labels[key]: f"{value:.4g}" + (
-        f" ({measured.spread[key]})" if key in measured.spread else "")
-        for key, value in measured.values.items()}
+    shape = {
+        "class": written,
+        "parameters": f"{facts['parameters']:,}",
+        "layers": config.get("num_hidden_layers"),
+        "width": config.get("hidden_size"),
+        "vocabulary": config.get("vocab_size"),
+        "positions": config.get("max_position_embeddings"),
+        "weights of step": facts.get("step"),
+        "mean of": facts.get("mean of"),
+    }
+    measures = {
+        measured.labels[key]: f"{value:.4g}"
+        + (f" ({measured.spread[key]})" if key in measured.spread else "")
+        for key, value in measured.values.items()
+    }
     recipe = {key: run[key] for key in run if key not in ("record", "command")}
     recipe = format_yaml(recipe) if run else ""
     sections = {
         "What it is": f"{choices.description or 'An encoder trained with bertlab.'}\n\n"
-                      f"{_bullets(shape)}",
-        "Data": _bullets({"text": str(source) if source else (
-            "the embedded corpus (docstrings of installed Python modules)" if embedded
-            else unknown),
-            "began with": start.get("pretrained_model_name_or_path"),
-            "tokens seen": f"{metrics['tokens']:,}" if "tokens" in metrics else unknown}),
+        f"{_bullets(shape)}",
+        "Data": _bullets(
+            {
+                "text": str(source)
+                if source
+                else (
+                    "the embedded corpus (docstrings of installed Python modules)"
+                    if embedded
+                    else unknown
+                ),
+                "began with": start.get("pretrained_model_name_or_path"),
+                "tokens seen": f"{metrics['tokens']:,}" if "tokens" in metrics else unknown,
+            }
+        ),
         "Measures": f"{_bullets(measures)}\n\n{measured.origin}" if measures else unknown,
-        "Limits": choices.limits or (
+        "Limits": choices.limits
+        or (
             "It has seen only the text named above, and repeats what stands there, mistakes and "
             "prejudices included. Nobody has measured how it behaves on other text, in other "
-            "languages, or in decisions about people; do not use it there unmeasured."),
-        "Machine and energy": _bullets({
-            "device": device or unknown, "devices": devices,
-            f"training time{' of the whole run' * ('step' in facts)}":
-            f"{seconds / 3600:.2f} h" if seconds else unknown,
-            "energy": f"about {energy:.3g} kWh at the most for that time, which validation and "
-            f"saving come on top of: power limit x time x {OVERHEAD}"
-            if energy else "unknown: no power is known for this device; give watts"}),
+            "languages, or in decisions about people; do not use it there unmeasured."
+        ),
+        "Machine and energy": _bullets(
+            {
+                "device": device or unknown,
+                "devices": devices,
+                f"training time{' of the whole run' * ('step' in facts)}": f"{seconds / 3600:.2f} h"
+                if seconds
+                else unknown,
+                "energy": f"about {energy:.3g} kWh at the most for that time, which validation and "
+                f"saving come on top of: power limit x time x {OVERHEAD}"
+                if energy
+                else "unknown: no power is known for this device; give watts",
+            }
+        ),
         "Recipe": f"```yaml\n{recipe}```" if recipe else unknown,
     }
     body = "\n\n".join(f"## {title}\n\n{content}" for title, content in sections.items())
@@ -337,13 +444,18 @@ def check_card(text: str) -> dict[str, Any]:  # the block
     again = yaml.safe_load(data.to_yaml())
     for name, value in block.items():
         if again.get(name) != value and name != "model-index":
-            raise ValueError(f"the block of README.md has {name}={value!r}, which the hub would "
-                             f"read as {again.get(name)!r}")
+            raise ValueError(
+                f"the block of README.md has {name}={value!r}, which the hub would "
+                f"read as {again.get(name)!r}"
+            )
     for result in data.eval_results or []:
         if not isinstance(result.metric_value, (int, float)) or not math.isfinite(
-                result.metric_value):
-            raise ValueError(f"the measure {result.metric_type} is {result.metric_value!r}: a "
-                             "result must be a finite number")
+            result.metric_value
+        ):
+            raise ValueError(
+                f"the measure {result.metric_type} is {result.metric_value!r}: a "
+                "result must be a finite number"
+            )
     return block
 
 
@@ -362,9 +474,23 @@ def write_card(
     return path
 
 # %% ../../nbs/train/19_model_cards.ipynb #6d9ff87f
-PUSHED = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json",
-          "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-          "*.model", "run.yaml", "metrics.json", "bertlab-*.json", "LICENSE*", *USES)
+PUSHED = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "run.yaml",
+    "metrics.json",
+    "bertlab-*.json",
+    "LICENSE*",
+    *USES,
+)
 
 
 def files_to_push(directory: str | os.PathLike) -> list[Path]:
@@ -388,8 +514,11 @@ def _unsaid(text: str, directory: str | os.PathLike, choices: CardChoices) -> li
         in_words = name in ("name", "description", "limits")  # the rest stands in the block
         return as_list(block.get(name)) == as_list(value) or in_words and value in text
 
-    return [name for name, value in vars(choices).items()
-            if value is not None and not is_said(name, value)]
+    return [
+        name
+        for name, value in vars(choices).items()
+        if value is not None and not is_said(name, value)
+    ]
 
 
 def push_model(
@@ -409,8 +538,10 @@ def push_model(
     own = Path(directory) / "README.md"
     text = own.read_text(encoding="utf-8") if own.exists() else make_card(directory, choices)
     if unsaid := _unsaid(text, directory, choices) if own.exists() else []:
-        raise ValueError(f"{own} is sent as it is, and does not say {', '.join(unsaid)}: write it "
-                         "anew first (bertlab card --overwrite), or leave that out")
+        raise ValueError(
+            f"{own} is sent as it is, and does not say {', '.join(unsaid)}: write it "
+            "anew first (bertlab card --overwrite), or leave that out"
+        )
     files = {path.relative_to(directory).as_posix(): path for path in files_to_push(directory)}
     if dry_run:
         return {"files": ["README.md", *files], "commit": None}
@@ -420,9 +551,14 @@ def push_model(
     api = hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=token)
     try:
         api.create_repo(repo, private=private, exist_ok=True)
-        sent = api.create_commit(repo, commit_message=message, operations=[
-            hub.CommitOperationAdd("README.md", text.encode()),
-            *(hub.CommitOperationAdd(name, str(path)) for name, path in files.items())])
+        sent = api.create_commit(
+            repo,
+            commit_message=message,
+            operations=[
+                hub.CommitOperationAdd("README.md", text.encode()),
+                *(hub.CommitOperationAdd(name, str(path)) for name, path in files.items()),
+            ],
+        )
     except (hub.errors.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"the hub at {api.endpoint} did not take {repo}: {reason}") from error

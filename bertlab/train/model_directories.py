@@ -55,8 +55,14 @@ def rebuild(
 # %% ../../nbs/train/07_model_directories.ipynb #f5c8d321
 # How a model is used: the columns and the length that bertlab predict reads, and the pooling of
 # text vectors, as sentence-transformers says it; modules.json last, because it names the others.
-USES = ("bertlab_reading.json", "1_Pooling/config.json", "2_Normalize/config.json",
-        "sentence_bert_config.json", "config_sentence_transformers.json", "modules.json")
+USES = (
+    "bertlab_reading.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "modules.json",
+)
 _FOLDERS = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 
 
@@ -79,9 +85,11 @@ def read_uses(
         raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
     kinds = {one["type"].rpartition(".")[2]: one.get("path") for one in modules}
     if other := [kind for kind, folder in kinds.items() if _FOLDERS.get(kind) != folder]:
-        raise ValueError(f"{source} has the module {other[0]} in {kinds[other[0]]!r}, which "
-                         "bertlab would leave behind: it keeps Transformer, Pooling in 1_Pooling "
-                         "and Normalize in 2_Normalize; do this with sentence-transformers")
+        raise ValueError(
+            f"{source} has the module {other[0]} in {kinds[other[0]]!r}, which "
+            "bertlab would leave behind: it keeps Transformer, Pooling in 1_Pooling "
+            "and Normalize in 2_Normalize; do this with sentence-transformers"
+        )
     pooling = cached_file(os.fspath(source), "1_Pooling/config.json", **missing)
     said = {} if pooling is None else read_json(pooling, finite=False)
     on = [name for name in said if name.startswith("pooling_mode_") and said[name] is True]
@@ -159,8 +167,10 @@ def _point_to(link: Path, target: Path) -> None:
             remove_model(link)
         if copied and read_marker(link) is None:
             why = "beside what else is in there: move it away" if link.exists() else "on this drive"
-            say(f"{link} was a copy of a model and is none any more. The best one is "
-                f"{target.name}, and no link to it can be made {why}")
+            say(
+                f"{link} was a copy of a model and is none any more. The best one is "
+                f"{target.name}, and no link to it can be made {why}"
+            )
 
 # %% ../../nbs/train/07_model_directories.ipynb #c29da25f
 class ModelShelf:
@@ -176,8 +186,10 @@ class ModelShelf:
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be min or max, got {mode!r}")
         if keep_last < 1 or keep_best < 0:
-            raise ValueError(f"keep_last must be 1 or more and keep_best 0 or more, got "
-                             f"{keep_last} and {keep_best}")
+            raise ValueError(
+                f"keep_last must be 1 or more and keep_best 0 or more, got "
+                f"{keep_last} and {keep_best}"
+            )
         self.directory = Path(directory)
         self.keep_last, self.keep_best, self.sign = keep_last, keep_best, 1 if mode == "min" else -1
 
@@ -198,7 +210,8 @@ class ModelShelf:
             return False
         best, models = self.best(), self.models()
         return len(best) < self.keep_best or (
-            self.sign * value <= self.sign * models[best[-1]]["value"])
+            self.sign * value <= self.sign * models[best[-1]]["value"]
+        )
 
     def put(
         self,
@@ -212,8 +225,10 @@ class ModelShelf:
         value = value if value is not None and np.isfinite(value) else None
         place = self.directory / f"step-{step:08}"
         if place.exists() and read_marker(place) is None:
-            raise ValueError(f"{place} is there and holds no {MODEL_MARKER}, so it is not of this "
-                             "run; move it away, or choose another directory")
+            raise ValueError(
+                f"{place} is there and holds no {MODEL_MARKER}, so it is not of this "
+                "run; move it away, or choose another directory"
+            )
         with written_directory(place) as temporary:
             write(temporary)
             names = sorted(path.name for path in temporary.iterdir())
@@ -240,12 +255,16 @@ class ModelShelf:
         read: str | None = None,  # how much of it; None: whatever it is
     ) -> list[Path]:  # models whose value is of another text, or of another share of it
         "Take the values that are not of this text away: they say nothing beside those that are."
+
         def differs(marker: dict[str, Any]) -> bool:  # what an older one does not say is the same
             share = marker.get("read", read)
             return marker.get("text", text) != text or read is not None and share != read
 
-        others = {path: marker for path, marker in self.models().items()
-                  if marker["value"] is not None and differs(marker)}
+        others = {
+            path: marker
+            for path, marker in self.models().items()
+            if marker["value"] is not None and differs(marker)
+        }
         for path, marker in others.items():
             with written_whole(path / MODEL_MARKER) as temporary:
                 temporary.write_text(json.dumps({**marker, "value": None}, indent=1) + "\n")
@@ -332,10 +351,12 @@ class ModelDirectories(Callback):
             self._validation = _validation_identity(trainer, pl_module)
             if self._validation and (others := self.shelf.forget(**self._validation)):
                 named = ", ".join(path.name for path in others)
-                say(f"the validation text is another one than that of {named} in "
+                say(
+                    f"the validation text is another one than that of {named} in "
                     f"{self.shelf.directory}, or more or less of it is read, or an older version "
                     "weighed its tokens otherwise (diffusion): models are ranked anew from here "
-                    "on, and an older one stays as long as it is among the last")
+                    "on, and an older one stays as long as it is among the last"
+                )
         self._seen = self._written = trainer.global_step
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:

@@ -65,8 +65,16 @@ OBJECTIVE_MODELS: dict[str, type[BertLabTokenPredictor]] = {
     "enhanced_mlm": BertLabForEnhancedMaskedLM,
     "diffusion": BertLabForMaskedDiffusion,
 }
-BATCH_KEYS = ("input_ids", "attention_mask", "position_ids", "labels", "label_positions",
-              "loss_weights", "token_shares", "row_keys")  # what the models of the objectives take
+BATCH_KEYS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "label_positions",
+    "loss_weights",
+    "token_shares",
+    "row_keys",
+)  # what the models of the objectives take
 
 
 def settle_objective(
@@ -75,13 +83,20 @@ def settle_objective(
     "Find the model of an objective; a user's own joins the table. Raises `ValueError`."
     model = find_part(objective, OBJECTIVE_MODELS, "objective")
     if not (isinstance(model, type) and issubclass(model, BertLabTokenPredictor)):
-        raise ValueError(f"objective={objective!r} is no model that predicts tokens: derive it "
-                         "from bertlab.BertLabForMaskedLM; a collator goes to the data module, as "
-                         "collator")
+        raise ValueError(
+            f"objective={objective!r} is no model that predicts tokens: derive it "
+            "from bertlab.BertLabForMaskedLM; a collator goes to the data module, as "
+            "collator"
+        )
     known = objective in OBJECTIVE_MODELS if isinstance(objective, str) else False
-    name = objective if isinstance(objective, str) else next(
-        (name for name, one in OBJECTIVE_MODELS.items() if one is model),
-        f"{model.__module__}.{model.__qualname__}")
+    name = (
+        objective
+        if isinstance(objective, str)
+        else next(
+            (name for name, one in OBJECTIVE_MODELS.items() if one is model),
+            f"{model.__module__}.{model.__qualname__}",
+        )
+    )
     if not known:
         OBJECTIVE_MODELS[name] = model
     return name
@@ -92,8 +107,11 @@ def data_objective(
 ) -> str:  # of the data
     "The objective whose batches a model scores: its own, or that of the class it is made from."
     name = settle_objective(objective)
-    bases = [one for one, model in OBJECTIVE_MODELS.items()
-             if one in COLLATORS and issubclass(OBJECTIVE_MODELS[name], model)]
+    bases = [
+        one
+        for one, model in OBJECTIVE_MODELS.items()
+        if one in COLLATORS and issubclass(OBJECTIVE_MODELS[name], model)
+    ]
     return name if name in COLLATORS or not bases else bases[0]
 
 
@@ -105,14 +123,19 @@ def check_batch(
 ) -> None:
     "Raise `ValueError` where a batch was made for another objective, or nobody would read a key."
     key = model.batch_key
-    others = [name for name, other in OBJECTIVE_MODELS.items()
-              if other.batch_key not in (None, key) and other.batch_key in batch]
+    others = [
+        name
+        for name, other in OBJECTIVE_MODELS.items()
+        if other.batch_key not in (None, key) and other.batch_key in batch
+    ]
     lacking = key is not None and key not in batch and not plain_mean
     if others or lacking:
         made_for = others[0] if others else "mlm"
         without = f" (it has no {key})" if lacking and not others else ""
-        raise ValueError(f"the batch is made for objective={made_for!r}{without} and the module "
-                         f"has objective={objective!r}; give both the same")
+        raise ValueError(
+            f"the batch is made for objective={made_for!r}{without} and the module "
+            f"has objective={objective!r}; give both the same"
+        )
     takes = set()
     for one in type(model).__mro__:  # an own forward may hand on what it does not name
         if "forward" in vars(one):
@@ -121,13 +144,21 @@ def check_batch(
             if all(p.kind is not p.VAR_KEYWORD for p in taken):
                 break
     if unread := sorted(batch.keys() - {*takes, *BOOKKEEPING}):
-        raise ValueError(f"the batch has {', '.join(unread)}, which {type(model).__name__} does "
-                         "not take; leave it out in the collator")
+        raise ValueError(
+            f"the batch has {', '.join(unread)}, which {type(model).__name__} does "
+            "not take; leave it out in the collator"
+        )
 
 # %% ../../nbs/train/02_modules.ipynb #8dfca618
-_TASKED = {one.__name__: one for one in (
-    BertLabForSequenceClassification, BertLabForTokenClassification, BertLabForQuestionAnswering,
-    BertLabForSpanClassification)}  # whose heads transformers does not look for
+_TASKED = {
+    one.__name__: one
+    for one in (
+        BertLabForSequenceClassification,
+        BertLabForTokenClassification,
+        BertLabForQuestionAnswering,
+        BertLabForSpanClassification,
+    )
+}  # whose heads transformers does not look for
 
 
 def load_encoder(
@@ -197,8 +228,10 @@ def continued_model(
     config = BertLabConfig(**{**shape.to_diff_dict(), **overrides})
     if lost := find_lost(source, objective, shape, config, key_mapping):
         some = ", ".join(lost[:3]) + ", ..." * (len(lost) > 3)
-        raise ValueError(f"model_config_kwargs={overrides} leave no place for {len(lost)} weights "
-                         f"of {source} ({some}), which would be lost: leave such settings out")
+        raise ValueError(
+            f"model_config_kwargs={overrides} leave no place for {len(lost)} weights "
+            f"of {source} ({some}), which would be lost: leave such settings out"
+        )
     build = lambda: OBJECTIVE_MODELS[objective](config)
     model = build_deferred(build) if deferred else build()
     wrong = ""
@@ -214,9 +247,11 @@ def continued_model(
             wrong = str(error)
     if wrong:
         named = " or load_key_mapping" if key_mapping else ""
-        raise ValueError(f"model_config_kwargs={overrides}{named} change shapes, so that the "
-                         f"weights of {source} do not fit: "
-                         f"{shorten(wrong, 300, placeholder=' ...')}")
+        raise ValueError(
+            f"model_config_kwargs={overrides}{named} change shapes, so that the "
+            f"weights of {source} do not fit: "
+            f"{shorten(wrong, 300, placeholder=' ...')}"
+        )
     model.fresh = fresh
     if fresh:
         rank_zero_info(describe_fresh(source, fresh))
@@ -230,8 +265,10 @@ def describe_fresh(
     "Say in a line which weights begin anew; nothing where none does."
     if not fresh:
         return ""
-    return (f"{source} has no weights for {len(fresh)} tensors, which begin anew: "
-            f"{', '.join(fresh[:4])}{', ...' if len(fresh) > 4 else ''}")
+    return (
+        f"{source} has no weights for {len(fresh)} tensors, which begin anew: "
+        f"{', '.join(fresh[:4])}{', ...' if len(fresh) > 4 else ''}"
+    )
 
 # %% ../../nbs/train/02_modules.ipynb #ac44ed68
 SPECIAL_IDS = ("pad_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
@@ -248,8 +285,10 @@ def settings_from(
     known = {name: value for name, value in known.items() if value is not None}
     settings = {"vocab_size": count_ids(tokenizer), **known, **overrides}
     if settings["vocab_size"] < count_ids(tokenizer):
-        raise ValueError(f"vocab_size={settings['vocab_size']} is less than the tokenizer's "
-                         f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs")
+        raise ValueError(
+            f"vocab_size={settings['vocab_size']} is less than the tokenizer's "
+            f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs"
+        )
     return settings
 
 
@@ -268,9 +307,11 @@ def check_pieces(
     rows = getattr(read_shape(source), "vocab_size", needed)  # what has none is refused elsewhere
     advice = "take the tokenizer that it was trained with"
     if needed > rows:
-        raise ValueError(f"the tokenizer has {needed} ids, and {source} has vocab_size={rows}: "
-                         f"{advice}, or make rows for this one first, by bertlab tokenizer "
-                         "transplant, or extend")
+        raise ValueError(
+            f"the tokenizer has {needed} ids, and {source} has vocab_size={rows}: "
+            f"{advice}, or make rows for this one first, by bertlab tokenizer "
+            "transplant, or extend"
+        )
     if theirs is None:
         try:
             theirs = load_tokenizer(source)
@@ -285,9 +326,11 @@ def check_pieces(
     named = [word for word in shared if word not in there]
     if moved or 2 * len(named) > len(shared):
         word = min(moved or named, key=lambda word: (here[word] not in words, word))
-        raise ValueError(f"{source} was trained with another tokenizer: id {here[word]} is "
-                         f"{word!r} here and {words.get(here[word])!r} there; {advice}, or give "
-                         "it this one first, by bertlab tokenizer transplant")
+        raise ValueError(
+            f"{source} was trained with another tokenizer: id {here[word]} is "
+            f"{word!r} here and {words.get(here[word])!r} there; {advice}, or give "
+            "it this one first, by bertlab tokenizer transplant"
+        )
 
 # %% ../../nbs/train/02_modules.ipynb #d488a5e9
 # Where no learning_rate is given; of fresh weights at width 768.
@@ -314,14 +357,18 @@ def optimizer_options(
     said = hparams.optimizer_kwargs or {}
     # Reports tell the module's rate, and each group of weights brings a decay of its own.
     if "lr" in said:
-        raise ValueError(f"optimizer_kwargs has lr={said['lr']!r}, which is not its place: say "
-                         f"learning_rate={said['lr']!r} beside optimizer_kwargs")
+        raise ValueError(
+            f"optimizer_kwargs has lr={said['lr']!r}, which is not its place: say "
+            f"learning_rate={said['lr']!r} beside optimizer_kwargs"
+        )
     if "weight_decay" in said:
         optimizer_facts(hparams.optimizer_class)  # imports the file of one of your own
     if "weight_decay" in said and not reads_decay(hparams.optimizer_class, said):
         asked = f"weight_decay={said['weight_decay']!r}"
-        raise ValueError(f"optimizer_kwargs has {asked}, which is not read there: say {asked} "
-                         "beside optimizer_kwargs, or leave it out in a run that was begun with it")
+        raise ValueError(
+            f"optimizer_kwargs has {asked}, which is not read there: say {asked} "
+            "beside optimizer_kwargs, or leave it out in a run that was begun with it"
+        )
     return {"lr": hparams.learning_rate, **said}
 
 
@@ -342,17 +389,23 @@ def pretraining_groups(
 ) -> list[dict[str, Any]]:  # of `parameter_groups`
     "Sort a model's weights for the optimizer. Raises `ValueError` for overrides of no weight."
     apart = optimizer_facts(hparams.optimizer_class).hidden_apart
-    return parameter_groups(model, weight_decay=hparams.weight_decay, hidden_apart=apart,
-                            overrides=adapter_overrides(model, hparams.parameter_overrides))
+    return parameter_groups(
+        model,
+        weight_decay=hparams.weight_decay,
+        hidden_apart=apart,
+        overrides=adapter_overrides(model, hparams.parameter_overrides),
+    )
 
 
 def _once(said: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, Any]:
     "Options of a schedule. Raises `ValueError` for one of `scheduler_kwargs` that others say."
     for name in settled.keys() & said.keys():
-        place = {"total_steps": "the length of the run (max_steps)",
-                 "schedule": "schedule"}.get(name, f"scheduler_{name}")
-        raise ValueError(f"scheduler_kwargs has {name}={said[name]!r}, which {place} decides; "
-                         "leave it out there")
+        place = {"total_steps": "the length of the run (max_steps)", "schedule": "schedule"}.get(
+            name, f"scheduler_{name}"
+        )
+        raise ValueError(
+            f"scheduler_kwargs has {name}={said[name]!r}, which {place} decides; leave it out there"
+        )
     return {**settled, **said}
 
 
@@ -366,8 +419,9 @@ def pretraining_optimizer(
     Raises `ValueError` for options that they do not take, or that are said twice.
     """
     h, options = hparams, optimizer_options(hparams)
-    optimizer = get_optimizer(h.optimizer_class, pretraining_groups(model, h), options,
-                              quantized=h.optimizer_quantized)
+    optimizer = get_optimizer(
+        h.optimizer_class, pretraining_groups(model, h), options, quantized=h.optimizer_quantized
+    )
     said = h.scheduler_kwargs or {}  # a length in other units takes the place of the steps
     total = total_steps if math.isfinite(total_steps) else None
     if h.schedule is not None:
@@ -432,9 +486,11 @@ def check_recomputing(
     second = optimizer_facts(optimizer_class).second_backward
     read_checkpointing(setting, compiled=compile_model, second_backward=second)
     if second and compile_model:  # PyTorch: "does not currently support double backward"
-        raise ValueError(f"compile_model={compile_model!r}: optimizer_class={optimizer_class!r} "
-                         "differentiates the gradient, which a compiled model does not allow; set "
-                         "compile_model=False, or take another optimizer")
+        raise ValueError(
+            f"compile_model={compile_model!r}: optimizer_class={optimizer_class!r} "
+            "differentiates the gradient, which a compiled model does not allow; set "
+            "compile_model=False, or take another optimizer"
+        )
 
 
 def recompute(
@@ -445,8 +501,10 @@ def recompute(
     "Let the backward pass compute anew what a setting says. Raises `ValueError` on a TPU."
     mode, options = read_checkpointing(setting)
     if mode is not None and device.type == "xla":
-        raise ValueError(f"gradient_checkpointing={setting!r} does not run on a TPU, where torch's "
-                         "checkpointing fails; set it to False, and take a smaller batch")
+        raise ValueError(
+            f"gradient_checkpointing={setting!r} does not run on a TPU, where torch's "
+            "checkpointing fails; set it to False, and take a smaller batch"
+        )
     if mode is not None:
         checkpoint_activations(model, mode, **options)
 
@@ -464,8 +522,11 @@ class DirectoriesBeside(_WrappingCheckpointIO):
         # Building a model draws its first weights, which must not move the run's generator. The
         # weights in the checkpoint are the model's own, so that averages are written where kept.
         with torch.random.fork_rng(devices=[]), module.evaluation_weights():
-            own = {name.removeprefix("model."): weight.clone() for name, weight in weights.items()
-                   if name.startswith("model.")}  # a subclass may have parts beside its model
+            own = {
+                name.removeprefix("model."): weight.clone()
+                for name, weight in weights.items()
+                if name.startswith("model.")
+            }  # a subclass may have parts beside its model
             model = plain_copy(module.model, own)
         with torch.random.fork_rng(devices=[]):
             save_model(model, module.tokenizer, Path(path).with_suffix(""))
@@ -527,16 +588,20 @@ class PretrainingModule(TrainingModule):
         for name, given in (("model_config_kwargs", model_config_kwargs),
                             ("optimizer_kwargs", optimizer_kwargs)):  # fmt: skip
             if given is not None and not isinstance(given, Mapping):
-                raise ValueError(f"{name} must be a dict of settings, got {given!r}; a rate is "
-                                 f"given by its name, learning_rate={given!r}")
+                raise ValueError(
+                    f"{name} must be a dict of settings, got {given!r}; a rate is "
+                    f"given by its name, learning_rate={given!r}"
+                )
         if learning_rate is not None and not (
             isinstance(learning_rate, (int, float)) and 0 <= learning_rate < math.inf
         ):
             raise ValueError(f"learning_rate must be a number, 0 or more, got {learning_rate!r}")
         objective = settle_objective(objective)
         if plain_mean and objective != "diffusion":
-            raise ValueError(f"plain_mean=True is for objective='diffusion', not {objective!r}, "
-                             "whose loss is a plain mean; leave it out")
+            raise ValueError(
+                f"plain_mean=True is for objective='diffusion', not {objective!r}, "
+                "whose loss is a plain mean; leave it out"
+            )
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
         find_part(optimizer_class, OPTIMIZERS, "optimizer_class")
         if schedule is not None:
@@ -544,13 +609,19 @@ class PretrainingModule(TrainingModule):
         if adapter is not None:
             read_adapter(adapter)
             if float8:
-                raise ValueError(f"float8={float8!r} casts the layers that adapter={adapter!r} "
-                                 "leaves frozen: leave one of them out")
+                raise ValueError(
+                    f"float8={float8!r} casts the layers that adapter={adapter!r} "
+                    "leaves frozen: leave one of them out"
+                )
         if budget_tokens is not None:
             read_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
-        self._own = {"optimizer_class": optimizer_class, "optimizer_kwargs": optimizer_kwargs,
-                     "schedule": schedule, "scheduler_kwargs": scheduler_kwargs}
+        self._own = {
+            "optimizer_class": optimizer_class,
+            "optimizer_kwargs": optimizer_kwargs,
+            "schedule": schedule,
+            "scheduler_kwargs": scheduler_kwargs,
+        }
         self.hparams.update(self._own)  # a subclass may hand on others than it was given
         self.loss_rule, self.bounds_text = LossRule(**(loss_kwargs or {})), not plain_mean
         self.reports_z_loss = self.loss_rule.z_weight > 0
@@ -562,8 +633,13 @@ class PretrainingModule(TrainingModule):
         self.tokenizer, self.fresh = tokenizer, []  # weights that the continued model lacks
         # Kernels that skip pay where layers are compiled, and know no second derivative.
         plainly = compile_model is False or optimizer_facts(optimizer_class).second_backward
-        overrides = own_layers({"attn_implementation": "sdpa" if plainly else "auto",
-                                **(model_config_kwargs or {}), **(model_kwargs or {})})
+        overrides = own_layers(
+            {
+                "attn_implementation": "sdpa" if plainly else "auto",
+                **(model_config_kwargs or {}),
+                **(model_kwargs or {}),
+            }
+        )
         if source is None:
             self.config = BertLabConfig(**settings_from(tokenizer, overrides))
         else:
@@ -580,12 +656,17 @@ class PretrainingModule(TrainingModule):
                 if known is not None and name not in overrides:
                     setattr(self.config, name, known)
         if learning_rate is None:
-            rate = (PEAK_RATES["adapter"] if adapter
-                    else peak_rate(self.config.hidden_size, source is not None))
+            rate = (
+                PEAK_RATES["adapter"]
+                if adapter
+                else peak_rate(self.config.hidden_size, source is not None)
+            )
             factor = optimizer_facts(optimizer_class).rate
             if factor is None:
-                rank_zero_warn(f"learning_rate={rate:.3g} is a rate of AdamW, and those of "
-                               f"{optimizer_class} have another scale: name one")
+                rank_zero_warn(
+                    f"learning_rate={rate:.3g} is a rate of AdamW, and those of "
+                    f"{optimizer_class} have another scale: name one"
+                )
             self.hparams["learning_rate"] = rate * (factor or 1)
         self.hparams["objective"] = objective
         name = getattr(tokenizer, "name_or_path", None)
@@ -642,8 +723,10 @@ class PretrainingModule(TrainingModule):
         parts = count_flops(self.config, mean_context, label_rate, self._shares)
         if self.rebuilds:  # one block more, where half of all is seen
             matrices = count_matrices(self.config)
-            parts["rebuilding"] = (6.0 * (matrices["attention"] + matrices["MLP"])
-                                   + 6.0 * self.config.hidden_size * mean_context)
+            parts["rebuilding"] = (
+                6.0 * (matrices["attention"] + matrices["MLP"])
+                + 6.0 * self.config.hidden_size * mean_context
+            )
         return sum(parts.values())
 
     def num_params(self) -> int:  # with those that `freeze` leaves as they are
@@ -663,21 +746,31 @@ class PretrainingModule(TrainingModule):
         theirs = getattr(self.trainer.datamodule, "objective", None)  # None: a collator of your own
         asked = self.hparams.objective
         if theirs not in (None, asked, data_objective(asked)):
-            raise ValueError(f"the data module has objective={theirs!r} and the module "
-                             f"objective={asked!r}; give both the same")
-        if (stage == "fit" and self.hparams.adapter is not None and not self.trainer.ckpt_path
-                and self.hparams.pretrained_model_name_or_path is None):
-            raise ValueError(f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
-                             "that is random: name pretrained_model_name_or_path")
+            raise ValueError(
+                f"the data module has objective={theirs!r} and the module "
+                f"objective={asked!r}; give both the same"
+            )
+        if (
+            stage == "fit"
+            and self.hparams.adapter is not None
+            and not self.trainer.ckpt_path
+            and self.hparams.pretrained_model_name_or_path is None
+        ):
+            raise ValueError(
+                f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
+                "that is random: name pretrained_model_name_or_path"
+            )
         check_vocabularies(self.tokenizer, getattr(self.trainer.datamodule, "tokenizer", None))
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
             if getattr(strategy, "_save_distributed_checkpoint", False):  # it asks no checkpoint_io
                 if not any(getattr(c, "writes_models", False) for c in self.trainer.callbacks):
-                    rank_zero_warn("checkpoints in shards have no directories for transformers "
-                                   "beside them: add ModelDirectories to the callbacks, or take "
-                                   "strategy='fsdp'")
+                    rank_zero_warn(
+                        "checkpoints in shards have no directories for transformers "
+                        "beside them: add ModelDirectories to the callbacks, or take "
+                        "strategy='fsdp'"
+                    )
             elif not isinstance(strategy.checkpoint_io, DirectoriesBeside):
                 strategy.checkpoint_io = DirectoriesBeside(strategy.checkpoint_io, self)
 
@@ -708,7 +801,8 @@ class PretrainingModule(TrainingModule):
             convert_to_float8(model, h.float8, device)
         recompute(model, h.gradient_checkpointing, device)
         together = self._trainer is not None and (
-            count_readers(self.trainer) < self.trainer.world_size)  # who share layers or rows
+            count_readers(self.trainer) < self.trainer.world_size
+        )  # who share layers or rows
         asked = False if together and h.compile_model is None else h.compile_model
         options = compile_options(asked, device, h.optimizer_class)
         if options is not None:
@@ -729,14 +823,22 @@ class PretrainingModule(TrainingModule):
         if h.budget_tokens is None:
             return math.inf
         if not hasattr(data, "max_sequence_length"):
-            raise ValueError("budget_tokens needs a PretrainingDataModule, which knows how many "
-                             "tokens a batch has; give one to fit, or give max_steps instead")
-        per_step = (data.train_batch_size * data.max_sequence_length
-                    * self.trainer.accumulate_grad_batches * count_readers(self.trainer))
+            raise ValueError(
+                "budget_tokens needs a PretrainingDataModule, which knows how many "
+                "tokens a batch has; give one to fit, or give max_steps instead"
+            )
+        per_step = (
+            data.train_batch_size
+            * data.max_sequence_length
+            * self.trainer.accumulate_grad_batches
+            * count_readers(self.trainer)
+        )
         paid = read_amount(h.budget_tokens, "tokens", "budget_tokens") // per_step
         if paid < 1:
-            raise ValueError(f"budget_tokens={h.budget_tokens!r} is less than one step of "
-                             f"{per_step:,} tokens; train longer, or on smaller batches")
+            raise ValueError(
+                f"budget_tokens={h.budget_tokens!r} is less than one step of "
+                f"{per_step:,} tokens; train longer, or on smaller batches"
+            )
         return paid
 
     def on_train_start(self) -> None:
@@ -777,10 +879,14 @@ class CausalModule(PretrainingModule):
     ):
         for name in ("objective", "pretrained_model_name_or_path"):
             if kwargs.get(name) is not None:
-                raise ValueError(f"{name}={kwargs[name]!r} is not for a causal twin, which begins "
-                                 "fresh and predicts the next token; leave it out")
-        super().__init__(model_config_kwargs, **{"save_directories": False, **kwargs,
-                                                 "objective": "enhanced_mlm"})
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} is not for a causal twin, which begins "
+                    "fresh and predicts the next token; leave it out"
+                )
+        super().__init__(
+            model_config_kwargs,
+            **{"save_directories": False, **kwargs, "objective": "enhanced_mlm"},
+        )
 
     def build_fresh(self) -> BertLabForCausalLM:
         "The twin, in place of the objective's own model."

@@ -213,8 +213,9 @@ class Throughput(RowsKept, Clock):
         if self._flops is not None:
             labels_cost = self._flops.per_label * float(self._num_labels)
             cost = sum(self._flops.total(c.cpu().numpy(), 0) for c in self._counts.values())
-        mine = torch.tensor([tokens, self._positions, cost, labels_cost],
-                            device=trainer.strategy.root_device)
+        mine = torch.tensor(
+            [tokens, self._positions, cost, labels_cost], device=trainer.strategy.root_device
+        )
         sums = trainer.strategy.reduce(mine, reduce_op="sum").tolist()
         # Processes that work on the same rows count them once. Under context parallel each of them
         # has labels of its own; under tensor parallel all have the same.
@@ -312,8 +313,13 @@ class TrackioLogger(Logger):
                 run, resume = json.loads(known.read_text(encoding="utf-8"))["run"], "allow"
             quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
             with contextlib.redirect_stdout(io.StringIO()):  # a page of advice
-                self._run = trackio.init(self._project, run, resume=resume,
-                                         config=self._settings, **{**quiet, **self._options})
+                self._run = trackio.init(
+                    self._project,
+                    run,
+                    resume=resume,
+                    config=self._settings,
+                    **{**quiet, **self._options},
+                )
             self._name = run
             known.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(known) as part:
@@ -324,8 +330,11 @@ class TrackioLogger(Logger):
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         "Keep plain settings; they are shown with the run."
         params = vars(params) if isinstance(params, Namespace) else params
-        self._settings |= {key: value for key, value in params.items()
-                           if isinstance(value, (bool, int, float, str))}
+        self._settings |= {
+            key: value
+            for key, value in params.items()
+            if isinstance(value, (bool, int, float, str))
+        }
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -371,15 +380,24 @@ def get_logger(
             # Each would take the next free directory, and the second not that of the first.
             version = {"version": _next_version(Path(directory) / name)}
             warnings.filterwarnings("ignore", "Experiment logs directory .* is not empty")
-        return [get_logger(one, directory, name,
-                           **(version if one in ("csv", "tensorboard") else {}), **options)
-                for one in names]
+        return [
+            get_logger(
+                one,
+                directory,
+                name,
+                **(version if one in ("csv", "tensorboard") else {}),
+                **options,
+            )
+            for one in names
+        ]
     if names not in _LOGGERS:
         raise ValueError(f"logger {names!r} is unknown; choose one of {', '.join(_LOGGERS)}")
     cls, packages = _LOGGERS[names]
     if packages and not any(map(find_spec, packages)):
-        raise ImportError(f"logger {names!r} needs the package {packages[0]}: pip install "
-                          f"{packages[0]}; 'csv' needs nothing")
+        raise ImportError(
+            f"logger {names!r} needs the package {packages[0]}: pip install "
+            f"{packages[0]}; 'csv' needs nothing"
+        )
     return cls(save_dir=directory, name=name, **options)
 
 # %% ../../nbs/train/09_monitors.ipynb #91890b70

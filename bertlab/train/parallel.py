@@ -83,6 +83,7 @@ def split_batch(
 @dataclass(frozen=True)
 class Launch:
     "What a launcher says of this process."
+
     launcher: str
     rank: int  # of this process among all
     world_size: int  # processes
@@ -104,14 +105,17 @@ def find_launch(
         uneven = world % local
     elif "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
         world = int(env["SLURM_NTASKS"])
-        found = Launch("SLURM", int(env.get("SLURM_PROCID", 0)), world,
-                       int(env.get("SLURM_NNODES", 1)))
+        found = Launch(
+            "SLURM", int(env.get("SLURM_PROCID", 0)), world, int(env.get("SLURM_NNODES", 1))
+        )
         uneven = world % found.num_nodes
     else:
         return None
     if uneven:
-        raise ValueError(f"{found.launcher} has started {world} processes that its nodes do not "
-                         "share evenly: start equally many on each node")
+        raise ValueError(
+            f"{found.launcher} has started {world} processes that its nodes do not "
+            "share evenly: start equally many on each node"
+        )
     return found
 
 # %% ../../nbs/train/04_parallel.ipynb #d4a70001
@@ -147,31 +151,40 @@ def launched_options(
         return options
     if is_lone_task():
         if nodes > 1:
-            raise ValueError(f"SLURM has started one task, and num_nodes={nodes} asks for more "
-                             f"machines: let it start one for each GPU, as by srun --nodes={nodes} "
-                             "--ntasks-per-node=8")
+            raise ValueError(
+                f"SLURM has started one task, and num_nodes={nodes} asks for more "
+                f"machines: let it start one for each GPU, as by srun --nodes={nodes} "
+                "--ntasks-per-node=8"
+            )
         return options
     if launch.launcher == "SLURM" and "SLURM_STEP_NUM_TASKS" not in os.environ:
-        raise ValueError(f"SLURM gives this job {launch.world_size} tasks, and only srun starts "
-                         "them; without it this process would wait for the others for ever: begin "
-                         "the command with srun, or ask for one task, which starts the processes "
-                         "of its devices itself")
+        raise ValueError(
+            f"SLURM gives this job {launch.world_size} tasks, and only srun starts "
+            "them; without it this process would wait for the others for ever: begin "
+            "the command with srun, or ask for one task, which starts the processes "
+            "of its devices itself"
+        )
     try:
         named = _count_named(asked)
     except (TypeError, ValueError):
         return options  # refused in more words where devices are checked
     if named not in (None, 1, launch.devices):
-        raise ValueError(f"{launch.launcher} has started {launch.devices} process(es) on each "
-                         f"machine, and devices={asked!r} asks for {named}: start so many, or say "
-                         f"devices={launch.devices}")
+        raise ValueError(
+            f"{launch.launcher} has started {launch.devices} process(es) on each "
+            f"machine, and devices={asked!r} asks for {named}: start so many, or say "
+            f"devices={launch.devices}"
+        )
     if nodes not in (1, launch.num_nodes):  # machines may come and go, and the step stays
-        rank_zero_warn(f"num_nodes={nodes}, and {launch.launcher} has started processes on "
-                       f"{launch.num_nodes}: the run takes those")
-    found = {"devices": asked if named == launch.devices else launch.devices,
-             "num_nodes": launch.num_nodes}
+        rank_zero_warn(
+            f"num_nodes={nodes}, and {launch.launcher} has started processes on "
+            f"{launch.num_nodes}: the run takes those"
+        )
+    found = {
+        "devices": asked if named == launch.devices else launch.devices,
+        "num_nodes": launch.num_nodes,
+    }
     # What is right already is left as it was written: a resume compares the stages of a run.
     return options | {name: n for name, n in found.items() if options.get(name, 1) != n}
-
 
 # %% ../../nbs/train/04_parallel.ipynb #9aab46ea
 def count_processes(
@@ -196,9 +209,13 @@ def count_sharers(
     if strategy is None:
         return 1
     if isinstance(strategy, Mapping):
-        strategy = FullyShardedStrategy(**{
-            name: value for name, value in (strategy.get("init_args") or {}).items()
-            if name in ("tensor_parallel_size", "context_parallel_size", "replicas")})
+        strategy = FullyShardedStrategy(
+            **{
+                name: value
+                for name, value in (strategy.get("init_args") or {}).items()
+                if name in ("tensor_parallel_size", "context_parallel_size", "replicas")
+            }
+        )
     found = get_strategy(strategy)
     return found.sharers(processes) if hasattr(found, "sharers") else 1
 
@@ -249,8 +266,10 @@ def shard_model(
     if isinstance(model, FSDPModule):
         return model
     if single := [name for name, weight in model.named_parameters() if not weight.dim()]:
-        raise ValueError(f"{single[0]} is a number without an axis, which FSDP2 cannot share: make "
-                         "it torch.zeros(1), a tensor with one, or take strategy='ddp'")
+        raise ValueError(
+            f"{single[0]} is a number without an axis, which FSDP2 cannot share: make "
+            "it torch.zeros(1), a tensor with one, or take strategy='ddp'"
+        )
     broadcast &= not any(weight.is_meta for weight in model.parameters())  # they come later
     first = torch.distributed.get_rank() == 0
     weights = model.state_dict() if first and broadcast else {}
@@ -260,8 +279,11 @@ def shard_model(
     blocks = list(repeated_blocks(model))
     groups = [blocks[n : n + blocks_per_group] for n in range(0, len(blocks), blocks_per_group)]
     for group in groups:
-        fully_shard(group if len(group) > 1 else group[0], **options,
-                    reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            group if len(group) > 1 else group[0],
+            **options,
+            reshard_after_forward=reshard_after_forward,
+        )
     fully_shard(model, **options)
     for number, group in enumerate(groups if prefetch_blocks else ()):
         ahead, before = groups[number + 1 :], groups[:number][::-1]
@@ -362,11 +384,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
         # Written whole by process 0, and one process can load it as well.
         settings = {"save_distributed_checkpoint": False, **options}
         super().__init__(tensor_parallel_size=1, **settings)
-        self.sharding = {"param_dtype": _dtype(param_dtype, "param_dtype"),
-                         "reshard_after_forward": reshard_after_forward,
-                         "reduce_dtype": _dtype(reduce_dtype, "reduce_dtype"),
-                         "blocks_per_group": blocks_per_group,
-                         "prefetch_blocks": prefetch_blocks}
+        self.sharding = {
+            "param_dtype": _dtype(param_dtype, "param_dtype"),
+            "reshard_after_forward": reshard_after_forward,
+            "reduce_dtype": _dtype(reduce_dtype, "reduce_dtype"),
+            "blocks_per_group": blocks_per_group,
+            "prefetch_blocks": prefetch_blocks,
+        }
         sizes = {"tensor_parallel_size": tensor_parallel_size,
                  "context_parallel_size": context_parallel_size, "replicas": replicas,
                  "blocks_per_group": blocks_per_group}  # fmt: skip
@@ -376,8 +400,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 raise ValueError(f"{name} must be a whole number, 1 or more, got {size!r}")
         self._asked = tensor_parallel_size, context_parallel_size, replicas
         if tensor_parallel_size != 1 and self._save_distributed_checkpoint:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} writes checkpoints of "
-                             "one file alone: leave save_distributed_checkpoint out")
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} writes checkpoints of "
+                "one file alone: leave save_distributed_checkpoint out"
+            )
 
     def mesh_sizes(
         self,
@@ -387,11 +413,15 @@ class FullyShardedStrategy(ModelParallelStrategy):
         tensor, context, replicas = self._asked
         tensor = processes if tensor is None else tensor
         context = max(1, processes // tensor) if context is None else context
-        for asked, what in ((tensor * context, "tensor_parallel_size x context_parallel_size"),
-                            (tensor * replicas, "tensor_parallel_size x replicas")):
+        for asked, what in (
+            (tensor * context, "tensor_parallel_size x context_parallel_size"),
+            (tensor * replicas, "tensor_parallel_size x replicas"),
+        ):
             if processes % asked:
-                raise ValueError(f"{what} is {asked}, which does not divide {processes} "
-                                 "process(es): change one of them, or trainer.devices")
+                raise ValueError(
+                    f"{what} is {asked}, which does not divide {processes} "
+                    "process(es): change one of them, or trainer.devices"
+                )
         return tensor, context, replicas
 
     def sharers(self, processes: int) -> int:
@@ -411,18 +441,24 @@ class FullyShardedStrategy(ModelParallelStrategy):
         if tensor > 1 and config is not None:
             check_split(config, tensor)
         if getattr(config, "norm", None) == "dynamic_tanh" and (tensor == 1 or processes > tensor):
-            raise ValueError("norm='dynamic_tanh' learns a number without an axis, which FSDP2 "
-                             "cannot share: take another norm, or strategy='ddp'")
+            raise ValueError(
+                "norm='dynamic_tanh' learns a number without an axis, which FSDP2 "
+                "cannot share: take another norm, or strategy='ddp'"
+            )
         if tensor > 1 and not optimizer_facts(optimizer_class).elementwise:
             known = ", ".join(name for name, facts in OPTIMIZERS.items() if facts.elementwise)
-            raise ValueError(f"optimizer_class={optimizer_class!r} needs whole matrices, and "
-                             f"tensor_parallel_size={tensor} leaves each process a part: take "
-                             f"{known}, or strategy='fsdp'")
+            raise ValueError(
+                f"optimizer_class={optimizer_class!r} needs whole matrices, and "
+                f"tensor_parallel_size={tensor} leaves each process a part: take "
+                f"{known}, or strategy='fsdp'"
+            )
         if row_length is not None and row_length % context:
             near = neighbours(row_length, context)
-            raise ValueError(f"max_sequence_length={row_length} cannot be cut into "
-                             f"context_parallel_size={context} stretches; the nearest that work: "
-                             + " or ".join(map(str, near)))
+            raise ValueError(
+                f"max_sequence_length={row_length} cannot be cut into "
+                f"context_parallel_size={context} stretches; the nearest that work: "
+                + " or ".join(map(str, near))
+            )
 
     def setup_environment(self) -> None:
         world = self.num_nodes * self.num_processes
@@ -437,8 +473,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         # Asked before processes have met, too, so there is no mesh to look at.
         world = self.num_nodes * self.num_processes
         tensor, context, _ = self.mesh_sizes(world)
-        return {"num_replicas": world // (tensor * context),
-                "rank": self.global_rank // (tensor * context)}
+        return {
+            "num_replicas": world // (tensor * context),
+            "rank": self.global_rank // (tensor * context),
+        }
 
     def _make_groups(self) -> None:
         "Meet those with whom this process shares layers, rows and weights."
@@ -463,8 +501,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
                              "itself: move them into a model, or use strategy='ddp'")  # fmt: skip
         facts = {name: module.hparams[name] for name in ("optimizer_class",)
                  if name in module.hparams}  # fmt: skip
-        self.check(self.world_size, None, **facts,
-                   row_length=getattr(trainer.datamodule, "max_sequence_length", None))
+        self.check(
+            self.world_size,
+            None,
+            **facts,
+            row_length=getattr(trainer.datamodule, "max_sequence_length", None),
+        )
         self._make_groups()
         for model in module.children():
             if not any(True for _ in model.parameters()):
@@ -480,8 +522,11 @@ class FullyShardedStrategy(ModelParallelStrategy):
             else:
                 shard_model(model, self.shard_mesh, **self.sharding)
             cuts = find_cuts(model)
-            fill_weights(model, self.root_device,
-                         lambda name, whole, own, cuts=cuts: _share_of(whole, own, cuts.get(name)))
+            fill_weights(
+                model,
+                self.root_device,
+                lambda name, whole, own, cuts=cuts: _share_of(whole, own, cuts.get(name)),
+            )
         super().setup(trainer)
 
     def _agree_on_numbers(self, model: nn.Module) -> None:
@@ -510,10 +555,14 @@ class FullyShardedStrategy(ModelParallelStrategy):
             return total_norm([p.grad.detach() for p in parameters])
         cut = {id(p) for name, p in self.lightning_module.named_parameters()
                if name in self._cuts()}  # fmt: skip
-        parts = [[p.grad.detach() for p in parameters if (id(p) in cut) == inside]
-                 for inside in (True, False)]
-        inside, outside = (total_norm(part).square() if part
-                           else torch.zeros((), device=self.root_device) for part in parts)
+        parts = [
+            [p.grad.detach() for p in parameters if (id(p) in cut) == inside]
+            for inside in (True, False)
+        ]
+        inside, outside = (
+            total_norm(part).square() if part else torch.zeros((), device=self.root_device)
+            for part in parts
+        )
         torch.distributed.all_reduce(inside, group=self.tensor_group)
         return (inside + outside).sqrt()
 
@@ -537,8 +586,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
                 return value
             return _put_together(value, cuts.get(name))
 
-        moments = {number: {key: whole(number, value) for key, value in kept.items()}
-                   for number, kept in sorted(state["state"].items())}
+        moments = {
+            number: {key: whole(number, value) for key, value in kept.items()}
+            for number, kept in sorted(state["state"].items())
+        }
         return {**state, "state": moments} if self.is_global_zero else {}
 
     def _owners(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, torch.Size]]:
@@ -559,8 +610,10 @@ class FullyShardedStrategy(ModelParallelStrategy):
         path, safe = self.broadcast(checkpoint_path), weights_only is not False
         if os.path.isdir(path):
             if self.tensor > 1:
-                raise ValueError(f"{path} is a checkpoint in shards, which tensor parallel does "
-                                 "not read: go on with strategy='fsdp-shards'")
+                raise ValueError(
+                    f"{path} is a checkpoint in shards, which tensor parallel does "
+                    "not read: go on with strategy='fsdp-shards'"
+                )
             with numpy_allowed():
                 return super().load_checkpoint(path, weights_only=safe)
         checkpoint = read_torch_file(path, safe)  # mapped: each process reads its own shares of it
@@ -574,13 +627,17 @@ class FullyShardedStrategy(ModelParallelStrategy):
         module, cuts = self.lightning_module, self._cuts()
         own = module.state_dict(keep_vars=True)
         if module.strict_loading and own.keys() != weights.keys():
-            raise KeyError(f"the checkpoint's weights are of another model: only one of them has "
-                           f"{sorted(own.keys() ^ weights.keys())[:4]}")
+            raise KeyError(
+                f"the checkpoint's weights are of another model: only one of them has "
+                f"{sorted(own.keys() ^ weights.keys())[:4]}"
+            )
         for name in sorted(own.keys() & weights.keys()):  # copy_ would spread one row over many
             there, here = weights[name].shape, _whole_shape(own[name], cuts.get(name))
             if there != here:
-                raise ValueError(f"the checkpoint's weights are of another model: {name} is "
-                                 f"{tuple(there)} there and {tuple(here)} here")
+                raise ValueError(
+                    f"the checkpoint's weights are of another model: {name} is "
+                    f"{tuple(there)} there and {tuple(here)} here"
+                )
         with torch.no_grad():
             for name in own.keys() & weights.keys():
                 own[name].copy_(_share_of(weights[name], own[name], cuts.get(name)))
@@ -627,9 +684,11 @@ def check_precision(
         return
     if (name := whole_name(precision)) not in DIVIDED_PRECISIONS:
         why = "knows no loss scale for float16" if name == "16-mixed" else "does not take it"
-        raise ValueError(f"precision={precision!r}: a strategy that divides weights (fsdp, tensor, "
-                         f"context) {why}; set precision='32-true', or bf16-mixed where the device "
-                         "has it, or take strategy='ddp'")
+        raise ValueError(
+            f"precision={precision!r}: a strategy that divides weights (fsdp, tensor, "
+            f"context) {why}; set precision='32-true', or bf16-mixed where the device "
+            "has it, or take strategy='ddp'"
+        )
 
 
 def get_strategy(

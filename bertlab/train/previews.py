@@ -90,8 +90,9 @@ class Preview(Callback, ABC):
                  getattr(trainer.datamodule, "tokenizer", None))  # fmt: skip
         self.tokenizer = next((t for t in known if t is not None), None)
         if self.tokenizer is None:
-            raise ValueError(f"{type(self).__name__} needs tokenizer=: neither the module nor the "
-                             "data has one")
+            raise ValueError(
+                f"{type(self).__name__} needs tokenizer=: neither the module nor the data has one"
+            )
         encode_masked(self.tokenizer, self.texts, pl_module.model.config.max_position_embeddings)
 
     def on_train_start(self, trainer, pl_module) -> None:
@@ -117,8 +118,12 @@ class Preview(Callback, ABC):
         if not (spread or trainer.is_global_zero):
             return  # where weights are spread, all processes take part; else the first one
         weights = getattr(pl_module, "evaluation_weights", nullcontext)
-        with (stop_clocks(trainer), undisturbed(pl_module), weights(),
-              trainer.precision_plugin.forward_context()):
+        with (
+            stop_clocks(trainer),
+            undisturbed(pl_module),
+            weights(),
+            trainer.precision_plugin.forward_context(),
+        ):
             # Other shapes than the run's would be compiled, and the run's steps with them.
             with torch.compiler.set_stance("force_eager"):
                 answers = self.ask(pl_module.model)
@@ -203,8 +208,9 @@ class DiffusionPreview(Preview):
         sampler: str = "ancestral",  # a key of SAMPLERS
     ):
         super().__init__(texts, tokenizer, every_steps, path)
-        self.sampling = dict(sampler=sampler, num_steps=num_steps, temperature=temperature,
-                             seed=seed)
+        self.sampling = dict(
+            sampler=sampler, num_steps=num_steps, temperature=temperature, seed=seed
+        )
         SamplingRule(**self.sampling)  # or refuse now, not in the first preview
 
     def ask(self, model: nn.Module) -> list[str]:

@@ -220,8 +220,11 @@ def _spread(items: Sequence, count: int = 20) -> list:  # the first and the last
 def _evaluator_sections(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     "A table for each evaluator of the run."
     names = dict.fromkeys(row["evaluator"] for row in rows)
-    of = lambda name: [{k: v for k, v in row.items() if k != "evaluator"}  # noqa: E731
-                       for row in rows if row["evaluator"] == name]
+    of = lambda name: [
+        {k: v for k, v in row.items() if k != "evaluator"}  # noqa: E731
+        for row in rows
+        if row["evaluator"] == name
+    ]
     return {f"Evaluator {name}": markdown_table(_spread(of(name))) for name in names}
 
 
@@ -282,10 +285,18 @@ def write_run_report(
     head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {reason}.\n"
     sections = report_sections(trainer, module, metrics, record, configuration)
     text = "\n\n".join([head, *(f"## {title}\n\n{body}" for title, body in sections.items())])
-    contents = {"report.md": text,  # before the file by which a run counts as written
-                "metrics.json": json.dumps({**metrics, "devices": count_devices(trainer),
-                                            "validated_step": validated_step,
-                                            "stopped": reason}, indent=2)}
+    contents = {
+        "report.md": text,  # before the file by which a run counts as written
+        "metrics.json": json.dumps(
+            {
+                **metrics,
+                "devices": count_devices(trainer),
+                "validated_step": validated_step,
+                "stopped": reason,
+            },
+            indent=2,
+        ),
+    }
     for name, content in contents.items():
         with written_whole(directory / name) as temporary:
             temporary.write_text(content + "\n", encoding="utf-8")

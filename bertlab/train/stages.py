@@ -89,14 +89,18 @@ class Stage:
         if (self.tokens is None) == (self.steps is None):
             raise ValueError("a stage has a budget: give either tokens, as '10M', or steps")
         if self.num_steps() < 1:
-            raise ValueError(f"tokens={self.tokens!r}, steps={self.steps!r}: less than one step of "
-                             f"{self.tokens_per_step():,} tokens")
+            raise ValueError(
+                f"tokens={self.tokens!r}, steps={self.steps!r}: less than one step of "
+                f"{self.tokens_per_step():,} tokens"
+            )
 
     def tokens_per_step(self) -> int:  # positions, over all processes
         "Rows x length x accumulation x processes with rows of their own."
         defaults = inspect.signature(PretrainingDataModule).parameters
-        size, length = (self.data.get(name, defaults[name].default)
-                        for name in ("train_batch_size", "max_sequence_length"))
+        size, length = (
+            self.data.get(name, defaults[name].default)
+            for name in ("train_batch_size", "max_sequence_length")
+        )
         window = self.trainer.get("accumulate_grad_batches", 1)
         processes = count_processes(self.trainer)
         readers = processes // count_sharers(self.trainer.get("strategy"), processes)
@@ -148,8 +152,9 @@ def load_stages(
         if not isinstance(choices, dict):
             raise ValueError(f"{path}: stage {number} must be a mapping, got {choices!r}")
         if unknown := ", ".join(sorted(map(str, set(choices) - known))):
-            raise ValueError(f"{path}: stage {number} has no {unknown}; "
-                             f"known are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{path}: stage {number} has no {unknown}; known are {', '.join(sorted(known))}"
+            )
         try:
             stages.append(Stage(**choices))
         except ValueError as error:
@@ -159,6 +164,7 @@ def load_stages(
 # %% ../../nbs/train/15_stages.ipynb #ef6febc8
 def _describe(stages: Sequence[Stage]) -> list[dict[str, Any]]:
     "Plain values, for YAML and for comparing; texts in memory by their hash."
+
     def name(value: Any) -> str:
         if hasattr(value, "special_tokens_map"):
             return f"tokenizer {tokenizer_identity(value)}"
@@ -176,7 +182,10 @@ def _has_begun(output: Path, number: int) -> bool:
 
 
 def _prepare(
-    stages: Sequence[Stage], output: Path, resume: bool, overwrite: bool,
+    stages: Sequence[Stage],
+    output: Path,
+    resume: bool,
+    overwrite: bool,
     notes: Mapping[str, Any] | None = None,  # as of `train_stages`
 ) -> None:
     "Make or find the directory. Raises `ValueError` where another run has begun there."
@@ -186,21 +195,29 @@ def _prepare(
     for number, stage in enumerate(stages, 1):
         count = count_processes(stage.trainer)
         if launch is not None and launch.world_size not in (1, count):
-            raise ValueError(f"stage {number} is for {count} process(es), and {launch.launcher} "
-                             f"has started {launch.world_size}, each of which would train it: say "
-                             f"devices={launch.devices}, num_nodes={launch.num_nodes} in trainer")
+            raise ValueError(
+                f"stage {number} is for {count} process(es), and {launch.launcher} "
+                f"has started {launch.world_size}, each of which would train it: say "
+                f"devices={launch.devices}, num_nodes={launch.num_nodes} in trainer"
+            )
     if stages[0].reference == "previous" and not stages[0].module.get(_MODEL):
-        raise ValueError("stage 1 has nothing before it: name its reference, or the "
-                         "pretrained_model_name_or_path that it goes on with")
+        raise ValueError(
+            "stage 1 has nothing before it: name its reference, or the "
+            "pretrained_model_name_or_path that it goes on with"
+        )
     for number, stage in enumerate(stages, 1):
         begun = resume and _has_begun(output, number)  # older runs passed both by
         if (budget := clock_budget(stage.module)) is not None and not begun:
-            raise ValueError(f"stage {number} ends by its steps or tokens, and its schedule by the "
-                             f"clock (budget={budget!r}), behind which the rate is 0: take a "
-                             "schedule in steps")
+            raise ValueError(
+                f"stage {number} ends by its steps or tokens, and its schedule by the "
+                f"clock (budget={budget!r}), behind which the rate is 0: take a "
+                "schedule in steps"
+            )
         if number > 1 and (named := stage.module.get(_MODEL)) is not None and not begun:
-            raise ValueError(f"stage {number} goes on with the model of stage {number - 1}, and "
-                             f"has {_MODEL}={named!r}: leave it out")
+            raise ValueError(
+                f"stage {number} goes on with the model of stage {number - 1}, and "
+                f"has {_MODEL}={named!r}: leave it out"
+            )
     if rank_zero_only.rank:
         return  # one process looks after the files
     check_run_directory(output, resume, overwrite)
@@ -217,9 +234,11 @@ def _prepare(
             continue
         new = now[number - 1] if number <= len(now) else {}
         for name in (name for name in old if old[name] != new.get(name)):
-            raise ValueError(f"stage {number} of {output} had {name}={old[name]!r}, and now it "
-                             f"is {new.get(name)!r}; put it back, or choose another output"
-                             f"{'' if begun else ', or overwrite: nothing is trained yet'}")
+            raise ValueError(
+                f"stage {number} of {output} had {name}={old[name]!r}, and now it "
+                f"is {new.get(name)!r}; put it back, or choose another output"
+                f"{'' if begun else ', or overwrite: nothing is trained yet'}"
+            )
     prepare_run_directory(output, resume, overwrite)
     with written_whole(output / MARKER) as temporary:
         text = format_yaml({**written, **(notes or {}), "stages": now})
@@ -253,9 +272,11 @@ def _check_values(
                 readers["reference"] = _config_of(named)
         for reader, config in readers.items():
             if data.max_sequence_length > (longest := config.max_position_embeddings):
-                raise ValueError(f"data.max_sequence_length={data.max_sequence_length} is more "
-                                 f"than the {reader}'s max_position_embeddings {longest}: lower "
-                                 "it, or begin with a model that has more of them")
+                raise ValueError(
+                    f"data.max_sequence_length={data.max_sequence_length} is more "
+                    f"than the {reader}'s max_position_embeddings {longest}: lower "
+                    "it, or begin with a model that has more of them"
+                )
         return shape
     except ValueError as error:
         raise ValueError(f"stage {number}: {error}") from None
@@ -280,8 +301,12 @@ def _shape_of(
     given = {name: value for name, value in given.items() if name != "vocab_size"}
     config = BertLabConfig(**{**shape.to_diff_dict(), **own_layers(given)})
     if previous is not None and not module.get("load_key_mapping"):
-        _check_fit(shape, config, *(settle_objective(one.module.get("objective", "mlm"))
-                                    for one in (previous, stage)), given)
+        _check_fit(
+            shape,
+            config,
+            *(settle_objective(one.module.get("objective", "mlm")) for one in (previous, stage)),
+            given,
+        )
     return config
 
 
@@ -299,17 +324,23 @@ def _check_fit(
         with torch.random.fork_rng(devices=[]), torch.device("meta"):  # names and sizes are enough
             there, kept, here = (
                 {name: weight.shape for name, weight in made.state_dict().items()}
-                for made in (OBJECTIVE_MODELS[old](shape), OBJECTIVE_MODELS[new](shape),
-                             OBJECTIVE_MODELS[new](config)))
+                for made in (
+                    OBJECTIVE_MODELS[old](shape),
+                    OBJECTIVE_MODELS[new](shape),
+                    OBJECTIVE_MODELS[new](config),
+                )
+            )
     except ValueError:
         raise
     except Exception:  # a part of one's own wants numbers: its stage will tell
         return
     wrong = [name for name in kept if name in there and here.get(name) != there[name]]
     if wrong:
-        raise ValueError(f"model_config_kwargs={given} leave no place for {len(wrong)} weights of "
-                         f"the stage before ({', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}): "
-                         "leave such settings out, or say them in stage 1")
+        raise ValueError(
+            f"model_config_kwargs={given} leave no place for {len(wrong)} weights of "
+            f"the stage before ({', '.join(wrong[:3])}{', ...' * (len(wrong) > 3)}): "
+            "leave such settings out, or say them in stage 1"
+        )
 
 
 def _check_module(stage: Stage, number: int) -> None:
@@ -336,7 +367,6 @@ def _check_module(stage: Stage, number: int) -> None:
             raise ValueError(f"reference {stage.reference!r} is neither a directory nor a hub name")
         read_shape(stage.reference)  # asks the hub for a small file now, not after days of stage 1
 
-
 # %% ../../nbs/train/15_stages.ipynb #9135b4a5
 def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
     "The tokenizer of all stages: a named one, that of a named model, or one trained on all text."
@@ -347,8 +377,8 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
     def train() -> Any:
         size = (first.module.get("model_config_kwargs") or {}).get("vocab_size", 4096)
         texts = chain.from_iterable(
-            training_texts({**stage.data, "objective": stage.data_objective()})
-            for stage in stages)
+            training_texts({**stage.data, "objective": stage.data_objective()}) for stage in stages
+        )
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:
             with written_directory(kept) as temporary:
@@ -391,7 +421,11 @@ class StageStopped(RuntimeError):
 
 
 def _run_stage(
-    stage: Stage, number: int, output: Path, previous: Path | None, tokenizer: Any,
+    stage: Stage,
+    number: int,
+    output: Path,
+    previous: Path | None,
+    tokenizer: Any,
     watchers: Watchers,
 ) -> None:
     "Run a stage to its end, from its newest whole checkpoint if there is one."
@@ -408,9 +442,11 @@ def _run_stage(
         check_resume(checkpoint, module, data, steps, trainer=trainer, may_be_finished=True)
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     if not (place / "model").exists():
-        raise StageStopped(f"stage {number} stopped at step {trainer.global_step} of {steps}, as "
-                           f"{why_stopped(trainer)}; its model is not there yet: resume once the "
-                           "cause is gone, or with a higher limit")
+        raise StageStopped(
+            f"stage {number} stopped at step {trainer.global_step} of {steps}, as "
+            f"{why_stopped(trainer)}; its model is not there yet: resume once the "
+            "cause is gone, or with a higher limit"
+        )
 
 
 def train_stages(

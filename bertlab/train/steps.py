@@ -119,16 +119,25 @@ def _join_weights(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state.get(p, {})
             for name, value in state.items():
                 # A count of steps stays where it is: some optimizers want it on the host.
-                if (isinstance(value, Tensor) and name != "step" and value.shape == p.shape
-                        and value.device != p.device):
+                if (
+                    isinstance(value, Tensor)
+                    and name != "step"
+                    and value.shape == p.shape
+                    and value.device != p.device
+                ):
                     state[name] = value.to(p.device)
 
 
 @contextmanager
 def averaged_weights(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
     "Inside, the averages that SPlus and schedule-free optimizers keep stand for the weights."
-    averaging = [o for o in optimizers if callable(getattr(o, "eval", None)) and o.state
-                 and all(group.get("train_mode", True) for group in o.param_groups)]
+    averaging = [
+        o
+        for o in optimizers
+        if callable(getattr(o, "eval", None))
+        and o.state
+        and all(group.get("train_mode", True) for group in o.param_groups)
+    ]
     for optimizer in averaging:
         _join_weights(optimizer)
         optimizer.eval()
@@ -153,16 +162,23 @@ def check_scaler(
     "Raise `ValueError` for float16's loss scale where the curvature is asked for."
     # The scale stays in the gradient's graph, and a second derivative overflows before the first.
     if differentiates and getattr(precision_plugin, "scaler", None) is not None:
-        raise ValueError("precision='16-mixed' scales the loss, and with it the curvature that the "
-                         "optimizer (sophiah) divides by: set precision='32-true', or bf16-mixed "
-                         "where the GPU has it")
+        raise ValueError(
+            "precision='16-mixed' scales the loss, and with it the curvature that the "
+            "optimizer (sophiah) divides by: set precision='32-true', or bf16-mixed "
+            "where the GPU has it"
+        )
 
 # %% ../../nbs/train/01_steps.ipynb #9014749e
 def _warn_of_rounding(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     "Warn where weights of 16 bits are trained: each optimizer of `OPTIMIZERS` rounds its steps."
     mixed = {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}
-    trained = {p.dtype for optimizer in optimizers for group in optimizer.param_groups
-               for p in group["params"] if p.requires_grad}
+    trained = {
+        p.dtype
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    }
     for dtype in mixed.keys() & trained:
         lost = torch.finfo(dtype).eps / 4  # half of what lies between 1 and the number below it
         rank_zero_warn(
@@ -218,8 +234,11 @@ def validation_metrics(
     loss_sum, divisor, num_right, scored, num_bytes = sums.sum(0)
     loss = loss_sum / divisor
     # Where a run keeps its numbers in 16 bits, a tensor without a type would be one of those.
-    metrics = {"loss": loss, "accuracy": num_right / scored,
-               "perplexity": torch.tensor(perplexity(loss.item()), dtype=torch.float32)}
+    metrics = {
+        "loss": loss,
+        "accuracy": num_right / scored,
+        "perplexity": torch.tensor(perplexity(loss.item()), dtype=torch.float32),
+    }
     if num_bytes > 0:
         metrics["bits_per_byte"] = loss_sum / num_bytes / math.log(2)
     if len(sums) > 1:
@@ -255,8 +274,11 @@ def reads_decay(
         known = getattr(sys.modules.get(module), attribute, None)
     if not (isinstance(known, type) and issubclass(known, torch.optim.Optimizer)):
         return True
-    group = {"params": [torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))], "weight_decay": 0.5,
-             **({"hidden": True} if getattr(known, "hidden_apart", False) else {})}
+    group = {
+        "params": [torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))],
+        "weight_decay": 0.5,
+        **({"hidden": True} if getattr(known, "hidden_apart", False) else {}),
+    }
     try:
         made = known([group], **{"lr": 0.1, **options, "weight_decay": 0.125})
     except Exception:  # what is wrong is said where it is built for the run
@@ -276,10 +298,16 @@ def plain_options(
     """
     if isinstance(options, Mapping):
         usual = usual or {}
-        made = {name: plain_options(value) for name, value in options.items()
-                if not callable(value) or dotted_name(value) or name in usual}
-        return made | {name: usual[name] for name in usual
-                       if callable(options.get(name)) and made[name] is None}
+        made = {
+            name: plain_options(value)
+            for name, value in options.items()
+            if not callable(value) or dotted_name(value) or name in usual
+        }
+        return made | {
+            name: usual[name]
+            for name in usual
+            if callable(options.get(name)) and made[name] is None
+        }
     if callable(options):
         return dotted_name(options)
     if type(options) in (list, tuple):
@@ -371,8 +399,11 @@ class TrainingModule(L.LightningModule):
         self._norm = scale_gradient(self.parameters(), factor, norm)
         self.ask_guards(optimizer, loss)
         rate = leading_group(optimizer.param_groups)["lr"]
-        logged = {"train_loss": loss, "gradient_norm": self._norm,
-                  "learning_rate": without_waiting(rate, self.device)}
+        logged = {
+            "train_loss": loss,
+            "gradient_norm": self._norm,
+            "learning_rate": without_waiting(rate, self.device),
+        }
         logged |= {f"train_{name}": p for name, p in zip(self.penalties(), penalties)}
         if self.reports_z_loss:
             logged["train_z_loss"] = z_loss

@@ -272,12 +272,16 @@ class GrowingBatch(Callback):
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         if stage == "fit" and pl_module.hparams.get("budget_tokens") is not None:
-            raise ValueError("budget_tokens counts steps of one size, and with GrowingBatch they "
-                             "grow: give max_steps=steps_for_tokens(warmup, budget), or TokenLimit")
+            raise ValueError(
+                "budget_tokens counts steps of one size, and with GrowingBatch they "
+                "grow: give max_steps=steps_for_tokens(warmup, budget), or TokenLimit"
+            )
         behind = trainer.callbacks[trainer.callbacks.index(self) + 1 :]
         if any(isinstance(one, RunProgress) for one in behind):
-            raise ValueError("put GrowingBatch behind RunProgress among the callbacks: it steers "
-                             "numbers of the Trainer that RunProgress reads first")
+            raise ValueError(
+                "put GrowingBatch behind RunProgress among the callbacks: it steers "
+                "numbers of the Trainer that RunProgress reads first"
+            )
 
     def on_train_start(self, trainer, pl_module) -> None:
         accumulate, processes = trainer.accumulate_grad_batches, count_readers(trainer)
@@ -360,8 +364,10 @@ class CountingGuard(RunLimit):
                 steps, torch.stack(verdicts).tolist()
             ):
                 if refused:
-                    say(f"step {step} skipped by {type(self).__name__}: loss {loss:.4g} (limit "
-                        f"{most:.4g}), gradient norm {norm:.4g} (limit {most_norm:.4g})")
+                    say(
+                        f"step {step} skipped by {type(self).__name__}: loss {loss:.4g} (limit "
+                        f"{most:.4g}), gradient norm {norm:.4g} (limit {most_norm:.4g})"
+                    )
         self._pending = []
 
     def on_train_end(self, trainer, pl_module) -> None:

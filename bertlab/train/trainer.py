@@ -92,8 +92,11 @@ def make_trainer(
 
     Raises `ValueError` for options that no trainer can have.
     """
-    for name, number in (("max_steps", max_steps), ("val_check_steps", val_check_steps),
-                         ("accumulate_grad_batches", accumulate_grad_batches)):
+    for name, number in (
+        ("max_steps", max_steps),
+        ("val_check_steps", val_check_steps),
+        ("accumulate_grad_batches", accumulate_grad_batches),
+    ):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
     kind = check_request(accelerator, precision or "auto", devices)
@@ -106,8 +109,10 @@ def make_trainer(
         precision = None if _among(Precision, theirs) else default_precision(kind)[0]
         if precision == "16-mixed" and isinstance(shared, ModelParallelStrategy):
             precision = "32-true"
-            rank_zero_warn("this GPU has no bfloat16, and a strategy that divides weights no loss "
-                           "scale for float16: the run computes in float32")
+            rank_zero_warn(
+                "this GPU has no bfloat16, and a strategy that divides weights no loss "
+                "scale for float16: the run computes in float32"
+            )
     silent = not val_check_steps and "limit_val_batches" not in kwargs
     settings = dict(
         max_steps=max_steps, max_epochs=-1, precision=precision, accelerator=accelerator,
@@ -126,8 +131,9 @@ def make_trainer(
         asked = {"accelerator": accelerator, "devices": devices, **kwargs}
         several = count_processes(asked) > 1  # of one task of SLURM's, which is to start them
         settings["plugins"] += [LightningEnvironment()] * several
-    kinds = tuple(part for part in (CheckpointIO, ClusterEnvironment, Precision)
-                  if _among(part, theirs))
+    kinds = tuple(
+        part for part in (CheckpointIO, ClusterEnvironment, Precision) if _among(part, theirs)
+    )
     ours = [plugin for plugin in settings["plugins"] if not isinstance(plugin, kinds)]
     try:
         trainer = L.Trainer(**settings | {"plugins": [*theirs, *ours]} | kwargs)

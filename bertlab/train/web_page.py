@@ -48,19 +48,36 @@ class Package:
 
 HOST = "cdn.jsdelivr.net"  # serves the files of published packages, by their exact version
 PACKAGES = (
-    Package("onnxruntime-web", "1.30.0", "MIT",
-            "sha512-q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4"
-            "CXAfKYQ==",
-            {"runtime": ("dist/ort.wasm.bundle.min.mjs",
-                         "sha384-PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG"),
-             "wasm": ("dist/ort-wasm-simd-threaded.wasm",
-                      "sha384-vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM")}),
-    Package("@huggingface/tokenizers", "0.2.0", "Apache-2.0",
-            "sha512-LidMHe1FpcSYH4vcSjXooda34pC0M8m1gmDOv7SQi6Iv+ib1zX7J3sHBCC9/3FPCkn2k1b55FneVqMR"
-            "xrr99pg==",
-            {"tokenizers": ("dist/tokenizers.min.mjs",
-                            "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHh"
-                            "OoqEs")}),
+    Package(
+        "onnxruntime-web",
+        "1.30.0",
+        "MIT",
+        "sha512-q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4"
+        "CXAfKYQ==",
+        {
+            "runtime": (
+                "dist/ort.wasm.bundle.min.mjs",
+                "sha384-PLWz+nHEVHpjwBsO0YVdvQj6n5814Iv8E3b8FG0Rp/uIAtjFMCKOpP66iPzedrIG",
+            ),
+            "wasm": (
+                "dist/ort-wasm-simd-threaded.wasm",
+                "sha384-vjBJ1z7qrhkTyYsNqKeF6c7N+nOJSU94czEo+tvZcu8G75JparGq9kB+kTnEUNVM",
+            ),
+        },
+    ),
+    Package(
+        "@huggingface/tokenizers",
+        "0.2.0",
+        "Apache-2.0",
+        "sha512-LidMHe1FpcSYH4vcSjXooda34pC0M8m1gmDOv7SQi6Iv+ib1zX7J3sHBCC9/3FPCkn2k1b55FneVqMR"
+        "xrr99pg==",
+        {
+            "tokenizers": (
+                "dist/tokenizers.min.mjs",
+                "sha384-Tl2lMbeE3RCGFLOUGQ7LhvaagysxiOw/9dulz2sD6jxNa1MckRJQBbYdVHhOoqEs",
+            )
+        },
+    ),
 )
 RUNTIME_BYTES = 14_349_552  # of these files together
 
@@ -77,8 +94,10 @@ def check_npm() -> str:  # the program
     "Find npm. Raises `ValueError` where there is none."
     npm = shutil.which("npm")
     if npm is None:
-        raise ValueError("offline needs npm, which brings the packages for the browser; install "
-                         "Node.js, or leave offline out: the page then loads them when it is read")
+        raise ValueError(
+            "offline needs npm, which brings the packages for the browser; install "
+            "Node.js, or leave offline out: the page then loads them when it is read"
+        )
     return npm
 
 
@@ -90,14 +109,18 @@ def unpack_package(
     "Take a package's files out of its archive. Raises `ValueError` for another one."
     found = integrity_of(archive.read_bytes(), "sha512")
     if found != package.integrity:
-        raise ValueError(f"npm brought another {package.name} {package.version} than this bertlab "
-                         f"knows: {found[:20]}... in place of {package.integrity[:20]}...")
+        raise ValueError(
+            f"npm brought another {package.name} {package.version} than this bertlab "
+            f"knows: {found[:20]}... in place of {package.integrity[:20]}..."
+        )
     with tarfile.open(archive) as members:
         for path, integrity in package.files.values():
             content = members.extractfile(f"package/{path}").read()
             if integrity_of(content) != integrity:
-                raise ValueError(f"{path} of {package.name} {package.version} is not the file that "
-                                 "this bertlab knows")
+                raise ValueError(
+                    f"{path} of {package.name} {package.version} is not the file that "
+                    "this bertlab knows"
+                )
             (folder / Path(path).name).write_bytes(content)
 
 
@@ -109,22 +132,34 @@ def fetch_packages(folder: str | os.PathLike) -> None:
         for package in PACKAGES:
             name = f"{package.name}@{package.version}"
             try:
-                done = subprocess.run([npm, "pack", "--ignore-scripts", "--silent", name],
-                                      cwd=place, capture_output=True, text=True, timeout=600)
+                done = subprocess.run(
+                    [npm, "pack", "--ignore-scripts", "--silent", name],
+                    cwd=place,
+                    capture_output=True,
+                    text=True,
+                    timeout=600,
+                )
             except subprocess.TimeoutExpired:
-                raise ValueError(f"npm did not bring {name} within ten minutes; try again, or "
-                                 "leave offline out") from None
+                raise ValueError(
+                    f"npm did not bring {name} within ten minutes; try again, or leave offline out"
+                ) from None
             archives = list(Path(place).glob("*.tgz"))
             if done.returncode or len(archives) != 1:
                 said = " ".join(done.stderr.split())[:200]
-                raise ValueError(f"npm could not bring {name}: {said or 'it said nothing'}; try "
-                                 "again, or leave offline out")
+                raise ValueError(
+                    f"npm could not bring {name}: {said or 'it said nothing'}; try "
+                    "again, or leave offline out"
+                )
             unpack_package(archives[0], package, folder)
             archives[0].unlink()
-    lines = [f"{one.name} {one.version}, license {one.license}: "
-             + ", ".join(Path(path).name for path, _ in one.files.values()) for one in PACKAGES]
-    (folder / "README.txt").write_text("\n".join([
-        "Files of published packages, unchanged, which the page loads.", "", *lines, ""]))
+    lines = [
+        f"{one.name} {one.version}, license {one.license}: "
+        + ", ".join(Path(path).name for path, _ in one.files.values())
+        for one in PACKAGES
+    ]
+    (folder / "README.txt").write_text(
+        "\n".join(["Files of published packages, unchanged, which the page loads.", "", *lines, ""])
+    )
 
 # %% ../../nbs/train/21_web_page.ipynb #842c7644
 def name_piece(tokenizer: Any, token: int) -> str:
@@ -146,15 +181,20 @@ def answer_for_page(
     found = exported.run(np.array([ids]), np.ones((1, len(ids))), np.array([gaps]))
 
     def best(logits_V: np.ndarray, count: int) -> list[tuple[str, float, int]]:
-        return [(name_piece(tokenizer, i), round(share, 5), i)
-                for i, share in best_ids(logits_V, count)]
+        return [
+            (name_piece(tokenizer, i), round(share, 5), i) for i, share in best_ids(logits_V, count)
+        ]
 
     return {
-        "text": text, "ids": list(ids), "gaps": gaps,
+        "text": text,
+        "ids": list(ids),
+        "gaps": gaps,
         "pieces": [name_piece(tokenizer, token) for token in ids],
         "guesses": {place: best(found["logits"][0, place], 5) for place in gaps},
-        "lens": {place: [best(state_MV[column], 3) for state_MV in found["lens"][0]]
-                 for column, place in enumerate(gaps)},
+        "lens": {
+            place: [best(state_MV[column], 3) for state_MV in found["lens"][0]]
+            for column, place in enumerate(gaps)
+        },
         "attention": np.round(found["attentions"][0].astype(float), 4).tolist(),
     }
 
@@ -176,9 +216,11 @@ def _figure(answer: dict[str, Any]) -> str:
     "The first answer as HTML tables."
     tables = []
     for number, place in enumerate(answer["gaps"], 1):
-        rows = "".join(f'<tr><th scope="row" dir="auto">{html.escape(word)}</th>'
-                       f'<td class="number">{share:.1%}</td></tr>'
-                       for word, share, _ in answer["guesses"][place])
+        rows = "".join(
+            f'<tr><th scope="row" dir="auto">{html.escape(word)}</th>'
+            f'<td class="number">{share:.1%}</td></tr>'
+            for word, share, _ in answer["guesses"][place]
+        )
         tables.append(f"<table><caption>Gap {number}</caption>{rows}</table>")
     return f'<p dir="auto">{html.escape(answer["text"])}</p>{"".join(tables)}'
 
@@ -187,8 +229,10 @@ def _describe_shape(config: dict[str, Any], answer: dict[str, Any], vocabulary: 
     layers, heads = len(answer["attention"]), len(answer["attention"][0])
     width = config.get("hidden_size")
     plural = lambda count, word: f"{count} {word}{'s' * (count != 1)}"
-    return (f"{plural(layers, 'layer')} of {plural(heads, 'head')}, {width} numbers for each word, "
-            f"and {vocabulary:,} pieces to choose from")
+    return (
+        f"{plural(layers, 'layer')} of {plural(heads, 'head')}, {width} numbers for each word, "
+        f"and {vocabulary:,} pieces to choose from"
+    )
 
 
 def check_examples(examples: Sequence[str]) -> None:
@@ -219,8 +263,10 @@ def export_web_page(
     check_examples(examples)
     place = Path(directory)
     if not (place / "tokenizer.json").is_file():
-        raise ValueError(f"{directory} has no tokenizer.json, which the page reads: save its "
-                         "tokenizer as a fast one of transformers")
+        raise ValueError(
+            f"{directory} has no tokenizer.json, which the page reads: save its "
+            "tokenizer as a fast one of transformers"
+        )
     if offline:
         check_npm()
     title = name or Path(os.path.abspath(directory)).name
@@ -235,38 +281,67 @@ def export_web_page(
 
 
 def _write_page(
-    target: Path, made: Path, exported: OnnxModel, title: str, examples: list[str], offline: bool,
+    target: Path,
+    made: Path,
+    exported: OnnxModel,
+    title: str,
+    examples: list[str],
+    offline: bool,
 ) -> None:
     "Put the files of an export and those of the page together."
-    for path in (made / FILES["int8"], made / "tokenizer.json", made / "tokenizer_config.json",
-                 made / "README.md", made / REPORT, *_page_files().iterdir()):
+    for path in (
+        made / FILES["int8"],
+        made / "tokenizer.json",
+        made / "tokenizer_config.json",
+        made / "README.md",
+        made / REPORT,
+        *_page_files().iterdir(),
+    ):
         shutil.copyfile(path, target / path.name)
     answer = answer_for_page(exported, examples[0])
-    files = {"model": FILES["int8"], "tokenizer": "tokenizer.json",
-             "settings": "tokenizer_config.json"}
+    files = {
+        "model": FILES["int8"],
+        "tokenizer": "tokenizer.json",
+        "settings": "tokenizer_config.json",
+    }
     contents = {use: (target / file).read_bytes() for use, file in files.items()}
-    packages = {use: {"url": f"{PACKAGE_FOLDER}/{Path(path).name}" if offline
-                      else package.address(use), "integrity": integrity}
-                for package in PACKAGES for use, (path, integrity) in package.files.items()}
+    packages = {
+        use: {
+            "url": f"{PACKAGE_FOLDER}/{Path(path).name}" if offline else package.address(use),
+            "integrity": integrity,
+        }
+        for package in PACKAGES
+        for use, (path, integrity) in package.files.items()
+    }
     tokenizer, longest = exported.tokenizer, exported.max_length or MOST_TOKENS
     vocabulary = exported.session.get_outputs()[0].shape[2]
     shown = [text.replace("[MASK]", "___") for text in examples]
     page = {
-        "format": 1, "name": title, "mask": tokenizer.mask_token,
-        "maskId": tokenizer.mask_token_id, "maxTokens": min(MOST_TOKENS, longest),
-        "layers": len(answer["attention"]), "heads": len(answer["attention"][0]),
-        "examples": shown, "packages": packages,
-        "files": {use: {"url": file, "integrity": integrity_of(contents[use])}
-                  for use, file in files.items()},
+        "format": 1,
+        "name": title,
+        "mask": tokenizer.mask_token,
+        "maskId": tokenizer.mask_token_id,
+        "maxTokens": min(MOST_TOKENS, longest),
+        "layers": len(answer["attention"]),
+        "heads": len(answer["attention"][0]),
+        "examples": shown,
+        "packages": packages,
+        "files": {
+            use: {"url": file, "integrity": integrity_of(contents[use])}
+            for use, file in files.items()
+        },
         "bytes": RUNTIME_BYTES + sum(map(len, contents.values())),
         "first": {**answer, "text": shown[0]},
     }
     (target / "page.json").write_text(json.dumps(page, ensure_ascii=False), encoding="utf-8")
     config = read_model_settings(made / "config.json")
     vocabulary = vocabulary if isinstance(vocabulary, int) else len(tokenizer)
-    filled = {"name": html.escape(title), "hosts": "" if offline else f" https://{HOST}",
-              "shape": html.escape(_describe_shape(config, answer, vocabulary)),
-              "figure": _figure({**answer, "text": shown[0]})}
+    filled = {
+        "name": html.escape(title),
+        "hosts": "" if offline else f" https://{HOST}",
+        "shape": html.escape(_describe_shape(config, answer, vocabulary)),
+        "figure": _figure({**answer, "text": shown[0]}),
+    }
     text = (target / "index.html").read_text(encoding="utf-8")
     for key, value in filled.items():
         text = text.replace("{{" + key + "}}", value)

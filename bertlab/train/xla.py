@@ -137,13 +137,17 @@ def row_mesh(
     from torch_xla.distributed.spmd import Mesh
 
     if torch_xla._XLAC._xla_get_spmd_config_is_locked() and not runtime.is_spmd():
-        raise ValueError(f"devices={devices!r}: this process has used one XLA device alone before; "
-                         "start a fresh one (in a notebook: restart the kernel)")
+        raise ValueError(
+            f"devices={devices!r}: this process has used one XLA device alone before; "
+            "start a fresh one (in a notebook: restart the kernel)"
+        )
     runtime.use_spmd()
     there = runtime.global_runtime_device_count()
     if str(devices) not in ("auto", "-1", str(there)):
-        raise ValueError(f"devices={devices!r}: a process drives 1 TPU device or all {there}; "
-                         "set devices=1 or 'auto'")
+        raise ValueError(
+            f"devices={devices!r}: a process drives 1 TPU device or all {there}; "
+            "set devices=1 or 'auto'"
+        )
     return Mesh(np.arange(there), (there,), ("rows",))
 
 # %% ../../nbs/train/05_xla.ipynb #1234037d
@@ -151,8 +155,10 @@ def split_rows(batch: dict[str, Tensor], mesh: Any) -> None:
     "Give each device of a mesh its share of the rows. Raises `ValueError`."
     for name, tensor in batch.items():
         if len(tensor) % mesh.size():
-            raise ValueError(f"{len(tensor)} rows of {name} cannot be split over {mesh.size()} "
-                             f"devices; make the batch size a multiple of {mesh.size()}")
+            raise ValueError(
+                f"{len(tensor)} rows of {name} cannot be split over {mesh.size()} "
+                f"devices; make the batch size a multiple of {mesh.size()}"
+            )
     from torch_xla.distributed.spmd import mark_sharding
 
     for tensor in batch.values():
@@ -170,8 +176,10 @@ def note_shape(
     known = len(shapes)
     shapes.add(tuple((name, *tensor.shape) for name, tensor in sorted(batch.items())))
     if known == FEW_SHAPES < len(shapes):
-        rank_zero_warn(f"batches had {len(shapes)} shapes so far, and XLA compiles for each: pad "
-                       "them to one (FinetuningDataModule: fixed_shapes=True)")
+        rank_zero_warn(
+            f"batches had {len(shapes)} shapes so far, and XLA compiles for each: pad "
+            "them to one (FinetuningDataModule: fixed_shapes=True)"
+        )
 
 # %% ../../nbs/train/05_xla.ipynb #19842fcb
 class OneProcessXLA(SingleDeviceXLAStrategy):
@@ -233,11 +241,15 @@ def xla_settings(
 ) -> dict[str, Any]:  # of Lightning's Trainer
     "What a Trainer on XLA is given in place of Lightning's own parts."
     if precision not in XLA_PRECISIONS:
-        raise ValueError(f"precision={precision!r} does not run on a TPU; choose one of "
-                         f"{', '.join(XLA_PRECISIONS)}")
+        raise ValueError(
+            f"precision={precision!r} does not run on a TPU; choose one of "
+            f"{', '.join(XLA_PRECISIONS)}"
+        )
     if strategy != "auto":
-        raise ValueError(f"strategy={strategy!r}: on a TPU one process drives all devices; leave "
-                         "the strategy at 'auto' and say devices='auto'")
+        raise ValueError(
+            f"strategy={strategy!r}: on a TPU one process drives all devices; leave "
+            "the strategy at 'auto' and say devices='auto'"
+        )
     return dict(
         accelerator="tpu", devices=1, precision=None, strategy=OneProcessXLA(devices),
         plugins=[XLAAutocast(precision), XLACheckpoints()], callbacks=[*callbacks, XLASteps()],

@@ -49,9 +49,16 @@ class Program:
     "A started `bertlab`, with the methods of `subprocess.Popen` that the tests use."
 
     def __init__(self, words, cwd=None):
-        folder = Path(tempfile.mkdtemp(prefix="said-", dir=os.environ["HF_HOME"]))  # goes with the tests' other caches
+        folder = Path(
+            tempfile.mkdtemp(prefix="said-", dir=os.environ["HF_HOME"])
+        )  # goes with the tests' other caches
         self.printed, self.errors = folder / "stdout", folder / "stderr"
-        arguments = ([str(word) for word in words], str(self.printed), str(self.errors), cwd and str(cwd))
+        arguments = (
+            [str(word) for word in words],
+            str(self.printed),
+            str(self.errors),
+            cwd and str(cwd),
+        )
         self.process = forked(_run, arguments)
         self.process.start()
 
@@ -66,7 +73,9 @@ class Program:
         if self.process.exitcode is None:
             self.process.kill()
             self.process.join()
-            raise TimeoutError(f"still running after {timeout} s\n{self.errors.read_text()[-4000:]}")
+            raise TimeoutError(
+                f"still running after {timeout} s\n{self.errors.read_text()[-4000:]}"
+            )
         return Ended(self.process.exitcode, self.printed.read_text(), self.errors.read_text())
 
 

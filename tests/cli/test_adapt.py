@@ -45,7 +45,11 @@ def finetuned(tmp_path):
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
     place = save_model(model, tokenizer, tmp_path / "finetuned")
-    reading = {"task": "classification", "text_columns": ["text", "hint"], "max_sequence_length": 12}
+    reading = {
+        "task": "classification",
+        "text_columns": ["text", "hint"],
+        "max_sequence_length": 12,
+    }
     (place / READING).write_text(json.dumps(reading))
     (tmp_path / "text.txt").write_text(TEXT)
     return place
@@ -70,28 +74,45 @@ def test_what_is_made_of_a_finetuned_model_predicts_as_it_did(finetuned, tmp_pat
     want = predict_rows(load_predictor(finetuned), rows).rows
     for place in make_others(finetuned, tmp_path):
         predictor = load_predictor(place)
-        assert (predictor.text_columns, predictor.max_sequence_length) == (("text", "hint"), 12), place.name
+        assert (predictor.text_columns, predictor.max_sequence_length) == (("text", "hint"), 12), (
+            place.name
+        )
         if place.name != "extended":
             for one, other in zip(predict_rows(predictor, rows).rows, want):
-                assert one == {**other, "probability": pytest.approx(other["probability"], abs=1e-5)}, place.name
+                assert one == {
+                    **other,
+                    "probability": pytest.approx(other["probability"], abs=1e-5),
+                }, place.name
 
 
 def test_what_is_made_of_a_model_of_text_vectors_pools_as_it_did(tmp_path):
     tokenizer = train_tokenizer([TEXT], 45)
     (tmp_path / "text.txt").write_text(TEXT)
-    model = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, "cls", normalize=False, max_sequence_length=12).eval()
+    model = BiEncoder(
+        BertLabModel(shape(tokenizer)), tokenizer, "cls", normalize=False, max_sequence_length=12
+    ).eval()
     place, texts = model.save(tmp_path / "vectors"), TEXT.split("\n")[:4]
     for other in make_others(place, tmp_path):
         assert read_layout(other) == read_layout(place), other.name
         if other.name != "extended":
             found = BiEncoder.load(other).encode(texts)
-            torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(model.encode(texts)), atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.as_tensor(found), torch.as_tensor(model.encode(texts)), atol=1e-5, rtol=0
+            )
 
 
 def with_module(place, number, name, path):
     "A model of text vectors with another module behind number - 1 others, as sentence-transformers writes it."
     modules = json.loads((place / "modules.json").read_text())
-    modules.insert(number, {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{name}"})
+    modules.insert(
+        number,
+        {
+            "idx": number,
+            "name": str(number),
+            "path": path,
+            "type": f"sentence_transformers.models.{name}",
+        },
+    )
     (place / "modules.json").write_text(json.dumps(modules))
     (place / path).mkdir(exist_ok=True)
     (place / path / "config.json").write_text(json.dumps({"in_features": 32, "out_features": 16}))
@@ -100,10 +121,15 @@ def with_module(place, number, name, path):
 
 
 @pytest.mark.parametrize("command", ["average", "lengthen", "extend", "trim", "transplant", "push"])
-def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work(command, tmp_path, monkeypatch):
+def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work(
+    command, tmp_path, monkeypatch
+):
     tokenizer = train_tokenizer([TEXT], 45)
     model = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12)
-    place, new = with_module(model.save(tmp_path / "vectors"), 2, "Dense", "2_Dense"), str(tmp_path / "new")
+    place, new = (
+        with_module(model.save(tmp_path / "vectors"), 2, "Dense", "2_Dense"),
+        str(tmp_path / "new"),
+    )
     for where in (adapting, vocabularies):
         monkeypatch.setattr(where, "load_encoder", lambda *_: pytest.fail("it began"))
     calls = {"average": lambda: average([str(place), str(shutil.copytree(place, tmp_path / "copy"))], new),
@@ -111,7 +137,9 @@ def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work
              "extend": lambda: extend(str(place), new), "trim": lambda: trim(str(place), new),
              "transplant": lambda: transplant(str(place), str(place), new),
              "push": lambda: push_model(place, "me/vectors", dry_run=True)}  # fmt: skip
-    with pytest.raises(ValueError, match="has the module Dense in '2_Dense', .*sentence-transformers") as told:
+    with pytest.raises(
+        ValueError, match="has the module Dense in '2_Dense', .*sentence-transformers"
+    ) as told:
         calls[command]()
     assert "\n" not in str(told.value) and not (tmp_path / "new").exists()
 
@@ -119,7 +147,9 @@ def test_a_model_with_a_module_that_would_stay_behind_is_refused_before_any_work
 def test_what_only_sentence_transformers_can_pool_is_carried_along(tmp_path):
     "bertlab has no maximum, and what is made of such a model keeps it."
     tokenizer = train_tokenizer([TEXT], 45)
-    place = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12).save(tmp_path / "vectors")
+    place = BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, max_sequence_length=12).save(
+        tmp_path / "vectors"
+    )
     (place / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     lengthen(str(place), 64, "keep", output=str(tmp_path / "longer"))
     assert read_uses(tmp_path / "longer") == read_uses(place) == {
@@ -133,11 +163,15 @@ def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
     tokenizer = train_tokenizer([TEXT], 45)
 
     def put(name, *how):
-        return BiEncoder(BertLabModel(shape(tokenizer)), tokenizer, *how, max_sequence_length=12).save(tmp_path / name)
+        return BiEncoder(
+            BertLabModel(shape(tokenizer)), tokenizer, *how, max_sequence_length=12
+        ).save(tmp_path / name)
 
     first, same = put("first"), put("same")
-    for other, said in ((put("cls", "cls"), r"pooling is \['cls'\] and \['mean'\]"),
-                        (put("long", "mean", False), "modules is .*Pooling'\\] and .*Normalize")):
+    for other, said in (
+        (put("cls", "cls"), r"pooling is \['cls'\] and \['mean'\]"),
+        (put("long", "mean", False), "modules is .*Pooling'\\] and .*Normalize"),
+    ):
         with pytest.raises(ValueError, match=f"{other} and {first} cannot be averaged: {said}"):
             write_average([first, other], tmp_path / "x")
     # Later versions of sentence-transformers name the pooling, which is the same one.
@@ -150,18 +184,24 @@ def test_models_that_make_vectors_in_two_ways_have_no_mean(tmp_path):
 
 def test_a_longer_model_says_what_it_reads(finetuned, tmp_path):
     assert "cut at 12 tokens" in lengthen(str(finetuned), 64, output=str(tmp_path / "longer"))
-    said = lengthen(str(finetuned), 10, "base", 1e5, output=str(tmp_path / "base"))  # a new base for shorter rows
+    said = lengthen(
+        str(finetuned), 10, "base", 1e5, output=str(tmp_path / "base")
+    )  # a new base for shorter rows
     assert said.startswith("32 -> 32 ") and load_tokenizer(tmp_path / "base").model_max_length == 32
     assert load_encoder(tmp_path / "base").config.max_position_embeddings == 32
 
 
 @pytest.mark.parametrize("positions, way", [("alibi", "keep"), ("none", "keep"), ("rope", "yarn")])
-def test_a_model_is_made_longer_as_its_positions_allow_where_nobody_says_how(positions, way, tmp_path):
+def test_a_model_is_made_longer_as_its_positions_allow_where_nobody_says_how(
+    positions, way, tmp_path
+):
     tokenizer = train_tokenizer([TEXT], 45)
     config = shape(tokenizer)
     config.attention_positions = positions
     save_model(BertLabModel(config), tokenizer, tmp_path / "short")
-    assert f"positions ({way})" in lengthen(str(tmp_path / "short"), 64, output=str(tmp_path / "long"))
+    assert f"positions ({way})" in lengthen(
+        str(tmp_path / "short"), 64, output=str(tmp_path / "long")
+    )
     assert load_encoder(tmp_path / "long").config.max_position_embeddings == 64
 
 
@@ -176,7 +216,9 @@ def test_a_damaged_tokenizer_is_not_left_out_without_a_word(finetuned, tmp_path)
 
 
 def test_what_appears_at_the_output_while_a_command_works_stays(tmp_path, monkeypatch):
-    place = save_model(BertLabForMaskedLM(shape(WORDS * 2)), word_tokenizer(WORDS), tmp_path / "model")
+    place = save_model(
+        BertLabForMaskedLM(shape(WORDS * 2)), word_tokenizer(WORDS), tmp_path / "model"
+    )
     output = tmp_path / "longer"
 
     def meanwhile(*arguments):
@@ -211,7 +253,10 @@ def test_an_average_of_nothing_or_of_unfinished_seeds_is_refused(tmp_path):
         average([str(tmp_path)], str(tmp_path / "mean"))
 
 
-@pytest.mark.parametrize("head, options", [(BertLabForSequenceClassification, {"norm": "rms"}), (BertLabForSpanClassification, {})])
+@pytest.mark.parametrize(
+    "head, options",
+    [(BertLabForSequenceClassification, {"norm": "rms"}), (BertLabForSpanClassification, {})],
+)
 def test_a_finetuned_model_in_our_own_class_is_read_with_its_head(head, options, tmp_path):
     tokenizer = train_tokenizer([TEXT], 45)
     config = shape(tokenizer)

@@ -42,8 +42,13 @@ WORDS = "the cat sat on a mat and the dog ran to the door of a red house near th
 def place(tmp_path_factory) -> Path:
     "A folder with a text, a configuration, and a run of four steps."
     folder = tmp_path_factory.mktemp("commands")
-    (folder / "text.txt").write_text("".join(" ".join(WORDS[i % 7:] + WORDS[:i % 5]) + "\n" for i in range(120)))
-    config = {**CONFIG, "data": {**CONFIG["data"], "train_dataset_name_or_path": str(folder / "text.txt")}}
+    (folder / "text.txt").write_text(
+        "".join(" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) + "\n" for i in range(120))
+    )
+    config = {
+        **CONFIG,
+        "data": {**CONFIG["data"], "train_dataset_name_or_path": str(folder / "text.txt")},
+    }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config))
     pretrain(["--config", str(folder / "tiny.yaml"), "--run.output", str(folder / "run")])
     return folder
@@ -94,34 +99,60 @@ def configured(words) -> Run:
     return Run(ask_for_run("pretrain", words).config)
 
 
-def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_opinion(words, capsys):
+def test_the_batch_in_tokens_decides_rows_and_accumulation_and_refuses_a_second_opinion(
+    words, capsys
+):
     tokens = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"]
     config = configured([*words, *tokens]).config
     # 512 / 32 = 16 rows, 4 at once.
-    assert (config["data"]["train_batch_size"], config["trainer"]["accumulate_grad_batches"]) == (4, 4)
+    assert (config["data"]["train_batch_size"], config["trainer"]["accumulate_grad_batches"]) == (
+        4,
+        4,
+    )
     assert config["data"]["val_batch_size"] == 4
-    assert "train_batch_size=5" in said(capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5")
+    assert "train_batch_size=5" in said(
+        capsys, "pretrain", *words, *tokens, "--data.train_batch_size", "5"
+    )
 
 
 def test_a_batch_in_tokens_is_split_anew_where_a_run_goes_on_with_other_processes(words, tmp_path):
-    tokens, output = ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"], str(tmp_path / "run")
+    tokens, output = (
+        ["--run.batch_tokens", "512", "--run.microbatch_tokens", "128"],
+        str(tmp_path / "run"),
+    )
     asked = ask_for_run("pretrain", [*words, *tokens, "--run.output", output])
     begun = Run(asked.config, launch=Launch("torchrun", rank=0, world_size=2, num_nodes=1))
-    assert begun.config["trainer"]["accumulate_grad_batches"] == 2, "16 rows, 8 in each process, 4 at once"
+    assert begun.config["trainer"]["accumulate_grad_batches"] == 2, (
+        "16 rows, 8 in each process, 4 at once"
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.yaml").write_text(begun.text)
     for processes, window in ((1, 4), (2, 2), (4, 1)):
-        again = Run(ask_for_run("pretrain", [], output).config, True, launch=Launch("torchrun", 0, processes, 1))
-        assert (again.config["trainer"]["accumulate_grad_batches"], again.config["data"]["train_batch_size"]) == (window, 4)
-    alone = Run(ask_for_run("pretrain", [], output).config, True)  # what the launcher said is not in the file
-    assert (alone.config["trainer"]["devices"], alone.config["trainer"]["accumulate_grad_batches"]) == (1, 4)
+        again = Run(
+            ask_for_run("pretrain", [], output).config,
+            True,
+            launch=Launch("torchrun", 0, processes, 1),
+        )
+        assert (
+            again.config["trainer"]["accumulate_grad_batches"],
+            again.config["data"]["train_batch_size"],
+        ) == (window, 4)
+    alone = Run(
+        ask_for_run("pretrain", [], output).config, True
+    )  # what the launcher said is not in the file
+    assert (
+        alone.config["trainer"]["devices"],
+        alone.config["trainer"]["accumulate_grad_batches"],
+    ) == (1, 4)
     with pytest.raises(ValueError, match="train_batch_size=5"):
         Run(ask_for_run("pretrain", ["--data.train_batch_size", "5"], output).config, True)
 
 
 def test_a_run_may_have_a_name_that_looks_like_a_number(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pretrain(["--config", str(place / "tiny.yaml"), "--run.output", "08", "--trainer.max_steps", "2"])
+    pretrain(
+        ["--config", str(place / "tiny.yaml"), "--run.output", "08", "--trainer.max_steps", "2"]
+    )
     assert pretrain(["--trainer.max_steps", "3"], resume="08")["steps"] == 3
     assert validate(["08"])[0]["loss"] > 0
 
@@ -142,7 +173,8 @@ def test_classes_of_the_users_own_file_are_named_with_a_point(words, tmp_path, m
         "import torch\nfrom lightning import Callback\nfrom bertlab import MaskedLanguageModelingCollator\n"
         "class Counter(Callback):\n    steps = 0\n    def __init__(self, by=1): self.by = by\n"
         "    def on_train_batch_end(self, *_): type(self).steps += self.by\n"
-        "class Slow(torch.optim.SGD):\n    pass\n")
+        "class Slow(torch.optim.SGD):\n    pass\n"
+    )
     monkeypatch.chdir(tmp_path)
     pretrain([*words, "--trainer.callbacks", "[my_parts.Counter, {class_path: my_parts.Counter, init_args: {by: 10}}]",
               "--model.optimizer_class", "my_parts.Slow"])  # fmt: skip
@@ -150,13 +182,26 @@ def test_classes_of_the_users_own_file_are_named_with_a_point(words, tmp_path, m
 
     assert my_parts.Counter.steps == 44
     with pytest.raises(ValueError, match="Count"):
-        pretrain([*words, "--trainer.callbacks", "my_parts.Count", "--run.output", str(tmp_path / "other")])
+        pretrain(
+            [
+                *words,
+                "--trainer.callbacks",
+                "my_parts.Count",
+                "--run.output",
+                str(tmp_path / "other"),
+            ]
+        )
 
 
-def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(words, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(
+    words, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(commands, "PretrainingDataModule", lambda **_: pytest.fail("too late"))
     assert "float8" in said(capsys, "pretrain", *words, "--model.float8", "tensorwise")
-    assert "gpu" in said(capsys, "pretrain", *words, "--trainer.accelerator", "gpu") or torch.cuda.is_available()
+    assert (
+        "gpu" in said(capsys, "pretrain", *words, "--trainer.accelerator", "gpu")
+        or torch.cuda.is_available()
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -179,9 +224,12 @@ def test_what_cannot_be_had_here_is_refused_before_the_text_is_read(words, tmp_p
     ("adamw", "scheduler_kwargs", "{warmup_kind: cosine}", "which scheduler_warmup_kind decides"),
 ])  # fmt: skip
 def test_a_wrong_option_of_optimizer_schedule_or_parts_is_refused_before_the_text_is_read(
-        words, tmp_path, capsys, monkeypatch, optimizer, option, value, part):
+    words, tmp_path, capsys, monkeypatch, optimizer, option, value, part
+):
     monkeypatch.setattr(commands, "PretrainingDataModule", lambda **_: pytest.fail("too late"))
-    told = said(capsys, "pretrain", *words, "--model.optimizer_class", optimizer, f"--model.{option}", value)
+    told = said(
+        capsys, "pretrain", *words, "--model.optimizer_class", optimizer, f"--model.{option}", value
+    )
     assert part in told and not (tmp_path / "run").exists()
 
 
@@ -204,26 +252,58 @@ def test_a_part_that_cannot_be_built_without_its_numbers_is_built_with_them(word
             super().__init__(config)
             self.start = self.encoder.final_norm.weight.sum().item()  # which no model on meta has
 
-    monkeypatch.setitem(commands.PretrainingModule.build_fresh.__globals__["OBJECTIVE_MODELS"], "mlm", Own)
+    monkeypatch.setitem(
+        commands.PretrainingModule.build_fresh.__globals__["OBJECTIVE_MODELS"], "mlm", Own
+    )
     state = torch.get_rng_state()
     configured([*words, "--model.parameter_overrides", '{"*blocks.0.*": {lr: 1.0e-4}}'])
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_is_written(place, words, tmp_path, capsys):
-    model = ["--model.pretrained_model_name_or_path", str(find_model(place / "run")), "--model.model_config_kwargs", "null"]
-    for option, value, part in (("freeze", "99", "(the embeddings alone) to 1, got 99"),
-                                ("parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "'*blocks.1.*' matches")):
+def test_parts_that_a_continued_model_does_not_have_are_refused_before_anything_is_written(
+    place, words, tmp_path, capsys
+):
+    model = [
+        "--model.pretrained_model_name_or_path",
+        str(find_model(place / "run")),
+        "--model.model_config_kwargs",
+        "null",
+    ]
+    for option, value, part in (
+        ("freeze", "99", "(the embeddings alone) to 1, got 99"),
+        ("parameter_overrides", '{"*blocks.1.*": {lr: 1.0e-4}}', "'*blocks.1.*' matches"),
+    ):
         assert part in said(capsys, "pretrain", *words, *model, f"--model.{option}", value)
     assert not (tmp_path / "run").exists()
-    run = configured([*words, *model, "--model.parameter_overrides", '{"*blocks.0.*": {lr: 1.0e-4}}', "--model.freeze", "embeddings"])
+    run = configured(
+        [
+            *words,
+            *model,
+            "--model.parameter_overrides",
+            '{"*blocks.0.*": {lr: 1.0e-4}}',
+            "--model.freeze",
+            "embeddings",
+        ]
+    )
     run.build()
-    assert all(p.requires_grad for p in run.module.model.parameters()), "the check has a model of its own"
+    assert all(p.requires_grad for p in run.module.model.parameters()), (
+        "the check has a model of its own"
+    )
 
 
-def test_a_model_that_is_continued_is_validated_before_the_first_step(place, words, tmp_path, capsys):
+def test_a_model_that_is_continued_is_validated_before_the_first_step(
+    place, words, tmp_path, capsys
+):
     model = find_model(place / "run")
-    pretrain([*words, "--model.pretrained_model_name_or_path", str(model), "--model.model_config_kwargs", "null"])
+    pretrain(
+        [
+            *words,
+            "--model.pretrained_model_name_or_path",
+            str(model),
+            "--model.model_config_kwargs",
+            "null",
+        ]
+    )
     assert "before step 1: val_loss" in capsys.readouterr().out
     report = (tmp_path / "run" / "report.md").read_text()
     first = json.loads((model / "bertlab-model.json").read_text())["value"]
@@ -231,15 +311,22 @@ def test_a_model_that_is_continued_is_validated_before_the_first_step(place, wor
 
 
 @pytest.mark.parametrize("command", ["pretrain", "--estimate", "validate"])
-def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(place, words, tmp_path, capsys, monkeypatch, command):
+def test_a_foreign_tokenizer_for_a_model_is_refused_before_the_text_is_read(
+    place, words, tmp_path, capsys, monkeypatch, command
+):
     model, other = find_model(place / "run"), tmp_path / "other"
     train_tokenizer(["w v u t s r q p o n m l k j i h g f e d c b a"], 40).save_pretrained(other)
     monkeypatch.setattr(PretrainingDataModule, "prepare_data", lambda self: pytest.fail("too late"))
     options = ["--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path", str(model),
                "--data.pretrained_tokenizer_name_or_path", str(other)]  # fmt: skip
     more = [command] if command.startswith("--") else []
-    message = said(capsys, "validate" if command == "validate" else "pretrain", *words, *options, *more)
-    assert "was trained with another tokenizer" in message and "bertlab tokenizer transplant" in message
+    message = said(
+        capsys, "validate" if command == "validate" else "pretrain", *words, *options, *more
+    )
+    assert (
+        "was trained with another tokenizer" in message
+        and "bertlab tokenizer transplant" in message
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -247,20 +334,35 @@ def test_the_terminal_says_which_weights_begin_anew(place, words, tmp_path, caps
     model, headless = find_model(place / "run"), tmp_path / "headless"
     load_encoder(model).encoder.save_pretrained(headless)
     load_tokenizer(model).save_pretrained(headless)
-    go_on = ["pretrain", *words, "--model.model_config_kwargs", "null", "--model.pretrained_model_name_or_path"]
+    go_on = [
+        "pretrain",
+        *words,
+        "--model.model_config_kwargs",
+        "null",
+        "--model.pretrained_model_name_or_path",
+    ]
     assert main([*go_on, str(headless), "--trainer.max_steps", "2"]) == 0
     told = capsys.readouterr().out
     assert f"fresh   {headless} has no weights for " in told and "head." in told
     assert main([*go_on, str(headless), "--trainer.max_steps", "4", "--resume"]) == 0
     assert "fresh " not in capsys.readouterr().out, "the checkpoint has them all"
-    assert main([*go_on, str(model), "--overwrite"]) == 0 and "fresh " not in capsys.readouterr().out
-    text = ["--data.train_dataset_name_or_path", str(place / "text.txt"), "--data.max_sequence_length", "32"]
+    assert (
+        main([*go_on, str(model), "--overwrite"]) == 0 and "fresh " not in capsys.readouterr().out
+    )
+    text = [
+        "--data.train_dataset_name_or_path",
+        str(place / "text.txt"),
+        "--data.max_sequence_length",
+        "32",
+    ]
     assert main(["validate", str(headless), *text, "--data.val_batch_size", "4"]) == 0
     found = capsys.readouterr()
     assert "begin anew" in found.err and json.loads(found.out)
 
 
-def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(words, tmp_path, capsys, monkeypatch):
+def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(
+    words, tmp_path, capsys, monkeypatch
+):
     made = commands.run_trainer
 
     def scaled(*args):  # as on a GPU; a CPU refuses 16-mixed
@@ -297,7 +399,9 @@ def test_a_run_does_not_begin_anew_where_none_of_its_checkpoints_loads(place, tm
     shutil.copytree(place / "run", run, symlinks=True)
     for path in (run / "checkpoints").iterdir():
         state = torch.load(path)
-        torch.save({**state, "callbacks": {**state["callbacks"], "Mine": {"where": Path("x")}}}, path)
+        torch.save(
+            {**state, "callbacks": {**state["callbacks"], "Mine": {"where": Path("x")}}}, path
+        )
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     told = said(capsys, "pretrain", "--resume", str(run), "--trainer.max_steps", "6")
     assert "no checkpoint in" in told and "step-00000004.ckpt holds pathlib" in told
@@ -338,8 +442,13 @@ class Stop(Callback):
 
 
 @pytest.mark.parametrize("moment", ["signal", "interrupt", "kill"])
-def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_goes_on(words, tmp_path, monkeypatch, moment):
-    run, words = tmp_path / "run", [*words, "--trainer.max_steps", "5"]  # validated after steps 2 and 4, and at the end
+def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_goes_on(
+    words, tmp_path, monkeypatch, moment
+):
+    run, words = (
+        tmp_path / "run",
+        [*words, "--trainer.max_steps", "5"],
+    )  # validated after steps 2 and 4, and at the end
     whole, real, handler = pretrain(words), commands.run_trainer, signal.getsignal(signal.SIGINT)
 
     def stopped(*args):
@@ -352,45 +461,88 @@ def test_a_run_that_is_stopped_in_or_behind_its_last_step_is_finished_when_it_go
         pretrain(words, overwrite=True)
     signal.signal(signal.SIGINT, handler)  # which Lightning has switched off
     left = json.loads((run / "metrics.json").read_text())
-    assert (left["steps"], left["validated_step"]) == (5, 4) and left["val_loss"] != whole["val_loss"]
+    assert (left["steps"], left["validated_step"]) == (5, 4) and left["val_loss"] != whole[
+        "val_loss"
+    ]
     again = pretrain([], resume=str(run))
     assert (again["steps"], again["validated_step"], again["val_loss"]) == (5, 5, whole["val_loss"])
-    assert again["stopped"] == "its last step was reached" and (run / "models" / "step-00000005").is_dir()
+    assert (
+        again["stopped"] == "its last step was reached"
+        and (run / "models" / "step-00000005").is_dir()
+    )
     with pytest.raises(ValueError, match="already passed"):
         pretrain([], resume=str(run))
 
 
-def test_a_run_that_goes_on_with_other_validation_texts_says_so_ranks_anew_and_reports_both(words, tmp_path, capsys):
+def test_a_run_that_goes_on_with_other_validation_texts_says_so_ranks_anew_and_reports_both(
+    words, tmp_path, capsys
+):
     run, texts = tmp_path / "run", []
     for name in "ab":
         texts.append(tmp_path / f"{name}.txt")
-        texts[-1].write_text("".join(" ".join(WORDS[i % 5:]) + f" {name}\n" for i in range(9)))
+        texts[-1].write_text("".join(" ".join(WORDS[i % 5 :]) + f" {name}\n" for i in range(9)))
     both, one = str(list(map(str, texts))), str(texts[0])
-    values = lambda: {m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()}  # noqa: E731
+    values = lambda: {
+        m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()
+    }  # noqa: E731
     pretrain([*words, "--trainer.max_steps", "2", "--data.val_dataset_name_or_path", both])
     assert values() == {2: True} and "ranked anew" not in capsys.readouterr().out
     for steps, named, kept in (("4", one, {2: False, 4: True}), ("6", both, {4: False, 6: True})):
-        pretrain(["--trainer.max_steps", steps, "--data.val_dataset_name_or_path", named], resume=str(run))
+        pretrain(
+            ["--trainer.max_steps", steps, "--data.val_dataset_name_or_path", named],
+            resume=str(run),
+        )
         assert "the validation text is another one" in capsys.readouterr().out and values() == kept
         assert (run / "models" / "best").resolve().name == f"step-0000000{steps}"
-    table = (run / "report.md").read_text().partition("## Validation\n\n")[2].partition("\n\n")[0].splitlines()
-    assert "val_loss_1" in table[0] and len({line.count("|") for line in table}) == 1 and table[3].endswith("|  |  |")
+    table = (
+        (run / "report.md")
+        .read_text()
+        .partition("## Validation\n\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()
+    )
+    assert (
+        "val_loss_1" in table[0]
+        and len({line.count("|") for line in table}) == 1
+        and table[3].endswith("|  |  |")
+    )
 
 
 def test_models_that_were_judged_by_fewer_rows_are_ranked_anew(words, tmp_path, capsys):
     run = tmp_path / "run"
-    values = lambda: {m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()}  # noqa: E731
+    values = lambda: {
+        m["step"]: m["value"] is not None for m in ModelShelf(run / "models").models().values()
+    }  # noqa: E731
     more = ["--run.keep_last", "9"]
-    pretrain([*words, *more, "--trainer.max_steps", "2", "--trainer.limit_val_batches", "1", "--data.val_batch_size", "1"])
+    pretrain(
+        [
+            *words,
+            *more,
+            "--trainer.max_steps",
+            "2",
+            "--trainer.limit_val_batches",
+            "1",
+            "--data.val_batch_size",
+            "1",
+        ]
+    )
     pretrain(["--trainer.max_steps", "3"], resume=str(run))
     assert "ranked anew" not in capsys.readouterr().out and values() == {2: True, 3: True}
     pretrain(["--trainer.max_steps", "4", "--trainer.limit_val_batches", "1.0"], resume=str(run))
-    assert "or more or less of it is read" in capsys.readouterr().out and values() == {2: False, 3: False, 4: True}
-    pretrain(["--trainer.max_steps", "5", "--trainer.limit_val_batches", "9999"], resume=str(run))  # all of them, too
+    assert "or more or less of it is read" in capsys.readouterr().out and values() == {
+        2: False,
+        3: False,
+        4: True,
+    }
+    pretrain(
+        ["--trainer.max_steps", "5", "--trainer.limit_val_batches", "9999"], resume=str(run)
+    )  # all of them, too
     assert "ranked anew" not in capsys.readouterr().out and values()[4]
 
 
-def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_name(place, tmp_path, capsys):
+def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_name(
+    place, tmp_path, capsys
+):
     run, base = tmp_path / "run", tmp_path / "base"
     shutil.copytree(find_model(place / "run"), base)
     pretrain(["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
@@ -404,9 +556,14 @@ def test_a_run_that_goes_on_without_the_model_that_it_began_with_says_what_to_na
     assert main([*more, "--model.pretrained_model_name_or_path", str(tmp_path / "moved")]) == 0
 
 
-def test_a_fault_of_a_run_whose_model_is_on_the_hub_is_not_that_the_model_is_absent(place, tmp_path, capsys, monkeypatch):
+def test_a_fault_of_a_run_whose_model_is_on_the_hub_is_not_that_the_model_is_absent(
+    place, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    kept, run = tmp_path / "hub" / "models--someone--base" / "snapshots" / ("a" * 40), tmp_path / "run"
+    kept, run = (
+        tmp_path / "hub" / "models--someone--base" / "snapshots" / ("a" * 40),
+        tmp_path / "run",
+    )
     shutil.copytree(find_model(place / "run"), kept)
     (kept.parents[1] / "refs").mkdir()
     (kept.parents[1] / "refs" / "main").write_text("a" * 40)
@@ -420,7 +577,9 @@ def test_a_fault_of_a_run_whose_model_is_on_the_hub_is_not_that_the_model_is_abs
     assert "the run began with someone/base, which is not here" in said(capsys, *more)
 
 
-def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(words, tmp_path, capsys):
+def test_a_run_that_validates_on_no_batches_ends_well_and_validate_refuses_it(
+    words, tmp_path, capsys
+):
     found = pretrain([*words, "--trainer.limit_val_batches", "0", "--run.validate_first", "true"])
     assert found["steps"] == 4 and "val_loss" not in found
     capsys.readouterr()
@@ -440,7 +599,9 @@ def test_a_run_without_a_report_ends_well_and_says_its_last_validation(words, tm
     (["--trainer.max_steps", "9", "--data.max_sequence_length", "16"], "max_sequence_length is 32 there and 16 here"),
     (["--trainer.max_steps", "9", "--data.pretrained_tokenizer_name_or_path", "OTHER"], "tokenizer"),
 ])  # fmt: skip
-def test_a_resume_of_another_run_is_refused_and_changes_nothing(place, capsys, tmp_path, options, part):
+def test_a_resume_of_another_run_is_refused_and_changes_nothing(
+    place, capsys, tmp_path, options, part
+):
     if "OTHER" in options:
         train_tokenizer((place / "text.txt").read_text().splitlines(), 50).save_pretrained(tmp_path)
         options = [str(tmp_path) if word == "OTHER" else word for word in options]
@@ -487,13 +648,14 @@ def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, 
     for i, word in enumerate(options):
         if word.startswith("YAML:"):
             (tmp_path / "wrong.yaml").write_text(word[5:])
-            options = [*options[:i], str(tmp_path / "wrong.yaml"), *options[i + 1:]]
+            options = [*options[:i], str(tmp_path / "wrong.yaml"), *options[i + 1 :]]
     assert part in said(capsys, "pretrain", *words, *options)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the_text_is_read(
-        place, capsys, tmp_path, monkeypatch):
+    place, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setattr(commands, "choose_tokenizer", lambda *_: pytest.fail("too late"))
     config = ["--config", str(place / "tiny.yaml"), "--run.output"]
     assert "--resume" in said(capsys, "pretrain", *config, str(place / "run"))
@@ -504,8 +666,13 @@ def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the
 
 
 def test_several_texts_and_a_cache_are_described_like_one_text_in_memory(place, words, tmp_path):
-    (tmp_path / "other.txt").write_text("".join(" ".join(WORDS[i:] + WORDS[:i]) + "\n" for i in range(1, 20)))
-    texts = ["--data.train_dataset_name_or_path", str([str(place / "text.txt"), str(tmp_path / "other.txt")])]
+    (tmp_path / "other.txt").write_text(
+        "".join(" ".join(WORDS[i:] + WORDS[:i]) + "\n" for i in range(1, 20))
+    )
+    texts = [
+        "--data.train_dataset_name_or_path",
+        str([str(place / "text.txt"), str(tmp_path / "other.txt")]),
+    ]
     named = ["--data.val_dataset_name_or_path", str(place / "text.txt")]
     for more in (texts, [*texts, *named], named):
         lines = []
@@ -522,7 +689,19 @@ def test_what_tokenize_makes_is_trained_and_validated_on(place, words, tmp_path,
                  "--output", shards]) == 0  # fmt: skip
     printed = capsys.readouterr().out.split("bertlab ")[-1].split()
     assert printed == ["pretrain", "--data.train_dataset_name_or_path", shards]
-    assert main([*printed, *words, "--trainer.max_steps", "1", "--data.val_dataset_name_or_path", shards]) == 0
+    assert (
+        main(
+            [
+                *printed,
+                *words,
+                "--trainer.max_steps",
+                "1",
+                "--data.val_dataset_name_or_path",
+                shards,
+            ]
+        )
+        == 0
+    )
     assert "120 documents" in capsys.readouterr().out
     other = ["--run.output", str(tmp_path / "other"), "--data.streaming", "true"]
     assert "leave streaming out" in said(capsys, *printed, *words, *other)
@@ -537,7 +716,9 @@ def test_overwrite_moves_a_run_aside_and_trains_its_own_tokenizer(place, words, 
     assert sizes[0] <= 40 < sizes[1]
 
 
-def test_a_run_that_begins_with_a_model_of_its_own_place_does_not_move_it_aside(place, tmp_path, capsys):
+def test_a_run_that_begins_with_a_model_of_its_own_place_does_not_move_it_aside(
+    place, tmp_path, capsys
+):
     run = tmp_path / "run"
     shutil.copytree(place / "run", run, symlinks=True)
     begun = ["--config", str(place / "tiny.yaml"), "--model.model_config_kwargs", "null", "--run.output", str(run),
@@ -549,7 +730,9 @@ def test_a_run_that_begins_with_a_model_of_its_own_place_does_not_move_it_aside(
     for stage in ({"module": {"pretrained_model_name_or_path": own}}, {"reference": own},
                   {"data": {**part["data"], "pretrained_tokenizer_name_or_path": own}}):  # fmt: skip
         (tmp_path / "s.yaml").write_text(yaml.safe_dump({"stages": [{**part, **stage}]}))
-        message = said(capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(run), "--overwrite")
+        message = said(
+            capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(run), "--overwrite"
+        )
         assert "--overwrite would move it aside" in message and "choose another --output" in message
     assert not (run / "previous-1").exists() and (run / "models" / "best" / "config.json").exists()
 
@@ -565,7 +748,9 @@ def test_validation_measures_the_best_model_of_a_run_as_the_run_did(place, capsy
     assert json.loads((place / "run" / "validation.json").read_text()) == [row]
 
 
-def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_that_it_began_with(place, tmp_path):
+def test_validation_reads_the_runs_own_model_and_not_by_the_names_of_the_one_that_it_began_with(
+    place, tmp_path
+):
     shutil.copytree(find_model(place / "run"), tmp_path / "theirs")
     weights = load_file(tmp_path / "theirs" / "model.safetensors")
     renamed = {name.replace("head.", "top."): weight for name, weight in weights.items()}
@@ -587,10 +772,17 @@ def test_what_watchers_ask_about_is_looked_for_before_anything_is_written(place,
     words = ["--config", str(place / "tiny.yaml"), "--run.output", str(tmp_path / "run")]
     with pytest.raises(ValueError, match="none.tsv"):
         pretrain([*words, "--run.evaluators", asked])
-    begun = ["--model.pretrained_model_name_or_path", str(find_model(place / "run")), "--model.model_config_kwargs", "null"]
+    begun = [
+        "--model.pretrained_model_name_or_path",
+        str(find_model(place / "run")),
+        "--model.model_config_kwargs",
+        "null",
+    ]
     with pytest.raises(ValueError, match="no parameter is called like 'qvk"):
         pretrain([*words, *begun, "--run.histograms", "['qvk*']"])
-    with pytest.raises(ValueError, match="no parameter is called like 'qvk.*; some names are model.encoder"):
+    with pytest.raises(
+        ValueError, match="no parameter is called like 'qvk.*; some names are model.encoder"
+    ):
         pretrain([*words, "--run.histograms", "['qvk*']"])  # fresh weights, which are made later
     assert not (tmp_path / "run").exists()
 
@@ -610,10 +802,24 @@ def test_the_best_model_answers_in_transformers_and_in_fill_mask_alike(place, ca
     best = str(place / "run" / "models" / "best")
     theirs = pipeline("fill-mask", model=best, top_k=3)("the [MASK] sat on a mat")
     capsys.readouterr()
-    assert main(["fill-mask", str(place / "run"), "the [MASK] sat on a mat", "a [MASK] [MASK]", "--top_k", "3"]) == 0
+    assert (
+        main(
+            [
+                "fill-mask",
+                str(place / "run"),
+                "the [MASK] sat on a mat",
+                "a [MASK] [MASK]",
+                "--top_k",
+                "3",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "the [MASK] sat on a mat" and len(printed) == 5
-    assert [guess.split()[0] for guess in printed[1].strip().split(", ")] == [t["token_str"].strip() for t in theirs]
+    assert [guess.split()[0] for guess in printed[1].strip().split(", ")] == [
+        t["token_str"].strip() for t in theirs
+    ]
 
 
 def test_fill_mask_refuses_in_one_line(place, capsys, tmp_path, monkeypatch):
@@ -632,7 +838,9 @@ def test_validate_takes_a_bare_model_directory_precision_and_limits(place, tmp_p
              "--data.max_sequence_length", "32", "--data.val_batch_size", "1"]  # fmt: skip
     [whole] = validate(words)
     assert whole["loss"] > 0 and whole["model"] == str(tmp_path / "model")
-    [part] = validate([*words, "--trainer.limit_val_batches", "1", "--trainer.precision", "bf16-mixed"])
+    [part] = validate(
+        [*words, "--trainer.limit_val_batches", "1", "--trainer.precision", "bf16-mixed"]
+    )
     assert part["loss"] != whole["loss"]
     assert "no such directory" in said(capsys, "validate", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="precision"):
@@ -656,12 +864,19 @@ def test_distill_has_what_a_run_has_and_overwrites(place, tmp_path, capsys):
     words = ["distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"), "--run.progress", "plain",
              "--run.preview_sentences", '["the [MASK] sat"]', "--run.loss_above", "1e9"]  # fmt: skip
     assert main(words) == 0
-    assert "stage 2:" in capsys.readouterr().out and list((tmp_path / "run").rglob("previews.jsonl"))
+    assert "stage 2:" in capsys.readouterr().out and list(
+        (tmp_path / "run").rglob("previews.jsonl")
+    )
     assert "--overwrite" in said(capsys, *words)
-    assert main([*words, "--overwrite"]) == 0 and (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
+    assert (
+        main([*words, "--overwrite"]) == 0
+        and (tmp_path / "run" / "previous-1" / "stage-1").is_dir()
+    )
 
 
-def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_session_or_two(place, tmp_path):
+def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_session_or_two(
+    place, tmp_path
+):
     (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
     words = ["distill", str(tmp_path / "s.yaml"), "--run.progress", "none", "--run.average", "0.9"]
     state_of = lambda stage: torch.load(find_checkpoint(tmp_path / "run" / stage / "checkpoints"))  # noqa: E731
@@ -670,9 +885,15 @@ def test_distill_validates_and_writes_the_average_that_is_asked_for_in_one_sessi
     for stage in ("stage-1", "stage-2"):
         state, wanted = state_of(stage), written(stage)
         (kept,) = (one for name, one in state["callbacks"].items() if "AveragedWeights" in name)
-        assert any(torch.equal(wanted[name], one) for name in wanted for one in kept["averages"].values())
-        assert not any(torch.equal(wanted[name], one) for name in wanted for one in state["state_dict"].values()
-                       if one.shape == wanted[name].shape and one.dim() > 1), "the last weights are not the averages"
+        assert any(
+            torch.equal(wanted[name], one) for name in wanted for one in kept["averages"].values()
+        )
+        assert not any(
+            torch.equal(wanted[name], one)
+            for name in wanted
+            for one in state["state_dict"].values()
+            if one.shape == wanted[name].shape and one.dim() > 1
+        ), "the last weights are not the averages"
     shutil.rmtree(tmp_path / "run" / "stage-2" / "model")
     assert main([*words, "--output", str(tmp_path / "run"), "--resume"]) == 0
     assert all(torch.equal(wanted[name], value) for name, value in written("stage-2").items())
@@ -695,10 +916,16 @@ def test_a_distill_that_goes_on_keeps_the_options_of_its_run_and_words_win(place
     assert kept()["run"]["average"] == 0.9 and "output" not in kept()["run"]
     assert same(written_again())
     assert not same(written_again("--run.average", "null")) and kept()["run"]["average"] is None
-    assert not same(written_again()), "what the last session was asked for is what the next one does"
+    assert not same(written_again()), (
+        "what the last session was asked for is what the next one does"
+    )
     assert same(written_again("--run.average=0.9", "--run.histograms+", "['*.bias']"))
-    assert same(written_again("--run.histograms+", "['*.weight']")) and kept()["run"]["histograms"] == ["*.bias", "*.weight"]
-    (run / "run.yaml").write_text(yaml.safe_dump({"stages": kept()["stages"]}))  # as older versions wrote it
+    assert same(written_again("--run.histograms+", "['*.weight']")) and kept()["run"][
+        "histograms"
+    ] == ["*.bias", "*.weight"]
+    (run / "run.yaml").write_text(
+        yaml.safe_dump({"stages": kept()["stages"]})
+    )  # as older versions wrote it
     assert not same(written_again())
     (run / "run.yaml").write_text(yaml.safe_dump({**kept(), "run": {"averages": 1}}))
     message = said(capsys, *go_on)
@@ -715,20 +942,38 @@ def test_a_file_of_stages_says_options_of_its_run_and_that_of_a_run_is_one(place
     assert main(["distill", str(tmp_path / "s.yaml"), *words, "--run.average", "0.9"]) == 0
     kept = yaml.safe_load((run / "run.yaml").read_text())
     assert kept["run"]["average"] == 0.9 and kept["stages"][1]["data"]["train_batch_size"] == 4
-    assert main(["distill", str(run / "run.yaml"), *words, "--resume"]) == 0  # the batch is in both, and agrees
+    assert (
+        main(["distill", str(run / "run.yaml"), *words, "--resume"]) == 0
+    )  # the batch is in both, and agrees
     assert main(["distill", str(tmp_path / "s.yaml"), *words, "--resume"]) == 0
-    assert yaml.safe_load((run / "run.yaml").read_text()) == kept, "a word that began it wins over the file, later too"
+    assert yaml.safe_load((run / "run.yaml").read_text()) == kept, (
+        "a word that began it wins over the file, later too"
+    )
     kept["stages"][0]["data"]["train_batch_size"] = 3
     (tmp_path / "other.yaml").write_text(yaml.safe_dump(kept))
-    message = said(capsys, "distill", str(tmp_path / "other.yaml"), "--output", str(tmp_path / "new"))
+    message = said(
+        capsys, "distill", str(tmp_path / "other.yaml"), "--output", str(tmp_path / "new")
+    )
     assert "leave train_batch_size=3 out" in message
 
 
 @pytest.mark.parametrize("limit", ["token_limit", "time_limit"])
-def test_a_limit_of_distill_is_of_all_stages_and_sessions_and_ends_in_one_line(place, tmp_path, capsys, limit):
+def test_a_limit_of_distill_is_of_all_stages_and_sessions_and_ends_in_one_line(
+    place, tmp_path, capsys, limit
+):
     (tmp_path / "s.yaml").write_text(STAGES.replace("TEXT", str(place / "text.txt")))
-    words = ["distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"), "--run.progress", "none"]
-    soon, reason = {"token_limit": ("1", "1 were asked"), "time_limit": ("0.001s", "0.001 seconds")}[limit]
+    words = [
+        "distill",
+        str(tmp_path / "s.yaml"),
+        "--output",
+        str(tmp_path / "run"),
+        "--run.progress",
+        "none",
+    ]
+    soon, reason = {
+        "token_limit": ("1", "1 were asked"),
+        "time_limit": ("0.001s", "0.001 seconds"),
+    }[limit]
     message = said(capsys, *words, f"--run.{limit}", soon)
     assert "stage 1 stopped at step" in message and reason in message
     assert said(capsys, *words, "--resume", f"--run.{limit}", soon) == message
@@ -739,7 +984,10 @@ def test_a_limit_of_distill_is_of_all_stages_and_sessions_and_ends_in_one_line(p
     assert main([*words[:1], str(tmp_path / "one.yaml"), *words[2:], "--overwrite"]) == 0
     with open(tmp_path / "run" / "stage-1" / "history.csv") as f:
         *_, last = csv.DictReader(f)
-    used = {"token_limit": int(float(last["tokens"])), "time_limit": f"{0.9 * float(last['seconds']):.5f}s"}[limit]
+    used = {
+        "token_limit": int(float(last["tokens"])),
+        "time_limit": f"{0.9 * float(last['seconds']):.5f}s",
+    }[limit]
     message = said(capsys, *words, "--resume", f"--run.{limit}", str(used))
     assert "stage 2 stopped at step 0 of 2" in message and later["steps"] == 2
     assert main([*words, "--resume", f"--run.{limit}", "1B" if "token" in limit else "1h"]) == 0
@@ -748,21 +996,48 @@ def test_a_limit_of_distill_is_of_all_stages_and_sessions_and_ends_in_one_line(p
 
 def test_distill_refuses_a_wrong_file_in_one_line_and_devices_names_the_precision(capsys, tmp_path):
     (tmp_path / "s.yaml").write_text("stages: [{tokns: 3}]\n")
-    assert "tokns" in said(capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run"))
-    assert "missing.yaml" in said(capsys, "distill", "missing.yaml") and not (tmp_path / "run").exists()
+    assert "tokns" in said(
+        capsys, "distill", str(tmp_path / "s.yaml"), "--output", str(tmp_path / "run")
+    )
+    assert (
+        "missing.yaml" in said(capsys, "distill", "missing.yaml")
+        and not (tmp_path / "run").exists()
+    )
     assert main(["devices"]) == 0
     shown = capsys.readouterr().out
     assert "device  " in shown and ("32-true" in shown or "16-mixed" in shown)
 
 
 def test_everything_that_watches_can_be_switched_on(words, tmp_path):
-    pretrain([*words, "--run.loggers", "[csv]", "--run.preview_sentences", '["the [MASK] sat"]', "--run.token_limit", "1B",
-              "--run.histograms", '["*.embeddings.*weight"]', "--run.time_limit", "1h", "--run.loss_above", "1e9",
-              "--run.measure_every_steps", "1", "--run.peak_flops", "1e12", "--run.compile_ahead", "true",
-              "--trainer.callbacks+=LearningRateMonitor"])
+    pretrain(
+        [
+            *words,
+            "--run.loggers",
+            "[csv]",
+            "--run.preview_sentences",
+            '["the [MASK] sat"]',
+            "--run.token_limit",
+            "1B",
+            "--run.histograms",
+            '["*.embeddings.*weight"]',
+            "--run.time_limit",
+            "1h",
+            "--run.loss_above",
+            "1e9",
+            "--run.measure_every_steps",
+            "1",
+            "--run.peak_flops",
+            "1e12",
+            "--run.compile_ahead",
+            "true",
+            "--trainer.callbacks+=LearningRateMonitor",
+        ]
+    )
     run = tmp_path / "run"
     assert list((run / "logs").rglob("metrics.csv")) and (run / "histograms.npz").exists()
-    assert json.loads((run / "previews.jsonl").read_text().splitlines()[0])["texts"] == ["the [MASK] sat"]
+    assert json.loads((run / "previews.jsonl").read_text().splitlines()[0])["texts"] == [
+        "the [MASK] sat"
+    ]
     report = (run / "report.md").read_text()
     assert "mfu" in report and "NonFiniteGuard" in report
 
@@ -776,18 +1051,40 @@ def test_a_limit_stops_a_run_early_and_the_report_says_which(words, tmp_path, li
 
 
 def test_a_run_ends_with_the_budget_of_its_schedule_unless_a_limit_says_otherwise(words, tmp_path):
-    clock = ["--model.schedule", "time_budget", "--model.scheduler_kwargs", "{budget: 0.001s}", "--model.scheduler_cooldown_steps", "0"]
+    clock = [
+        "--model.schedule",
+        "time_budget",
+        "--model.scheduler_kwargs",
+        "{budget: 0.001s}",
+        "--model.scheduler_cooldown_steps",
+        "0",
+    ]
     metrics = pretrain([*words, *clock, "--trainer.max_steps", "50"])
     assert "seconds of all sessions are over (limit='0.001s')" in metrics["stopped"]
-    again = pretrain([*words, *clock, "--trainer.max_steps", "2", "--run.time_limit", "1h", "--overwrite"])
+    again = pretrain(
+        [*words, *clock, "--trainer.max_steps", "2", "--run.time_limit", "1h", "--overwrite"]
+    )
     assert again["steps"] == 2 and again["stopped"] == "its last step was reached"
 
 
 def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "bertlab.cli.main", "pretrain"]
-    process = subprocess.Popen([*command, *words, "--trainer.max_steps", "100000", "--run.val_every_steps", "1000000",
-                                "--run.progress", "plain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [
+            *command,
+            *words,
+            "--trainer.max_steps",
+            "100000",
+            "--run.val_every_steps",
+            "1000000",
+            "--run.progress",
+            "plain",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("step ") for line in lines)
     process.send_signal(signal.SIGINT)
@@ -807,7 +1104,9 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_goes_on(words, tmp_path):
     ("speedrun.speedrun", ["speedrun", "--track", "laptop", "--seeds", "[7, 8]", "--resume"],
      "speedrun --track laptop --seeds '[7, 8]' --resume"),
 ])  # fmt: skip
-def test_the_command_that_goes_on_says_what_the_first_one_said(place, tmp_path, capsys, monkeypatch, work, words, again):
+def test_the_command_that_goes_on_says_what_the_first_one_said(
+    place, tmp_path, capsys, monkeypatch, work, words, again
+):
     import bertlab.cli.demo
     import bertlab.cli.speedrun  # noqa: F401
     from bertlab.train.checkpoints import RunInterrupted
@@ -828,7 +1127,9 @@ def test_the_command_that_goes_on_says_what_the_first_one_said(place, tmp_path, 
     assert said.endswith(f"go on with:\n  bertlab {again}\n"), said
 
 
-def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_one_line_and_status_2(words):
+def test_print_config_is_a_configuration_and_a_mistake_of_the_real_program_is_one_line_and_status_2(
+    words,
+):
     command = [sys.executable, "-m", "bertlab.cli.main", "pretrain", *words]
     shown = subprocess.run([*command, "--print_config"], capture_output=True, text=True)
     assert shown.returncode == 0 and yaml.safe_load(shown.stdout)["model"]["learning_rate"] == 0.01
@@ -852,7 +1153,10 @@ def test_a_model_beside_checkpoints_is_validated_on_the_text_of_its_run(place, t
     shutil.copytree(place / "run", tmp_path / "run")
     [whole] = validate([str(tmp_path / "run")])
     [model] = validate([str(tmp_path / "run" / "models" / "best")])
-    assert model["set"] == whole["set"] == "held out of the training text" and model["loss"] == whole["loss"]
+    assert (
+        model["set"] == whole["set"] == "held out of the training text"
+        and model["loss"] == whole["loss"]
+    )
     shutil.copytree(find_model(place / "run"), tmp_path / "alone")
     [alone] = validate([str(tmp_path / "alone"), "--data.train_dataset_name_or_path", str(place / "text.txt"),
                         "--data.max_sequence_length", "32", "--data.val_batch_size", "1"])  # fmt: skip
@@ -871,10 +1175,18 @@ def test_a_run_is_validated_by_its_own_tokenizer_whatever_its_name_stands_for_no
     assert after["loss"] == before["loss"]
 
 
-def test_what_cannot_be_is_said_before_any_text_is_tokenized(place, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("bertlab.data.module.tokenize_documents", lambda *_, **__: pytest.fail("it began"))
-    assert "max_position_embeddings 64" in said(capsys, "pretrain", *words, "--data.max_sequence_length", "96")
-    assert "is inside of run.output" in said(capsys, "pretrain", *words, "--data.cache_dir", str(tmp_path / "run" / "tokens"))
+def test_what_cannot_be_is_said_before_any_text_is_tokenized(
+    place, words, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "bertlab.data.module.tokenize_documents", lambda *_, **__: pytest.fail("it began")
+    )
+    assert "max_position_embeddings 64" in said(
+        capsys, "pretrain", *words, "--data.max_sequence_length", "96"
+    )
+    assert "is inside of run.output" in said(
+        capsys, "pretrain", *words, "--data.cache_dir", str(tmp_path / "run" / "tokens")
+    )
     (tmp_path / "texts").mkdir()
     shutil.copy(place / "text.txt", tmp_path / "texts")
     assert "all files of which are read" in said(
@@ -887,13 +1199,20 @@ def test_what_cannot_be_is_said_before_any_text_is_tokenized(place, words, tmp_p
 
 def test_a_tilde_is_ones_home_for_what_is_written_too(place, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    asked = ask_for_run("pretrain", ["--config", str(place / "tiny.yaml"), "--run.output", "~/runs/first"])
+    asked = ask_for_run(
+        "pretrain", ["--config", str(place / "tiny.yaml"), "--run.output", "~/runs/first"]
+    )
     assert asked.config["run"]["output"] == str(tmp_path / "runs" / "first")
     shutil.copytree(place / "run", tmp_path / "kept")
     assert find_model("~/kept") == find_model(tmp_path / "kept")
 
 
 def test_a_vocabulary_that_only_the_model_names_is_the_tokenizers_too(words, capsys):
-    run = Run(ask_for_run("pretrain", [*words, "--run.vocab_size", "4096", "--model.model_config_kwargs.vocab_size", "70"]).config)
+    run = Run(
+        ask_for_run(
+            "pretrain",
+            [*words, "--run.vocab_size", "4096", "--model.model_config_kwargs.vocab_size", "70"],
+        ).config
+    )
     run.build()
     assert len(run.tokenizer) <= 70 and run.module.config.vocab_size == 70

@@ -16,7 +16,12 @@ from bertlab.train.stages import load_stages
 
 ROOT = Path(__file__).parents[2]
 EVERY = sorted((ROOT / "configs").glob("*.yaml"))
-CONFIGS = [path for path in EVERY if path.stem not in ("kl-two-stage", "longer-rows", "search") and not path.stem.startswith("finetune")]
+CONFIGS = [
+    path
+    for path in EVERY
+    if path.stem not in ("kl-two-stage", "longer-rows", "search")
+    and not path.stem.startswith("finetune")
+]
 SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=1)
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
 
@@ -27,13 +32,22 @@ def read(path: Path) -> dict:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_configuration_is_read_whole_and_can_be_built(path, tmp_path):
-    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.accelerator", "cpu"]  # wherever this runs
+    words = [
+        "--config",
+        str(path),
+        "--run.output",
+        str(tmp_path / "run"),
+        "--trainer.accelerator",
+        "cpu",
+    ]  # wherever this runs
     run = Run(ask_for_run("pretrain", words).config)
     data, model = run.config["data"], run.config["model"]
     options = {**run.data_options, "pretrained_tokenizer_name_or_path": word_tokenizer(WORDS)}
     PretrainingDataModule(**options).collator_cls.from_tokenizer(  # the names inside the *_kwargs
-        options["pretrained_tokenizer_name_or_path"], max_sequence_length=data["max_sequence_length"],
-        **data["collator_kwargs"])
+        options["pretrained_tokenizer_name_or_path"],
+        max_sequence_length=data["max_sequence_length"],
+        **data["collator_kwargs"],
+    )
     positions = (model["model_config_kwargs"] or {}).get("max_position_embeddings", 8192)
     assert data["max_sequence_length"] <= positions
     assert not (tmp_path / "run").exists()
@@ -45,15 +59,29 @@ def test_every_configuration_says_what_it_costs_and_where_its_numbers_are_from(p
     for words in ("What it costs:", "Where the numbers come from:", "bertlab"):
         assert words in text
     model = read(path)["model"]
-    assert model["scheduler_warmup_steps"] + model["scheduler_cooldown_steps"] <= read(path)["trainer"]["max_steps"]
+    assert (
+        model["scheduler_warmup_steps"] + model["scheduler_cooldown_steps"]
+        <= read(path)["trainer"]["max_steps"]
+    )
 
 
-@pytest.mark.parametrize("name, preset", [("bert-base", bert_base), ("several-nodes", modernbert_large),
-                                          ("modernbert-base", modernbert_base), ("large-gpu", modernbert_base)])
+@pytest.mark.parametrize(
+    "name, preset",
+    [
+        ("bert-base", bert_base),
+        ("several-nodes", modernbert_large),
+        ("modernbert-base", modernbert_base),
+        ("large-gpu", modernbert_base),
+    ],
+)
 def test_a_published_shape_is_the_one_that_its_preset_builds(name, preset):
     config = read(next(path for path in CONFIGS if path.stem == name))
-    _, settings = settle_shape(config["run"].get("shape"), config["model"].get("model_config_kwargs"), "cpu",
-                               config["data"]["max_sequence_length"])
+    _, settings = settle_shape(
+        config["run"].get("shape"),
+        config["model"].get("model_config_kwargs"),
+        "cpu",
+        config["data"]["max_sequence_length"],
+    )
     assert BertLabConfig(**settings).to_dict() == preset().to_dict()
 
 
@@ -75,7 +103,10 @@ def test_the_steps_of_the_papers_follow_from_their_tokens():
     assert modern["trainer"]["max_steps"] == 1_719_000_000_000 // (4608 * 1024)
     bert = by_name["bert-base"]
     assert bert["run"]["batch_tokens"] == 256 * 512
-    assert bert["model"]["scheduler_warmup_steps"] + bert["model"]["scheduler_cooldown_steps"] == 1_000_000
+    assert (
+        bert["model"]["scheduler_warmup_steps"] + bert["model"]["scheduler_cooldown_steps"]
+        == 1_000_000
+    )
 
 
 def test_the_stages_of_a_run_in_stages_are_read_whole():
@@ -85,16 +116,30 @@ def test_the_stages_of_a_run_in_stages_are_read_whole():
 
 
 def write_texts(path: Path) -> str:
-    path.write_text("".join(" ".join(WORDS[i % 7:] + WORDS[:i % 11]) + "\n" for i in range(77)))
+    path.write_text("".join(" ".join(WORDS[i % 7 :] + WORDS[: i % 11]) + "\n" for i in range(77)))
     return str(path)
 
 
 def test_the_laptop_trains_on_a_small_text(tmp_path):
     path = next(path for path in CONFIGS if path.stem == "laptop")
-    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
-             "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"), "--run.vocab_size", "60",
-             "--model.scheduler_warmup_steps", "1", "--model.scheduler_cooldown_steps", "1",
-             "--data.train_batch_size", "4"]
+    words = [
+        "--config",
+        str(path),
+        "--run.output",
+        str(tmp_path / "run"),
+        "--trainer.max_steps",
+        "2",
+        "--data.train_dataset_name_or_path",
+        write_texts(tmp_path / "t.txt"),
+        "--run.vocab_size",
+        "60",
+        "--model.scheduler_warmup_steps",
+        "1",
+        "--model.scheduler_cooldown_steps",
+        "1",
+        "--data.train_batch_size",
+        "4",
+    ]
     words += [f"--model.model_config_kwargs.{key}={value}" for key, value in SHAPE.items()]
     metrics = pretrain(words)
     assert metrics["steps"] == 2 and metrics["val_loss"] > 0
@@ -109,12 +154,33 @@ def test_domain_adaptation_goes_on_from_a_directory_that_stands_for_a_hub_name(t
     save_model(module.model, tokenizer, known)
     assert "ModernBert" in describe_saving(module.model)
     path = next(path for path in CONFIGS if path.stem == "domain-adaptation")
-    words = ["--config", str(path), "--run.output", str(tmp_path / "run"), "--trainer.max_steps", "2",
-             "--data.train_dataset_name_or_path", write_texts(tmp_path / "t.txt"),
-             "--model.pretrained_model_name_or_path", str(known), "--trainer.accumulate_grad_batches", "1",
-             "--data.train_batch_size", "1", "--data.max_sequence_length", "64",
-             "--model.scheduler_warmup_steps", "1", "--model.scheduler_cooldown_steps", "1"]
+    words = [
+        "--config",
+        str(path),
+        "--run.output",
+        str(tmp_path / "run"),
+        "--trainer.max_steps",
+        "2",
+        "--data.train_dataset_name_or_path",
+        write_texts(tmp_path / "t.txt"),
+        "--model.pretrained_model_name_or_path",
+        str(known),
+        "--trainer.accumulate_grad_batches",
+        "1",
+        "--data.train_batch_size",
+        "1",
+        "--data.max_sequence_length",
+        "64",
+        "--model.scheduler_warmup_steps",
+        "1",
+        "--model.scheduler_cooldown_steps",
+        "1",
+    ]
     assert pretrain(words)["steps"] == 2
     adapted = find_model(tmp_path / "run")
-    before, after = (yaml.safe_load((place / "config.json").read_text()) for place in (known, adapted))
-    assert before["hidden_size"] == after["hidden_size"] == 16 and after["architectures"] == ["ModernBertForMaskedLM"]
+    before, after = (
+        yaml.safe_load((place / "config.json").read_text()) for place in (known, adapted)
+    )
+    assert before["hidden_size"] == after["hidden_size"] == 16 and after["architectures"] == [
+        "ModernBertForMaskedLM"
+    ]

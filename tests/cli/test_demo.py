@@ -101,7 +101,10 @@ def test_resuming_a_finished_run_changes_no_result(finished):
 def short(tmp_path_factory):
     "A shorter run on a text of its own, which validates in no time; and the words that make it."
     folder = tmp_path_factory.mktemp("short")
-    lines = [f"Number {i} is {'odd' if i % 2 else 'even'}, and {i * 7 % 97} follows it here." for i in range(3000)]
+    lines = [
+        f"Number {i} is {'odd' if i % 2 else 'even'}, and {i * 7 % 97} follows it here."
+        for i in range(3000)
+    ]
     (folder / "text.txt").write_text("\n".join(lines))
     words = ["--data", folder / "text.txt", *SMALL, "--steps", 150]
     result = demo("--output", folder / "run", *words)
@@ -167,7 +170,9 @@ def test_overwrite_moves_the_earlier_run_aside(finished, tmp_path):
     (directory / "run.yaml").write_text("recipe: {steps: 1}\n")
     (directory / "model.safetensors").write_bytes(b"precious")
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))
+    text.write_text(
+        "\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400))
+    )
     result = demo("--overwrite", "--output", directory, "--data", text, *SMALL, "--steps", 3)
     assert result.returncode == 0, result.stderr
     assert (directory / "previous-1" / "model.safetensors").read_bytes() == b"precious"
@@ -231,7 +236,9 @@ def test_validate_measures_the_demos_directory_as_the_demo_did(finished):
     found = bertlab("validate", finished[0], "--trainer.precision", "32-true")
     assert found.returncode == 0, found.stderr
     metrics = json.loads((finished[0] / "metrics.json").read_text())
-    assert json.loads(found.stdout)[0]["loss"] == pytest.approx(metrics["validation_loss"], rel=1e-4)
+    assert json.loads(found.stdout)[0]["loss"] == pytest.approx(
+        metrics["validation_loss"], rel=1e-4
+    )
 
 
 def test_flags_and_recipe_cannot_contradict_a_resumed_run(finished):
@@ -251,7 +258,9 @@ def test_a_word_whose_token_holds_the_space_before_it_can_be_hidden(kind):
 
 def test_a_resume_with_other_text_is_refused(finished, tmp_path):
     directory, text = tmp_path / "run", tmp_path / "text.txt"
-    text.write_text("\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400)))
+    text.write_text(
+        "\n".join(f"Sentence number {i} says that {i * 7} is a number." for i in range(400))
+    )
     result = demo("--output", directory, "--data", text, *SMALL, "--steps", 3)
     assert result.returncode == 0, result.stderr
     text.write_text(text.read_text().replace("number", "figure"))

@@ -47,7 +47,9 @@ def test_a_run_leaves_a_model_its_configuration_and_its_numbers(place):
     numbers = json.loads((place / "run/metrics.json").read_text())
     assert {"val_loss", "val_mrr", "val_recall_10", "train_loss"} <= numbers.keys()
     assert yaml.safe_load((place / "run/run.yaml").read_text())["trainer"]["max_steps"] == 8
-    assert {"modules.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (place / "run").iterdir()}
+    assert {"modules.json", "model.safetensors", "tokenizer.json"} <= {
+        p.name for p in (place / "run").iterdir()
+    }
 
 
 def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place, capsys, tmp_path):
@@ -55,19 +57,46 @@ def test_a_finished_run_resumes_further_and_is_not_overwritten_by_accident(place
     status, _, error = run(capsys, "finetune", "--config", config)
     assert status == 2 and "already holds a run" in error and error.count("\n") == 1
     output = tmp_path / "again"
-    assert run(capsys, "finetune", "--config", config, "--run.output", output, "--trainer.max_steps", "4")[0] == 0
+    assert (
+        run(
+            capsys,
+            "finetune",
+            "--config",
+            config,
+            "--run.output",
+            output,
+            "--trainer.max_steps",
+            "4",
+        )[0]
+        == 0
+    )
     first = json.loads((output / "metrics.json").read_text())
     status, _, error = run(capsys, "finetune", "--resume", output, "--trainer.max_steps", "8")
     assert status == 0, error
     assert json.loads((output / "metrics.json").read_text())["val_loss"] != first["val_loss"]
 
 
-@pytest.mark.parametrize("limit, steps", [(None, 0), ([{"class_path": "bertlab.TimeLimit", "init_args": {"limit": "1h"}}], 3)])
-def test_a_run_ends_with_the_budget_of_its_schedule_unless_a_limit_says_otherwise(place, capsys, tmp_path, limit, steps):
+@pytest.mark.parametrize(
+    "limit, steps",
+    [(None, 0), ([{"class_path": "bertlab.TimeLimit", "init_args": {"limit": "1h"}}], 3)],
+)
+def test_a_run_ends_with_the_budget_of_its_schedule_unless_a_limit_says_otherwise(
+    place, capsys, tmp_path, limit, steps
+):
     clock = ["--model.schedule", "time_budget", "--model.scheduler_kwargs", "{budget: 0.001s}", "--trainer.max_steps", "3",
              *([] if limit is None else ["--trainer.callbacks", json.dumps(limit)])]  # fmt: skip
-    status, told, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "timed", *clock)
-    assert status == 0 and ("seconds of all sessions are over (limit='0.001s')" in told + error) == (limit is None), error
+    status, told, error = run(
+        capsys,
+        "finetune",
+        "--config",
+        place / "embed.yaml",
+        "--run.output",
+        tmp_path / "timed",
+        *clock,
+    )
+    assert status == 0 and (
+        "seconds of all sessions are over (limit='0.001s')" in told + error
+    ) == (limit is None), error
     kept = [int(path.stem[5:]) for path in (tmp_path / "timed").glob("checkpoints/*.ckpt")]
     assert kept == [steps] * (steps > 0) and (tmp_path / "timed" / "model.safetensors").exists()
 
@@ -77,9 +106,13 @@ def test_a_run_does_not_begin_anew_where_its_checkpoint_is_damaged(place, capsys
     (path,) = (tmp_path / "run/checkpoints").iterdir()
     path.write_bytes(path.read_bytes()[:-30])
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    status, _, error = run(capsys, "finetune", "--resume", tmp_path / "run", "--trainer.max_steps", "12")
+    status, _, error = run(
+        capsys, "finetune", "--resume", tmp_path / "run", "--trainer.max_steps", "12"
+    )
     assert status == 2 and "no checkpoint in" in error and error.count("\n") == 1
-    assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
+    }
 
 
 def test_a_run_does_not_go_on_with_other_pairs_or_past_its_end(place, capsys, tmp_path):
@@ -97,40 +130,70 @@ def test_a_run_does_not_go_on_with_other_pairs_or_past_its_end(place, capsys, tm
     assert (output / "model.safetensors").read_bytes() == kept
 
 
-@pytest.mark.parametrize("words, said", [(("--model.pooling", "cls"), "pooling is 'mean' there and 'cls' here"),
-                                         (("--data.shuffle_train", "false"), "shuffle is True there and False here")])
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--model.pooling", "cls"), "pooling is 'mean' there and 'cls' here"),
+        (("--data.shuffle_train", "false"), "shuffle is True there and False here"),
+    ],
+)
 def test_a_run_does_not_go_on_with_another_pooling_or_order(place, capsys, words, said):
     kept = (place / "run/1_Pooling/config.json").read_bytes()
-    status, _, error = run(capsys, "finetune", "--resume", place / "run", "--trainer.max_steps", "12", *words)
+    status, _, error = run(
+        capsys, "finetune", "--resume", place / "run", "--trainer.max_steps", "12", *words
+    )
     assert status == 2 and said in error and error.count("\n") == 1
     assert (place / "run/1_Pooling/config.json").read_bytes() == kept
 
 
-@pytest.mark.parametrize("norm, how", [("layer", ": load it with"), ("rms", ": import bertlab, then load it with")])
+@pytest.mark.parametrize(
+    "norm, how", [("layer", ": load it with"), ("rms", ": import bertlab, then load it with")]
+)
 def test_the_last_line_says_how_the_model_is_loaded(place, capsys, tmp_path, norm, how):
-    shape = {k: v for k, v in small_config().items() if k.startswith(("hidden_size", "inter", "num_"))}
+    shape = {
+        k: v for k, v in small_config().items() if k.startswith(("hidden_size", "inter", "num_"))
+    }
     status, said, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new", "--trainer.max_steps", "1",
                               "--model.model_config_kwargs", json.dumps({**shape, "norm": norm}))  # fmt: skip
-    assert status == 0 and f"{how} SentenceTransformer('{tmp_path / 'new'}')" in said.splitlines()[-1], error
+    assert (
+        status == 0 and f"{how} SentenceTransformer('{tmp_path / 'new'}')" in said.splitlines()[-1]
+    ), error
 
 
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet"])
 def test_texts_become_vectors_in_a_file(place, capsys, tmp_path, output):
-    status, said, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output, "--width", "8")
+    status, said, error = run(
+        capsys,
+        "encode",
+        place / "run",
+        place / "texts",
+        "--output",
+        tmp_path / output,
+        "--width",
+        "8",
+    )
     assert status == 0 and "120 texts" in said, error
     if output == "v.npy":
         assert np.load(tmp_path / output).shape == (120, 8)
-    status, _, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output)
+    status, _, error = run(
+        capsys, "encode", place / "run", place / "texts", "--output", tmp_path / output
+    )
     assert status == 2 and "exists" in error
 
 
-@pytest.mark.parametrize("output, became", [("v.npy", "which have rows of zeros"), ("v.parquet", "left out")])
+@pytest.mark.parametrize(
+    "output, became", [("v.npy", "which have rows of zeros"), ("v.parquet", "left out")]
+)
 def test_blank_texts_are_counted_at_the_end(place, capsys, tmp_path, output, became):
     (tmp_path / "some.txt").write_text("alpha beta\n\ngamma\n" + "delta\n" * 40)
-    status, said, error = run(capsys, "encode", place / "run", tmp_path / "some.txt", "--output", tmp_path / output)
+    status, said, error = run(
+        capsys, "encode", place / "run", tmp_path / "some.txt", "--output", tmp_path / output
+    )
     assert status == 0 and "42 texts" in said and f"1 blank texts, {became}" in said, error
     if output == "v.npy":
-        assert np.flatnonzero(~np.load(tmp_path / output).any(1)).tolist() == [1], "as the file's second line"
+        assert np.flatnonzero(~np.load(tmp_path / output).any(1)).tolist() == [1], (
+            "as the file's second line"
+        )
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -140,7 +203,9 @@ def test_a_query_finds_its_text_in_an_index_and_in_a_folder(place, capsys, tmp_p
         where = tmp_path / "index"
         assert run(capsys, "encode", place / "run", place / "texts", "--output", where)[0] == 0
     query = (place / "texts/a.txt").read_text().splitlines()[7]
-    status, said, error = run(capsys, "search", place / "run", where, query, "--top_k", "2", "--as_json")
+    status, said, error = run(
+        capsys, "search", place / "run", where, query, "--top_k", "2", "--as_json"
+    )
     assert status == 0, error
     hits = [json.loads(line) for line in said.splitlines()]
     assert hits[0]["text"] == query and hits[0]["source"] == "a.txt:8" and len(hits) == 2
@@ -153,7 +218,20 @@ def test_paths_may_begin_at_the_home_directory(place, capsys, tmp_path, monkeypa
     status, said, error = run(capsys, "encode", "~/model", place / "texts", "--output=~/index")
     assert status == 0 and (tmp_path / "index/store.json").exists(), error
     assert run(capsys, "search", "~/model", "~/index", "alpha")[0] == 0
-    assert run(capsys, "evaluate", "~/model", "--data", place / "pairs.jsonl", "--baselines", "false", "--output", "~/numbers.json")[0] == 0
+    assert (
+        run(
+            capsys,
+            "evaluate",
+            "~/model",
+            "--data",
+            place / "pairs.jsonl",
+            "--baselines",
+            "false",
+            "--output",
+            "~/numbers.json",
+        )[0]
+        == 0
+    )
     assert (tmp_path / "numbers.json").exists()
 
 
@@ -162,10 +240,18 @@ def test_malformed_rows_are_left_out_and_counted_where_that_is_asked(place, caps
     words = place / "run", tmp_path / "bad.jsonl"
     status, _, error = run(capsys, "encode", *words, "--output", tmp_path / "v.npy")
     assert status == 2 and "line 2" in error
-    status, said, error = run(capsys, "encode", *words, "--output", tmp_path / "v.npy", "--on_error", "skip")
+    status, said, error = run(
+        capsys, "encode", *words, "--output", tmp_path / "v.npy", "--on_error", "skip"
+    )
     assert status == 0 and "2 texts" in said and "1 malformed rows, left out" in said, error
-    status, said, error = run(capsys, "search", *words, "alpha beta", "--on_error", "skip", "--as_json")
-    assert status == 0 and len([json.loads(line) for line in said.splitlines()]) == 2 and "1 malformed rows" in error
+    status, said, error = run(
+        capsys, "search", *words, "alpha beta", "--on_error", "skip", "--as_json"
+    )
+    assert (
+        status == 0
+        and len([json.loads(line) for line in said.splitlines()]) == 2
+        and "1 malformed rows" in error
+    )
     (tmp_path / "bare.csv").write_text("alpha beta,x\ngamma,y\n")
     status, said, error = run(capsys, "search", place / "run", tmp_path / "bare.csv", "gamma", "--header", "false", "--text_column", "1",
                               "--top_k", "1", "--as_json")  # fmt: skip
@@ -177,38 +263,70 @@ def test_prompts_of_a_model_stand_before_texts_and_queries_and_are_named(place, 
     path = tmp_path / "model/config_sentence_transformers.json"
     prompts = {"query": "alpha beta: ", "passage": "gamma: "}
     path.write_text(json.dumps({**json.loads(path.read_text()), "prompts": prompts}))
-    status, said, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / "index")
+    status, said, error = run(
+        capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / "index"
+    )
     assert status == 0 and "the model's prompt 'gamma: '" in said, error
-    for side, expected in (("query", "prompt 'alpha beta: ' (otherwise: --prompt document or --prompt none)"), ("none", "")):
-        status, said, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--output", tmp_path / f"{side}.npy", "--prompt", side)
-        assert status == 0 and expected in said and ("before each" in said) == (side == "query"), error
-    status, _, error = run(capsys, "encode", tmp_path / "model", place / "texts", "--prompt", "passage")
+    for side, expected in (
+        ("query", "prompt 'alpha beta: ' (otherwise: --prompt document or --prompt none)"),
+        ("none", ""),
+    ):
+        status, said, error = run(
+            capsys,
+            "encode",
+            tmp_path / "model",
+            place / "texts",
+            "--output",
+            tmp_path / f"{side}.npy",
+            "--prompt",
+            side,
+        )
+        assert status == 0 and expected in said and ("before each" in said) == (side == "query"), (
+            error
+        )
+    status, _, error = run(
+        capsys, "encode", tmp_path / "model", place / "texts", "--prompt", "passage"
+    )
     assert status == 2 and "prompt 'passage' is unknown" in error
     status, said, error = run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / "none.npy", "--prompt", "query",
                               "--overwrite")  # fmt: skip
     assert status == 0 and "the model has no prompt for queries" in said, error
     for where in (tmp_path / "index", place / "texts"):
-        status, said, error = run(capsys, "search", tmp_path / "model", where, "red house", "--as_json", "--top_k", "1")
+        status, said, error = run(
+            capsys, "search", tmp_path / "model", where, "red house", "--as_json", "--top_k", "1"
+        )
         assert status == 0, error
         hit, plain = json.loads(said), load_bi_encoder(str(place / "run"))
         one, two = plain.encode(["alpha beta: red house", "gamma: " + hit["text"]])
         assert hit["score"] == pytest.approx(float(one @ two), abs=1e-4)
 
 
-def test_a_comparison_that_is_not_computed_is_refused_before_anything_is_encoded(place, capsys, tmp_path):
+def test_a_comparison_that_is_not_computed_is_refused_before_anything_is_encoded(
+    place, capsys, tmp_path
+):
     shutil.copytree(place / "run", tmp_path / "model")
     path = tmp_path / "model/config_sentence_transformers.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "similarity_fn_name": "manhattan"}))
-    for words in (("search", tmp_path / "model", place / "texts", "x"), ("evaluate", tmp_path / "model", "--data", place / "pairs.jsonl")):
+    for words in (
+        ("search", tmp_path / "model", place / "texts", "x"),
+        ("evaluate", tmp_path / "model", "--data", place / "pairs.jsonl"),
+    ):
         status, _, error = run(capsys, *words)
         assert status == 2 and "'manhattan'" in error and error.count("\n") == 1
 
 
 def test_an_index_is_searched_as_it_was_encoded(place, capsys, tmp_path):
     words = ["--max_sequence_length", "4", "--pooling", "cls"]
-    assert run(capsys, "encode", place / "run", place / "texts", "--output", tmp_path / "index", *words)[0] == 0
+    assert (
+        run(
+            capsys, "encode", place / "run", place / "texts", "--output", tmp_path / "index", *words
+        )[0]
+        == 0
+    )
     query = (place / "texts/a.txt").read_text().splitlines()[7]
-    status, said, error = run(capsys, "search", place / "run", tmp_path / "index", query, "--as_json")
+    status, said, error = run(
+        capsys, "search", place / "run", tmp_path / "index", query, "--as_json"
+    )
     assert status == 0, error
     best = [hit for hit in map(json.loads, said.splitlines()) if hit["score"] > 1 - 1e-4]
     assert query in [hit["text"] for hit in best]
@@ -234,7 +352,9 @@ SMALL = {
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_evaluation_on_few_pairs_has_its_baselines(place, capsys, tmp_path, name):
-    (tmp_path / "few.jsonl").write_text("\n".join(json.dumps({"query": q, "positive": p}) for q, p in SMALL[name]))
+    (tmp_path / "few.jsonl").write_text(
+        "\n".join(json.dumps({"query": q, "positive": p}) for q, p in SMALL[name])
+    )
     status, said, error = run(capsys, "evaluate", place / "run", "--data", tmp_path / "few.jsonl")
     assert status == 0, error
     rows = [line.split("  ")[0] for line in said.splitlines()[2:]]
@@ -242,11 +362,17 @@ def test_an_evaluation_on_few_pairs_has_its_baselines(place, capsys, tmp_path, n
 
 
 def test_an_evaluation_on_texts_without_words_keeps_the_model_s_numbers(place, capsys, tmp_path):
-    (tmp_path / "signs.jsonl").write_text("\n".join(json.dumps({"query": q, "positive": p}) for q, p in ["?!", "+-", "=<"]))
+    (tmp_path / "signs.jsonl").write_text(
+        "\n".join(json.dumps({"query": q, "positive": p}) for q, p in ["?!", "+-", "=<"])
+    )
     status, said, error = run(capsys, "evaluate", place / "run", "--data", tmp_path / "signs.jsonl")
     assert status == 0, error
     lines = said.splitlines()
-    assert lines[2].startswith("model  ") and lines[3].startswith("BM25") and "0.000 (0.000-0.000)" in lines[3]
+    assert (
+        lines[2].startswith("model  ")
+        and lines[3].startswith("BM25")
+        and "0.000 (0.000-0.000)" in lines[3]
+    )
     assert lines[-1].startswith("mean of word vectors: left out") and "have none" in lines[-1]
 
 
@@ -314,9 +440,16 @@ def test_a_mistake_is_one_line_that_names_it(place, capsys, name, monkeypatch, t
 
 
 def test_one_of_several_processes_of_a_launcher_is_refused(place, capsys, monkeypatch, tmp_path):
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": "0",
+    }.items():
         monkeypatch.setenv(name, value)
-    status, _, error = run(capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new")
+    status, _, error = run(
+        capsys, "finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new"
+    )
     assert status == 2 and "torchrun has started 2" in error and not (tmp_path / "new").exists()
 
 
@@ -328,22 +461,40 @@ def test_the_family_lists_its_commands(capsys):
 
 
 def test_what_would_be_read_as_text_or_moved_aside_is_refused_before_work(place, capsys, tmp_path):
-    status, _, error = run(capsys, "encode", place / "run", place / "texts", "--output", place / "texts/vectors.npy")
+    status, _, error = run(
+        capsys, "encode", place / "run", place / "texts", "--output", place / "texts/vectors.npy"
+    )
     assert status == 2 and "is inside of" in error and not list((place / "texts").glob("*vectors*"))
     config = str(place / "embed.yaml")
     status, _, error = run(capsys, "finetune", "--config", config, "--overwrite", "--model.model_config_kwargs", "null",
                            "--model.pretrained_model_name_or_path", place / "run")  # fmt: skip
-    assert status == 2 and "--overwrite would move it aside" in error and (place / "run/config.json").exists()
+    assert (
+        status == 2
+        and "--overwrite would move it aside" in error
+        and (place / "run/config.json").exists()
+    )
 
 
 @pytest.mark.parametrize("there, taken", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
 def test_a_model_goes_to_the_device_that_training_would_take(monkeypatch, there, taken):
-    monkeypatch.setattr("bertlab.cli.embed.count_devices", lambda kind: int(kind in [*there, "cpu"]))
-    monkeypatch.setattr(BiEncoder, "load", lambda *_, **__: SimpleNamespace(to=lambda device: device))
+    monkeypatch.setattr(
+        "bertlab.cli.embed.count_devices", lambda kind: int(kind in [*there, "cpu"])
+    )
+    monkeypatch.setattr(
+        BiEncoder, "load", lambda *_, **__: SimpleNamespace(to=lambda device: device)
+    )
     assert load_bi_encoder("someone/some-model") == taken
 
 
 def test_no_steps_are_no_training(place, capsys, tmp_path):
-    words = ["finetune", "--config", place / "embed.yaml", "--run.output", tmp_path / "new", "--trainer.max_steps", "0"]
+    words = [
+        "finetune",
+        "--config",
+        place / "embed.yaml",
+        "--run.output",
+        tmp_path / "new",
+        "--trainer.max_steps",
+        "0",
+    ]
     status, _, error = run(capsys, *words)
     assert status == 2 and "max_steps must be 1 or more, got 0" in error and error.count("\n") == 1

@@ -73,4 +73,9 @@ def test_without_the_extra_the_command_names_it(place, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(program, "find_spec", lambda name: None if name == "onnxruntime" else True)
     status, _, line = answer(capfd, place / "model")
-    assert status == 2 and "bertlab[export]" in line and "onnxruntime" in line and "onnxscript" not in line
+    assert (
+        status == 2
+        and "bertlab[export]" in line
+        and "onnxruntime" in line
+        and "onnxscript" not in line
+    )

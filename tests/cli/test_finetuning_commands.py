@@ -27,7 +27,9 @@ from bertlab.model.loading import read_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIGS = Path(__file__).parents[2] / "configs"
-MODEL = json.dumps({key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"})
+MODEL = json.dumps(
+    {key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"}
+)
 QUICK = ["--model.model_config_kwargs", MODEL, "--model.learning_rate", "0.003", "--run.progress", "none",
          "--data.train_batch_size", "8", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true",
          "--trainer.limit_train_batches", "4", "--run.num_epochs", "1"]  # fmt: skip
@@ -68,7 +70,9 @@ def write_rows(folder, task):
                 table.writeheader()
                 table.writerows(make(number, seed))
         else:
-            path.write_text({"conllu": conllu, "conll": conll2003, "squad": squad}[task](make(number, seed)))
+            path.write_text(
+                {"conllu": conllu, "conll": conll2003, "squad": squad}[task](make(number, seed))
+            )
     return folder
 
 
@@ -96,8 +100,18 @@ def test_each_task_goes_from_a_file_to_predictions_of_a_file(tok, tmp_path, caps
         more += ["--data.max_sequence_length", "16", "--data.collator_kwargs", '{"doc_stride": 4}']
     assert by_words(words_for(tok, source, output, *more)) == 0
     held = {path.name for path in output.iterdir()}
-    assert {"run.yaml", "metrics.json", "evaluation.json", "config.json", "model.safetensors", "tokenizer.json"} <= held
-    assert held & {"calibration.png", "answers.png"} and "test rows, best seed" in capsys.readouterr().out
+    assert {
+        "run.yaml",
+        "metrics.json",
+        "evaluation.json",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    } <= held
+    assert (
+        held & {"calibration.png", "answers.png"}
+        and "test rows, best seed" in capsys.readouterr().out
+    )
     metrics = json.loads((output / "metrics.json").read_text())
     assert metrics["deviation"] == {} and metrics["mean"] == metrics["runs"][0]
     file = next(source.glob("test.*"))
@@ -127,7 +141,10 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
     assert found["mean"]["val_loss"] == pytest.approx(np.mean(losses))
     assert found["deviation"]["val_loss"] == pytest.approx(np.std(losses, ddof=1))
     assert found["best_seed"] == (1, 2, 3)[int(np.argmin(losses))]
-    ids = {f"{name}_token_id": getattr(tokenizer(), f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
+    ids = {
+        f"{name}_token_id": getattr(tokenizer(), f"{name}_token_id")
+        for name in ("pad", "cls", "sep", "mask")
+    }
     ids["vocab_size"] = len(tokenizer())
     alone = finetune(FinetuningModule("classification", model_config_kwargs=CONFIG | ids, learning_rate=0.003), data_for(),
                      tmp_path / "alone", 1, monitor="val_loss", seed=found["best_seed"], limit_train_batches=4,
@@ -135,15 +152,21 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
     # The same rows from memory instead of a file.
     assert alone.metrics["val_loss"] == pytest.approx(min(losses), abs=1e-5)
     rows = texts_of(11, 2)
-    said = [row["predicted_label"] for row in predict_rows(load_predictor(tmp_path / "run"), rows).rows]
+    said = [
+        row["predicted_label"] for row in predict_rows(load_predictor(tmp_path / "run"), rows).rows
+    ]
     accuracy = np.mean([one == row["label"] for one, row in zip(said, rows)])
-    assert accuracy == pytest.approx(evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"])
+    assert accuracy == pytest.approx(
+        evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"]
+    )
 
 
 def test_the_best_seed_is_evaluated_on_the_device_of_the_run(tok, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr("bertlab.cli.finetune.find_accelerator", lambda accelerator: "cuda")
-    monkeypatch.setattr(FinetuningModule, "to", lambda module, device: asked.append(str(device)) or module)
+    monkeypatch.setattr(
+        FinetuningModule, "to", lambda module, device: asked.append(str(device)) or module
+    )
     assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), tmp_path / "run")) == 0
     assert asked[-1] == "cuda", "those before are Lightning's"
 
@@ -152,7 +175,9 @@ def test_the_best_seed_is_evaluated_on_the_device_of_the_run(tok, tmp_path, monk
 @pytest.mark.parametrize("form", ["csv", "squad"])
 def test_a_gpu_evaluates_as_it_has_validated(tok, tmp_path, form):
     more = ["--model.task", KINDS[form][0], "--trainer.accelerator", "gpu"]
-    assert by_words(words_for(tok, write_rows(tmp_path / "rows", form), tmp_path / "run", *more)) == 0
+    assert (
+        by_words(words_for(tok, write_rows(tmp_path / "rows", form), tmp_path / "run", *more)) == 0
+    )
     (metrics,) = json.loads((tmp_path / "run" / "metrics.json").read_text())["runs"]
     name = "accuracy" if form == "csv" else "f1"
     found = json.loads((tmp_path / "run" / "evaluation.json").read_text())[name]
@@ -160,15 +185,24 @@ def test_a_gpu_evaluates_as_it_has_validated(tok, tmp_path, form):
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
-def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(tok, tmp_path, capsys, adapter):
+def test_the_average_of_a_run_is_the_mean_of_the_seeds_that_it_has_finished(
+    tok, tmp_path, capsys, adapter
+):
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
     more = ["--run.seeds", "[0,1]", *(["--model.adapter", adapter] if adapter else [])]
     assert by_words(words_for(tok, source, output, *more)) == 0
-    seeds = [read_weights(path)["task_head.classifier.weight"] for path in sorted(output.glob("seed-*/best.ckpt"))]
-    shutil.copytree(output / "seed-1", output / "seed-2")  # as a run leaves it that was killed in its third seed
+    seeds = [
+        read_weights(path)["task_head.classifier.weight"]
+        for path in sorted(output.glob("seed-*/best.ckpt"))
+    ]
+    shutil.copytree(
+        output / "seed-1", output / "seed-2"
+    )  # as a run leaves it that was killed in its third seed
     output = output.rename(tmp_path / "moved")
     written = (output / "run.yaml").read_text()
-    (output / "run.yaml").write_text(written.replace("accelerator: cpu", "accelerator: gpu"))  # of another machine
+    (output / "run.yaml").write_text(
+        written.replace("accelerator: cpu", "accelerator: gpu")
+    )  # of another machine
     assert (output / "run.yaml").read_text() != written
     assert main(["average", str(output), "--output", str(tmp_path / "mean")]) == 0
     assert "seed-2     left out" in capsys.readouterr().out
@@ -204,11 +238,15 @@ def test_a_built_in_task_brings_rows_kind_tokenizer_and_baselines(tmp_path, caps
     assert by_words(words) == 0
     found = json.loads((output / "metrics.json").read_text())
     assert set(found["baselines"]) == {"majority", "bag of words"}
-    assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), "the same metrics, by the same names"
+    assert set(found["baselines"]["majority"]) <= set(found["runs"][0]), (
+        "the same metrics, by the same names"
+    )
     said = capsys.readouterr().out
     assert "bag of words" in said and "PSF License" in said
     assert "\nbaselines take 25 of 60 train rows, 25 of 30 test rows, drawn by lot\n" in said
-    assert yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
+    assert (
+        yaml.safe_load((output / "run.yaml").read_text())["model"]["task"] == "token_classification"
+    )
     assert load_predictor(output).task == "token_classification"
 
 
@@ -220,15 +258,23 @@ def write_glue(folder, name):
         rows = texts_of(number, 0)
         columns = {column: [row["text"] for row in rows] for column in GLUE[name][0]}
         labels = [-1 if split == "test" else int(row["label"] == "tool") for row in rows]
-        data = Dataset.from_dict({**columns, "label": [max(-1.0, x * 2.5) for x in labels] if name == "stsb" else labels})
+        data = Dataset.from_dict(
+            {**columns, "label": [max(-1.0, x * 2.5) for x in labels] if name == "stsb" else labels}
+        )
         if name != "stsb":
             data = data.cast_column("label", ClassLabel(names=["no", "yes"]))
         suffix = "_matched" if name == "mnli" and split != "train" else ""
         data.to_parquet(str(folder / name / f"{split}{suffix}-00000-of-00001.parquet"))
     files = {split: f"{name}/{split}-*" for split in ("train", "validation", "test")}
     if name == "mnli":
-        files = {split: f"{name}/{split}-*" for split in ("train", "validation_matched", "test_matched")}
-    card = {"configs": [{"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]}]}
+        files = {
+            split: f"{name}/{split}-*" for split in ("train", "validation_matched", "test_matched")
+        }
+    card = {
+        "configs": [
+            {"config_name": name, "data_files": [{"split": s, "path": p} for s, p in files.items()]}
+        ]
+    }
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n")
 
 
@@ -241,33 +287,60 @@ def test_a_glue_task_is_read_by_its_name(tok, tmp_path, monkeypatch, name, metri
     words = words_for(tok, tmp_path / "glue", tmp_path / "run", "--run.glue", name)
     assert by_words(words) == 0
     found = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert found["monitor"] == metric and not any(key.startswith("test_") for key in found["runs"][0])
-    assert load_predictor(tmp_path / "run").problem_type == ("regression" if name == "stsb" else "single_label_classification")
+    assert found["monitor"] == metric and not any(
+        key.startswith("test_") for key in found["runs"][0]
+    )
+    assert load_predictor(tmp_path / "run").problem_type == (
+        "regression" if name == "stsb" else "single_label_classification"
+    )
 
 
 @pytest.mark.parametrize("name", ["sst2", "mnli"])
 def test_a_glue_task_may_lie_in_plain_files(tok, tmp_path, name):
     columns = GLUE[name][0]
     for split, number in (("train", 40), ("dev", 12), ("test", 6)):
-        lines = ["\t".join([*[row["text"]] * len(columns), *[row["label"]] * (split != "test")]) for row in texts_of(number, 0)]
-        (tmp_path / f"{split}.tsv").write_text("\n".join(["\t".join([*columns, *["label"] * (split != "test")]), *lines]))
-    run = FinetuningRun(COMMANDS["finetune"].parse(words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name)).config)
+        lines = [
+            "\t".join([*[row["text"]] * len(columns), *[row["label"]] * (split != "test")])
+            for row in texts_of(number, 0)
+        ]
+        (tmp_path / f"{split}.tsv").write_text(
+            "\n".join(["\t".join([*columns, *["label"] * (split != "test")]), *lines])
+        )
+    run = FinetuningRun(
+        COMMANDS["finetune"]
+        .parse(words_for(tok, tmp_path, tmp_path / "run", "--run.glue", name))
+        .config
+    )
     run.build()
-    assert {split: len(rows) for split, rows in run.data.records.items()} == {"train": 40, "validation": 12, "test": 6}
+    assert {split: len(rows) for split, rows in run.data.records.items()} == {
+        "train": 40,
+        "validation": 12,
+        "test": 6,
+    }
     assert run.data.text_columns == columns and run.monitor == "val_accuracy"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(CONFIGS.glob("finetune-*.yaml")), ids=lambda path: path.stem
+)
 def test_each_configuration_parses_and_names_what_exists(path, tmp_path):
-    asked = COMMANDS["finetune"].parse(["--config", str(path), "--run.output", str(tmp_path / "run")])
+    asked = COMMANDS["finetune"].parse(
+        ["--config", str(path), "--run.output", str(tmp_path / "run")]
+    )
     run = FinetuningRun(asked.config)
     written = yaml.safe_load(path.read_text())
     for part, values in written.items():
         for name, value in values.items():
             if name not in ("output", "task"):
                 assert run.config[part][name] == value, f"{part}.{name}"
-    kinds = {"code-tokens": "token_classification", "doc-words": "token_classification", "api-questions": "question_answering"}
-    assert run.config["model"]["task"] == kinds.get(path.stem.removeprefix("finetune-"), "classification")
+    kinds = {
+        "code-tokens": "token_classification",
+        "doc-words": "token_classification",
+        "api-questions": "question_answering",
+    }
+    assert run.config["model"]["task"] == kinds.get(
+        path.stem.removeprefix("finetune-"), "classification"
+    )
     FinetuningModule(**run.config["model"])  # checks its arguments
     assert not (tmp_path / "run").exists()
 
@@ -278,8 +351,12 @@ def test_there_is_a_configuration_for_each_kind():
 
 
 def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
-    (tmp_path / "prices.csv").write_text("text,label\n" + "".join(f"the apple costs {n},{n}\n" for n in range(40)))
-    words = words_for(tok, tmp_path / "prices.csv", tmp_path / "run", "--model.problem_type", "regression")
+    (tmp_path / "prices.csv").write_text(
+        "text,label\n" + "".join(f"the apple costs {n},{n}\n" for n in range(40))
+    )
+    words = words_for(
+        tok, tmp_path / "prices.csv", tmp_path / "run", "--model.problem_type", "regression"
+    )
     run = FinetuningRun(COMMANDS["finetune"].parse(words).config)
     run.build()
     assert run.data.collator.problem_type == "regression" and run.monitor == "val_spearman"
@@ -295,8 +372,14 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--run.num_epochs", "0"], "run.num_epochs"),
         (["--run.patience", "-1"], "run.patience"),
         (["--run.average", "2"], "run.average"),
-        (["--run.average", "0.9", "--model.optimizer_class", "splus"], "the optimizer (splus) keeps averages of its own"),
-        (["--run.validations_per_epoch", "5"], "validations_per_epoch=5 is more than the 4 optimizer steps"),
+        (
+            ["--run.average", "0.9", "--model.optimizer_class", "splus"],
+            "the optimizer (splus) keeps averages of its own",
+        ),
+        (
+            ["--run.validations_per_epoch", "5"],
+            "validations_per_epoch=5 is more than the 4 optimizer steps",
+        ),
         (["--run.seeds", "[-1]"], "run.seeds"),
         (["--data.validation_fraction", "1.5"], "validation_fraction"),
         (["--data.val_batch_size", "0"], "val_batch_size"),
@@ -316,10 +399,21 @@ def test_whole_numbers_are_regressed_where_the_model_is_asked_to(tok, tmp_path):
         (["--model.optimizer_class", "adamx"], "adamx"),
         (["--model.optimizer_kwargs", '{"bates": 1}'], "bates"),
         (["--model.optimizer_kwargs", '{"betas": 0.9}'], "optimizer_kwargs: adamw cannot be built"),
-        (["--model.optimizer_kwargs", '{"weight_decay": 0.1}'], "say weight_decay=0.1 beside optimizer_kwargs"),
+        (
+            ["--model.optimizer_kwargs", '{"weight_decay": 0.1}'],
+            "say weight_decay=0.1 beside optimizer_kwargs",
+        ),
         (["--model.warmup_steps", "5000", "--model.scheduler_type", "linear"], "warmup"),
         (["--model.task", "translation"], "translation"),
-        (["--model.pretrained_model_name_or_path", "nowhere/at/all", "--model.model_config_kwargs", "null"], "nowhere/at/all"),
+        (
+            [
+                "--model.pretrained_model_name_or_path",
+                "nowhere/at/all",
+                "--model.model_config_kwargs",
+                "null",
+            ],
+            "nowhere/at/all",
+        ),
         (["--model.pretrained_model_name_or_path", "somebody/model"], "not both"),
         (["--trainer.max_steps", "3"], "max_steps"),
         (["--trainer.precision", "fp17"], "precision='fp17'"),
@@ -339,7 +433,9 @@ def test_a_mistake_is_one_line_before_anything_is_written(tok, tmp_path, capsys,
     assert not (tmp_path / "run").exists()
 
 
-def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(tok, tmp_path, capsys, monkeypatch):
+def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(
+    tok, tmp_path, capsys, monkeypatch
+):
     import bertlab.cli.finetune as command
 
     made = command.make_trainer
@@ -351,12 +447,22 @@ def test_sophia_under_a_scaler_of_float16_is_refused_before_anything_is_written(
 
     monkeypatch.setattr(command, "make_trainer", scaled)
     source = write_rows(tmp_path / "rows", "csv")
-    assert by_words(words_for(tok, source, tmp_path / "run", "--model.optimizer_class", "sophiah")) == 2
+    assert (
+        by_words(words_for(tok, source, tmp_path / "run", "--model.optimizer_class", "sophiah"))
+        == 2
+    )
     assert "16-mixed" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_a_run_that_was_started_as_several_processes_is_refused_in_each(tok, tmp_path, capsys, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "a", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+def test_a_run_that_was_started_as_several_processes_is_refused_in_each(
+    tok, tmp_path, capsys, monkeypatch
+):
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "a",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     source = write_rows(tmp_path / "rows", "csv")
     assert by_words(words_for(tok, source, tmp_path / "run")) == 2
@@ -365,7 +471,10 @@ def test_a_run_that_was_started_as_several_processes_is_refused_in_each(tok, tmp
         monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_NTASKS", "1")  # which would start the others itself
     assert by_words(words_for(tok, source, tmp_path / "run", "--trainer.devices", "2")) == 2
-    assert "trainer.devices and num_nodes make 2" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert (
+        "trainer.devices and num_nodes make 2" in capsys.readouterr().err
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_nothing_to_learn_from_lists_what_there_is(tmp_path, capsys):
@@ -403,18 +512,25 @@ def test_ctrl_c_saves_and_resume_goes_on_to_the_same_result(tok, tmp_path, capsy
     assert signal.getsignal(signal.SIGINT) is handler and not (run / "model.safetensors").exists()
     first = (run / "seed-0" / "best.ckpt").stat().st_mtime_ns
     assert by_words(["--resume", run]) == 0
-    assert (run / "seed-0" / "best.ckpt").stat().st_mtime_ns == first, "a finished seed is not run again"
+    assert (run / "seed-0" / "best.ckpt").stat().st_mtime_ns == first, (
+        "a finished seed is not run again"
+    )
     texts = [(tmp_path / name / "metrics.json").read_text() for name in ("whole", "run")]
     assert texts[0] == texts[1]
 
 
-def test_a_resume_that_is_another_run_is_refused_and_leaves_the_run_as_it_was(tok, tmp_path, capsys):
+def test_a_resume_that_is_another_run_is_refused_and_leaves_the_run_as_it_was(
+    tok, tmp_path, capsys
+):
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
     assert by_words(words_for(tok, source, output)) == 0
     other = tokenizer()
     other.add_tokens(["sickle"])
     other.save_pretrained(tmp_path / "other")
-    before = {path: path.read_bytes() for path in (output / "run.yaml", output / "tokenizer" / "tokenizer.json")}
+    before = {
+        path: path.read_bytes()
+        for path in (output / "run.yaml", output / "tokenizer" / "tokenizer.json")
+    }
     rows = (source / "train.csv").read_text()
     for more, named, text in ((["--data.max_sequence_length", "16"], "max_sequence_length", rows),
                               (["--data.train_batch_size", "4"], "train_batch_size", rows),
@@ -438,7 +554,11 @@ def test_seeds_that_are_scored_on_other_rows_are_not_mixed(tok, tmp_path, capsys
         capsys.readouterr()
         assert by_words(more) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert f": {split} rows is " in said and "Put it back, or start a new run" in said and "seed-0" in said
+        assert (
+            f": {split} rows is " in said
+            and "Put it back, or start a new run" in said
+            and "seed-0" in said
+        )
         path.write_text(rows)
     (kept,) = (output / "seed-0" / "checkpoints").glob("*.ckpt")
     state = torch.load(kept, weights_only=True)
@@ -449,7 +569,9 @@ def test_seeds_that_are_scored_on_other_rows_are_not_mixed(tok, tmp_path, capsys
     assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
 
 
-def test_a_seed_does_not_begin_anew_where_its_checkpoint_is_damaged_and_a_finished_one_needs_none(tok, tmp_path, capsys):
+def test_a_seed_does_not_begin_anew_where_its_checkpoint_is_damaged_and_a_finished_one_needs_none(
+    tok, tmp_path, capsys
+):
     output = tmp_path / "run"
     assert by_words(words_for(tok, write_rows(tmp_path / "rows", "csv"), output)) == 0
     (kept,) = (output / "seed-0" / "checkpoints").glob("*.ckpt")
@@ -459,7 +581,11 @@ def test_a_seed_does_not_begin_anew_where_its_checkpoint_is_damaged_and_a_finish
     other.write_bytes(kept.read_bytes())
     capsys.readouterr()
     assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2
-    assert "no checkpoint in " in (told := capsys.readouterr().err) and "seed-1" in told and "seed-0" not in told
+    assert (
+        "no checkpoint in " in (told := capsys.readouterr().err)
+        and "seed-1" in told
+        and "seed-0" not in told
+    )
     other.unlink()  # a seed that was not begun begins
     assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 0
     assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
@@ -480,13 +606,20 @@ def test_a_resume_with_other_seeds_keeps_the_numbers_of_each(tok, tmp_path):
 def test_a_seed_without_a_metric_is_passed_over_and_its_run_goes_on(tok, tmp_path, capsys):
     output = tmp_path / "run"
     rows = write_rows(tmp_path / "data", "csv")
-    assert by_words(words_for(tok, rows, output, "--run.seeds", "[1, 2]", "--run.baselines", "false")) == 0
+    assert (
+        by_words(words_for(tok, rows, output, "--run.seeds", "[1, 2]", "--run.baselines", "false"))
+        == 0
+    )
     found = json.loads((output / "metrics.json").read_text())
     found["runs"][0]["val_accuracy"] = None  # how an undefined metric is written
     (output / "metrics.json").write_text(json.dumps(found))
     assert by_words(["--resume", output]) == 0
     again = json.loads((output / "metrics.json").read_text())
-    assert again["best_seed"] == 2 and again["runs"] == found["runs"] and again["mean"]["val_accuracy"] is None
+    assert (
+        again["best_seed"] == 2
+        and again["runs"] == found["runs"]
+        and again["mean"]["val_accuracy"] is None
+    )
     del found["runs"][0]["val_accuracy"]
     (output / "metrics.json").write_text(json.dumps(found))
     capsys.readouterr()
@@ -495,12 +628,19 @@ def test_a_seed_without_a_metric_is_passed_over_and_its_run_goes_on(tok, tmp_pat
 
 def test_predict_never_writes_over_a_file(tok, tmp_path, capsys):
     (tmp_path / "in.csv").write_text("text\nhello\n")
-    for more, part in ((["--output", tmp_path / "in.csv"], "is the file that is read"),
-                       (["--output", tmp_path / "in.txt"], "must end in")):
+    for more, part in (
+        (["--output", tmp_path / "in.csv"], "is the file that is read"),
+        (["--output", tmp_path / "in.txt"], "must end in"),
+    ):
         assert main(["predict", "nowhere", *map(str, [tmp_path / "in.csv", *more])]) == 2
         assert part in capsys.readouterr().err
     (tmp_path / "out.csv").write_text("mine")
-    assert main(["predict", "nowhere", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]) == 2
+    assert (
+        main(
+            ["predict", "nowhere", str(tmp_path / "in.csv"), "--output", str(tmp_path / "out.csv")]
+        )
+        == 2
+    )
     assert "--overwrite" in capsys.readouterr().err and (tmp_path / "out.csv").read_text() == "mine"
 
 
@@ -513,16 +653,24 @@ def test_a_resume_with_other_settings_is_refused_where_a_seed_is_finished(tok, t
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
     assert by_words(words_for(tok, source, output)) == 0
     kept = (output / "run.yaml").read_text()
-    for more, said in ((["--run.num_epochs", "10"], "run.num_epochs"), (["--model.learning_rate", "0.5"], "model.learning_rate=0.003")):
+    for more, said in (
+        (["--run.num_epochs", "10"], "run.num_epochs"),
+        (["--model.learning_rate", "0.5"], "model.learning_rate=0.003"),
+    ):
         capsys.readouterr()
         assert main(["finetune", "--resume", str(output), *more]) == 2
-        assert f"seed 0 of {output} was trained with {said}" in (error := capsys.readouterr().err) and "another --run.output" in error
+        assert (
+            f"seed 0 of {output} was trained with {said}" in (error := capsys.readouterr().err)
+            and "another --run.output" in error
+        )
         assert (output / "run.yaml").read_text() == kept
     assert main(["finetune", "--resume", str(output), "--run.seeds", "[0, 1]"]) == 0
     assert json.loads((output / "metrics.json").read_text())["seeds"] == [0, 1]
 
 
-def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_is_not_of_that_kind(tok, tmp_path):
+def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_is_not_of_that_kind(
+    tok, tmp_path
+):
     source, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "run"
     assert by_words(words_for(tok, source, output, "--run.baselines", "false")) == 0
 
@@ -540,7 +688,9 @@ def test_a_resume_may_change_what_no_result_follows_from_and_a_named_precision_i
     assert refusal(*(f"--trainer.{name}={value}" for name, value in free.items()),
                    "--model.compile_model=null", "--model.gradient_checkpointing=true") is None  # fmt: skip
     assert refusal("--trainer.precision=null") is None, "the precision of another device"
-    assert "trainer.precision='32-true', and now it is 'bf16-mixed'" in refusal("--trainer.precision=bf16-mixed")
+    assert "trainer.precision='32-true', and now it is 'bf16-mixed'" in refusal(
+        "--trainer.precision=bf16-mixed"
+    )
     assert "trainer.gradient_clip_val=1.0" in refusal("--trainer.gradient_clip_val=0.5")
 
 
@@ -550,7 +700,10 @@ def test_a_run_does_not_move_its_own_beginning_aside(tok, tmp_path, capsys):
     capsys.readouterr()
     assert main(["finetune", "--data.dataset_name_or_path", str(source), "--run.output", str(output), "--overwrite",
                  "--model.pretrained_model_name_or_path", str(output)]) == 2  # fmt: skip
-    assert "--overwrite would move it aside" in capsys.readouterr().err and (output / "config.json").exists()
+    assert (
+        "--overwrite would move it aside" in capsys.readouterr().err
+        and (output / "config.json").exists()
+    )
 
 
 def test_seeds_are_not_averaged_over_rows_that_they_have_not_seen(tok, tmp_path, capsys):
@@ -571,14 +724,23 @@ def test_an_unfinished_seed_does_not_go_on_under_another_monitor(tok, tmp_path, 
     kept = (output / "run.yaml").read_text()
     capsys.readouterr()
     assert by_words(["--resume", output, "--run.monitor", "val_loss"]) == 2
-    assert "kept the best weights by val_accuracy, and monitor is val_loss now" in capsys.readouterr().err
+    assert (
+        "kept the best weights by val_accuracy, and monitor is val_loss now"
+        in capsys.readouterr().err
+    )
     assert (output / "run.yaml").read_text() == kept
-    assert by_words(["--resume", output, "--run.monitor", "val_accuracy"]) == 0, "the task's own, by its name"
+    assert by_words(["--resume", output, "--run.monitor", "val_accuracy"]) == 0, (
+        "the task's own, by its name"
+    )
 
 
 def test_seeds_begin_with_the_same_weights_or_not_at_all(tok, tmp_path, capsys, monkeypatch):
     "Pretraining may go on meanwhile, and write under the name that a seed has begun with."
-    source, first, output = write_rows(tmp_path / "rows", "csv"), tmp_path / "first", tmp_path / "run"
+    source, first, output = (
+        write_rows(tmp_path / "rows", "csv"),
+        tmp_path / "first",
+        tmp_path / "run",
+    )
     assert by_words(words_for(tok, source, first, "--run.baselines", "false")) == 0
     weights, kept = first / "model.safetensors", (first / "model.safetensors").read_bytes()
     other = kept[:-4] + b"\0\0\0\0"
@@ -599,8 +761,13 @@ def test_seeds_begin_with_the_same_weights_or_not_at_all(tok, tmp_path, capsys, 
     refusal = f"seed 1 of {output} would begin with other weights than those before it: {first} has changed"
     assert refusal in capsys.readouterr().err and not (output / "seed-1").exists()
     assert by_words(["--resume", output]) == 2 and refusal in capsys.readouterr().err
-    assert by_words(["--resume", output, "--run.seeds", "[0]"]) == 0, "what has begun does not begin again"
-    assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2 and refusal in capsys.readouterr().err
+    assert by_words(["--resume", output, "--run.seeds", "[0]"]) == 0, (
+        "what has begun does not begin again"
+    )
+    assert (
+        by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 2
+        and refusal in capsys.readouterr().err
+    )
     weights.write_bytes(kept)
     assert by_words(["--resume", output, "--run.seeds", "[0, 1]"]) == 0
     weights.write_bytes(other)

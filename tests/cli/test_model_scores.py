@@ -37,7 +37,9 @@ def tokenizer(corpus):
 
 @pytest.fixture(scope="module", autouse=True)
 def track():
-    TRACKS["tiny"] = replace(TRACKS["ten-minutes"], name="tiny", vocab_size=90, max_sequence_length=32)
+    TRACKS["tiny"] = replace(
+        TRACKS["ten-minutes"], name="tiny", vocab_size=90, max_sequence_length=32
+    )
     yield TRACKS["tiny"]
     del TRACKS["tiny"]
 
@@ -58,7 +60,9 @@ def model_dir(tmp_path, tokenizer):
 
 
 def add_run(directory, sha, metrics='{"train_seconds": 30.5}'):
-    (directory / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": sha, "corpus": "my text"}}))
+    (directory / "run.yaml").write_text(
+        yaml.safe_dump({"record": {"corpus_sha256": sha, "corpus": "my text"}})
+    )
     (directory / "metrics.json").write_text(metrics)
 
 
@@ -68,15 +72,23 @@ def by_hand(directory, track, corpus, tokenizer):
     for batch in Judge(track, corpus, tokenizer).data.val_dataloader():
         for n in range(len(batch["labels"])):
             with torch.no_grad():
-                logits = model(*(batch[k][n : n + 1] for k in ("input_ids", "attention_mask", "position_ids"))).logits[0]
+                logits = model(
+                    *(batch[k][n : n + 1] for k in ("input_ids", "attention_mask", "position_ids"))
+                ).logits[0]
             nats = count = num_bytes = 0
             for scores, label in zip(logits.double().numpy(), batch["labels"][n].tolist()):
                 if label != -100:
-                    nats += math.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[label]
+                    nats += (
+                        math.log(np.exp(scores - scores.max()).sum()) + scores.max() - scores[label]
+                    )
                     count += 1
-                    num_bytes += len(tokenizer.convert_ids_to_tokens(label).removeprefix("##").encode())
+                    num_bytes += len(
+                        tokenizer.convert_ids_to_tokens(label).removeprefix("##").encode()
+                    )
             rows.append((nats, count, num_bytes))
-    return np.array([row for row in rows if row[1]]).T  # the last batch is filled up with empty rows
+    return np.array(
+        [row for row in rows if row[1]]
+    ).T  # the last batch is filled up with empty rows
 
 
 def saved_as_ours(tmp_path, tokenizer):
@@ -99,10 +111,17 @@ def test_the_score_is_what_a_loop_over_tokens_gives(tmp_path, track, corpus, tok
     assert score.nats[1] < score.nats[0] < score.nats[2]
 
 
-def test_the_gaps_are_the_same_for_every_model_with_this_tokenizer(model_dir, tmp_path, corpus, tokenizer):
-    first, second = score_model(model_dir, "tiny", corpus), score_model(saved_as_ours(tmp_path, tokenizer), "tiny", corpus)
+def test_the_gaps_are_the_same_for_every_model_with_this_tokenizer(
+    model_dir, tmp_path, corpus, tokenizer
+):
+    first, second = (
+        score_model(model_dir, "tiny", corpus),
+        score_model(saved_as_ours(tmp_path, tokenizer), "tiny", corpus),
+    )
     assert first.hidden_sha256 == second.hidden_sha256 and first.nats != second.nats
-    assert first.line == second.line and first == replace(first, sums_N=first.sums_N * 2), "arrays are not compared"
+    assert first.line == second.line and first == replace(first, sums_N=first.sums_N * 2), (
+        "arrays are not compared"
+    )
 
 
 def test_a_model_of_transformers_alone_is_scored_too(tmp_path, corpus, tokenizer):
@@ -117,7 +136,9 @@ def test_a_model_of_transformers_alone_is_scored_too(tmp_path, corpus, tokenizer
 def test_a_gpu_scores_where_there_is_one(model_dir, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr("bertlab.core.devices.find_accelerator", lambda: "cuda")
-    monkeypatch.setattr(BertLabForMaskedLM, "to", lambda model, device: asked.append(device) or model)
+    monkeypatch.setattr(
+        BertLabForMaskedLM, "to", lambda model, device: asked.append(device) or model
+    )
     score_model(model_dir, "tiny", corpus)
     assert asked[-1] == "cuda"
 
@@ -126,7 +147,9 @@ def test_a_gpu_scores_where_there_is_one(model_dir, corpus, monkeypatch):
 def test_a_gpu_gives_the_score_of_the_cpu(model_dir, corpus, monkeypatch):
     on_gpu = score_model(model_dir, "tiny", corpus)
     monkeypatch.setattr("bertlab.core.devices.find_accelerator", lambda: "cpu")
-    np.testing.assert_allclose(on_gpu.sums_N, score_model(model_dir, "tiny", corpus).sums_N, rtol=1e-3)
+    np.testing.assert_allclose(
+        on_gpu.sums_N, score_model(model_dir, "tiny", corpus).sums_N, rtol=1e-3
+    )
 
 
 def test_without_a_record_nobody_knows_what_a_model_has_read(model_dir, corpus):
@@ -136,7 +159,9 @@ def test_without_a_record_nobody_knows_what_a_model_has_read(model_dir, corpus):
 
 @pytest.mark.parametrize("nats, verdict", [
     ((3.0, 2.9, 3.1), "reads"), ((4.0, 3.8, 4.2), "not known to read"), ((5.0, 4.9, 5.1), "above the line")])  # fmt: skip
-def test_a_verdict_tells_a_loss_above_the_line_from_one_that_may_be_below(nats, verdict, model_dir, corpus):
+def test_a_verdict_tells_a_loss_above_the_line_from_one_that_may_be_below(
+    nats, verdict, model_dir, corpus
+):
     score = replace(score_model(model_dir, "tiny", corpus), nats=nats, line=4.1)
     said = format_score(score).splitlines()[-1]
     assert verdict in said and score.reads == (verdict == "reads")
@@ -191,7 +216,9 @@ def test_long_rows_weigh_more_than_short_ones():
     assert mean == 9.1 and low == 1.0 and high == 10.0
 
 
-def test_the_command_scores_and_refuses_in_one_line(model_dir, tmp_path, corpus, monkeypatch, capsys):
+def test_the_command_scores_and_refuses_in_one_line(
+    model_dir, tmp_path, corpus, monkeypatch, capsys
+):
     monkeypatch.setattr(type(TRACKS["tiny"]), "text", lambda self: corpus)
     assert main(["speedrun", "--score", str(model_dir), "--track", "tiny"]) == 0
     assert "nats per hidden token" in capsys.readouterr().out

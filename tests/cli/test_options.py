@@ -13,20 +13,32 @@ from bertlab.core.reading import read_yaml
 
 
 def imported(file, name):
-    module = "lightning.pytorch.trainer.trainer" if file == LIGHTNING else f"bertlab.{file[:-3].replace('/', '.')}"
+    module = (
+        "lightning.pytorch.trainer.trainer"
+        if file == LIGHTNING
+        else f"bertlab.{file[:-3].replace('/', '.')}"
+    )
     return getattr(import_module(module), name)
 
 
-@pytest.mark.parametrize("place", sorted({p for c in COMMANDS.values() for p in c.sections.values()}))
+@pytest.mark.parametrize(
+    "place", sorted({p for c in COMMANDS.values() for p in c.sections.values()})
+)
 def test_options_are_the_parameters_of_the_class_with_their_defaults(place):
-    taken = {name: p for name, p in signature(imported(*place)).parameters.items() if p.kind is not p.VAR_KEYWORD}
+    taken = {
+        name: p
+        for name, p in signature(imported(*place)).parameters.items()
+        if p.kind is not p.VAR_KEYWORD
+    }
     options = {option.name: option for option in read_options(*place)}
     assert list(options) == list(taken)
     for name, option in options.items():
         default = taken[name].default
         assert option.required == (default is Parameter.empty)
         if not option.required:
-            assert option.default == (list(default) if isinstance(default, tuple) else default), name
+            assert option.default == (list(default) if isinstance(default, tuple) else default), (
+                name
+            )
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
@@ -43,8 +55,10 @@ def test_every_flag_has_a_word_of_help_and_its_choices(command):
                                    ["finetune", "--run.seeds", "many"], ["demo", "--stepps", "3"]],
                          ids=" ".join)  # fmt: skip
 def test_help_and_mistakes_are_answered_without_torch(words):
-    code = ("import sys; from bertlab.cli.main import main; status = main(sys.argv[1:]); "
-            "assert not {'torch', 'lightning', 'transformers', 'numpy'} & set(sys.modules); sys.exit(status)")
+    code = (
+        "import sys; from bertlab.cli.main import main; status = main(sys.argv[1:]); "
+        "assert not {'torch', 'lightning', 'transformers', 'numpy'} & set(sys.modules); sys.exit(status)"
+    )
     start = time.perf_counter()
     found = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert time.perf_counter() - start < 5, "far below a second where nobody else works"
@@ -78,20 +92,32 @@ def test_a_value_of_another_type_is_named(value, kind):
 
 
 def test_files_are_laid_over_each_other_flags_win_and_stand_anywhere(tmp_path):
-    (tmp_path / "a.yaml").write_text("model: {learning_rate: 2e-3, weight_decay: 1}\nrun: {output: here}\n")
+    (tmp_path / "a.yaml").write_text(
+        "model: {learning_rate: 2e-3, weight_decay: 1}\nrun: {output: here}\n"
+    )
     (tmp_path / "b.yaml").write_text("model:\n  weight_decay: 2\ndata:\n")
-    flags, files = ["--model.weight_decay=3"], ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"]
+    flags, files = (
+        ["--model.weight_decay=3"],
+        ["--config", str(tmp_path / "a.yaml"), f"--config={tmp_path / 'b.yaml'}"],
+    )
     for words in ([*flags, *files], [*files, *flags]):
         asked = COMMANDS["pretrain"].parse(words)
         model = asked.config["model"]
-        assert (model["learning_rate"], model["weight_decay"], asked.config["run"]["output"]) == (0.002, 3.0, "here")
+        assert (model["learning_rate"], model["weight_decay"], asked.config["run"]["output"]) == (
+            0.002,
+            3.0,
+            "here",
+        )
 
 
 @pytest.mark.parametrize("words, text", [([], "of_file.txt"), (["mine.txt"], "mine.txt"), (["a.txt", "b.txt"], ["a.txt", "b.txt"]),
                                          (["a.txt", "--data.train_dataset_name_or_path+", "b.txt"], ["a.txt", "b.txt"])])  # fmt: skip
 def test_a_text_without_a_flag_wins_over_files_and_over_the_run_that_goes_on(tmp_path, words, text):
     (tmp_path / "a.yaml").write_text("data: {train_dataset_name_or_path: of_file.txt}\n")
-    files, base = ["--config", str(tmp_path / "a.yaml")], {"data": {"train_dataset_name_or_path": "of_file.txt"}}
+    files, base = (
+        ["--config", str(tmp_path / "a.yaml")],
+        {"data": {"train_dataset_name_or_path": "of_file.txt"}},
+    )
     parse = COMMANDS["pretrain"].parse
     for asked in (parse([*words, *files]), parse([*files, *words]), parse(words, base)):
         assert asked.config["data"]["train_dataset_name_or_path"] == text
@@ -100,7 +126,10 @@ def test_a_text_without_a_flag_wins_over_files_and_over_the_run_that_goes_on(tmp
 def test_print_config_is_the_whole_configuration_in_either_order(tmp_path):
     (tmp_path / "a.yaml").write_text("model: {learning_rate: 2e-3}\n")
     words = ["--config", str(tmp_path / "a.yaml"), "--run.vocab_size", "60"]
-    shown = [COMMANDS["pretrain"].parse(one).shown for one in (["--print_config", *words], [*words, "--print_config"])]
+    shown = [
+        COMMANDS["pretrain"].parse(one).shown
+        for one in (["--print_config", *words], [*words, "--print_config"])
+    ]
     assert shown[0] == shown[1]
     (tmp_path / "whole.yaml").write_text(shown[0])
     whole = read_yaml(tmp_path / "whole.yaml")
@@ -119,16 +148,36 @@ def test_an_entry_of_a_dictionary_is_set_by_itself_and_a_list_grows():
 
 def test_an_entry_may_follow_a_mapping_or_nothing_and_a_plain_flag_may_come_again():
     parse = COMMANDS["finetune"].parse
-    given = parse(["--model.adapter", "{type: lora}", "--model.adapter.r", "8", "--model.gradient_checkpointing.mode", "full"]).given
-    assert given["model.adapter"] == {"type": "lora", "r": 8} and given["model.gradient_checkpointing"] == {"mode": "full"}
-    assert parse(["--model.adapter.r", "8", "--model.adapter.r", "4"]).given["model.adapter"] == {"r": 4}
+    given = parse(
+        [
+            "--model.adapter",
+            "{type: lora}",
+            "--model.adapter.r",
+            "8",
+            "--model.gradient_checkpointing.mode",
+            "full",
+        ]
+    ).given
+    assert given["model.adapter"] == {"type": "lora", "r": 8} and given[
+        "model.gradient_checkpointing"
+    ] == {"mode": "full"}
+    assert parse(["--model.adapter.r", "8", "--model.adapter.r", "4"]).given["model.adapter"] == {
+        "r": 4
+    }
     assert parse(["--run.num_epochs", "1", "--run.num_epochs", "2"]).given["run.num_epochs"] == 2
 
 
 def test_the_help_of_overwrite_promises_to_move_only_what_is_moved():
-    helps = {name: " ".join(command.help().split()) for name, command in COMMANDS.items() if command.overwrite}
+    helps = {
+        name: " ".join(command.help().split())
+        for name, command in COMMANDS.items()
+        if command.overwrite
+    }
     moved = {name for name, said in helps.items() if "moved into previous-N" in said}
-    assert set(helps) - moved == {"predict", "card", "embed encode"} and "tokens that are there" in helps["tokenize"]
+    assert (
+        set(helps) - moved == {"predict", "card", "embed encode"}
+        and "tokens that are there" in helps["tokenize"]
+    )
     assert all("anew where" in helps[name] for name in set(helps) - moved)
 
 
@@ -144,7 +193,9 @@ def test_resume_takes_a_directory_or_none_and_overwrite_stands_alone():
     parse = COMMANDS["pretrain"].parse
     asked = parse(["--trainer.max_steps", "-1", "--resume"])
     assert asked.resume is True and asked.config["trainer"]["max_steps"] == -1
-    assert parse(["--resume", "x", "--run.output", "y"]).resume == "x" == parse(["--resume=x"]).resume
+    assert (
+        parse(["--resume", "x", "--run.output", "y"]).resume == "x" == parse(["--resume=x"]).resume
+    )
     assert parse(["--run.compile_ahead", "--overwrite"]).config["run"]["compile_ahead"] is True
     assert parse(["--overwrite"]).overwrite and not parse([]).resume
     asked = COMMANDS["demo"].parse(["--resume", "--max-documents", "5", "--streaming"])
@@ -192,7 +243,11 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path, text, part):
     (tmp_path / "wrong.yaml").write_text(text)
     with pytest.raises(ValueError) as error:
         COMMANDS["pretrain"].parse(["--config", str(tmp_path / "wrong.yaml")])
-    assert "wrong.yaml" in str(error.value) and part in str(error.value) and "\n" not in str(error.value)
+    assert (
+        "wrong.yaml" in str(error.value)
+        and part in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_the_users_own_class_is_no_misspelt_name():
@@ -202,14 +257,23 @@ def test_the_users_own_class_is_no_misspelt_name():
 
 def test_the_words_of_a_run_that_goes_on_add_nothing_twice(tmp_path):
     command, key = COMMANDS["pretrain"], "data.train_dataset_name_or_path"
-    words = ["--data.train_dataset_name_or_path+", "b.txt", "--data.train_dataset_name_or_path+", "c.txt"]
+    words = [
+        "--data.train_dataset_name_or_path+",
+        "b.txt",
+        "--data.train_dataset_name_or_path+",
+        "c.txt",
+    ]
     (tmp_path / "a.yaml").write_text("data: {train_dataset_name_or_path: [a.txt]}")
     begun = command.parse(["--config", str(tmp_path / "a.yaml"), *words])
     assert begun.config["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt", "c.txt"]
     run = {name: value for name, value in begun.config.items()}
     for again in (words, ["--config", str(tmp_path / "a.yaml"), *words]):
         assert command.parse(again, run).config == begun.config
-    more = command.parse([*words, f"--{key}+", "d.txt"], run).config["data"]["train_dataset_name_or_path"]
+    more = command.parse([*words, f"--{key}+", "d.txt"], run).config["data"][
+        "train_dataset_name_or_path"
+    ]
     assert more == ["a.txt", "b.txt", "c.txt", "d.txt"]
-    anew = command.parse([f"--{key}", "c.txt", f"--{key}+", "b.txt"], run).config["data"]["train_dataset_name_or_path"]
+    anew = command.parse([f"--{key}", "c.txt", f"--{key}+", "b.txt"], run).config["data"][
+        "train_dataset_name_or_path"
+    ]
     assert anew == ["c.txt", "b.txt"]

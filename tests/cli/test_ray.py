@@ -39,7 +39,9 @@ def words_of(output: str, *more: str) -> list[str]:
 def write_text(path: Path) -> None:
     lots = random.Random(0)
     words = ["".join(lots.choices("abcdefghij", k=5)) for _ in range(80)]
-    path.write_text("\n".join(" ".join(lots.choices(words, k=lots.randint(5, 40))) for _ in range(301)) + "\n")
+    path.write_text(
+        "\n".join(" ".join(lots.choices(words, k=lots.randint(5, 40))) for _ in range(301)) + "\n"
+    )
 
 
 def losses(output: str) -> list[float]:
@@ -94,7 +96,9 @@ def test_sharded_strategies_stay_ours_and_what_starts_processes_is_refused():
     (["--run.output", "file"], {}, ["file"]),
     ([], {"resume": True}, ["run", "resume"]),
 ])  # fmt: skip
-def test_a_mistake_is_one_sentence_before_ray_is_imported(tmp_path, monkeypatch, more, options, parts):
+def test_a_mistake_is_one_sentence_before_ray_is_imported(
+    tmp_path, monkeypatch, more, options, parts
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it would be an ImportError
     write_text(Path("text.txt"))
@@ -184,20 +188,29 @@ def calm(cluster) -> str:
 @pytest.mark.slow
 def test_two_workers_have_the_losses_of_one_process(calm):
     assert len(losses(calm)) == STEPS and losses(calm) == pytest.approx(losses("one"), abs=2e-5)
-    assert {path.name for path in Path(calm).iterdir()} == {path.name for path in Path("one").iterdir()}
+    assert {path.name for path in Path(calm).iterdir()} == {
+        path.name for path in Path("one").iterdir()
+    }
     kept = yaml.safe_load(Path(calm, "run.yaml").read_text())
-    assert (kept["trainer"]["devices"], kept["trainer"]["num_nodes"], kept["data"]["train_batch_size"]) == (2, 1, 4)
+    assert (
+        kept["trainer"]["devices"],
+        kept["trainer"]["num_nodes"],
+        kept["data"]["train_batch_size"],
+    ) == (2, 1, 4)
 
 
 @needs_ray
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-shards", "tensor"])
 def test_strategies_of_ours_have_the_losses_of_one_process_on_ray(cluster, strategy):
-    assert train_on_ray(words_of(strategy, "--trainer.strategy", strategy), num_workers=2)["steps"] == STEPS
+    assert (
+        train_on_ray(words_of(strategy, "--trainer.strategy", strategy), num_workers=2)["steps"]
+        == STEPS
+    )
     assert losses(strategy) == pytest.approx(losses("one"), abs=2e-5)
 
 
-DEATHS = '''
+DEATHS = """
 import os, signal
 from pathlib import Path
 from lightning.pytorch.callbacks import Callback
@@ -209,7 +222,7 @@ class DieTwice(Callback):
             if (trainer.global_rank, trainer.global_step) == (rank, step) and not note.exists():
                 note.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-'''
+"""
 
 
 @needs_ray
@@ -218,10 +231,14 @@ def test_workers_die_and_the_run_goes_on_bit_by_bit_and_is_overwritten_once(calm
     Path("deaths.py").write_text(DEATHS)
     Path("killed").mkdir()
     Path("killed/run.yaml").write_text("old: true\n")
-    found = train_on_ray(words_of("killed", "--trainer.callbacks", "deaths.DieTwice"), overwrite=True, max_failures=2)
+    found = train_on_ray(
+        words_of("killed", "--trainer.callbacks", "deaths.DieTwice"), overwrite=True, max_failures=2
+    )
     assert Path("died-1").exists() and Path("died-5").exists() and found["steps"] == STEPS
     assert losses("killed") == losses(calm)
-    assert [path.name for path in Path("killed").glob("previous-*")] == ["previous-1"], "attempts after a death go on"
+    assert [path.name for path in Path("killed").glob("previous-*")] == ["previous-1"], (
+        "attempts after a death go on"
+    )
     assert Path("killed/previous-1/run.yaml").read_text() == "old: true\n"
 
 
@@ -286,8 +303,12 @@ def run_script(script: str, place: Path, **environment: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ["slurm.sh", "skypilot.yaml"])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(tmp_path, monkeypatch, name, resume):
-    monkeypatch.chdir(ROOT)  # the cluster, where there is one, stands in its own directory to the end
+def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(
+    tmp_path, monkeypatch, name, resume
+):
+    monkeypatch.chdir(
+        ROOT
+    )  # the cluster, where there is one, stands in its own directory to the end
     file, output = ROOT / "configs/launchers" / name, tmp_path / "my run"
     environment = {"OUTPUT": str(output)}
     script = file.read_text()
@@ -303,6 +324,8 @@ def test_a_launcher_s_file_starts_a_run_and_goes_on_with_one_that_is_there(tmp_p
         output.mkdir()
         (output / "run.yaml").write_text("{}\n")
     words = run_script(script, tmp_path, **environment)
-    asked = COMMANDS["pretrain"].parse(words[words.index("pretrain") + 1:])
+    asked = COMMANDS["pretrain"].parse(words[words.index("pretrain") + 1 :])
     assert asked.config["run"]["output"] == str(output) and bool(asked.resume) == resume
-    assert asked.config["trainer"]["num_nodes"] == 2 and asked.config["trainer"]["strategy"] == "fsdp"
+    assert (
+        asked.config["trainer"]["num_nodes"] == 2 and asked.config["trainer"]["strategy"] == "fsdp"
+    )

@@ -26,7 +26,10 @@ from bertlab.core.devices import Device
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"learning_rate": "fast"}, "learning_rate must be float"),
         ({"weight_decay": -1}, "weight_decay"),
-        ({"warmup_fraction": 0.8, "cooldown_fraction": 0.3}, "warmup_fraction and cooldown_fraction"),
+        (
+            {"warmup_fraction": 0.8, "cooldown_fraction": 0.3},
+            "warmup_fraction and cooldown_fraction",
+        ),
         ({"data": 3}, "data must be str"),
         ({"streaming": "yes"}, "streaming must be bool"),
         ({"level": "everything"}, "level"),
@@ -48,8 +51,14 @@ def test_text_from_a_shell_becomes_numbers():
 
 def test_a_recipe_comes_back_from_its_file(tmp_path):
     recipe = Recipe(data="größe.txt", learning_rate=1e-3, max_documents=7, seed=5)
-    content = {"recipe": asdict(recipe), "record": {"corpus_sha256": "ab"}, "model": {"objective": "mlm"}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+    content = {
+        "recipe": asdict(recipe),
+        "record": {"corpus_sha256": "ab"},
+        "model": {"objective": "mlm"},
+    }
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(content, allow_unicode=True), encoding="utf-8"
+    )
     assert load_recipe(tmp_path / "run.yaml") == (recipe, {"corpus_sha256": "ab"})
 
 
@@ -71,12 +80,17 @@ def test_the_first_recipe_stays_what_records_are_told_by():
             "cooldown_fraction": 0.3, "vocab_size": 4096, "max_sequence_length": 128}  # fmt: skip
     assert {name: getattr(FIRST_RECIPE, name) for name in told} == told
     model = demo_config(FIRST_RECIPE, "run")["model"]
-    assert model["optimizer_class"] == "adamw" and model["optimizer_kwargs"] == {"betas": [0.9, 0.98], "eps": 1e-6}
+    assert model["optimizer_class"] == "adamw" and model["optimizer_kwargs"] == {
+        "betas": [0.9, 0.98],
+        "eps": 1e-6,
+    }
 
 
 def test_a_run_from_before_there_was_a_choice_is_made_again_with_adamw(tmp_path):
     old = {name: value for name, value in asdict(FIRST_RECIPE).items() if name != "optimizer"}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"recipe": old, "record": {"corpus_sha256": "ab"}}))
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump({"recipe": old, "record": {"corpus_sha256": "ab"}})
+    )
     assert load_recipe(tmp_path / "run.yaml")[0] == FIRST_RECIPE
     (tmp_path / "mine.yaml").write_text("steps: 5\n")  # not a run's
     assert load_recipe(tmp_path / "mine.yaml")[0].optimizer == Recipe().optimizer
@@ -86,9 +100,16 @@ def test_a_run_from_before_there_was_a_choice_is_made_again_with_adamw(tmp_path)
     ("cpu", "32-true", "auto", 600), ("cpu", "bf16-mixed", "auto", 1000), ("cpu", "bf16-mixed", "32-true", 600),
     ("cpu", "32-true", "bf16-mixed", 1000), ("mps", "32-true", "auto", 1000), ("cuda", "16-mixed", "auto", 1000),
 ])  # fmt: skip
-def test_a_cpu_without_bfloat16_makes_fewer_steps_where_nobody_says_how_many(monkeypatch, kind, here, asked, steps):
-    monkeypatch.setattr(bertlab.core.devices, "describe_device", lambda: Device(kind, "this", 0, here, "why"))
+def test_a_cpu_without_bfloat16_makes_fewer_steps_where_nobody_says_how_many(
+    monkeypatch, kind, here, asked, steps
+):
+    monkeypatch.setattr(
+        bertlab.core.devices, "describe_device", lambda: Device(kind, "this", 0, here, "why")
+    )
     assert settle_steps(Recipe(precision=asked)).steps == steps
     assert settle_steps(Recipe(precision=asked, steps=7)).steps == 7
     config = demo_config(Recipe(precision=asked), "run")
-    assert config["trainer"]["max_steps"] == steps and config["model"]["scheduler_cooldown_steps"] == 0.3 * steps
+    assert (
+        config["trainer"]["max_steps"] == steps
+        and config["model"]["scheduler_cooldown_steps"] == 0.3 * steps
+    )

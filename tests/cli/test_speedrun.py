@@ -13,7 +13,13 @@ import yaml
 from bertlab.cli import speedrun as races
 from bertlab.cli.main import main
 from bertlab.cli.speedrun import TRACKS, Judge, arrived, check_log, load_speedrun, recipe_sha256
-from bertlab.cli.speedrun import format_speedrun, measure_target, not_compared, seconds_before, speedrun
+from bertlab.cli.speedrun import (
+    format_speedrun,
+    measure_target,
+    not_compared,
+    seconds_before,
+    speedrun,
+)
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
@@ -29,13 +35,20 @@ def corpus():
 @pytest.fixture(scope="module")
 def small(corpus):
     "A track for seconds, under the name `small`."
-    track = replace(TRACKS["laptop"], name="small", target=6.3, vocab_size=400, max_sequence_length=64)
+    track = replace(
+        TRACKS["laptop"], name="small", target=6.3, vocab_size=400, max_sequence_length=64
+    )
     TRACKS["small"] = track
     yield track
     del TRACKS["small"]
 
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+}
 RECIPE = {
     "model": {"model_config_kwargs": SHAPE, "learning_rate": 1e-2, "scheduler_warmup_steps": 1,
               "scheduler_cooldown_steps": 3},
@@ -48,7 +61,10 @@ RECIPE = {
     [
         ({"data": {"train_dataset_name_or_path": "mine.txt"}}, ["data.train_dataset_name_or_path"]),
         ({"data": {"val_split": "test"}}, ["data.val_split"]),
-        ({"data": {"pretrained_tokenizer_name_or_path": "x"}}, ["data.pretrained_tokenizer_name_or_path"]),
+        (
+            {"data": {"pretrained_tokenizer_name_or_path": "x"}},
+            ["data.pretrained_tokenizer_name_or_path"],
+        ),
         ({"data": {"data_kwargs": {"level": "installed"}}}, ["data.data_kwargs.level"]),
         ({"data": {"data_kwargs": {"validation_fraction": 0}}}, ["validation_fraction"]),
         ({"trainer": {"accelerator": "cuda"}}, ["trainer.accelerator"]),
@@ -72,11 +88,17 @@ def test_a_recipe_that_touches_what_the_track_fixes_is_refused_by_name(recipe, n
 
 
 def test_the_recipe_for_a_gpus_hour_follows_the_clock_for_the_hour_of_its_track():
-    track, recipe = TRACKS["gpu-hour"], load_speedrun(Path(__file__).parents[2] / "benchmarks" / "gpu_hour.yaml")
+    track, recipe = (
+        TRACKS["gpu-hour"],
+        load_speedrun(Path(__file__).parents[2] / "benchmarks" / "gpu_hour.yaml"),
+    )
     model = races.speedrun_config(track, recipe, "out", 0)["model"]
     assert model["schedule"] == "time_budget" and model["compile_model"] is True
     assert BudgetTriangle(**model["scheduler_kwargs"]).seconds == track.seconds == 3600
-    assert (model["scheduler_warmup_steps"], model["scheduler_cooldown_steps"]) == (None, 0)  # phases would be refused
+    assert (model["scheduler_warmup_steps"], model["scheduler_cooldown_steps"]) == (
+        None,
+        0,
+    )  # phases would be refused
 
 
 def test_the_demo_itself_is_the_empty_recipe():
@@ -87,16 +109,22 @@ def test_the_demo_itself_is_the_empty_recipe():
 
 
 def test_a_recipe_changes_entries_of_a_mapping_and_leaves_the_others():
-    config = races.speedrun_config(TRACKS["laptop"], {"model": {"model_config_kwargs": {"num_hidden_layers": 2}}}, "o", 0)
+    config = races.speedrun_config(
+        TRACKS["laptop"], {"model": {"model_config_kwargs": {"num_hidden_layers": 2}}}, "o", 0
+    )
     shape = config["model"]["model_config_kwargs"]
     assert shape["num_hidden_layers"] == 2 and shape["hidden_size"] == 192
 
 
 def test_a_recipe_that_begins_with_a_model_takes_its_shape_and_not_the_demos():
     named = {"pretrained_model_name_or_path": "somewhere"}
-    config = lambda **more: races.speedrun_config(TRACKS["laptop"], {"model": {**named, **more}}, "o", 0)["model"]  # noqa: E731
+    config = lambda **more: races.speedrun_config(
+        TRACKS["laptop"], {"model": {**named, **more}}, "o", 0
+    )["model"]  # noqa: E731
     assert config()["model_config_kwargs"] is None
-    assert config(model_config_kwargs={"embedding_dropout": 0.1})["model_config_kwargs"] == {"embedding_dropout": 0.1}
+    assert config(model_config_kwargs={"embedding_dropout": 0.1})["model_config_kwargs"] == {
+        "embedding_dropout": 0.1
+    }
 
 
 @pytest.mark.parametrize("record", [None, {}, {"corpus_sha256": "other", "corpus": "my text"}])
@@ -117,7 +145,9 @@ def test_the_text_of_the_nearest_run_counts_also_where_it_has_no_numbers_yet(tmp
         (inner / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": sha}}))
         with pytest.raises(ValueError, match=message):
             seconds_before(inner, "this")
-    assert races.seconds_of_run(inner, "this") is None, "the seconds of the run around it are not its own"
+    assert races.seconds_of_run(inner, "this") is None, (
+        "the seconds of the run around it are not its own"
+    )
 
 
 def test_the_seconds_of_the_model_that_a_recipe_begins_with_count(tmp_path):
@@ -137,8 +167,12 @@ def test_a_home_directory_is_written_with_a_tilde_as_in_pretrain(tmp_path, monke
     assert seconds_before("~/demo", "this") == 5
     recipe = {"model": {"pretrained_model_name_or_path": "~/demo"}}
     config = races.speedrun_config(TRACKS["laptop"], recipe, "o", 0)
-    assert config["model"]["pretrained_model_name_or_path"] == str(model), "the model is read from there"
-    assert recipe["model"]["pretrained_model_name_or_path"] == "~/demo", "a log does not name anybody's home"
+    assert config["model"]["pretrained_model_name_or_path"] == str(model), (
+        "the model is read from there"
+    )
+    assert recipe["model"]["pretrained_model_name_or_path"] == "~/demo", (
+        "a log does not name anybody's home"
+    )
 
 
 def test_the_judge_hides_the_same_tokens_for_every_recipe_with_the_same_tokenizer(small, corpus):
@@ -153,7 +187,9 @@ def test_the_judge_hides_the_same_tokens_for_every_recipe_with_the_same_tokenize
 
 def test_the_judge_asks_all_of_its_rows_whatever_the_run_has_left_out(small, corpus):
     judge = Judge(small, corpus, train_tokenizer(corpus.train_texts, small.vocab_size))
-    trainer = SimpleNamespace(limit_val_batches=3, validate=lambda *_, **__: [{"limit": trainer.limit_val_batches}])
+    trainer = SimpleNamespace(
+        limit_val_batches=3, validate=lambda *_, **__: [{"limit": trainer.limit_val_batches}]
+    )
     assert judge.score(None, trainer) == {"limit": 1.0}
 
 
@@ -161,8 +197,12 @@ def test_a_race_measures_the_device_of_its_track_and_no_other_of_the_machine(mon
     from bertlab.core import devices
 
     asked = []
-    monkeypatch.setattr(devices, "count_devices", lambda kind: int(kind in ("mps", "cpu")))  # a MacBook
-    monkeypatch.setattr(devices, "measured_peak_flops", lambda kind, device: asked.append(device) or 1e9)
+    monkeypatch.setattr(
+        devices, "count_devices", lambda kind: int(kind in ("mps", "cpu"))
+    )  # a MacBook
+    monkeypatch.setattr(
+        devices, "measured_peak_flops", lambda kind, device: asked.append(device) or 1e9
+    )
     machine = races.measure_machine("32-true", TRACKS["laptop"].accelerator)
     assert asked == ["cpu"] and machine["device"].startswith("CPU")
     assert races._precision(TRACKS["laptop"], {}) == devices.default_precision("cpu")[0]
@@ -173,8 +213,12 @@ def test_the_record_of_a_run_names_the_device_that_it_asks_for(monkeypatch, tmp_
     from bertlab.core import devices
 
     noted = []
-    monkeypatch.setattr(devices, "count_devices", lambda kind: int(kind in ("mps", "cpu")))  # a MacBook
-    monkeypatch.setattr(runs, "Run", lambda config, resume, overwrite, notes: noted.append(notes) or 1 / 0)
+    monkeypatch.setattr(
+        devices, "count_devices", lambda kind: int(kind in ("mps", "cpu"))
+    )  # a MacBook
+    monkeypatch.setattr(
+        runs, "Run", lambda config, resume, overwrite, notes: noted.append(notes) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         runs.pretrain(["--trainer.accelerator", "cpu", "--run.output", str(tmp_path / "run")])
     assert noted[0]["record"]["device"].startswith("CPU")
@@ -200,8 +244,12 @@ def in_ten_minutes(seconds):
     "A change of a log: it is of the track whose only rule is its time, and seed 2 took so long."
 
     def change(log):
-        log.update(track="ten-minutes", target={"nats": None, "bits_per_byte": None, "hidden_sha256": "a"})
-        log["attempts"][2].update(train_seconds=seconds, curve=[[200, seconds / 2, 5.0], [400, seconds, 4.3]])
+        log.update(
+            track="ten-minutes", target={"nats": None, "bits_per_byte": None, "hidden_sha256": "a"}
+        )
+        log["attempts"][2].update(
+            train_seconds=seconds, curve=[[200, seconds / 2, 5.0], [400, seconds, 4.3]]
+        )
 
     return change
 
@@ -224,7 +272,10 @@ def with_seeds(*seeds):
 def in_a_tenth_of_the_time(log):
     "A change of a log: all of its seconds are divided by ten."
     for one in log["attempts"]:
-        one.update(train_seconds=one["train_seconds"] / 10, curve=[[n, x / 10, y] for n, x, y in one["curve"]])
+        one.update(
+            train_seconds=one["train_seconds"] / 10,
+            curve=[[n, x / 10, y] for n, x, y in one["curve"]],
+        )
 
 
 def copied(change):
@@ -330,41 +381,66 @@ def test_a_forged_log_is_found_out(change, named):
     assert any(named in wrong for wrong in check_log(log)), check_log(log)
 
 
-def test_text_and_target_are_compared_where_this_python_has_the_text_and_else_it_is_said(small, monkeypatch):
+def test_text_and_target_are_compared_where_this_python_has_the_text_and_else_it_is_said(
+    small, monkeypatch
+):
     track = replace(small, name="few", max_documents=600)
     monkeypatch.setitem(TRACKS, "few", track)
     corpus = track.text()
     target = measure_target(track, corpus)
     bits = target["bits_per_byte"] - 0.1
-    attempts = [attempt(seed, loss=4.2, tokens=400_000, bits_per_byte=bits * (1 + seed / 420)) for seed in range(3)]
-    log = {**log_of(*attempts, recipe={"run": {"vocab_size": 500}}, hidden="b"), "track": "few", "text_sha256": corpus.sha256, "target": target}
+    attempts = [
+        attempt(seed, loss=4.2, tokens=400_000, bits_per_byte=bits * (1 + seed / 420))
+        for seed in range(3)
+    ]
+    log = {
+        **log_of(*attempts, recipe={"run": {"vocab_size": 500}}, hidden="b"),
+        "track": "few",
+        "text_sha256": corpus.sha256,
+        "target": target,
+    }
     assert check_log(log) == [] and not_compared(log) == ""
     forged = {**log, "target": {**target, "bits_per_byte": 99.0}}
-    assert check_log(forged) == [f"the target of 99.0 bits per byte is not the track's {target['bits_per_byte']:.4f}"]
+    assert check_log(forged) == [
+        f"the target of 99.0 bits per byte is not the track's {target['bits_per_byte']:.4f}"
+    ]
     assert "hidden tokens" in check_log({**log, "target": {**target, "hidden_sha256": "b"}})[0]
     other = {**log, "text_sha256": "0" * 64}  # as of another Python
     assert check_log(other) == [] and "000000000000" in not_compared(other)
     monkeypatch.setitem(TRACKS, "few", replace(track, source="somebody/text"))
     assert "somebody/text" in check_log(log)[0]
-    assert check_log({**log, "text": "somebody/text"}) == [] and "somebody/text" in not_compared(log)
+    assert check_log({**log, "text": "somebody/text"}) == [] and "somebody/text" in not_compared(
+        log
+    )
 
 
 def test_a_recipe_has_one_hash_before_and_behind_a_log():
-    recipe = {"trainer": {"callbacks": [{"class_path": "my_file.Own", "init_args": {"at": {2: "a", 10: "b"}}}]}}
+    recipe = {
+        "trainer": {
+            "callbacks": [{"class_path": "my_file.Own", "init_args": {"at": {2: "a", 10: "b"}}}]
+        }
+    }
     assert recipe_sha256(recipe) == recipe_sha256(json.loads(json.dumps(recipe)))
 
 
 def test_what_a_recipe_names_and_a_log_does_not_hold_is_said():
-    first = {"model": {"pretrained_model_name_or_path": "race/earlier", "optimizer_class": "my_file.Own"}}
+    first = {
+        "model": {"pretrained_model_name_or_path": "race/earlier", "optimizer_class": "my_file.Own"}
+    }
     log = log_of(attempt(0), attempt(1), attempt(2), recipe=first)
     assert check_log(log) == [], "earlier logs have no hashes"
     said = not_compared(log)
-    assert "race/earlier, which the log does not hold (no hash is known)" in said and "names my_file.Own" in said
+    assert (
+        "race/earlier, which the log does not hold (no hash is known)" in said
+        and "names my_file.Own" in said
+    )
     needs = {"model": {"train_seconds": 5.0, "sha256": "ab" * 32}, "code": {"my_file": "cd" * 32}}
     said = not_compared({**log, "needs": needs})
     assert "(sha256 abababababab)" in said and "(sha256 cdcdcdcdcdcd)" in said
     ours = {"model": {"optimizer_class": "torch.optim.AdamW"}}
-    assert "torch" not in not_compared(log_of(attempt(0), recipe=ours)), "what is installed has a version"
+    assert "torch" not in not_compared(log_of(attempt(0), recipe=ours)), (
+        "what is installed has a version"
+    )
 
 
 def test_a_folder_that_python_would_not_import_is_no_code_of_ones_own(tmp_path, monkeypatch):
@@ -382,7 +458,9 @@ def test_the_lowest_loss_is_told_in_bits_per_byte_too():
     log = log_of(attempt(0), attempt(1), attempt(2))
     in_ten_minutes(600.0)(log)
     assert "reached 4.220 nats, 1.7873 bits per byte\n" in format_speedrun(log)
-    assert "1.7873 bits per byte (a tokenizer of its own" in format_speedrun({**log, "hidden_sha256": "b"})
+    assert "1.7873 bits per byte (a tokenizer of its own" in format_speedrun(
+        {**log, "hidden_sha256": "b"}
+    )
 
 
 def test_a_log_of_no_attempt_is_one_sentence():
@@ -431,7 +509,9 @@ def test_a_run_has_the_time_that_the_model_it_begins_with_has_left(tmp_path):
     model.mkdir()
     (model / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": corpus.sha256}}))
     (model / "metrics.json").write_text('{"train_seconds": 700}')
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(model)}}))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(model)}})
+    )
     with pytest.raises(ValueError, match="allows 600 s"):
         speedrun(tmp_path / "mine.yaml", "ten-minutes", str(tmp_path / "race"))
     assert not (tmp_path / "race").exists()
@@ -451,7 +531,9 @@ def test_a_race_that_is_resumed_runs_the_seeds_that_are_missing(small, tmp_path)
     first = speedrun(recipe, "small", str(place), seeds=[0])
     kept = (place / "seed-0" / "attempt.json").read_bytes()
     log = speedrun(recipe, "small", str(place), seeds=[0, 1], resume=True)
-    assert (place / "seed-0" / "attempt.json").read_bytes() == kept, "a finished seed is not run again"
+    assert (place / "seed-0" / "attempt.json").read_bytes() == kept, (
+        "a finished seed is not run again"
+    )
     assert json.loads((place / "log.json").read_text()) == json.loads(json.dumps(log))
     assert [one["seed"] for one in log["attempts"]] == [0, 1] and log["attempts"][0]["steps"] == 5
     # Other masks in training, the track's own in judging.
@@ -474,12 +556,16 @@ def quick(small, monkeypatch):
         home.mkdir(parents=True, exist_ok=True)
         loss = 7.0 if seed < 2 else 6.0 if seed < 9 else float("nan")
         gaps = "gaps" if seed < 20 else "others"
-        return races.Attempt(seed, loss, 0.1, 0.8 * loss, 10.0, 2, 99, 1e9, [(1, 5.0, loss), (2, 10.0, loss)]), gaps
+        return races.Attempt(
+            seed, loss, 0.1, 0.8 * loss, 10.0, 2, 99, 1e9, [(1, 5.0, loss), (2, 10.0, loss)]
+        ), gaps
 
     monkeypatch.setitem(TRACKS, "quick", replace(small, name="quick", max_documents=600))
     monkeypatch.setattr(races, "run_seed", run)
     monkeypatch.setattr(races, "measure_machine", lambda precision, accelerator: {})
-    return lambda place, *seeds, recipe=None, **more: speedrun(recipe, "quick", str(place), seeds=seeds or None, **more)
+    return lambda place, *seeds, recipe=None, **more: speedrun(
+        recipe, "quick", str(place), seeds=seeds or None, **more
+    )
 
 
 def test_seeds_that_were_asked_other_gaps_are_in_no_log_together(quick, tmp_path):
@@ -488,7 +574,9 @@ def test_seeds_that_were_asked_other_gaps_are_in_no_log_together(quick, tmp_path
         quick(tmp_path / "race", 20, resume=True)
 
 
-def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_with_others(quick, tmp_path, monkeypatch):
+def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_with_others(
+    quick, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(races, "_check_run", lambda *_: None)
     model = tmp_path / "earlier"
@@ -500,12 +588,20 @@ def test_a_log_has_hashes_of_what_its_recipe_names_and_a_race_does_not_go_on_wit
     for file in ("my_file.py", "my_folder/parts.py", "bertlab/__init__.py", "torch/notes.py"):
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).write_text("raise RuntimeError('nobody imports this here')\n")
-    callbacks = [{"class_path": name} for name in ("my_folder.parts.Own", "bertlab.train.history.History", "torch.nn.Module")]
+    callbacks = [
+        {"class_path": name}
+        for name in ("my_folder.parts.Own", "bertlab.train.history.History", "torch.nn.Module")
+    ]
     Path("r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": "earlier", "optimizer_class": "my_file.Own"},
                                               "trainer": {"callbacks": callbacks}}))  # fmt: skip
     log = quick(tmp_path / "race", 2, recipe="r.yaml")
-    assert log["needs"]["model"]["train_seconds"] == 2.5 and list(log["needs"]["code"]) == ["my_file", "my_folder"]
-    assert log["needs"]["code"]["my_file"][:12] in not_compared(log) and "earlier" in not_compared(log)
+    assert log["needs"]["model"]["train_seconds"] == 2.5 and list(log["needs"]["code"]) == [
+        "my_file",
+        "my_folder",
+    ]
+    assert log["needs"]["code"]["my_file"][:12] in not_compared(log) and "earlier" in not_compared(
+        log
+    )
     quick(tmp_path / "race", resume=True, recipe="r.yaml")
     for path in (Path("my_file.py"), Path("my_folder/parts.py"), model / "model.safetensors"):
         kept = path.read_bytes()
@@ -520,14 +616,20 @@ def save_start(place, tokenizer, corpus):
     shape = modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
                             num_attention_heads=1, pad_token_id=tokenizer.pad_token_id)  # fmt: skip
     save_model(BertLabForMaskedLM(shape), tokenizer, place / "model")
-    (place / "model" / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": corpus.sha256}}))
+    (place / "model" / "run.yaml").write_text(
+        yaml.safe_dump({"record": {"corpus_sha256": corpus.sha256}})
+    )
     (place / "model" / "metrics.json").write_text('{"train_seconds": 2.5}')
-    (place / "r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(place / "model")}}))
+    (place / "r.yaml").write_text(
+        yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(place / "model")}})
+    )
     return place / "r.yaml"
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
-def test_a_race_begins_with_a_model_whose_tokenizer_the_text_of_the_track_gives(kind, quick, tmp_path):
+def test_a_race_begins_with_a_model_whose_tokenizer_the_text_of_the_track_gives(
+    kind, quick, tmp_path
+):
     corpus = TRACKS["quick"].text()
     recipe = save_start(tmp_path, train_tokenizer(corpus.train_texts, 420, kind=kind), corpus)
     assert quick(tmp_path / "race", 2, recipe=recipe)["needs"]["model"]["train_seconds"] == 2.5
@@ -538,23 +640,35 @@ def test_a_race_begins_with_a_model_whose_tokenizer_the_text_of_the_track_gives(
 def test_a_race_does_not_begin_with_a_model_of_any_other_tokenizer(texts, size, quick, tmp_path):
     corpus = TRACKS["quick"].text()
     recipe = save_start(tmp_path, train_tokenizer(texts(corpus), size), corpus)
-    with pytest.raises(ValueError, match="pretrained_model_name_or_path=.*model' has a tokenizer of .* entries"):
+    with pytest.raises(
+        ValueError, match="pretrained_model_name_or_path=.*model' has a tokenizer of .* entries"
+    ):
         quick(tmp_path / "race", 2, recipe=recipe)
     assert not (tmp_path / "race").exists()
 
 
-def test_a_race_does_not_move_the_model_aside_that_its_recipe_begins_with(quick, tmp_path, monkeypatch):
+def test_a_race_does_not_move_the_model_aside_that_its_recipe_begins_with(
+    quick, tmp_path, monkeypatch
+):
     monkeypatch.setattr(races, "_check_run", lambda *_: None)
     race = tmp_path / "race"
     quick(race, 2)
-    (race / "seed-2" / "run.yaml").write_text(yaml.safe_dump({"record": {"corpus_sha256": TRACKS["quick"].text().sha256}}))
+    (race / "seed-2" / "run.yaml").write_text(
+        yaml.safe_dump({"record": {"corpus_sha256": TRACKS["quick"].text().sha256}})
+    )
     (race / "seed-2" / "metrics.json").write_text('{"train_seconds": 2.5}')
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(race / "seed-2")}}))
+    (tmp_path / "r.yaml").write_text(
+        yaml.safe_dump({"model": {"pretrained_model_name_or_path": str(race / "seed-2")}})
+    )
     before = {path: path.read_bytes() for path in race.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match="seed-2 is what the run begins with.* choose another --output"):
+    with pytest.raises(
+        ValueError, match="seed-2 is what the run begins with.* choose another --output"
+    ):
         quick(race, 2, recipe=tmp_path / "r.yaml", overwrite=True)
     assert before == {path: path.read_bytes() for path in race.rglob("*") if path.is_file()}
-    assert not quick(race, 9, overwrite=True)["needs"], "a recipe that begins with nothing moves all of it"
+    assert not quick(race, 9, overwrite=True)["needs"], (
+        "a recipe that begins with nothing moves all of it"
+    )
     assert (race / "previous-1" / "seed-2").is_dir()
 
 
@@ -569,10 +683,19 @@ def test_a_race_that_is_resumed_keeps_the_seeds_that_did_not_arrive(quick, tmp_p
     said = yaml.safe_load((race / "run.yaml").read_text())
     assert said["speedrun"].pop("seeds") == [0, 1, 2, 3, 4] and said["speedrun"].pop("text_sha256")
     (race / "run.yaml").write_text(yaml.safe_dump(said))
-    assert [one["seed"] for one in quick(race, 3, 4, 5, resume=True)["attempts"]] == [0, 1, 2, 3, 4, 5]
+    assert [one["seed"] for one in quick(race, 3, 4, 5, resume=True)["attempts"]] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
-def test_a_race_is_not_resumed_on_another_text_or_in_another_commands_directory(quick, tmp_path, monkeypatch):
+def test_a_race_is_not_resumed_on_another_text_or_in_another_commands_directory(
+    quick, tmp_path, monkeypatch
+):
     race = tmp_path / "race"
     quick(race, 2)
     monkeypatch.setitem(TRACKS, "quick", replace(TRACKS["quick"], max_documents=700))
@@ -604,7 +727,9 @@ def few_positions(number):
             "data": {"max_sequence_length": 32}}  # fmt: skip
 
 
-def test_a_model_that_cannot_read_the_judges_rows_is_refused_before_anything_is_made(small, tmp_path, monkeypatch):
+def test_a_model_that_cannot_read_the_judges_rows_is_refused_before_anything_is_made(
+    small, tmp_path, monkeypatch
+):
     track = replace(small, max_documents=600)  # rows of 64 tokens
     monkeypatch.setitem(TRACKS, "small", track)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(few_positions(32)))
@@ -621,7 +746,9 @@ def test_the_model_that_is_judged_is_written_before(small, tmp_path, monkeypatch
     averaged = {**RECIPE, "run": {"average": 0.9}}
     attempt, _ = races.run_seed(track, averaged, tmp_path / "averaged", 0, track.text())
     score = races.score_model(tmp_path / "averaged", "small", track.text())
-    assert score.nats[0] == pytest.approx(attempt.validation_loss, abs=1e-4), "the averages were written"
+    assert score.nats[0] == pytest.approx(attempt.validation_loss, abs=1e-4), (
+        "the averages were written"
+    )
     monkeypatch.setattr(Judge, "score", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         races.run_seed(track, RECIPE, tmp_path / "run", 0, track.text())
@@ -639,7 +766,13 @@ def test_a_bigger_vocabulary_gets_other_gaps(small, tmp_path):
 def test_the_command_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("data: {streaming: true}\n")
-    for words in (["mine.yaml"], ["missing.yaml"], ["--track", "uphill"], ["--seeds", "[1, 1]"], ["--check", "none"]):
+    for words in (
+        ["mine.yaml"],
+        ["missing.yaml"],
+        ["--track", "uphill"],
+        ["--seeds", "[1, 1]"],
+        ["--check", "none"],
+    ):
         assert main(["speedrun", *words]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml"], "nothing is made"
@@ -661,7 +794,10 @@ def test_the_command_says_what_its_check_has_not_compared(tmp_path, capsys):
     log = tmp_path / "log.json"
     log.write_text(json.dumps(log_of(attempt(0), attempt(1), attempt(2))))
     assert main(["speedrun", "--check", str(log)]) == 0
-    assert "nothing that does not fit; its text and its target were not compared" in capsys.readouterr().out
+    assert (
+        "nothing that does not fit; its text and its target were not compared"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1, 199, 200, 201, 560, 599, 600, 601])

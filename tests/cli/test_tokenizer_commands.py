@@ -24,36 +24,52 @@ def refused(command: list[str], monkeypatch, capsys) -> str:
 
 @pytest.mark.parametrize("output, said", [("folder", "is there already"), ("text.txt", "is there already"),
                                           ("text.txt/measures.json", "text.txt is a file")])  # fmt: skip
-def test_a_comparison_that_cannot_be_written_is_refused_first(output, said, tmp_path, monkeypatch, capsys):
+def test_a_comparison_that_cannot_be_written_is_refused_first(
+    output, said, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "folder").mkdir()
     (tmp_path / "text.txt").write_text("a text")
-    line = refused(["compare", str(tmp_path), "--output", str(tmp_path / output)], monkeypatch, capsys)
+    line = refused(
+        ["compare", str(tmp_path), "--output", str(tmp_path / output)], monkeypatch, capsys
+    )
     assert output in line and said in line and (tmp_path / "text.txt").read_text() == "a text"
 
 
 def test_a_comparison_makes_the_folders_of_its_file(tmp_path, monkeypatch):
     vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300)
     monkeypatch.setattr(vocabularies, "read_text", lambda *_, **__: ["a text"])
-    found = vocabularies.compare([str(tmp_path / "tokenizer")], output=str(tmp_path / "new" / "measures.json"))
+    found = vocabularies.compare(
+        [str(tmp_path / "tokenizer")], output=str(tmp_path / "new" / "measures.json")
+    )
     assert (tmp_path / "new" / "measures.json").is_file() and len(found) == 1
 
 
 @pytest.mark.parametrize("positions", [64, 128])
 def test_a_comparison_says_which_model_was_scored_in_shorter_rows(positions, tmp_path, capsys):
-    tokenizer = load_tokenizer(vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300))
+    tokenizer = load_tokenizer(
+        vocabularies.train(None, str(tmp_path / "tokenizer"), vocab_size=300)
+    )
     config = bert_tiny(hidden_size=16, intermediate_size=16, num_attention_heads=2, num_hidden_layers=1,
                        max_position_embeddings=positions, **settings_from(tokenizer, {}))  # fmt: skip
     save_model(BertLabForMaskedLM(config), tokenizer, tmp_path / "model")
     (tmp_path / "text.txt").write_text("a text of a few words and letters\n" * 40)
     capsys.readouterr()
-    found = vocabularies.compare([str(tmp_path / "model"), str(tmp_path / "tokenizer")], str(tmp_path / "text.txt"))
+    found = vocabularies.compare(
+        [str(tmp_path / "model"), str(tmp_path / "tokenizer")], str(tmp_path / "text.txt")
+    )
     assert found[str(tmp_path / "model")]["bits_per_byte"] > 0
     notes = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
-    assert len(notes) == (positions < 128) and all("model reads 64 positions" in line for line in notes)
+    assert len(notes) == (positions < 128) and all(
+        "model reads 64 positions" in line for line in notes
+    )
 
 
-def test_a_tokenizer_without_room_for_a_word_is_refused_before_its_text_is_read(tmp_path, monkeypatch, capsys):
-    line = refused(["train", "--output", str(tmp_path / "new"), "--model_max_length", "0"], monkeypatch, capsys)
+def test_a_tokenizer_without_room_for_a_word_is_refused_before_its_text_is_read(
+    tmp_path, monkeypatch, capsys
+):
+    line = refused(
+        ["train", "--output", str(tmp_path / "new"), "--model_max_length", "0"], monkeypatch, capsys
+    )
     assert "model_max_length must be 3 or more" in line and not (tmp_path / "new").exists()
 
 
@@ -76,7 +92,11 @@ def test_what_appears_at_the_place_while_a_command_works_stays(command, tmp_path
     with pytest.raises(ValueError, match="something else has been put at .*new"):
         getattr(vocabularies, command)(*words.get(command, [model, new]))
     assert [file.name for file in place.iterdir()] == ["mine.txt"]
-    (beside,) = {one.name for one in tmp_path.iterdir()} - {"new", "old", "model"}  # nothing is lost
+    (beside,) = {one.name for one in tmp_path.iterdir()} - {
+        "new",
+        "old",
+        "model",
+    }  # nothing is lost
     assert load_tokenizer(tmp_path / beside).mask_token == "[MASK]"
 
 
@@ -84,8 +104,12 @@ def test_a_comparison_names_the_tokenizer_that_changes_the_bytes_of_the_text(tmp
     (tmp_path / "text.txt").write_text("나는 학교에 갑니다 그리고 집에 옵니다\n" * 40)
     for name, strip in (("kept", None), ("stripped", True)):
         with pytest.warns(UserWarning) if strip is None else nullcontext():
-            vocabularies.train([str(tmp_path / "text.txt")], str(tmp_path / name), strip_accents=strip)
+            vocabularies.train(
+                [str(tmp_path / "text.txt")], str(tmp_path / name), strip_accents=strip
+            )
     capsys.readouterr()
-    vocabularies.compare([str(tmp_path / "kept"), str(tmp_path / "stripped")], str(tmp_path / "text.txt"))
+    vocabularies.compare(
+        [str(tmp_path / "kept"), str(tmp_path / "stripped")], str(tmp_path / "text.txt")
+    )
     (note,) = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("|")]
     assert "stripped: normalising makes 2.31 bytes" in note and "do not compare" in note

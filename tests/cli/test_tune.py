@@ -32,7 +32,9 @@ WORDS = [f"w{i}" for i in range(30)]
 
 @pytest.fixture
 def plan(tmp_path):
-    (tmp_path / "text.txt").write_text("\n".join(" ".join(WORDS[(s + i) % 30] for i in range(12)) for s in range(120)))
+    (tmp_path / "text.txt").write_text(
+        "\n".join(" ".join(WORDS[(s + i) % 30] for i in range(12)) for s in range(120))
+    )
     word_tokenizer(WORDS).save_pretrained(tmp_path / "tokenizer")
     content = {
         "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -138,7 +140,9 @@ def test_trials_below_one_are_refused_before_anything_is_written(trials, plan, t
     assert not (tmp_path / "search").exists()
 
 
-def test_a_search_that_took_a_text_for_true_goes_on_once_its_file_says_so(plan, tmp_path, monkeypatch):
+def test_a_search_that_took_a_text_for_true_goes_on_once_its_file_says_so(
+    plan, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
     path, content = plan
     tune(str(path), str(tmp_path / "search"))
@@ -164,13 +168,30 @@ def failing(*errors):
 
 
 def test_a_trial_that_fails_leaves_its_reason_and_the_search_goes_on(plan, tmp_path, monkeypatch):
-    errors = None, ValueError("no batch\nis so large"), torch.OutOfMemoryError("CUDA out of memory"), None, ValueError("again")
+    errors = (
+        None,
+        ValueError("no batch\nis so large"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        None,
+        ValueError("again"),
+    )
     run_trial, asked = failing(*errors)
     monkeypatch.setattr(tuning, "run_trial", run_trial)
     table = tune(str(plan[0]), str(tmp_path / "search"), trials=2)
-    assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete", "fail", "fail", "complete"]
-    assert [trial["reason"] for trial in read_trials(tmp_path / "search")][1:3] == ["no batch is so large", "CUDA out of memory"]
-    assert "no batch is so large" in table and "out of memory" in (tmp_path / "search" / "trials.txt").read_text()
+    assert [trial["state"] for trial in read_trials(tmp_path / "search")] == [
+        "complete",
+        "fail",
+        "fail",
+        "complete",
+    ]
+    assert [trial["reason"] for trial in read_trials(tmp_path / "search")][1:3] == [
+        "no batch is so large",
+        "CUDA out of memory",
+    ]
+    assert (
+        "no batch is so large" in table
+        and "out of memory" in (tmp_path / "search" / "trials.txt").read_text()
+    )
     tune(str(plan[0]), str(tmp_path / "search"), trials=3, resume=True)
     assert asked == [f"trial-{number:03}" for number in range(6)]  # none of them twice
 
@@ -212,7 +233,9 @@ def test_a_search_of_before_its_values_were_tried_goes_on(plan, tmp_path, monkey
     assert asked == ["trial-000", "trial-001", "trial-001", "trial-003"]
 
 
-HEADS, WIDTH = (f"model.model_config_kwargs.{name}" for name in ("num_attention_heads", "hidden_size"))
+HEADS, WIDTH = (
+    f"model.model_config_kwargs.{name}" for name in ("num_attention_heads", "hidden_size")
+)
 
 
 @pytest.mark.parametrize("ranges, word", [
@@ -223,9 +246,15 @@ HEADS, WIDTH = (f"model.model_config_kwargs.{name}" for name in ("num_attention_
     ({HEADS: [1, 3]}, f"{HEADS} can never be 3"), ({HEADS: [3, 5]}, "no trial.*split into 3 heads"),
     ({"data.train_batch_size": {"low": 0, "high": 3}}, "train_batch_size can never be 0"),
 ])  # fmt: skip
-def test_values_that_no_trial_can_have_are_refused_before_anything_is_written(ranges, word, plan, tmp_path):
+def test_values_that_no_trial_can_have_are_refused_before_anything_is_written(
+    ranges, word, plan, tmp_path
+):
     path, content = plan
-    path.write_text(yaml.safe_dump({**content, "search": {"ranges": {"model.learning_rate": [1e-3, 1e-2], **ranges}}}))
+    path.write_text(
+        yaml.safe_dump(
+            {**content, "search": {"ranges": {"model.learning_rate": [1e-3, 1e-2], **ranges}}}
+        )
+    )
     with pytest.raises(ValueError, match=word):
         tune(str(path), str(tmp_path / "search"))
     assert not (tmp_path / "search").exists()
@@ -234,14 +263,20 @@ def test_values_that_no_trial_can_have_are_refused_before_anything_is_written(ra
 def test_a_value_that_is_right_with_some_of_the_others_is_searched(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
     path, content = plan
-    path.write_text(yaml.safe_dump({**content, "search": {"trials": 2, "ranges": {WIDTH: [16, 48], HEADS: [1, 3]}}}))
+    path.write_text(
+        yaml.safe_dump(
+            {**content, "search": {"trials": 2, "ranges": {WIDTH: [16, 48], HEADS: [1, 3]}}}
+        )
+    )
     tune(str(path), str(tmp_path / "search"))
     assert len(read_trials(tmp_path / "search")) == 2
 
 
 @pytest.fixture
 def finetuning_plan(plan, tmp_path):
-    (tmp_path / "rows.csv").write_text("text,label\n" + "\n".join(f"w{n % 30} w{n % 7},{n % 2}" for n in range(40)))
+    (tmp_path / "rows.csv").write_text(
+        "text,label\n" + "\n".join(f"w{n % 30} w{n % 7},{n % 2}" for n in range(40))
+    )
     content = {
         "model": {"model_config_kwargs": plan[1]["model"]["model_config_kwargs"]},
         "data": {"dataset_name_or_path": str(tmp_path / "rows.csv"), "pretrained_tokenizer_name_or_path": str(tmp_path / "tokenizer")},
@@ -257,7 +292,9 @@ def finetuning_plan(plan, tmp_path):
     ({HEADS: [1, 3]}, f"{HEADS} can never be 3"), ({"model.warmup_ratio": [0.1, 1.5]}, "warmup_ratio can never be 1.5"),
     ({"run.num_epochs": {"low": 0, "high": 3}}, "num_epochs can never be 0"),
 ])  # fmt: skip
-def test_values_that_no_finetuning_can_have_are_refused_before_anything_is_written(ranges, word, finetuning_plan, tmp_path):
+def test_values_that_no_finetuning_can_have_are_refused_before_anything_is_written(
+    ranges, word, finetuning_plan, tmp_path
+):
     path, content = finetuning_plan
     path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "ranges": ranges}}))
     with pytest.raises(ValueError, match=word):
@@ -265,48 +302,81 @@ def test_values_that_no_finetuning_can_have_are_refused_before_anything_is_writt
     assert not (tmp_path / "search").exists()
 
 
-def test_a_metric_that_finetuning_does_not_have_is_refused_before_it_trains(finetuning_plan, tmp_path, monkeypatch):
+def test_a_metric_that_finetuning_does_not_have_is_refused_before_it_trains(
+    finetuning_plan, tmp_path, monkeypatch
+):
     path, content = finetuning_plan
-    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_f1"}}))
+    path.write_text(
+        yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_f1"}})
+    )
     monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda *_: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match="'val_f1' is none of .*val_accuracy"):
         tune(str(path), str(tmp_path / "search"))
 
 
 @pytest.mark.parametrize("metric", [None, "val_mcc"])
-def test_a_metric_that_is_undefined_is_never_the_best(metric, finetuning_plan, tmp_path, monkeypatch):
+def test_a_metric_that_is_undefined_is_never_the_best(
+    metric, finetuning_plan, tmp_path, monkeypatch
+):
     "metrics.json has null for it."
     path, content = finetuning_plan
     path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": metric}}))
     found = iter([None, 0.25])
-    monkeypatch.setattr(tuning.FinetuningRun, "fit", lambda *_: {"mean": dict.fromkeys(("val_accuracy", "val_mcc"), next(found))})
+    monkeypatch.setattr(
+        tuning.FinetuningRun,
+        "fit",
+        lambda *_: {"mean": dict.fromkeys(("val_accuracy", "val_mcc"), next(found))},
+    )
     tune(str(path), str(tmp_path / "search"))
-    assert [(trial["state"], trial["value"]) for trial in read_trials(tmp_path / "search")] == [("pruned", None), ("complete", 0.25)]
+    assert [(trial["state"], trial["value"]) for trial in read_trials(tmp_path / "search")] == [
+        ("pruned", None),
+        ("complete", 0.25),
+    ]
 
 
 def told_of(search):
     "What each trial told optuna: by step, or by number of validation."
     journal = tuning._open_journal(search)
-    return [trial.intermediate_values for trial in tuning._optuna().load_study(study_name="search", storage=journal).trials]
+    return [
+        trial.intermediate_values
+        for trial in tuning._optuna().load_study(study_name="search", storage=journal).trials
+    ]
 
 
 @pytest.mark.parametrize("seeds", [[0], [3, 4]])
-def test_a_finetuning_trial_that_is_behind_ends_early_and_its_other_seeds_are_not_run(seeds, finetuning_plan, tmp_path, monkeypatch):
+def test_a_finetuning_trial_that_is_behind_ends_early_and_its_other_seeds_are_not_run(
+    seeds, finetuning_plan, tmp_path, monkeypatch
+):
     path, content = finetuning_plan
     content["run"] = {"num_epochs": 3, "seeds": seeds, "baselines": False}
-    content["search"]["ranges"]["data.train_batch_size"] = [8, 16]  # other steps, the same number of validations
+    content["search"]["ranges"]["data.train_batch_size"] = [
+        8,
+        16,
+    ]  # other steps, the same number of validations
     path.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(tuning._optuna().trial.Trial, "should_prune", lambda trial: trial.number == 1)
+    monkeypatch.setattr(
+        tuning._optuna().trial.Trial, "should_prune", lambda trial: trial.number == 1
+    )
     tune(str(path), str(tmp_path / "search"))
     assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete", "pruned"]
     assert [list(told) for told in told_of(tmp_path / "search")] == [[1, 2, 3], [1]]
-    of_runs = [read_json(tmp_path / "search" / f"trial-00{n}" / "metrics.json")["seeds"] for n in (0, 1)]
+    of_runs = [
+        read_json(tmp_path / "search" / f"trial-00{n}" / "metrics.json")["seeds"] for n in (0, 1)
+    ]
     assert of_runs == [seeds, seeds[:1]]
 
 
 def test_a_search_that_shall_not_prune_ends_no_trial(finetuning_plan, tmp_path, monkeypatch):
     path, content = finetuning_plan
-    path.write_text(yaml.safe_dump({**content, "run": {"baselines": False}, "search": {**content["search"], "prune": False, "trials": 1}}))
+    path.write_text(
+        yaml.safe_dump(
+            {
+                **content,
+                "run": {"baselines": False},
+                "search": {**content["search"], "prune": False, "trials": 1},
+            }
+        )
+    )
     monkeypatch.setattr(tuning._optuna().trial.Trial, "should_prune", lambda _: True)
     tune(str(path), str(tmp_path / "search"))
     assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete"]
@@ -332,7 +402,10 @@ class Told:
 def validated(watch, *found):
     "Have a run whose validations were these, and one before its first step, tell the trial; whether it shall stop."
     history = History()
-    history.record.validation += [{"step": 0, "val_loss": 0.1}, *({"step": 10 * n, **values} for n, values in enumerate(found, 1))]
+    history.record.validation += [
+        {"step": 0, "val_loss": 0.1},
+        *({"step": 10 * n, **values} for n, values in enumerate(found, 1)),
+    ]
     trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), sanity_checking=False, callbacks=[history], should_stop=False,
                               callback_metrics=found[-1])  # fmt: skip
     watch.on_validation_end(trainer, None)
@@ -340,7 +413,11 @@ def validated(watch, *found):
 
 
 def test_a_metric_that_is_undefined_for_now_is_not_told_while_the_loss_is_a_number():
-    found = {"val_mcc": math.nan, "val_loss": 0.5}, {"val_mcc": 0.25, "val_loss": 0.5}, {"val_mcc": math.nan, "val_loss": math.nan}
+    found = (
+        {"val_mcc": math.nan, "val_loss": 0.5},
+        {"val_mcc": 0.25, "val_loss": 0.5},
+        {"val_mcc": math.nan, "val_loss": math.nan},
+    )
     trial = Told()
     validated(EndTrial(trial, "val_mcc", True), *found)
     assert list(trial.values) == [20, 30] and trial.values[20] == 0.25
@@ -376,7 +453,9 @@ def test_a_search_remembers_that_the_trial_under_way_was_to_be_ended(plan, tmp_p
 @pytest.mark.parametrize("change, word", [
     ({"search": {"metric": "train_loss"}}, "'train_loss' is none of .*val_loss"), ({"trainer": {"limit_val_batches": 0}}, "validation"),
 ])  # fmt: skip
-def test_a_search_by_what_no_validation_says_ends_with_its_first_trial(change, word, plan, tmp_path):
+def test_a_search_by_what_no_validation_says_ends_with_its_first_trial(
+    change, word, plan, tmp_path
+):
     path, content = plan
     for part, options in change.items():
         content[part] |= options
@@ -385,10 +464,16 @@ def test_a_search_by_what_no_validation_says_ends_with_its_first_trial(change, w
         tune(str(path), str(tmp_path / "search"))
 
 
-def test_the_loss_of_one_of_several_validation_sets_is_the_better_the_less(plan, tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "run_trial", lambda search, content, trial, output: (float(trial.number), False))
+def test_the_loss_of_one_of_several_validation_sets_is_the_better_the_less(
+    plan, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        tuning, "run_trial", lambda search, content, trial, output: (float(trial.number), False)
+    )
     path, content = plan
-    path.write_text(yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_loss_1"}}))
+    path.write_text(
+        yaml.safe_dump({**content, "search": {**content["search"], "metric": "val_loss_1"}})
+    )
     assert tune(str(path), str(tmp_path / "search")).splitlines()[1].startswith("0 ")
 
 
@@ -405,17 +490,26 @@ def test_a_search_that_was_killed_while_it_wrote_goes_on(plan, tmp_path, monkeyp
     assert "study.log: its last entry was not whole" in capsys.readouterr().out
 
 
-def test_a_journal_that_is_damaged_in_its_middle_is_named_with_the_line(plan, tmp_path, monkeypatch):
+def test_a_journal_that_is_damaged_in_its_middle_is_named_with_the_line(
+    plan, tmp_path, monkeypatch
+):
     monkeypatch.setattr(tuning, "run_trial", lambda *_: (1.0, False))
     tune(str(plan[0]), str(tmp_path / "search"))
     lines = (tmp_path / "search" / "study.log").read_text().splitlines(True)
-    (tmp_path / "search" / "study.log").write_text("".join([*lines[:3], '{"op_code": 4, "wor', *lines[3:]]))
-    for work in (lambda: read_trials(tmp_path / "search"), lambda: tune(str(plan[0]), str(tmp_path / "search"), resume=True)):
+    (tmp_path / "search" / "study.log").write_text(
+        "".join([*lines[:3], '{"op_code": 4, "wor', *lines[3:]])
+    )
+    for work in (
+        lambda: read_trials(tmp_path / "search"),
+        lambda: tune(str(plan[0]), str(tmp_path / "search"), resume=True),
+    ):
         with pytest.raises(ValueError, match="study.log is damaged in line 4"):
             work()
 
 
-def test_a_search_whose_journal_was_cut_does_not_go_on_with_a_run_of_other_settings(plan, tmp_path, monkeypatch):
+def test_a_search_whose_journal_was_cut_does_not_go_on_with_a_run_of_other_settings(
+    plan, tmp_path, monkeypatch
+):
     asked = []
 
     def run_trial(search, content, trial, output):
@@ -443,10 +537,14 @@ def test_another_file_does_not_go_on_with_a_search(plan, tmp_path, monkeypatch):
 def test_models_are_averaged_and_lengthened_by_command(tmp_path):
     for seed in range(2):
         torch.manual_seed(seed)
-        model = BertLabForMaskedLM(bert_tiny(vocab_size=40, num_hidden_layers=1, max_position_embeddings=16))
+        model = BertLabForMaskedLM(
+            bert_tiny(vocab_size=40, num_hidden_layers=1, max_position_embeddings=16)
+        )
         save_model(model, None, tmp_path / f"{seed}")
     average([str(tmp_path / "0"), str(tmp_path / "1")], str(tmp_path / "mean"))
-    tables = [load_encoder(tmp_path / name).get_input_embeddings().weight for name in ("0", "1", "mean")]
+    tables = [
+        load_encoder(tmp_path / name).get_input_embeddings().weight for name in ("0", "1", "mean")
+    ]
     torch.testing.assert_close(tables[2], (tables[0] + tables[1]) / 2)
     lengthen(str(tmp_path / "mean"), 40, output=str(tmp_path / "longer"))
     assert load_encoder(tmp_path / "longer").config.max_position_embeddings == 40
@@ -458,7 +556,10 @@ def test_models_are_averaged_and_lengthened_by_command(tmp_path):
             work()
 
 
-@pytest.mark.parametrize("name, values", [("run.vocab_size", [64, 128]), ("model.pretrained_model_name_or_path", ["a", "b"])])
+@pytest.mark.parametrize(
+    "name, values",
+    [("run.vocab_size", [64, 128]), ("model.pretrained_model_name_or_path", ["a", "b"])],
+)
 def test_vocabularies_are_searched_by_what_compares_over_them(name, values, plan):
     path, content = plan
     content["search"]["ranges"] = {name: values}
@@ -474,9 +575,16 @@ def test_vocabularies_are_searched_by_what_compares_over_them(name, values, plan
         read_search(path)
 
 
-def test_a_search_over_several_processes_is_refused_before_anything_is_written(plan, tmp_path, monkeypatch):
+def test_a_search_over_several_processes_is_refused_before_anything_is_written(
+    plan, tmp_path, monkeypatch
+):
     path, content = plan
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+    for name, value in {
+        "TORCHELASTIC_RUN_ID": "x",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "RANK": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="runs its trials in one process, and 2 are asked for"):
         tune(str(path), str(tmp_path / "search"))
@@ -497,7 +605,10 @@ def test_the_model_of_the_last_step_is_ranked_by_the_validation_behind_it(plan, 
     content["model"]["learning_rate"] = 3e-2
     path.write_text(yaml.safe_dump(content))
     assert main(["pretrain", "--config", str(path)]) == 0
-    markers = {one.name: read_json(one / "bertlab-model.json")["value"] for one in (tmp_path / "run" / "models").glob("step-*")}
+    markers = {
+        one.name: read_json(one / "bertlab-model.json")["value"]
+        for one in (tmp_path / "run" / "models").glob("step-*")
+    }
     assert markers["step-00000005"] is not None
     best = min(markers, key=markers.get)
     assert (tmp_path / "run" / "models" / "best").resolve().name == best

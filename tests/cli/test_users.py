@@ -28,7 +28,10 @@ def rows(count: int, seed: int = 0, share: float = 0.6) -> list[tuple[str, str]]
     found = []
     for _ in range(count):
         label = draw.choice(list(TOPICS))
-        words = [draw.choice(TOPICS[label].split() if draw.random() < share else everything) for _ in range(12)]
+        words = [
+            draw.choice(TOPICS[label].split() if draw.random() < share else everything)
+            for _ in range(12)
+        ]
         found.append((label, " ".join(words)))
     return found
 
@@ -42,7 +45,9 @@ def place(tmp_path, monkeypatch) -> Iterator[Path]:
     Path("own.csv").write_text("title,label\n" + "".join(f"{t},{label}\n" for label, t in labelled))
     # AG News's own form: a label from 1, a title, a description, all in quotes, and no header.
     numbers = {label: n for n, label in enumerate(TOPICS, 1)}
-    Path("ag.csv").write_text("".join(f'"{numbers[k]}","{t[:9]}, now","{t}"\n' for k, t in labelled))
+    Path("ag.csv").write_text(
+        "".join(f'"{numbers[k]}","{t[:9]}, now","{t}"\n' for k, t in labelled)
+    )
     Path("own.txt").write_text("".join(f"{t}.\n" for _, t in labelled))
     Path("utf16.txt").write_text("".join(f"{t}.\n" for _, t in labelled), encoding="utf-16")
     Path("utf16le.txt").write_bytes("".join(f"{t}.\n" for _, t in labelled).encode("utf-16-le"))
@@ -134,8 +139,12 @@ def test_a_wrong_input_is_one_sentence_that_helps_and_needs_no_torch(place):
     command = [sys.executable, "-c", program, json.dumps([words for words, _ in WRONG])]
     done = subprocess.run(command, capture_output=True, text=True, cwd=place)
     assert done.returncode == 0, done.stderr
-    for (words, parts), (code, told, heavy, seconds) in zip(WRONG, json.loads(done.stdout), strict=True):
-        assert code == 2 and told.count("\n") == 1 and told.startswith(f"bertlab {words[0]}: "), told
+    for (words, parts), (code, told, heavy, seconds) in zip(
+        WRONG, json.loads(done.stdout), strict=True
+    ):
+        assert code == 2 and told.count("\n") == 1 and told.startswith(f"bertlab {words[0]}: "), (
+            told
+        )
         assert all(part in told for part in parts), told
         assert "Errno" not in told and "Traceback" not in told and "<unicode" not in told
         assert not heavy and seconds < 2, (words, heavy, seconds)
@@ -179,8 +188,19 @@ def test_a_full_disk_or_a_place_nobody_may_write_to_is_one_sentence(place, capsy
 def test_a_surplus_cell_names_line_counts_and_both_ways_out(place, capsys):
     words = ["surplus.csv", "--data.text_column", "title", *SMALL]
     told = said(capsys, "pretrain", *words)
-    assert all(part in told for part in ("surplus.csv line 3", "3 cells", "header has 2", "quotes", 'on_error="skip"'))
-    told = said(capsys, "finetune", "--data.dataset_name_or_path", "surplus.csv", "--data.text_column", "title", SMALL[0])
+    assert all(
+        part in told
+        for part in ("surplus.csv line 3", "3 cells", "header has 2", "quotes", 'on_error="skip"')
+    )
+    told = said(
+        capsys,
+        "finetune",
+        "--data.dataset_name_or_path",
+        "surplus.csv",
+        "--data.text_column",
+        "title",
+        SMALL[0],
+    )
     assert "surplus.csv line 3" in told and 'bad_rows="skip"' in told and "on_error" not in told
     from bertlab.data.corpus import load_corpus
 
@@ -193,7 +213,21 @@ def test_a_surplus_cell_names_line_counts_and_both_ways_out(place, capsys):
 
 def test_a_table_without_a_header_is_read_by_every_command(place, capsys):
     by_number = ["--data.text_column", "3", "--data.header", "false"]
-    assert main(["pretrain", "ag.csv", *by_number, *SMALL, "--trainer.max_steps", "2", "--run.output", "p"]) == 0
+    assert (
+        main(
+            [
+                "pretrain",
+                "ag.csv",
+                *by_number,
+                *SMALL,
+                "--trainer.max_steps",
+                "2",
+                "--run.output",
+                "p",
+            ]
+        )
+        == 0
+    )
     assert "240 documents" not in (told := capsys.readouterr().out) and "train:" in told
     assert main(["validate", "p", "--data.train_dataset_name_or_path", "ag.csv", *by_number]) == 0
     assert main(["demo", "--data", "ag.csv", "--text-column", "3", "--header", "false", "--steps", "2", "--hidden-size",
@@ -208,7 +242,9 @@ def test_a_table_without_a_header_is_read_by_every_command(place, capsys):
     Path("new.csv").write_text('"?","a, b","goal match player"\n"?","c, d","atom cell gene"\n')
     assert main(["predict", "f", "new.csv", "--text-column", "3", "--header", "false"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 2 and all({"1", "2", "3"} & {str(value) for value in one.values()} for one in found), found
+    assert len(found) == 2 and all(
+        {"1", "2", "3"} & {str(value) for value in one.values()} for one in found
+    ), found
 
 
 # --- a bare run -----------------------------------------------------------------------------------
@@ -227,11 +263,18 @@ def test_a_bare_command_takes_a_shape_that_its_device_can_train(place):
 
     run = Run(ask_for_run("pretrain", ["own.txt", "--trainer.accelerator", "cpu"]).config)
     assert run.config["data"]["train_dataset_name_or_path"] == "own.txt"
-    assert run.config["model"]["model_config_kwargs"]["hidden_size"] == 192 and "modernbert_tiny" in run.text
+    assert (
+        run.config["model"]["model_config_kwargs"]["hidden_size"] == 192
+        and "modernbert_tiny" in run.text
+    )
     assert settle_shape(None, None, "cuda", 128)[0] == "modernbert_base"
     assert settle_shape(None, {"hidden_size": 32}, "cpu", 128) == (None, {"hidden_size": 32})
     name, settings = settle_shape(None, {"norm": "rms", "num_hidden_layers": 2}, "cpu", 128)
-    assert name == "modernbert_tiny" and settings["hidden_size"] == 192 and settings["num_hidden_layers"] == 2
+    assert (
+        name == "modernbert_tiny"
+        and settings["hidden_size"] == 192
+        and settings["num_hidden_layers"] == 2
+    )
     assert settle_shape(None, {}, "cuda", 128) == settle_shape("modernbert_base", None, "cuda", 128)
     settings = settle_shape("bert_tiny", {"hidden_size": 32}, "cpu", 4096)[1]
     assert settings["hidden_size"] == 32 and settings["max_position_embeddings"] == 4096
@@ -243,9 +286,13 @@ def test_another_shape_over_the_configuration_of_a_run_is_that_shape(place):
 
     words = ["own.txt", "--trainer.accelerator", "cpu"]
     Path("first.yaml").write_text(Run(ask_for_run("pretrain", words).config).text)
-    again = lambda *more: Run(ask_for_run("pretrain", ["--config", "first.yaml", *more]).config).config["model"]
+    again = lambda *more: Run(
+        ask_for_run("pretrain", ["--config", "first.yaml", *more]).config
+    ).config["model"]
     assert again() == Run(ask_for_run("pretrain", words).config).config["model"]
-    direct = Run(ask_for_run("pretrain", [*words, "--run.shape", "bert_tiny"]).config).config["model"]
+    direct = Run(ask_for_run("pretrain", [*words, "--run.shape", "bert_tiny"]).config).config[
+        "model"
+    ]
     assert again("--run.shape", "bert_tiny") == direct
 
 
@@ -253,9 +300,14 @@ def test_one_setting_of_a_model_changes_that_setting_alone(place):
     "It once made a model of 114 million parameters of one of two."
     from bertlab.cli.pretrain import Run, ask_for_run
 
-    shape = lambda *more: Run(ask_for_run("pretrain", ["own.txt", "--trainer.accelerator", "cpu", *more]).config)
+    shape = lambda *more: Run(
+        ask_for_run("pretrain", ["own.txt", "--trainer.accelerator", "cpu", *more]).config
+    )
     bare, changed = shape(), shape("--model.model_config_kwargs.norm", "rms")
-    assert changed.config["model"]["model_config_kwargs"] == {**bare.config["model"]["model_config_kwargs"], "norm": "rms"}
+    assert changed.config["model"]["model_config_kwargs"] == {
+        **bare.config["model"]["model_config_kwargs"],
+        "norm": "rms",
+    }
     assert changed.chosen_shape == "modernbert_tiny" and "norm: rms" in changed.text
 
 
@@ -263,19 +315,28 @@ def test_a_run_that_was_begun_before_keeps_the_shape_that_it_has(place):
     from bertlab.cli.pretrain import Run, ask_for_run
 
     Path("old").mkdir()
-    config = ask_for_run("pretrain", ["own.txt", "--run.output", "old", "--model.model_config_kwargs.num_hidden_layers", "1"]).config
+    config = ask_for_run(
+        "pretrain",
+        ["own.txt", "--run.output", "old", "--model.model_config_kwargs.num_hidden_layers", "1"],
+    ).config
     Path("old/run.yaml").write_text("run:\n  shape: null\n")
-    assert Run(config, resume=True).config["model"]["model_config_kwargs"] == {"num_hidden_layers": 1}
+    assert Run(config, resume=True).config["model"]["model_config_kwargs"] == {
+        "num_hidden_layers": 1
+    }
 
 
 def test_parts_of_a_batch_that_nobody_gave_are_refused(place):
     from bertlab.cli.pretrain import Run, ask_for_run
 
-    with pytest.raises(ValueError, match="run.microbatch_tokens=256 .* run.batch_tokens .* say that, too"):
+    with pytest.raises(
+        ValueError, match="run.microbatch_tokens=256 .* run.batch_tokens .* say that, too"
+    ):
         Run(ask_for_run("pretrain", ["own.txt", "--run.microbatch_tokens", "256"]).config)
 
 
-@pytest.mark.parametrize("words", [["pretrain", "own.txt"], ["finetune", "--data.dataset_name_or_path", "own.csv"]])
+@pytest.mark.parametrize(
+    "words", [["pretrain", "own.txt"], ["finetune", "--data.dataset_name_or_path", "own.csv"]]
+)
 def test_a_directory_that_is_taken_names_the_option_of_its_command(place, capsys, words):
     Path("taken").mkdir()
     Path("taken/thesis.tex").write_text("mine")
@@ -290,15 +351,25 @@ def test_a_configuration_of_ours_that_is_not_here_is_looked_for_in_the_source(pl
 
 def test_several_texts_are_named_one_after_the_other():
     parse = COMMANDS["pretrain"].parse
-    assert parse(["a.txt", "b.txt"]).config["data"]["train_dataset_name_or_path"] == ["a.txt", "b.txt"]
+    assert parse(["a.txt", "b.txt"]).config["data"]["train_dataset_name_or_path"] == [
+        "a.txt",
+        "b.txt",
+    ]
     asked = COMMANDS["fill-mask"].parse(["model", "[MASK]", "a: [MASK]"]).config
     assert asked["texts"] == ["[MASK]", "a: [MASK]"]  # texts, not YAML
 
 
 def test_a_bare_run_ends_below_the_guesser_that_ignores_its_input(place, capsys):
     "The shape and the length are small here; rate, warmup and everything else are what nobody gave."
-    Path("clear.txt").write_text("".join(f"{text}.\n" for _, text in rows(300, share=1)))  # a topic a line
-    assert main(["pretrain", "clear.txt", *SMALL, "--trainer.max_steps", "150", "--run.output", "bare"]) == 0
+    Path("clear.txt").write_text(
+        "".join(f"{text}.\n" for _, text in rows(300, share=1))
+    )  # a topic a line
+    assert (
+        main(
+            ["pretrain", "clear.txt", *SMALL, "--trainer.max_steps", "150", "--run.output", "bare"]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     line = float(told.partition("line    ")[2].split()[0])
     metrics = json.loads(Path("bare/metrics.json").read_text())
@@ -308,7 +379,7 @@ def test_a_bare_run_ends_below_the_guesser_that_ignores_its_input(place, capsys)
 
 # --- parts of one's own ---------------------------------------------------------------------------
 
-OWN = '''
+OWN = """
 import bertlab
 import torch
 from torch import nn
@@ -355,7 +426,7 @@ class MyModel(bertlab.BertLabForMaskedLM):
     def forward(self, *args, **kwargs):
         seen.append("objective")
         return super().forward(*args, **kwargs)
-'''
+"""
 
 
 def test_a_part_of_each_kind_is_named_on_the_command_line_and_used(place, capsys):
@@ -367,9 +438,13 @@ def test_a_part_of_each_kind_is_named_on_the_command_line_and_used(place, capsys
     assert main(["pretrain", *words, "--trainer.max_steps", "2"]) == 0, capsys.readouterr().err
     import own_parts
 
-    assert {"collator", "optimizer", "schedule", "callback", "norm", "objective"} <= set(own_parts.seen)
+    assert {"collator", "optimizer", "schedule", "callback", "norm", "objective"} <= set(
+        own_parts.seen
+    )
     # It goes on, and is validated, with the same parts.
-    assert main(["pretrain", "--resume", "own", "--trainer.max_steps", "3"]) == 0, capsys.readouterr().err
+    assert main(["pretrain", "--resume", "own", "--trainer.max_steps", "3"]) == 0, (
+        capsys.readouterr().err
+    )
     assert main(["validate", "own"]) == 0, capsys.readouterr().err
 
 
@@ -378,7 +453,9 @@ def test_a_model_directory_of_somebody_else_may_not_name_code_to_import(place):
 
     (place / "evil.py").write_text("open('ran', 'w').close()\nclass Norm: pass\n")
     (place / "theirs").mkdir()
-    (place / "theirs" / "config.json").write_text(json.dumps({"model_type": "bertlab", "norm": "evil.Norm"}))
+    (place / "theirs" / "config.json").write_text(
+        json.dumps({"model_type": "bertlab", "norm": "evil.Norm"})
+    )
     with pytest.raises(ValueError, match="evil.Norm.*add_layer"):
         BertLabConfig.from_pretrained(place / "theirs")
     assert not (place / "ran").exists()
@@ -419,13 +496,18 @@ def test_help_of_a_public_name_shows_its_parameters_and_their_comments():
             assert f"{option.name}: {option.kind}" in told, (name, option.name)
             assert option.help in told, (name, option.name)
             # The name of a tensor says its shape, and a configuration says what it is.
-            assert option.help or option.name == "config" or option.name[-1].isupper(), (name, option.name)
+            assert option.help or option.name == "config" or option.name[-1].isupper(), (
+                name,
+                option.name,
+            )
 
 
 # --- fine-tuning a user's own rows ----------------------------------------------------------------
 
 
-def test_finetuning_from_nothing_on_own_rows_trains_a_tokenizer_and_says_what_simple_methods_reach(place, capsys):
+def test_finetuning_from_nothing_on_own_rows_trains_a_tokenizer_and_says_what_simple_methods_reach(
+    place, capsys
+):
     Path("own.csv").write_text(Path("own.csv").read_text() + f"{'goal ' * 40},sports\n" * 3)
     assert main(["finetune", "--data.dataset_name_or_path", "own.csv", "--data.text_column", "title", SMALL[0],
                  "--data.vocab_size", "120", "--data.max_sequence_length", "24", "--run.num_epochs", "2",
@@ -460,23 +542,32 @@ def piped(monkeypatch, encoding, work, data=b"", **environment):
 
 
 def turn_round():
-    print(sys.stdin.read()[::-1], end="")  # what comes back as it went in may have been read wrongly, twice
+    print(
+        sys.stdin.read()[::-1], end=""
+    )  # what comes back as it went in may have been read wrongly, twice
 
 
 def test_pipes_of_windows_carry_utf_8_unless_somebody_says_otherwise(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     text = "Café, Büro, кот"
     assert piped(monkeypatch, "cp1252", turn_round, text.encode()) == (text[::-1].encode(), 0)
-    assert piped(monkeypatch, "cp1252", turn_round, b"B\xfcro", PYTHONIOENCODING="cp1252") == (b"or\xfcB", 0)
+    assert piped(monkeypatch, "cp1252", turn_round, b"B\xfcro", PYTHONIOENCODING="cp1252") == (
+        b"or\xfcB",
+        0,
+    )
     sys.stdin = io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="cp1252")
     sys.stdin.readline()  # its encoding cannot change any more
     assert main(["pretrain"]) == 0
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
-def test_a_character_that_a_stream_lacks_ends_no_run_and_lines_of_json_stay_json(monkeypatch, encoding):
+def test_a_character_that_a_stream_lacks_ends_no_run_and_lines_of_json_stay_json(
+    monkeypatch, encoding
+):
     row = {"text": 'кот "é" \U0001f600 \ud800'}
-    printed, status = piped(monkeypatch, encoding, lambda: print(json.dumps(row, ensure_ascii=False)))
+    printed, status = piped(
+        monkeypatch, encoding, lambda: print(json.dumps(row, ensure_ascii=False))
+    )
     assert status == 0 and json.loads(printed.decode(encoding)) == row
     assert (b"\xe9" in printed) == (encoding == "latin-1")
 
@@ -484,9 +575,13 @@ def test_a_character_that_a_stream_lacks_ends_no_run_and_lines_of_json_stay_json
 @pytest.mark.parametrize("platform, typed", [
     ("linux", "pretrain --run.output 'my runs\\first' --resume"), ("win32", 'pretrain --run.output "my runs\\first" --resume'),
 ])  # fmt: skip
-def test_the_command_that_goes_on_can_be_typed_in_the_shell_of_its_system(monkeypatch, platform, typed):
+def test_the_command_that_goes_on_can_be_typed_in_the_shell_of_its_system(
+    monkeypatch, platform, typed
+):
     monkeypatch.setattr(sys, "platform", platform)
-    asked = SimpleNamespace(command="pretrain", words=["--run.output", "my runs\\first", "--overwrite"], resume=None)
+    asked = SimpleNamespace(
+        command="pretrain", words=["--run.output", "my runs\\first", "--overwrite"], resume=None
+    )
     assert same_with_resume(asked) == typed
 
 

@@ -83,7 +83,10 @@ def test_a_break_in_a_text_does_not_break_the_line_of_the_show():
     tokenizer = train_tokenizer(["a b\nc\td"] * 9, vocab_size=300, kind="bpe")
     ids = torch.tensor([tokenizer("a b\nc\td")["input_ids"]])
     no = torch.zeros_like(ids, dtype=torch.bool)
-    assert show_state(tokenizer, Step(ids, no, no, torch.ones(ids.shape), True), colours=False) == "a b c d"
+    assert (
+        show_state(tokenizer, Step(ids, no, no, torch.ones(ids.shape), True), colours=False)
+        == "a b c d"
+    )
 
 
 def test_a_run_remembers_whether_its_model_may_end_a_text(place, tmp_path):

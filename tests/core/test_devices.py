@@ -14,8 +14,18 @@ from bertlab.core import devices
 from bertlab.model import attention
 from bertlab.model.attention import Setting, choose_kernel
 from bertlab.cli.main import main
-from bertlab.core.devices import check_request, default_precision, describe_attention, describe_device
-from bertlab.core.devices import device_memory_peaks, find_devices, keep_freed_memory, peak_memory_bytes
+from bertlab.core.devices import (
+    check_request,
+    default_precision,
+    describe_attention,
+    describe_device,
+)
+from bertlab.core.devices import (
+    device_memory_peaks,
+    find_devices,
+    keep_freed_memory,
+    peak_memory_bytes,
+)
 from bertlab.core.devices import resident_memory_bytes
 from bertlab.core.devices import DEVICE_PEAKS, measured_bandwidth, measured_peak_flops
 from bertlab.core.devices import multiplied_type, peak_flops
@@ -37,9 +47,15 @@ def test_bfloat16_peaks_are_the_dense_ones_of_the_data_sheets(name):
     assert flops == pytest.approx(DENSE[name] * 1e12, rel=2e-3) and source
 
 
-@pytest.mark.parametrize("name, wrong", [
-    ("NVIDIA H200", 2.0e15), ("NVIDIA H100 NVL", 1.98e15),  # sparse
-    ("NVIDIA GeForce RTX 4090", 82.6e12), ("NVIDIA RTX A6000", 38.7e12)])  # outside tensor cores
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("NVIDIA H200", 2.0e15),
+        ("NVIDIA H100 NVL", 1.98e15),  # sparse
+        ("NVIDIA GeForce RTX 4090", 82.6e12),
+        ("NVIDIA RTX A6000", 38.7e12),
+    ],
+)  # outside tensor cores
 def test_the_wrong_figures_of_a_widely_used_table_are_not_ours(name, wrong):
     flops, _ = peak_flops(name, "bf16-mixed")
     assert max(flops / wrong, wrong / flops) > 1.9
@@ -145,10 +161,16 @@ def pretend_versions(monkeypatch, **versions: str):
     "Installed packages that are not; torch's own version too."
     if "torch" in versions:
         monkeypatch.setattr(torch, "__version__", versions["torch"])
-    monkeypatch.setattr(devices, "installed_version", lambda package: versions.get(package.replace("-", "_")))
+    monkeypatch.setattr(
+        devices, "installed_version", lambda package: versions.get(package.replace("-", "_"))
+    )
 
 
-T4, A100, H200 = ("Tesla T4", (7, 5), 15), ("NVIDIA A100-SXM4-80GB", (8, 0), 80), ("NVIDIA H200", (9, 0), 141)
+T4, A100, H200 = (
+    ("Tesla T4", (7, 5), 15),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 80),
+    ("NVIDIA H200", (9, 0), 141),
+)
 
 
 @pytest.fixture
@@ -163,42 +185,78 @@ def bare(monkeypatch):
     return monkeypatch
 
 
-@pytest.mark.parametrize("gpu, precision, kernel, peak", [
-    (T4, "16-mixed", "sdpa", 65e12), (A100, "bf16-mixed", "varlen", 312e12), (H200, "bf16-mixed", "varlen", 989.5e12)])
-def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(bare, gpu, precision, kernel, peak):
+@pytest.mark.parametrize(
+    "gpu, precision, kernel, peak",
+    [
+        (T4, "16-mixed", "sdpa", 65e12),
+        (A100, "bf16-mixed", "varlen", 312e12),
+        (H200, "bf16-mixed", "varlen", 989.5e12),
+    ],
+)
+def test_a_gpu_is_described_with_reason_memory_kernel_and_dense_peak(
+    bare, gpu, precision, kernel, peak
+):
     pretend_gpus(bare, gpu)
     found = describe_device()
     assert (found.kind, found.precision, found.attention) == ("cuda", precision, kernel)
-    assert found.peak[0] == peak and "data sheet" in found.peak[1] and found.memory_bytes == gpu[2] * 2**30
+    assert (
+        found.peak[0] == peak
+        and "data sheet" in found.peak[1]
+        and found.memory_bytes == gpu[2] * 2**30
+    )
     assert "\n" not in str(found) and precision in str(found) and found.reason in str(found)
-    for fact in (found.name, f"{gpu[2]}.0 GiB", found.reason, found.attention_reason, found.peak[1]):
+    for fact in (
+        found.name,
+        f"{gpu[2]}.0 GiB",
+        found.reason,
+        found.attention_reason,
+        found.peak[1],
+    ):
         assert fact in found.report()
 
 
 def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
     "Lightning forks it, and what is forked after CUDA has begun cannot use CUDA."
     pretend_gpus(bare, A100, A100)
-    bare.setattr(torch.cuda, "get_device_capability", lambda index=None: pytest.fail("CUDA would begin here"))
-    bare.setattr(torch.cuda, "get_device_properties", lambda index=None: pytest.fail("CUDA would begin here"))
-    bare.setattr(torch.cuda, "get_device_name", lambda index=None: pytest.fail("CUDA would begin here"))
+    bare.setattr(
+        torch.cuda, "get_device_capability", lambda index=None: pytest.fail("CUDA would begin here")
+    )
+    bare.setattr(
+        torch.cuda, "get_device_properties", lambda index=None: pytest.fail("CUDA would begin here")
+    )
+    bare.setattr(
+        torch.cuda, "get_device_name", lambda index=None: pytest.fail("CUDA would begin here")
+    )
     bare.setattr(torch.cuda, "is_initialized", lambda: False)
     bare.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "a shell"))
     asked = []
-    done = lambda words, **_: asked.append(words[-1]) or SimpleNamespace(returncode=0, stdout=f"8 0 {80 * 2**30} {A100[0]} or so\n")
+    done = lambda words, **_: (
+        asked.append(words[-1])
+        or SimpleNamespace(returncode=0, stdout=f"8 0 {80 * 2**30} {A100[0]} or so\n")
+    )
     bare.setattr(devices.subprocess, "run", done)
     devices._ask_elsewhere.cache_clear()
     try:
-        assert check_request("auto", "bf16-mixed", 2) == "cuda" and devices.default_precision("cuda")[0] == "bf16-mixed"
+        assert (
+            check_request("auto", "bf16-mixed", 2) == "cuda"
+            and devices.default_precision("cuda")[0] == "bf16-mixed"
+        )
         found = describe_device()  # stands in the record of a run
     finally:
         devices._ask_elsewhere.cache_clear()
-    assert (found.name, found.memory_bytes, found.precision) == (f"{A100[0]} or so", 80 * 2**30, "bf16-mixed")
+    assert (found.name, found.memory_bytes, found.precision) == (
+        f"{A100[0]} or so",
+        80 * 2**30,
+        "bf16-mixed",
+    )
     assert len(asked) == 1 and "get_device_properties(0)" in asked[0]
 
 
 @pytest.mark.parametrize("kind, wanted", [("v3-8", 8), ("v5litepod-4", 4), ("", 4)])
 def test_up_to_v3_a_chip_is_two_devices(kind, wanted, monkeypatch):
-    monkeypatch.setattr(devices.glob, "glob", lambda pattern: ["chip"] * 4 if "accel" in pattern else [])
+    monkeypatch.setattr(
+        devices.glob, "glob", lambda pattern: ["chip"] * 4 if "accel" in pattern else []
+    )
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
     assert devices.count_tpus() == wanted
 
@@ -210,10 +268,14 @@ def test_a_peak_is_measured_where_products_are_made_at_once():
 
 def test_every_device_is_found_and_a_run_takes_the_first(bare):
     pretend_gpus(bare, A100, T4)
-    assert [d.name for d in find_devices()][:2] == [A100[0], T4[0]] and find_devices()[-1].kind == "cpu"
+    assert [d.name for d in find_devices()][:2] == [A100[0], T4[0]] and find_devices()[
+        -1
+    ].kind == "cpu"
     assert [d.precision for d in find_devices()][:2] == ["bf16-mixed", "16-mixed"]
     assert describe_device() == find_devices()[0]
-    assert describe_device(kind="cpu") == find_devices()[-1], "a run may train on the CPU beside them"
+    assert describe_device(kind="cpu") == find_devices()[-1], (
+        "a run may train on the CPU beside them"
+    )
 
 
 def test_a_kind_that_is_none_is_not_described_as_a_processor():
@@ -238,7 +300,9 @@ def test_a_processor_trains_in_bfloat16_exactly_where_it_multiplies_it(bare, abl
     assert "measured" in describe_device(measure=True).peak[1]
 
 
-@pytest.mark.parametrize("able", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", "_something_else"])
+@pytest.mark.parametrize(
+    "able", ["_is_amx_tile_supported", "_is_avx512_bf16_supported", "_something_else"]
+)
 def test_a_torch_before_2_10_is_asked_in_its_own_way(bare, able):
     bare.delattr(torch.cpu, "get_capabilities", raising=False)
     for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
@@ -266,11 +330,20 @@ def test_the_kernel_that_is_foretold_is_the_one_that_a_model_takes(monkeypatch, 
     monkeypatch.setattr(attention, "_FLASH", varlen == "flash_attn")
     monkeypatch.setattr(attention, "_VARLEN", varlen == "torch")
     types = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-    cases = itertools.product(("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0)))
+    cases = itertools.product(
+        ("cpu", "cuda", "mps"), types, (64, 128, 512, 1024), ((7, 5), (8, 0), (9, 0))
+    )
     for kind, precision, row_length, capability in cases:
         setting = Setting(kind, types[precision], row_length, capability=capability)
-        assert describe_attention(kind, precision, row_length, capability)[0] == choose_kernel(setting)[0], setting
-    assert describe_attention("cuda", "64-true")[0] == choose_kernel(Setting("cuda", torch.float64))[0] == "sdpa"
+        assert (
+            describe_attention(kind, precision, row_length, capability)[0]
+            == choose_kernel(setting)[0]
+        ), setting
+    assert (
+        describe_attention("cuda", "64-true")[0]
+        == choose_kernel(Setting("cuda", torch.float64))[0]
+        == "sdpa"
+    )
     in_graph = Setting("cuda", torch.bfloat16, compiled=True)
     name, reason = describe_attention("cuda", "bf16-mixed")
     assert (f"in a compiled graph, {choose_kernel(in_graph)[0]}" in reason) == bool(varlen)
@@ -283,7 +356,10 @@ def test_attention_over_stretches_is_that_of_this_torch():
     except ImportError:
         assert devices.find_varlen() in ("", "flash_attn")
     else:
-        assert devices.find_varlen() == "torch" or "window_size" not in signature(varlen_attn).parameters
+        assert (
+            devices.find_varlen() == "torch"
+            or "window_size" not in signature(varlen_attn).parameters
+        )
 
 
 # --- what is asked for ----------------------------------------------------------------------------
@@ -311,7 +387,10 @@ def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
     assert "bertlab[tpu]" in refused("tpu")
     pretend_versions(bare, torch="2.13.0+cpu", torch_xla="2.9.0")
     said = refused("tpu")
-    assert "torch_xla 2.9.0 needs torch 2.9, and this is torch 2.13.0+cpu" in said and "torch~=2.9.0" in said
+    assert (
+        "torch_xla 2.9.0 needs torch 2.9, and this is torch 2.13.0+cpu" in said
+        and "torch~=2.9.0" in said
+    )
     pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free
     assert "no TPU is visible" in refused("tpu")
     bare.setenv("PJRT_DEVICE", "CPU")
@@ -320,19 +399,34 @@ def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
     bare.setattr(devices, "count_tpus", lambda: 1)
     assert check_request("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
     bare.setattr(devices, "count_tpus", lambda: 4)
-    assert "there are 4 of tpu" in refused("tpu", "auto", 8) and check_request("auto", "auto", 4) == "tpu"
+    assert (
+        "there are 4 of tpu" in refused("tpu", "auto", 8)
+        and check_request("auto", "auto", 4) == "tpu"
+    )
     pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
-    assert "needs torch 2.9" in refused("auto")  # a TPU host with the wrong torch does not fall back in silence
+    assert "needs torch 2.9" in refused(
+        "auto"
+    )  # a TPU host with the wrong torch does not fall back in silence
 
 
-@pytest.mark.parametrize("precision, word", [
-    ("16-mixed", "this is a CPU"), (16, "this is a CPU"), ("16-true", "this is a CPU"), ("fp8", "is unknown"),
-    ("transformer-engine", "NVIDIA"), ("bf16-mixd", "choose one of auto, 32-true, bf16-mixed")])
+@pytest.mark.parametrize(
+    "precision, word",
+    [
+        ("16-mixed", "this is a CPU"),
+        (16, "this is a CPU"),
+        ("16-true", "this is a CPU"),
+        ("fp8", "is unknown"),
+        ("transformer-engine", "NVIDIA"),
+        ("bf16-mixd", "choose one of auto, 32-true, bf16-mixed"),
+    ],
+)
 def test_a_precision_that_a_cpu_does_not_have_is_refused(bare, precision, word):
     assert word in refused("cpu", precision) and repr(precision) in refused("cpu", precision)
 
 
-@pytest.mark.parametrize("precision", ["auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    "precision", ["auto", "32-true", 32, "bf16-mixed", "bf16", "bf16-true", "64-true"]
+)
 def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precision):
     bare.setattr(torch.cpu, "get_capabilities", dict, raising=False)
     assert check_request("cpu", precision) == "cpu"
@@ -341,10 +435,14 @@ def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precisi
 def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
     pretend_gpus(bare, T4)
     for precision in ("bf16-mixed", "bf16-true", "bf16"):
-        assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused("gpu", precision)
+        assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused(
+            "gpu", precision
+        )
     assert check_request("gpu", "16-mixed") == check_request("auto", "auto") == "cuda"
     pretend_gpus(bare, A100)
-    assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused("gpu", "transformer-engine")
+    assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused(
+        "gpu", "transformer-engine"
+    )
     pretend_gpus(bare, H200)
     assert 'pip install "transformer-engine' in refused("gpu", "transformer-engine")
     pretend_versions(bare, transformer_engine="2.0")
@@ -354,10 +452,14 @@ def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
 @pytest.mark.parametrize("wanted", [3, "3", [0, 2], "0,2", [2]])
 def test_more_devices_than_there_are_are_refused_with_the_number_there_is(bare, wanted):
     pretend_gpus(bare, A100, A100)
-    assert "there are 2 of cuda" in refused("gpu", "auto", wanted) and "devices=2" in refused("gpu", "auto", wanted)
+    assert "there are 2 of cuda" in refused("gpu", "auto", wanted) and "devices=2" in refused(
+        "gpu", "auto", wanted
+    )
 
 
-@pytest.mark.parametrize("wanted", [0, -2, "0", "many", [], [0, 0], [-1], "1,1", True, None, 1.5, ["a"]])
+@pytest.mark.parametrize(
+    "wanted", [0, -2, "0", "many", [], [0, 0], [-1], "1,1", True, None, 1.5, ["a"]]
+)
 def test_a_number_of_devices_that_means_nothing_is_refused(bare, wanted):
     pretend_gpus(bare, A100, A100)
     assert "devices=" in refused("gpu", "auto", wanted)
@@ -397,10 +499,15 @@ def asked_of(monkeypatch, libc=("glibc", "2.36"), platform="linux", answers=(1, 
 
 
 def test_freed_memory_is_kept_where_glibc_can(monkeypatch):
-    for name in [name for name in devices.os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
+    for name in [
+        name for name in devices.os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    ]:
         monkeypatch.delenv(name)
     assert asked_of(monkeypatch) == (True, [(-3, 2**30), (-1, 2**31 - 1)])
-    assert asked_of(monkeypatch, answers=(0, 1, 1)) == (True, [(-3, 2**30), (-3, 2**25), (-1, 2**31 - 1)])  # an old one
+    assert asked_of(monkeypatch, answers=(0, 1, 1)) == (
+        True,
+        [(-3, 2**30), (-3, 2**25), (-1, 2**31 - 1)],
+    )  # an old one
     assert asked_of(monkeypatch, answers=(0, 0, 1))[0] is False
     assert asked_of(monkeypatch, libc=("", "")) == (False, [])  # musl
     assert asked_of(monkeypatch, platform="darwin") == (False, [])

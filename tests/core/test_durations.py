@@ -89,11 +89,15 @@ def test_half_a_token_and_half_an_update_are_refused(value):
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 999), min_size=4, max_size=4).filter(any), st.sampled_from(["", " "]))
+@given(
+    st.lists(st.integers(0, 999), min_size=4, max_size=4).filter(any), st.sampled_from(["", " "])
+)
 def test_a_clock_text_loses_no_part(parts, gap):
     written = gap.join(f"{n}{unit}" for n, unit in zip(parts, "dhms") if n)
     days, hours, minutes, seconds = parts
-    assert parse_duration(written) == Duration(((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds")
+    assert parse_duration(written) == Duration(
+        ((days * 24 + hours) * 60 + minutes) * 60 + seconds, "seconds"
+    )
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -111,12 +115,16 @@ def test_any_text_is_a_duration_or_a_value_error(text):
 @given(st.integers(0, 1000), st.integers(1, 10**7))
 def test_a_share_in_thousandths_is_exact_in_every_spelling(thousandths, total):
     expected = thousandths * total // 1000
-    assert to_steps(thousandths / 1000, total) == to_steps(f"{thousandths / 10}%", total) == expected
+    assert (
+        to_steps(thousandths / 1000, total) == to_steps(f"{thousandths / 10}%", total) == expected
+    )
 
 
 def test_updates_by_hand():
     assert to_steps(7) == to_steps("7", total_steps=3) == 7
-    assert to_steps("10%", total_steps=105) == 10 and exact_steps("10%", total_steps=105) == Fraction(21, 2)
+    assert to_steps("10%", total_steps=105) == 10 and exact_steps(
+        "10%", total_steps=105
+    ) == Fraction(21, 2)
     assert to_steps("1M", tokens_per_step=4096) == 244
     assert to_steps(0.29, total_steps=100) == 29
     assert to_steps("4095 tokens", tokens_per_step=4096) == 0
@@ -146,7 +154,9 @@ def test_an_argument_whose_name_has_the_unit_takes_plain_numbers():
     assert read_amount("3M", "tokens", "warmup_tokens") == 3_000_000
     assert read_amount(1, "run", "warmup_pct") == 1
     assert read_amount(0.1, "run", "warmup_pct") == Fraction(1, 10)
-    assert read_amount(9000, "seconds", "budget") == read_amount("2h30m", "seconds", "budget") == 9000
+    assert (
+        read_amount(9000, "seconds", "budget") == read_amount("2h30m", "seconds", "budget") == 9000
+    )
     assert read_amount(0.5, "seconds", "budget") == Fraction(1, 2)
     assert read_amount(Duration(9, "seconds"), "seconds", "budget") == 9
 

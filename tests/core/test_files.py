@@ -44,7 +44,9 @@ def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
 
 def test_a_drive_without_permissions_takes_a_file_again(tmp_path, monkeypatch):
     (path := tmp_path / "a.txt").write_text("old")
-    monkeypatch.setattr("shutil.copymode", lambda *_: (_ for _ in ()).throw(PermissionError("no such thing here")))
+    monkeypatch.setattr(
+        "shutil.copymode", lambda *_: (_ for _ in ()).throw(PermissionError("no such thing here"))
+    )
     with written_whole(path) as temporary:
         temporary.write_text("new")
     assert path.read_text() == "new"
@@ -56,7 +58,9 @@ def test_a_place_that_may_not_be_looked_into_is_refused_in_a_line(tmp_path, monk
 
     monkeypatch.setattr(Path, "exists", closed)
     monkeypatch.setattr(Path, "is_dir", closed)
-    monkeypatch.setattr(os.path, "exists", lambda path: not str(path).startswith(f"{tmp_path}{os.sep}"))
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: not str(path).startswith(f"{tmp_path}{os.sep}")
+    )
     monkeypatch.setattr(os, "access", lambda *_: False)
     for check in (check_run_directory, check_new_file):
         with pytest.raises(ValueError, match="cannot be written to; choose another directory"):
@@ -80,7 +84,9 @@ def test_windows_writes_directories_too(tmp_path, monkeypatch):
     opened, flushed, seen = os.open, os.fsync, []
 
     def open_(path, *rest, **more):
-        if os.path.isdir(path) and sys._getframe(1).f_code.co_filename == files.__file__:  # no rmtree, which may on Linux
+        if (
+            os.path.isdir(path) and sys._getframe(1).f_code.co_filename == files.__file__
+        ):  # no rmtree, which may on Linux
             raise PermissionError(13, "Permission denied")
         return opened(path, *rest, **more)
 
@@ -94,7 +100,9 @@ def test_windows_writes_directories_too(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"), raising=False)
     monkeypatch.setattr(files, "_exchange", lambda *_: False)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).stat().st_mode & 0o200)  # root may write anywhere
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path).stat().st_mode & 0o200
+    )  # root may write anywhere
     for content in ("old", "new"):
         with written_directory(tmp_path / "model") as place:
             (place / "weights").write_text(content)
@@ -107,7 +115,9 @@ def test_windows_writes_directories_too(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the open files of Linux")
 def test_a_disk_that_fails_leaves_no_file_open(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    )
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError), written_directory(tmp_path / "model") as place:
         (place / "weights").write_text("new")
@@ -170,7 +180,9 @@ def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
     ["tokenizer", "train", "--output", "DIR"], ["tokenizer", "extend", "model", "DIR"], ["tokenizer", "trim", "model", "DIR"],
     ["tokenizer", "transplant", "model", "tokenizer", "DIR"], ["tune", "plan.yaml", "--output", "DIR"], ["demo", "--output", "DIR"],
 ])  # fmt: skip
-def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(words, tmp_path, monkeypatch, capsys):
+def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(
+    words, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / MARKER).write_text("")
@@ -178,7 +190,10 @@ def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(w
     assert main([word.replace("DIR", "run") for word in words]) == 2
     said, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
     assert "run already holds a run" in said and "another --output" in said
-    assert ("--overwrite" in said, "--resume" in said) == (bool(command.overwrite), bool(command.resume))
+    assert ("--overwrite" in said, "--resume" in said) == (
+        bool(command.overwrite),
+        bool(command.resume),
+    )
 
 
 PROGRAM = """import os, sys, time
@@ -217,7 +232,12 @@ def test_a_directory_that_a_command_works_in_is_refused_until_that_command_ends(
             with pytest.raises(ValueError, match="another command is at work in"):
                 check_run_directory(directory, resume=True)
         assert said(place / "inside") == "at work"  # another place is another's
-        for name in ("LOCAL_RANK", "RANK", "NODE_RANK", "SLURM_PROCID"):  # another process of the same command
+        for name in (
+            "LOCAL_RANK",
+            "RANK",
+            "NODE_RANK",
+            "SLURM_PROCID",
+        ):  # another process of the same command
             assert said(place, "resume", **{name: "1"}) == "at work"
     finally:
         first.kill()
@@ -287,7 +307,11 @@ def test_a_file_in_the_directorys_place_is_refused(tmp_path):
 def test_a_new_file_needs_a_free_name_in_a_directory(tmp_path):
     (tmp_path / "taken").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
-    for name, word in (("taken", "there already"), ("link", "there already"), ("taken/new", "taken is a file")):
+    for name, word in (
+        ("taken", "there already"),
+        ("link", "there already"),
+        ("taken/new", "taken is a file"),
+    ):
         with pytest.raises(ValueError, match=word):
             check_new_file(tmp_path / name)
     check_new_file(tmp_path / "folder/new")
@@ -312,17 +336,26 @@ def test_what_appears_in_a_new_place_in_the_meantime_stays(tmp_path):
                 lambda: place.symlink_to("nowhere")):  # fmt: skip
         home = tmp_path / str(len(list(tmp_path.iterdir())))
         place = home / "model"
-        with pytest.raises(ValueError, match="in the meantime") as told, written_directory(place, new=True) as inside:
+        with (
+            pytest.raises(ValueError, match="in the meantime") as told,
+            written_directory(place, new=True) as inside,
+        ):
             (inside / "weights").write_text("new")
             put()
         (beside,) = home.glob("model-*")
         assert str(beside) in str(told.value) and (beside / "weights").read_text() == "new"
         assert {path.name for path in home.iterdir()} == {"model", beside.name}
-        assert place.is_symlink() or [*(place.iterdir() if place.is_dir() else [place])][0].read_text() == "x"
+        assert (
+            place.is_symlink()
+            or [*(place.iterdir() if place.is_dir() else [place])][0].read_text() == "x"
+        )
 
 
 def test_two_who_write_to_one_new_place_leave_each_other_alone(tmp_path):
-    with pytest.raises(ValueError, match="in the meantime"), written_directory(tmp_path / "a", new=True) as one:
+    with (
+        pytest.raises(ValueError, match="in the meantime"),
+        written_directory(tmp_path / "a", new=True) as one,
+    ):
         (one / "one").write_text("1")
         with written_directory(tmp_path / "a", new=True) as other:
             (other / "two").write_text("2")

@@ -30,17 +30,26 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_parts_are_read_in_the_order_of_their_notebooks_with_their_first_line_and_their_imports(folder):
+def test_parts_are_read_in_the_order_of_their_notebooks_with_their_first_line_and_their_imports(
+    folder,
+):
     ground, walls, attic = read_parts(folder)
     assert ground == Part("ground", "01_ground.ipynb", "What carries.", frozenset(), frozenset())
-    assert walls == Part("walls", "02_walls.ipynb", "What stands.", frozenset({"ground"}), frozenset({"core"}))
-    assert (attic.imports, attic.chapters) == ({"walls", "ground"}, {"data"})  # imports inside functions count
+    assert walls == Part(
+        "walls", "02_walls.ipynb", "What stands.", frozenset({"ground"}), frozenset({"core"})
+    )
+    assert (attic.imports, attic.chapters) == (
+        {"walls", "ground"},
+        {"data"},
+    )  # imports inside functions count
     assert "| [attic](03_attic.ipynb) | What covers. |" in part_table([ground, walls, attic])
 
 
 def arrows(figure) -> list[tuple[float, float]]:
     "From where to where, by column."
-    notes = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None) is not None]
+    notes = [
+        text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None) is not None
+    ]
     return sorted((round(note.xyann[0]), round(note.xy[0])) for note in notes)
 
 
@@ -55,9 +64,16 @@ def test_nothing_is_no_picture():
 
 def test_no_two_parts_stand_in_one_place_and_each_stands_to_the_right_of_what_it_imports():
     names = [f"part{n}" for n in range(9)]
-    parts = [Part(name, f"{n:02}.ipynb", "", frozenset(names[:n:2]), frozenset()) for n, name in enumerate(names)]
+    parts = [
+        Part(name, f"{n:02}.ipynb", "", frozenset(names[:n:2]), frozenset())
+        for n, name in enumerate(names)
+    ]
     axes = plot_parts(parts).axes[0]
-    place = {text.get_text(): text.get_position() for text in axes.texts if text.get_text().startswith("part")}
+    place = {
+        text.get_text(): text.get_position()
+        for text in axes.texts
+        if text.get_text().startswith("part")
+    }
     assert len(set(place.values())) == len(names)
     for part in parts:
         assert all(place[one][0] < place[part.name][0] for one in part.imports)
@@ -85,7 +101,9 @@ def test_a_notebook_draws_a_figure_once_and_sharp_where_the_inline_backend_is_on
     select_figure_formats(shell, ["png"])  # as Colab begins
     drawn, savefig = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(
-        matplotlib.figure.Figure, "savefig", lambda *args, **options: drawn.append(savefig(*args, **options))
+        matplotlib.figure.Figure,
+        "savefig",
+        lambda *args, **options: drawn.append(savefig(*args, **options)),
     )
     figure, _ = new_axes("step", "loss (nats)", size=(3, 2))
     data, metadata = shell.display_formatter.format(figure)

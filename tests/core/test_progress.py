@@ -33,7 +33,9 @@ def file(tmp_path, monkeypatch):
         ("linux", {"BERTLAB_PROGRESS": "~/mine.json"}, "mine.json"),
     ],
 )
-def test_the_file_lies_where_the_system_keeps_data_of_programs(system, variables, wanted, tmp_path, monkeypatch):
+def test_the_file_lies_where_the_system_keeps_data_of_programs(
+    system, variables, wanted, tmp_path, monkeypatch
+):
     for name in ("BERTLAB_PROGRESS", "XDG_DATA_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -61,7 +63,9 @@ def test_reading_creates_nothing_and_recording_keeps_what_is_there(file):
     assert record_check("walkthroughs/02_optimizers", "nesterov")
     assert {page: set(checks) for page, checks in progress().items()} == {
         "course/puzzles": {"near", "rise"}, "walkthroughs/02_optimizers": {"nesterov"}}  # fmt: skip
-    assert [path.name for path in file.parent.iterdir()] == ["progress.json"], "no temporary file is left"
+    assert [path.name for path in file.parent.iterdir()] == ["progress.json"], (
+        "no temporary file is left"
+    )
 
 
 def test_the_first_day_stays(file):
@@ -116,7 +120,9 @@ def test_an_error_of_the_reader_passes_through_a_recorded_check(file):
     assert progress() == {}
 
 
-def test_colab_is_told_once_that_it_forgets_and_drive_is_used_where_it_is_mounted(tmp_path, monkeypatch, capsys):
+def test_colab_is_told_once_that_it_forgets_and_drive_is_used_where_it_is_mounted(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.delenv("BERTLAB_PROGRESS", raising=False)
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setenv("COLAB_RELEASE_TAG", "x")
@@ -126,7 +132,9 @@ def test_colab_is_told_once_that_it_forgets_and_drive_is_used_where_it_is_mounte
     monkeypatch.setattr(module, "_told_colab", [])
     record_check("page", "one")
     record_check("page", "two")
-    assert capsys.readouterr().out.count("Drive") >= 1 and progress_path().is_relative_to(tmp_path / ".local")
+    assert capsys.readouterr().out.count("Drive") >= 1 and progress_path().is_relative_to(
+        tmp_path / ".local"
+    )
     record_check("page", "three")
     assert capsys.readouterr().out == ""
     (tmp_path / "MyDrive").mkdir()
@@ -161,7 +169,11 @@ def test_a_claim_that_does_not_hold_is_told_and_where_it_must_hold_an_error(monk
     claim(2 < 1, "it is not")
     claim(np.array([2]) < 1)
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2 and all(line.startswith(NOT_HERE) for line in told) and "it is not" in told[0]
+    assert (
+        len(told) == 2
+        and all(line.startswith(NOT_HERE) for line in told)
+        and "it is not" in told[0]
+    )
     monkeypatch.setenv("BERTLAB_CLAIMS", "strict")
     assert claim(1 < 2) is None
     with pytest.raises(AssertionError, match="it is not"):

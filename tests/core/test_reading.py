@@ -18,7 +18,9 @@ def test_what_is_written_as_yaml_is_read_as_it_was_by_us_and_by_yaml_1_1():
     assert parse_yaml(format_yaml(value, default_flow_style=True), "it") == value
 
 
-@pytest.mark.parametrize("text, value", [("010", 10), ("08", 8), ("-012", -12), ("1e3", 1000.0), ("0x1F", "0x1F")])
+@pytest.mark.parametrize(
+    "text, value", [("010", 10), ("08", 8), ("-012", -12), ("1e3", 1000.0), ("0x1F", "0x1F")]
+)
 def test_a_number_with_a_zero_in_front_is_decimal_as_in_yaml_1_2(text, value):
     assert parse_yaml(text, "it") == value
 
@@ -30,8 +32,12 @@ def test_infinity_is_no_number_of_json_however_it_is_written():
     assert parse_json('{"a": 1e3}', "f") == {"a": 1000.0}
 
 
-@pytest.mark.parametrize("text", ["a \ud800 b", "caf\udce9"], ids=["a cut emoji", "a byte of Latin-1"])
+@pytest.mark.parametrize(
+    "text", ["a \ud800 b", "caf\udce9"], ids=["a cut emoji", "a byte of Latin-1"]
+)
 def test_what_utf_8_cannot_write_is_named_with_its_place_and_its_letter(text):
     check_utf8("\U0001f600 é 北", "row 1")
-    with pytest.raises(ValueError, match=r"row 2: the column 'text' holds half of a surrogate pair.*'\\u"):
+    with pytest.raises(
+        ValueError, match=r"row 2: the column 'text' holds half of a surrogate pair.*'\\u"
+    ):
         check_utf8(text, "row 2: the column 'text'")

@@ -32,32 +32,56 @@ def packed_batches(draw):
     ids = draw(st.permutations(range(size)))
     pad, mask, cls, sep = ids[:4]
     extra = draw(st.integers(0, size - 5))
-    special, words = ids[:4 + extra], ids[4 + extra:]
+    special, words = ids[: 4 + extra], ids[4 + extra :]
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     documents = [rng.choice(words if rng.random() < 0.7 else ids, n) for n in lengths]
     capacity = draw(st.integers(3, 40))
-    dataset = PackedDataset(documents, capacity, pad_token_id=pad, cls_token_id=cls,
-                            sep_token_id=sep, seed=draw(st.integers(0, 5)))
+    dataset = PackedDataset(
+        documents,
+        capacity,
+        pad_token_id=pad,
+        cls_token_id=cls,
+        sep_token_id=sep,
+        seed=draw(st.integers(0, 5)),
+    )
     epoch = draw(st.integers(0, 3))
     rows = [dataset[epoch, index] for index in range(len(dataset))]
-    return rows, dict(pad_token_id=pad, mask_token_id=mask, vocab_size=size,
-                      special_token_ids=special, continues_word=rng.random(size) < 0.5)
+    return rows, dict(
+        pad_token_id=pad,
+        mask_token_id=mask,
+        vocab_size=size,
+        special_token_ids=special,
+        continues_word=rng.random(size) < 0.5,
+    )
 
 
-WAYS = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
-        ("exact", "span")]
+WAYS = [
+    ("bernoulli", "token"),
+    ("exact", "token"),
+    ("bernoulli", "word"),
+    ("exact", "word"),
+    ("exact", "span"),
+]
 ways = st.sampled_from([{"selection": selection, "unit": unit} for selection, unit in WAYS])
 
 
-rules = st.builds(lambda way, rest: {**way, **rest}, ways, st.fixed_dictionaries({
-    "mlm_probability": st.sampled_from([0.05, 0.15, 0.3, 0.5, 1.0]),
-    "min_labels_per_document": st.integers(0, 2),
-    "max_predictions": st.sampled_from([None, 1, 4, 100]),
-    "seed": st.integers(0, 2**70),
-    **{"mask_replace_prob": st.sampled_from([0.0, 0.5]),
-       "random_replace_prob": st.sampled_from([0.0, 0.5])},
-}))
+rules = st.builds(
+    lambda way, rest: {**way, **rest},
+    ways,
+    st.fixed_dictionaries(
+        {
+            "mlm_probability": st.sampled_from([0.05, 0.15, 0.3, 0.5, 1.0]),
+            "min_labels_per_document": st.integers(0, 2),
+            "max_predictions": st.sampled_from([None, 1, 4, 100]),
+            "seed": st.integers(0, 2**70),
+            **{
+                "mask_replace_prob": st.sampled_from([0.0, 0.5]),
+                "random_replace_prob": st.sampled_from([0.0, 0.5]),
+            },
+        }
+    ),
+)
 
 
 def stack(rows, name):
@@ -113,8 +137,8 @@ def test_label_positions_list_every_label_in_order_and_then_positions_without_on
     assert batch["label_positions"].shape[0] == len(rows)
     for labels, positions in zip(batch["labels"], batch["label_positions"]):
         chosen = (labels != IGNORED).nonzero().flatten().tolist()
-        assert positions[:len(chosen)].tolist() == chosen
-        assert (labels[positions[len(chosen):]] == IGNORED).all()
+        assert positions[: len(chosen)].tolist() == chosen
+        assert (labels[positions[len(chosen) :]] == IGNORED).all()
         assert len(set(positions.tolist())) == len(positions)
 
 
@@ -122,8 +146,9 @@ def test_label_positions_list_every_label_in_order_and_then_positions_without_on
 @given(packed_batches(), st.integers(0, 2**70), ways)
 def test_a_row_is_masked_alike_in_any_company(case, seed, way):
     rows, vocabulary = case
-    collate = MaskedLanguageModelingCollator(**vocabulary, seed=seed, **way,
-                                             min_labels_per_document=1, max_predictions=6)
+    collate = MaskedLanguageModelingCollator(
+        **vocabulary, seed=seed, **way, min_labels_per_document=1, max_predictions=6
+    )
     together, reverse = collate(rows), collate(rows[::-1])
     for number, row in enumerate(rows):
         alone = collate([row])
@@ -159,8 +184,10 @@ def test_a_promised_label_is_kept(case, rule):
 @given(packed_batches(), rules, st.integers(1, 6))
 def test_labels_beyond_the_bound_are_dropped_unmasked_and_counted(case, rule, bound):
     rows, vocabulary = case
-    wide, narrow = (MaskedLanguageModelingCollator(**vocabulary, **{**rule, "max_predictions": m})
-                    for m in (100, bound))
+    wide, narrow = (
+        MaskedLanguageModelingCollator(**vocabulary, **{**rule, "max_predictions": m})
+        for m in (100, bound)
+    )
     all_of_them, kept = wide(rows), narrow(rows)
     had, has = ((batch["labels"] != IGNORED) for batch in (all_of_them, kept))
     assert (has <= had).all() and (has.sum(1) <= bound).all()
@@ -198,15 +225,23 @@ def plain(**options):
 
 def built(ids, numbers=None):
     numbers = np.array(numbers or [1] * len(ids))
-    return {"input_ids": np.array(ids), "attention_mask": numbers,
-            "position_ids": count_positions(numbers[None])[0]}
+    return {
+        "input_ids": np.array(ids),
+        "attention_mask": numbers,
+        "position_ids": count_positions(numbers[None])[0],
+    }
 
 
 def big_batch(**options):
     "About 100,000 words: the collator's answer, what went in, and which of it were words."
     rng = np.random.default_rng(1)
-    dataset = PackedDataset([rng.integers(4, 30, n) for n in rng.integers(1, 200, 1000)], 128,
-                            pad_token_id=0, cls_token_id=2, sep_token_id=3)
+    dataset = PackedDataset(
+        [rng.integers(4, 30, n) for n in rng.integers(1, 200, 1000)],
+        128,
+        pad_token_id=0,
+        cls_token_id=2,
+        sep_token_id=3,
+    )
     rows = [dataset[index] for index in range(len(dataset))]
     before = stack(rows, "input_ids")
     return plain(max_predictions=128, **options)(rows), before, before >= 4
@@ -224,7 +259,9 @@ def test_the_share_of_chosen_words_is_the_one_asked_for(selection, probability):
     assert in_band(int((batch["labels"] != IGNORED).sum()), int(words.sum()), probability)
 
 
-@pytest.mark.parametrize("mask, random", [(0.8, 0.1), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    "mask, random", [(0.8, 0.1), (1.0, 0.0), (0.0, 1.0), (0.0, 0.0), (0.5, 0.5)]
+)
 def test_the_chosen_are_masked_replaced_and_kept_in_the_shares_asked_for(mask, random):
     batch, before, _ = big_batch(mask_replace_prob=mask, random_replace_prob=random)
     chosen = batch["labels"] != IGNORED
@@ -251,8 +288,12 @@ def test_exact_selection_rounds_so_that_the_mean_is_exact():
 
 def test_equal_addresses_repeat_and_other_seeds_and_epochs_differ():
     row = built(list(range(4, 30)) * 4)
-    labels = {(seed, epoch, index): plain(seed=seed)([dict(row, epoch=epoch, index=index)])["labels"]
-              for seed in (0, 1) for epoch in (0, 1) for index in (0, 1)}
+    labels = {
+        (seed, epoch, index): plain(seed=seed)([dict(row, epoch=epoch, index=index)])["labels"]
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for index in (0, 1)
+    }
     again = plain(seed=1)([dict(row, epoch=0, index=1)])["labels"]
     assert torch.equal(labels[1, 0, 1], again)
     different = {tuple(label.flatten().tolist()) for label in labels.values()}
@@ -277,7 +318,9 @@ def test_rows_without_an_index_are_keyed_by_their_tokens():
     collate = plain(max_sequence_length=32)
     together, alone = collate(rows), collate(rows[2:])
     assert torch.equal(together["labels"][2], alone["labels"][0])
-    positions = [(labels != IGNORED).nonzero().flatten().tolist() for labels in together["labels"][:2]]
+    positions = [
+        (labels != IGNORED).nonzero().flatten().tolist() for labels in together["labels"][:2]
+    ]
     assert positions[0] != positions[1]
     collate.epoch = 1
     assert not torch.equal(collate(rows)["labels"], together["labels"])
@@ -287,9 +330,13 @@ def test_rows_without_an_index_are_keyed_by_their_tokens():
 
 def test_lists_arrays_and_tensors_of_unequal_length_are_padded_alike():
     ids = [[2, 5, 6, 3], [2, 7, 3]]
-    forms = [ids, [np.array(row) for row in ids], [torch.tensor(row) for row in ids],
-             [{"input_ids": row} for row in ids],
-             [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids]]
+    forms = [
+        ids,
+        [np.array(row) for row in ids],
+        [torch.tensor(row) for row in ids],
+        [{"input_ids": row} for row in ids],
+        [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids],
+    ]
     batches = [plain(max_sequence_length=6)(form) for form in forms]
     for batch in batches:
         assert all(torch.equal(batch[name], batches[0][name]) for name in batch)
@@ -322,13 +369,17 @@ def test_with_dynamic_shapes_no_label_is_dropped_and_positions_are_as_many_as_ne
 
 def test_static_shapes_do_not_depend_on_the_data():
     collate = plain(max_sequence_length=64)
-    shapes = {tuple((name, tuple(t.shape)) for name, t in collate([row, row]).items())
-              for row in ([5], [2, 3], [5] * 64, [])}
+    shapes = {
+        tuple((name, tuple(t.shape)) for name, t in collate([row, row]).items())
+        for row in ([5], [2, 3], [5] * 64, [])
+    }
     assert len(shapes) == 1
 
 
 def test_a_row_of_padding_alone_has_no_label():
-    blank = {name: np.zeros(16, np.int64) for name in ("input_ids", "attention_mask", "position_ids")}
+    blank = {
+        name: np.zeros(16, np.int64) for name in ("input_ids", "attention_mask", "position_ids")
+    }
     for selection in ("bernoulli", "exact"):
         batch = plain(mlm_probability=1.0, selection=selection, min_labels_per_document=1)([blank])
         assert (batch["labels"] == IGNORED).all() and (batch["input_ids"] == 0).all()
@@ -347,7 +398,9 @@ def test_padding_is_known_by_its_number_and_not_by_its_id():
 def test_rows_built_together_give_the_batch_that_single_rows_give(objective, overlap):
     rng = np.random.default_rng(0)
     documents = [rng.integers(5, 40, n) for n in rng.integers(1, 40, 60)]
-    dataset = PackedDataset(documents, 24, pad_token_id=0, cls_token_id=2, sep_token_id=3, overlap=overlap)
+    dataset = PackedDataset(
+        documents, 24, pad_token_id=0, cls_token_id=2, sep_token_id=3, overlap=overlap
+    )
     keys = [(epoch, index) for epoch in (0, 1) for index in range(8)]
     block = dataset.__getitems__(keys)
     assert isinstance(block, RowBlock) and len(block) == 16 and len(block[3:5]) == 2
@@ -365,11 +418,15 @@ def test_rows_built_together_give_the_batch_that_single_rows_give(objective, ove
 def test_rows_built_together_are_checked_like_any_others():
     arrays = {"input_ids": np.array([[2, 40, 3]]), "attention_mask": np.ones((1, 3), int),
               "position_ids": np.arange(3)[None]}  # fmt: skip
-    with pytest.raises(ValueError, match="row 0 has id 40 at position 1, outside the vocabulary of 40"):
+    with pytest.raises(
+        ValueError, match="row 0 has id 40 at position 1, outside the vocabulary of 40"
+    ):
         RowReader(Vocabulary(40, 0, 4))(RowBlock(arrays))
     with pytest.raises(ValueError, match="row 0 has no column 'stars'"):
         RowReader(Vocabulary(41, 0, 4), label_column="stars")(RowBlock(arrays))
-    read = RowReader(Vocabulary(41, 0, 4), label_column="stars")(RowBlock({**arrays, "stars": np.array([5])}))
+    read = RowReader(Vocabulary(41, 0, 4), label_column="stars")(
+        RowBlock({**arrays, "stars": np.array([5])})
+    )
     assert read["labels"] == [5] and read["special_tokens_mask"].tolist() == [[0, 0, 0]]
 
 
@@ -384,8 +441,10 @@ def test_the_default_bound_is_rarely_exceeded_and_never_longer_than_the_row():
     assert bound_labels(0.3, 512, "exact") == 168  # 153.6 + 4 x 2.83
     assert bound_labels(1.0, 512) == 512 and bound_labels(0.3, 4) == 4
     for selection in ("bernoulli", "exact"):
-        rows = [dict(built([7] * 512, np.repeat(range(1, 9), 64).tolist()), epoch=0, index=i)
-                for i in range(300)]
+        rows = [
+            dict(built([7] * 512, np.repeat(range(1, 9), 64).tolist()), epoch=0, index=i)
+            for i in range(300)
+        ]
         assert plain(selection=selection)(rows)["num_dropped_labels"].sum() == 0
 
 
@@ -398,19 +457,34 @@ def word_tokenizer(mask_token="[MASK]"):
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, "[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
-                                   cls_token="[CLS]", sep_token="[SEP]", mask_token=mask_token)
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token=mask_token,
+    )
 
 
 def test_text_is_tokenized_truncated_and_masked_without_its_special_tokens():
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        word_tokenizer(), max_sequence_length=6, mlm_probability=1.0, mask_replace_prob=1.0,
-        random_replace_prob=0.0)
+        word_tokenizer(),
+        max_sequence_length=6,
+        mlm_probability=1.0,
+        mask_replace_prob=1.0,
+        random_replace_prob=0.0,
+    )
     rows = [{"text": "the cat"}, {"text": "the cat sat on the mat"}, "a cat"]
     batch = collate(rows)
     #  [CLS] the cat [SEP]; [CLS] the cat sat on [SEP]; [CLS] [UNK] cat [SEP]
-    assert batch["input_ids"].tolist() == [[2, 4, 4, 3, 0, 0], [2, 4, 4, 4, 4, 3], [2, 1, 4, 3, 0, 0]]
+    assert batch["input_ids"].tolist() == [
+        [2, 4, 4, 3, 0, 0],
+        [2, 4, 4, 4, 4, 3],
+        [2, 1, 4, 3, 0, 0],
+    ]
     assert batch["labels"][1].tolist() == [IGNORED, 5, 6, 7, 8, IGNORED]
     assert torch.equal(pickle.loads(pickle.dumps(collate))(rows)["labels"], batch["labels"])
 
@@ -421,15 +495,20 @@ def test_a_text_that_says_a_special_token_means_the_word():
     batch = collate(["the [MASK] sat [SEP] on"])
     length = int((batch["attention_mask"] == 1).sum())
     ids, labels = (batch[name][0, :length].tolist() for name in ("input_ids", "labels"))
-    assert ids[-1] == 3 and 3 not in ids[1:-1]  # one document to its end, "[", "SEP", "]" among its words
+    assert (
+        ids[-1] == 3 and 3 not in ids[1:-1]
+    )  # one document to its end, "[", "SEP", "]" among its words
     assert [one for one in labels if one != IGNORED] == [5, 7, 8]  # what this vocabulary knows
 
 
 def test_ids_text_and_keys_may_be_mixed_with_other_columns():
-    collate = MaskedLanguageModelingCollator.from_tokenizer(word_tokenizer(), text_column="body",
-                                                            max_sequence_length=8)
-    rows = [{"body": "the cat sat", "source": "x", "epoch": 2, "index": 7},
-            {"input_ids": [2, 5, 6, 7, 3], "epoch": 2, "index": 7}]
+    collate = MaskedLanguageModelingCollator.from_tokenizer(
+        word_tokenizer(), text_column="body", max_sequence_length=8
+    )
+    rows = [
+        {"body": "the cat sat", "source": "x", "epoch": 2, "index": 7},
+        {"input_ids": [2, 5, 6, 7, 3], "epoch": 2, "index": 7},
+    ]
     batch = collate(rows)
     assert torch.equal(batch["labels"][0], batch["labels"][1])
 
@@ -447,47 +526,62 @@ def test_another_objective_reads_its_labels_from_the_label_column():
         collate([rows[0], {"input_ids": [7]}])
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"mlm_probability": 0}, r"mlm_probability must be in \(0, 1\], got 0"),
-    ({"mlm_probability": 1.1}, "mlm_probability"),
-    ({"mlm_probability": float("nan")}, "mlm_probability"),
-    ({"mask_replace_prob": 0.8, "random_replace_prob": 0.3}, "sum to 1 at most"),
-    ({"random_replace_prob": -0.1}, "random_replace_prob must be 0 or more"),
-    ({"selection": "all"}, "selection must be 'bernoulli' or 'exact', got 'all'"),
-    ({"unit": "letter"}, "unit must be 'token' or 'word' or 'span', got 'letter'"),
-    ({"unit": "span"}, "unit='span' draws until a budget is spent: give selection='exact'"),
-    ({"unit": "word"}, "whole words need a tokenizer, or continues_word"),
-    ({"unit": "word", "continues_word": [True] * 29}, r"shape \(29,\), but vocab_size is 30"),
-    ({"span_stop_prob": 0}, r"span_stop_prob must be in \(0, 1\], got 0"),
-    ({"max_span_length": 0}, "max_span_length must be 1 or more, got 0"),
-    ({"max_predictions": 0}, "max_predictions must be 1 or more, got 0"),
-    ({"min_labels_per_document": -1}, "min_labels_per_document must be 0 or more"),
-    ({"seed": -1}, "seed must be 0 or more"),
-    ({"max_sequence_length": 0}, "max_sequence_length must be 1 or more, got 0"),
-    ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be 1 or more, got 0"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mlm_probability": 0}, r"mlm_probability must be in \(0, 1\], got 0"),
+        ({"mlm_probability": 1.1}, "mlm_probability"),
+        ({"mlm_probability": float("nan")}, "mlm_probability"),
+        ({"mask_replace_prob": 0.8, "random_replace_prob": 0.3}, "sum to 1 at most"),
+        ({"random_replace_prob": -0.1}, "random_replace_prob must be 0 or more"),
+        ({"selection": "all"}, "selection must be 'bernoulli' or 'exact', got 'all'"),
+        ({"unit": "letter"}, "unit must be 'token' or 'word' or 'span', got 'letter'"),
+        ({"unit": "span"}, "unit='span' draws until a budget is spent: give selection='exact'"),
+        ({"unit": "word"}, "whole words need a tokenizer, or continues_word"),
+        ({"unit": "word", "continues_word": [True] * 29}, r"shape \(29,\), but vocab_size is 30"),
+        ({"span_stop_prob": 0}, r"span_stop_prob must be in \(0, 1\], got 0"),
+        ({"max_span_length": 0}, "max_span_length must be 1 or more, got 0"),
+        ({"max_predictions": 0}, "max_predictions must be 1 or more, got 0"),
+        ({"min_labels_per_document": -1}, "min_labels_per_document must be 0 or more"),
+        ({"seed": -1}, "seed must be 0 or more"),
+        ({"max_sequence_length": 0}, "max_sequence_length must be 1 or more, got 0"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be 1 or more, got 0"),
+    ],
+)
 def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
     with pytest.raises(ValueError, match=message):
         plain(**options)
 
 
-@pytest.mark.parametrize("rows, message", [
-    ([], "the batch is empty"),
-    ([[5], {"body": "x"}], "row 1 has neither input_ids nor text in the column 'text'"),
-    ([{"text": None}], "row 0 has neither"),
-    ([{"text": "x"}], "row 0 is text: give the collator a tokenizer"),
-    ([[5], [5, 31]], "row 1 has id 31 at position 1, outside the vocabulary of 30"),
-    ([[-1]], "row 0 has id -1"),
-    ([[5], [0.5]], "row 1: input_ids must be a flat sequence of integers"),
-    ([[[5]]], "row 0: input_ids must be a flat sequence"),
-    ([{"input_ids": [5, 5], "attention_mask": [1]}], "row 0: attention_mask has 1 entries"),
-    ([[5] * 9], "row 0 has 9 tokens, max_sequence_length is 8"),
-    ([built([5]), built([5, 6])], "packed rows share one length, but row 0 has 1"),
-    ([{"input_ids": [5], "index": 1}, {"input_ids": [5]}], "row 1 has no column 'index'"),
-    ([{"input_ids": [5], "index": -1}], "row 0: index must be a whole number, 0 or more, got -1"),
-    ([{"input_ids": [5], "index": 1}, {"input_ids": [5], "index": "a-1"}], "row 1: index must be .* got 'a-1'.*another name"),
-    ([{"input_ids": [5], "epoch": 1.5}], "row 0: epoch must be a whole number, 0 or more, got 1.5"),
-])
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([], "the batch is empty"),
+        ([[5], {"body": "x"}], "row 1 has neither input_ids nor text in the column 'text'"),
+        ([{"text": None}], "row 0 has neither"),
+        ([{"text": "x"}], "row 0 is text: give the collator a tokenizer"),
+        ([[5], [5, 31]], "row 1 has id 31 at position 1, outside the vocabulary of 30"),
+        ([[-1]], "row 0 has id -1"),
+        ([[5], [0.5]], "row 1: input_ids must be a flat sequence of integers"),
+        ([[[5]]], "row 0: input_ids must be a flat sequence"),
+        ([{"input_ids": [5, 5], "attention_mask": [1]}], "row 0: attention_mask has 1 entries"),
+        ([[5] * 9], "row 0 has 9 tokens, max_sequence_length is 8"),
+        ([built([5]), built([5, 6])], "packed rows share one length, but row 0 has 1"),
+        ([{"input_ids": [5], "index": 1}, {"input_ids": [5]}], "row 1 has no column 'index'"),
+        (
+            [{"input_ids": [5], "index": -1}],
+            "row 0: index must be a whole number, 0 or more, got -1",
+        ),
+        (
+            [{"input_ids": [5], "index": 1}, {"input_ids": [5], "index": "a-1"}],
+            "row 1: index must be .* got 'a-1'.*another name",
+        ),
+        (
+            [{"input_ids": [5], "epoch": 1.5}],
+            "row 0: epoch must be a whole number, 0 or more, got 1.5",
+        ),
+    ],
+)
 def test_a_wrong_row_is_named_with_its_number(rows, message):
     with pytest.raises(ValueError, match=message):
         plain(max_sequence_length=8)(rows)
@@ -516,7 +610,9 @@ def test_a_tokenizer_with_gaps_in_its_ids_has_a_place_for_each(tmp_path):
     highest = max(tokenizer.get_vocab().values())
     assert highest >= len(tokenizer)
     for unit in ("token", "word"):
-        collate = MaskedLanguageModelingCollator.from_tokenizer(tokenizer, max_sequence_length=16, unit=unit)
+        collate = MaskedLanguageModelingCollator.from_tokenizer(
+            tokenizer, max_sequence_length=16, unit=unit
+        )
         # ids 10, 11 and 12 are not there
         batch = collate([{"input_ids": [2, highest, 13, 3]}])
         assert collate.vocabulary.size == highest + 1 and batch["input_ids"].shape[0] == 1
@@ -525,16 +621,22 @@ def test_a_tokenizer_with_gaps_in_its_ids_has_a_place_for_each(tmp_path):
 def test_a_random_replacement_is_never_an_id_without_an_entry():
     tokenizer = train_tokenizer(["some words of a text", "and other words"] * 20, 60)
     state = read_state(tokenizer)
-    state["model"]["vocab"] = {token: id + 3 * (id >= 10) for token, id in state["model"]["vocab"].items()}
+    state["model"]["vocab"] = {
+        token: id + 3 * (id >= 10) for token, id in state["model"]["vocab"].items()
+    }
     with_gap = with_state(tokenizer, state)
     options = dict(max_sequence_length=256, mlm_probability=1.0, mask_replace_prob=0.0, random_replace_prob=1.0,
                    max_predictions=256)  # fmt: skip
     for one in (tokenizer, with_gap):
         collate = MaskedLanguageModelingCollator.from_tokenizer(one, **options)
         drawn = collate([[one.convert_tokens_to_ids("words")] * 256] * 8)["input_ids"].flatten()
-        assert set(one.convert_ids_to_tokens(drawn.tolist())) == set(one.get_vocab()) - set(one.all_special_tokens)
+        assert set(one.convert_ids_to_tokens(drawn.tolist())) == set(one.get_vocab()) - set(
+            one.all_special_tokens
+        )
         names = one.convert_ids_to_tokens(collate.vocabulary.ordinary_ids.tolist())
-        assert names == tokenizer.convert_ids_to_tokens(range(5, len(tokenizer))), "in the same order"
+        assert names == tokenizer.convert_ids_to_tokens(range(5, len(tokenizer))), (
+            "in the same order"
+        )
     direct = MaskedLanguageModelingCollator(0, 4, len(tokenizer) + 3, tokenizer=with_gap)
     assert {10, 11, 12}.isdisjoint(direct.vocabulary.ordinary_ids)
 
@@ -554,8 +656,15 @@ def test_collators_are_found_by_name_and_unknown_names_list_the_known():
 
 
 def test_the_six_objectives_of_the_api_are_there_and_spans():
-    names = {"mlm", "enhanced_mlm", "diffusion", "classification", "token_classification",
-             "question_answering", "span_classification"}
+    names = {
+        "mlm",
+        "enhanced_mlm",
+        "diffusion",
+        "classification",
+        "token_classification",
+        "question_answering",
+        "span_classification",
+    }
     assert set(COLLATORS) == names
     assert all(issubclass(get_collator_cls(name), Collator) for name in names)
     assert bertlab.Collator is Collator
@@ -576,18 +685,61 @@ def test_a_tokenizer_of_bytes_masks_whole_words_of_raw_text():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = ["<pad>", "<s>", "</s>", "<mask>", "un", "real", "Ġcat", "s", "Ġ", "c", "a", "t", "u", "n",
-              "r", "e", "l", "Ġc", "Ġca", "re", "al"]
-    merges = [("u", "n"), ("r", "e"), ("a", "l"), ("re", "al"), ("Ġ", "c"), ("Ġc", "a"), ("Ġca", "t")]
+    pieces = [
+        "<pad>",
+        "<s>",
+        "</s>",
+        "<mask>",
+        "un",
+        "real",
+        "Ġcat",
+        "s",
+        "Ġ",
+        "c",
+        "a",
+        "t",
+        "u",
+        "n",
+        "r",
+        "e",
+        "l",
+        "Ġc",
+        "Ġca",
+        "re",
+        "al",
+    ]
+    merges = [
+        ("u", "n"),
+        ("r", "e"),
+        ("a", "l"),
+        ("re", "al"),
+        ("Ġ", "c"),
+        ("Ġc", "a"),
+        ("Ġca", "t"),
+    ]
     inner = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>",
-                                        eos_token="</s>", mask_token="<mask>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        mask_token="<mask>",
+    )
     assert tokenizer.tokenize("unreal cats") == ["un", "real", "Ġcat", "s"]
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, unit="word", mlm_probability=0.5, max_sequence_length=4, mask_replace_prob=1.0,
-        random_replace_prob=0.0)
-    seen = {tuple((row >= 0).tolist()) for row in collate(
-        [{"text": "unreal cats", "epoch": 0, "index": index} for index in range(100)])["labels"]}
+        tokenizer,
+        unit="word",
+        mlm_probability=0.5,
+        max_sequence_length=4,
+        mask_replace_prob=1.0,
+        random_replace_prob=0.0,
+    )
+    seen = {
+        tuple((row >= 0).tolist())
+        for row in collate(
+            [{"text": "unreal cats", "epoch": 0, "index": index} for index in range(100)]
+        )["labels"]
+    }
     yes, no = True, False
     assert seen == {(no, no, no, no), (yes, yes, no, no), (no, no, yes, yes), (yes, yes, yes, yes)}

@@ -64,7 +64,12 @@ def python(code: str, *options: str, cwd: Path = ROOT, **environment: str) -> st
     "What a new Python prints."
     command = [sys.executable, *options, "-c", textwrap.dedent(code)]
     done = subprocess.run(
-        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        command,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -175,7 +180,9 @@ def test_a_section_grows_to_the_limit_and_not_beyond():
     ],
 )
 def test_only_drawn_lines_are_dropped(line, stays):
-    assert drop_rules(f"before\n{line}\nafter") == (f"before\n{line}\nafter" if stays else "before\nafter")
+    assert drop_rules(f"before\n{line}\nafter") == (
+        f"before\n{line}\nafter" if stays else "before\nafter"
+    )
 
 
 TOPICS = [
@@ -236,7 +243,10 @@ def test_copies_differ_in_layout_case_and_punctuation_alone():
 
 
 def test_texts_of_marks_alone_are_not_taken_for_copies_of_each_other():
-    assert len(deduplicate([Document("☃☃", ""), Document("☃", ""), Document("!?", "")], 1, Counter())) == 3
+    assert (
+        len(deduplicate([Document("☃☃", ""), Document("☃", ""), Document("!?", "")], 1, Counter()))
+        == 3
+    )
 
 
 def test_words_that_differ_in_vowel_signs_or_accents_are_different_words():
@@ -259,25 +269,54 @@ def test_word_runs_by_hand():
 
 def test_a_letter_of_a_script_without_spaces_is_a_word_with_its_marks_and_other_runs_are_one():
     assert split_words("我爱Python 3.11版。") == [*"我爱", "Python", "3", "11", "版"]
-    assert split_words("我爱Python 3.11版。", signs=True) == [*"我爱", "Python", "3", ".", "11", "版", "。"]
+    assert split_words("我爱Python 3.11版。", signs=True) == [
+        *"我爱",
+        "Python",
+        "3",
+        ".",
+        "11",
+        "版",
+        "。",
+    ]
     assert split_words("ที่น้ำ") == ["ที่", "น้", "ำ"] and split_words("がき", True) == ["が", "き"]
-    assert split_words("किताब में") == ["किताब", "में"] and split_words("한국어 문장") == ["한국어", "문장"]
-    assert split_words(unicodedata.normalize("NFD", "thành phố")) == unicodedata.normalize("NFD", "thành phố").split()
-    marks = [chr(n) for n in range(sys.maxunicode + 1) if unicodedata.category(chr(n)).startswith("M")]
+    assert split_words("किताब में") == ["किताब", "में"] and split_words("한국어 문장") == [
+        "한국어",
+        "문장",
+    ]
+    assert (
+        split_words(unicodedata.normalize("NFD", "thành phố"))
+        == unicodedata.normalize("NFD", "thành phố").split()
+    )
+    marks = [
+        chr(n) for n in range(sys.maxunicode + 1) if unicodedata.category(chr(n)).startswith("M")
+    ]
     assert len(marks) > 2000 and split_words("a" + "".join(marks) + "中" + "".join(marks)) == [
         "a" + "".join(marks), "中" + "".join(marks)], "of all planes"  # fmt: skip
 
 
-@given(st.text(alphabet=st.one_of(st.characters(max_codepoint=127), st.sampled_from("éßДé\u0301कि\u094dعً‘€한")), max_size=40))
+@given(
+    st.text(
+        alphabet=st.one_of(
+            st.characters(max_codepoint=127), st.sampled_from("éßДé\u0301कि\u094dعً‘€한")
+        ),
+        max_size=40,
+    )
+)
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_words_between_spaces_and_their_runs_are_what_they_were(text):
     before = rf"\w[\w{marks_in(text)}]*"
     assert split_words(text) == re.findall(before, text)
     assert split_words(text, signs=True) == re.findall(rf"{before}|[^\w\s]", text)
-    assert [found[0] for found in word_pattern(signs=True).finditer(text)] == split_words(text, signs=True)
+    assert [found[0] for found in word_pattern(signs=True).finditer(text)] == split_words(
+        text, signs=True
+    )
     words = fingerprint(text).split()
     for num_words in (1, 2, 8):
-        runs = [tuple(words[i : i + num_words]) for i in range(max(1, len(words) - num_words + 1))] if words else []
+        runs = (
+            [tuple(words[i : i + num_words]) for i in range(max(1, len(words) - num_words + 1))]
+            if words
+            else []
+        )
         assert word_runs(text, num_words) == runs
 
 
@@ -289,10 +328,18 @@ def test_two_letters_of_a_script_without_spaces_are_one_word_of_a_run():
     assert word_runs("一") == [("一",)] and word_runs("。!") == [("。!",)] and word_runs(" ") == []
 
 
-@given(st.text(alphabet=st.sampled_from("天北ーかที่น้ํ်ကខabcé09कि한\u0301\u3099 \n\u3000，.\U00020000"), max_size=60), st.integers(1, 8))
+@given(
+    st.text(
+        alphabet=st.sampled_from("天北ーかที่น้ํ်ကខabcé09कि한\u0301\u3099 \n\u3000，.\U00020000"),
+        max_size=60,
+    ),
+    st.integers(1, 8),
+)
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_each_run_ends_with_the_first_word_that_fills_it(text, num_words):
-    words = [part for part in fingerprint(text).split() for part in split_words(part)] or fingerprint(text).split()
+    words = [
+        part for part in fingerprint(text).split() for part in split_words(part)
+    ] or fingerprint(text).split()
     sizes = [1 if has_unspaced(word) else 2 for word in words]
     ends = [next((stop for stop in range(len(words) + 1) if sum(sizes[start:stop]) >= 2 * num_words), None)
             for start in range(len(words))]  # fmt: skip
@@ -302,7 +349,12 @@ def test_each_run_ends_with_the_first_word_that_fills_it(text, num_words):
 
 def test_a_book_to_train_on_is_not_kept_in_memory_as_runs():
     draw = random.Random(0)
-    book = Document("".join(draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(30_000)), "b:1")
+    book = Document(
+        "".join(
+            draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(30_000)
+        ),
+        "b:1",
+    )
     overlap([book], [])  # what is compiled once
     tracemalloc.start()
     assert overlap([Document(book.text[1000:1100], "a:1")], [book]) == [1.0]
@@ -329,7 +381,9 @@ def test_a_copy_with_one_letter_changed_is_a_near_twin_also_without_spaces(scrip
 
 def test_near_twins_of_chinese_documents_are_dropped_and_training_stays_as_it_was():
     draw = random.Random(0)
-    clause = lambda: "".join(draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(9))  # noqa: E731
+    clause = lambda: "".join(
+        draw.choice("天地人大小上下左右中国火车学校朋友今明昨早晚来去") for _ in range(9)
+    )  # noqa: E731
     alone = [Document(",".join(clause() for _ in range(6)), f"a{n}:1") for n in range(80)]
     pairs = [[Document(",".join([*first, clause()]) + "。", f"p{n}{side}:1") for side in "ab"]
              for n in range(10) for first in [[clause() for _ in range(5)]]]  # fmt: skip
@@ -344,6 +398,7 @@ def test_near_twins_of_chinese_documents_are_dropped_and_training_stays_as_it_wa
 
 def test_the_embedded_corpus_has_the_split_that_it_had(embedded, monkeypatch):
     "Its hash stands in records: by runs of words between spaces, written out here, it is the same."
+
     def before(text, num_words=8):  # noqa: E306
         folded = unicodedata.normalize("NFC", text.casefold())
         words = (" ".join(re.findall(rf"\w[\w{marks_in(folded)}]*", folded)) or text).split()
@@ -366,7 +421,9 @@ def test_overlap_counts_runs_of_all_others_together():
     assert overlap([whole], []) == [0.0]
 
 
-sizes_of_groups = st.dictionaries(st.text(string.ascii_lowercase, min_size=1), st.integers(1, 1000), max_size=60)
+sizes_of_groups = st.dictionaries(
+    st.text(string.ascii_lowercase, min_size=1), st.integers(1, 1000), max_size=60
+)
 
 
 @given(sizes_of_groups, st.floats(0, 0.9), st.randoms(use_true_random=False))
@@ -386,7 +443,11 @@ def test_groups_are_held_out_in_the_order_of_a_hash_that_any_machine_computes():
 
 def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
     "So many documents in each file, all of them different."
-    return [Document(f"{file} {i} ".ljust(chars, "x"), f"{file}:{i}") for file, n in files.items() for i in range(n)]
+    return [
+        Document(f"{file} {i} ".ljust(chars, "x"), f"{file}:{i}")
+        for file, n in files.items()
+        for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +462,9 @@ def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
 def test_whole_files_are_held_out_where_that_is_possible(files, at_least, whole):
     documents = documents_in(files)
     train, apart, grouped = divide(documents, 0.1, lambda d: d.group)
-    assert grouped is whole and sorted(d.source for d in train + apart) == sorted(d.source for d in documents)
+    assert grouped is whole and sorted(d.source for d in train + apart) == sorted(
+        d.source for d in documents
+    )
     groups = {d.group for d in apart}
     if whole:
         assert len(groups) >= at_least and not groups & {d.group for d in train}
@@ -409,7 +472,10 @@ def test_whole_files_are_held_out_where_that_is_possible(files, at_least, whole)
 
 
 def test_several_groups_are_preferred_to_one_large_one():
-    names = sorted((f"f{i}" for i in range(60)), key=lambda n: hashlib.blake2b(n.encode(), digest_size=16).digest())
+    names = sorted(
+        (f"f{i}" for i in range(60)),
+        key=lambda n: hashlib.blake2b(n.encode(), digest_size=16).digest(),
+    )
     documents = documents_in({name: 50 if i == 0 else 10 for i, name in enumerate(names)})
     apart = divide(documents, 0.1, lambda d: d.group)[1]
     # Its hash comes first, and it would fit, but nearly alone.
@@ -420,10 +486,15 @@ def test_several_groups_are_preferred_to_one_large_one():
 @settings(max_examples=60)
 def test_duplicates_never_straddle(texts, fraction):
     try:
-        corpus = make_corpus("x", [Document(t, f"f{i % 7}:{i}") for i, t in enumerate(texts)], fraction)
+        corpus = make_corpus(
+            "x", [Document(t, f"f{i % 7}:{i}") for i, t in enumerate(texts)], fraction
+        )
     except ValueError:
         return
-    words = [[" ".join(re.findall(r"\w+", text.lower())) for text in part] for part in (corpus.train_texts, corpus.validation_texts)]
+    words = [
+        [" ".join(re.findall(r"\w+", text.lower())) for text in part]
+        for part in (corpus.train_texts, corpus.validation_texts)
+    ]
     assert not set(words[0]) & set(words[1])
     assert len(corpus.train) + len(corpus.validation) + corpus.num_dropped.total() == len(texts)
 
@@ -463,7 +534,10 @@ def test_the_embedded_corpus_has_the_topics_and_the_docstrings(embedded):
 
 
 def test_a_top_level_module_is_on_one_side(embedded):
-    sides = [{d.source.split(":")[0].split(".")[0] for d in part} for part in (embedded.train, embedded.validation)]
+    sides = [
+        {d.source.split(":")[0].split(".")[0] for d in part}
+        for part in (embedded.train, embedded.validation)
+    ]
     assert not sides[0] & sides[1]
     assert len(sides[1]) >= 10, "validation on a few modules would measure these modules"
     assert "pydoc_data" in sides[0]
@@ -474,7 +548,9 @@ def test_a_top_level_module_is_on_one_side(embedded):
 
 
 def test_validation_is_large_enough_to_measure_with(embedded, tokenizer):
-    share = sum(map(len, embedded.validation_texts)) / sum(map(len, embedded.train_texts + embedded.validation_texts))
+    share = sum(map(len, embedded.validation_texts)) / sum(
+        map(len, embedded.train_texts + embedded.validation_texts)
+    )
     assert 0.08 <= share <= 0.10
     rows = tokenizer(embedded.validation_texts, add_special_tokens=False, verbose=False).input_ids
     assert sum(map(len, rows)) >= 35_000
@@ -520,7 +596,9 @@ def test_reading_a_corpus_loads_nothing_heavy():
 
 def test_the_hash_changes_with_a_text_its_side_its_place_and_its_borders():
     def sha(train, validation=()):
-        return Corpus("x", [Document(t, "") for t in train], [Document(t, "") for t in validation], "").sha256
+        return Corpus(
+            "x", [Document(t, "") for t in train], [Document(t, "") for t in validation], ""
+        ).sha256
 
     variants = [
         (["ab", "c"],),
@@ -539,7 +617,14 @@ def test_the_hash_changes_with_a_text_its_side_its_place_and_its_borders():
 
 def test_the_description_names_size_hash_version_and_what_was_left_out(embedded):
     text = embedded.describe()
-    for part in ("train", "validation", "duplicates", "too short", "top-level module", embedded.python_version):
+    for part in (
+        "train",
+        "validation",
+        "duplicates",
+        "too short",
+        "top-level module",
+        embedded.python_version,
+    ):
         assert part in text
     assert embedded.sha256[:16] in text and f"{len(embedded.train):,} documents" in text
 
@@ -554,9 +639,14 @@ def test_a_python_without_its_source_is_told_what_to_do(tmp_path, monkeypatch, f
     assert f"only {len(files)} docstrings" in only_line(error) and "pass a file" in str(error.value)
 
 
-def test_the_larger_level_trains_on_more_and_is_validated_on_the_same_modules(embedded, monkeypatch):
+def test_the_larger_level_trains_on_more_and_is_validated_on_the_same_modules(
+    embedded, monkeypatch
+):
     held = embedded.validation[0]
-    more = [Document(f"A tensor of {i} numbers in a row of its own.", "torch.functional:f") for i in range(50)]
+    more = [
+        Document(f"A tensor of {i} numbers in a row of its own.", "torch.functional:f")
+        for i in range(50)
+    ]
     copy = Document(held.text, "transformers.copies:f")
     monkeypatch.setattr("bertlab.data.corpus.installed_documents", lambda notes: [*more, copy])
     larger = embedded_corpus("installed")
@@ -607,7 +697,9 @@ def all_texts(corpus: Corpus) -> list[str]:
 NAMES = ["a.txt", "a", "a.md", "a.csv", "a.tsv", "a.jsonl", "a.ndjson", "a.json", "a.parquet"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "a.txt.gz", "a.csv.gz", "a.tsv.gz", "a.jsonl.gz", "a.json.gz", "A.CSV"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, "a.txt.gz", "a.csv.gz", "a.tsv.gz", "a.jsonl.gz", "a.json.gz", "A.CSV"]
+)
 def test_every_kind_of_file_gives_the_same_corpus(tmp_path, name):
     if name == "A.CSV":
         path = write(tmp_path / "a.csv").rename(tmp_path / name)
@@ -621,7 +713,9 @@ def test_every_kind_of_file_gives_the_same_corpus(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.parquet"])
 def test_another_column_can_hold_the_text(tmp_path, name):
-    assert all_texts(load_corpus(write(tmp_path / name, column="review"), "review")) == sorted(TEXTS)
+    assert all_texts(load_corpus(write(tmp_path / name, column="review"), "review")) == sorted(
+        TEXTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -634,7 +728,11 @@ def test_another_column_can_hold_the_text(tmp_path, name):
         ("\ufeffa\nb\n", "documents", ["a", "b"]),
         ("a\nb\n", "paragraphs", ["a\nb"]),
         ("one\u2028line\nanother\x0cline\n", "documents", ["one\u2028line", "another\x0cline"]),
-        ("\n".join(f"t{i}" for i in range(99)) + "\n\nlast", "auto", [f"t{i}" for i in range(99)] + ["last"]),
+        (
+            "\n".join(f"t{i}" for i in range(99)) + "\n\nlast",
+            "auto",
+            [f"t{i}" for i in range(99)] + ["last"],
+        ),
     ],
 )
 def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, lines, expected):
@@ -648,7 +746,9 @@ def test_a_text_is_cut_at_lines_or_at_blank_lines(tmp_path, content, lines, expe
 
 def test_a_row_that_is_one_long_document_is_read(tmp_path):
     long = "word " * 60_000  # csv's own limit is 131,072 characters
-    assert max(map(len, load_corpus(write(tmp_path / "a.csv", [long, *TEXTS])).train_texts)) == len(long)
+    assert max(map(len, load_corpus(write(tmp_path / "a.csv", [long, *TEXTS])).train_texts)) == len(
+        long
+    )
 
 
 def test_u2028_inside_json_is_no_line_end(tmp_path):
@@ -660,7 +760,10 @@ def test_a_directory_is_read_by_path_and_split_by_file_wherever_it_stands(tmp_pa
     def fill(root: Path) -> Path:
         for i in range(60):
             (root / f"part{i % 3}").mkdir(parents=True, exist_ok=True)
-            write(root / f"part{i % 3}" / f"{i}.{('txt', 'csv', 'jsonl.gz')[i % 3]}", [f"{i} {t} {i}" for t in TEXTS])
+            write(
+                root / f"part{i % 3}" / f"{i}.{('txt', 'csv', 'jsonl.gz')[i % 3]}",
+                [f"{i} {t} {i}" for t in TEXTS],
+            )
         (root / "picture.png").write_bytes(b"\x89PNG")
         return root
 
@@ -669,7 +772,9 @@ def test_a_directory_is_read_by_path_and_split_by_file_wherever_it_stands(tmp_pa
     assert corpus.sha256 == moved.sha256
     sides = [{d.group for d in part} for part in (corpus.train, corpus.validation)]
     assert len(sides[1]) >= 4 and not sides[0] & sides[1] and len(sides[0] | sides[1]) == 60
-    assert "1 files of other kinds, not read" in corpus.describe() and "by file" in corpus.split_rule
+    assert (
+        "1 files of other kinds, not read" in corpus.describe() and "by file" in corpus.split_rule
+    )
 
 
 def test_max_documents_reads_the_first_ones(tmp_path):
@@ -715,7 +820,9 @@ def test_a_stream_without_an_end_is_read_as_far_as_asked(monkeypatch):
             yield {"text": f"Row {count} of a dataset."}
 
     stream = datasets.IterableDataset.from_generator(endless)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, streaming, **k: stream if streaming else None)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, streaming, **k: stream if streaming else None
+    )
     corpus = load_corpus("name", streaming=True, max_documents=60)
     assert len(all_texts(corpus)) == 60 and count <= 3000
     with pytest.raises(ValueError, match="max_documents"):
@@ -725,12 +832,18 @@ def test_a_stream_without_an_end_is_read_as_far_as_asked(monkeypatch):
 def test_a_dataset_saved_to_disk_is_read_by_its_split(tmp_path):
     import datasets
 
-    train, test = datasets.Dataset.from_dict(rows(50)), datasets.Dataset.from_dict({"text": ["of the test split"]})
+    train, test = (
+        datasets.Dataset.from_dict(rows(50)),
+        datasets.Dataset.from_dict({"text": ["of the test split"]}),
+    )
     datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "saved")
     assert all_texts(load_corpus(tmp_path / "saved")) == sorted(rows(50)["text"])
     train.save_to_disk(tmp_path / "single")
     assert all_texts(load_corpus(tmp_path / "single")) == sorted(rows(50)["text"])
-    for name in ("saved", "single"):  # of the second all rows are there, and none of them is for validation
+    for name in (
+        "saved",
+        "single",
+    ):  # of the second all rows are there, and none of them is for validation
         with pytest.raises(SourceNotFound, match="'validation'"):
             load_corpus(tmp_path / name, split="validation")
     with pytest.raises(ValueError, match="'label', 'text'"):
@@ -761,7 +874,9 @@ def unplugged(monkeypatch):
     return constants
 
 
-def test_without_a_network_the_hub_client_is_not_left_to_try_again_and_again(monkeypatch, unplugged):
+def test_without_a_network_the_hub_client_is_not_left_to_try_again_and_again(
+    monkeypatch, unplugged
+):
     import datasets
 
     def load_dataset(*arguments, **options):
@@ -796,7 +911,12 @@ def parquet(path: Path, **columns) -> None:
 ROWS = '{"text": "a b"}\n'
 BAD = {
     "missing file": (lambda p: p / "no.txt", {}, "no.txt", "does not exist"),
-    "missing file of unknown kind": (lambda p: p / "no" / "such" / "thing", {}, "such", "does not exist"),
+    "missing file of unknown kind": (
+        lambda p: p / "no" / "such" / "thing",
+        {},
+        "such",
+        "does not exist",
+    ),
     "empty file": (b"", {}, "a.txt", "no document"),
     "blank file": (b"\n \n\n", {}, "a.txt", "no document"),
     "empty table": (("a.csv", b""), {}, "a.csv", "no document"),
@@ -811,10 +931,33 @@ BAD = {
     "broken gzip": (("a.txt.gz", b"\x1f\x8bnot gzip"), {}, "a.txt.gz", "unpacked"),
     "cut gzip": (("a.txt.gz", gzip.compress(b"text " * 999)[:-9]), {}, "a.txt.gz", "unpacked"),
     "no gzip": (("a.txt.gz", b"plain"), {}, "a.txt.gz", "unpacked"),
-    "csv without the column": (("a.csv", b"id,body\n1,x\n"), {}, "text_column", "'text'", "'id', 'body'"),
-    "jsonl without the column": (("a.jsonl", b'{"body": "x", "n": 1}\n'), {}, "text_column", "'text'", "'body', 'n'"),
-    "parquet without the column": ((parquet, {"body": ["x"]}), {}, "text_column", "'text'", "'body'"),
-    "one row without the column": (("a.jsonl", f'{ROWS}{ROWS}{{"body": "x"}}\n'.encode()), {}, "line 3", "'body'"),
+    "csv without the column": (
+        ("a.csv", b"id,body\n1,x\n"),
+        {},
+        "text_column",
+        "'text'",
+        "'id', 'body'",
+    ),
+    "jsonl without the column": (
+        ("a.jsonl", b'{"body": "x", "n": 1}\n'),
+        {},
+        "text_column",
+        "'text'",
+        "'body', 'n'",
+    ),
+    "parquet without the column": (
+        (parquet, {"body": ["x"]}),
+        {},
+        "text_column",
+        "'text'",
+        "'body'",
+    ),
+    "one row without the column": (
+        ("a.jsonl", f'{ROWS}{ROWS}{{"body": "x"}}\n'.encode()),
+        {},
+        "line 3",
+        "'body'",
+    ),
     "json null": (("a.jsonl", f'{ROWS}{{"text": null}}\n'.encode()), {}, "line 2", "null"),
     "json number": (("a.json", b'[{"text": "a"}, {"text": 7}]'), {}, "row 2", "int"),
     "json half surrogate": (("a.jsonl", rb'{"text": "\ud800"}'), {}, "line 1", "surrogate"),
@@ -835,8 +978,18 @@ BAD = {
     "no characters": (b"a\nb\n", {"min_chars": 0}, "min_chars", "0"),
     "no documents": (b"a\nb\n", {"max_documents": 0}, "max_documents", "0"),
     "split of a file": (b"a\nb\n", {"split": "test"}, "split='test'", "hub"),
-    "config of the embedded corpus": (lambda p: None, {"config_name": "en"}, "config_name='en'", "hub"),
-    "stream of a file": (b"a\nb\n", {"streaming": True, "max_documents": 5}, "streaming=True", "hub"),
+    "config of the embedded corpus": (
+        lambda p: None,
+        {"config_name": "en"},
+        "config_name='en'",
+        "hub",
+    ),
+    "stream of a file": (
+        b"a\nb\n",
+        {"streaming": True, "max_documents": 5},
+        "streaming=True",
+        "hub",
+    ),
 }
 
 
@@ -900,7 +1053,9 @@ def test_two_processes_train_the_same_vocabulary():
 
 def test_the_vocabulary_does_not_depend_on_the_order_of_the_texts_or_on_chance(embedded):
     texts = embedded.train_texts[:800]
-    vocabularies = [train_tokenizer(t, 1000).get_vocab() for t in (texts, texts[::-1], texts, texts)]
+    vocabularies = [
+        train_tokenizer(t, 1000).get_vocab() for t in (texts, texts[::-1], texts, texts)
+    ]
     assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies)
 
 
@@ -950,7 +1105,9 @@ def test_one_unknown_character_costs_the_whole_word(tokenizer):
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_case_survives_exactly_where_it_was_asked_for_and_so_it_does_a_reload(tmp_path, lowercase):
     strips = {"strip_accents": True} if lowercase else {}  # of 19 letters, one is too many
-    tokenizer = train_tokenizer(["The cat É sat", "the Cat sat"] * 9, 100, lowercase=lowercase, **strips)
+    tokenizer = train_tokenizer(
+        ["The cat É sat", "the Cat sat"] * 9, 100, lowercase=lowercase, **strips
+    )
     tokenizer.save_pretrained(tmp_path)
     expected = ["the", "cat", "e"] if lowercase else ["The", "Cat", "É"]
     assert tokenizer.tokenize("The Cat É") == expected
@@ -965,7 +1122,14 @@ def test_the_smallest_vocabulary_is_the_special_tokens_and_the_characters():
     # a, b, c alone; a and b also inside a word
     assert smallest_vocabulary(texts) == (["a", "b", "c"], ["##a", "##b"])
     exact = train_tokenizer(texts, 10)
-    assert sorted(exact.get_vocab(), key=exact.get_vocab().get) == [*SPECIAL, "a", "b", "c", "##a", "##b"]
+    assert sorted(exact.get_vocab(), key=exact.get_vocab().get) == [
+        *SPECIAL,
+        "a",
+        "b",
+        "c",
+        "##a",
+        "##b",
+    ]
     assert exact.tokenize("ab c") == ["a", "##b", "c"]
     for vocab_size in (9, 5, 4, 0, -1):
         with pytest.raises(ValueError) as error:
@@ -996,7 +1160,9 @@ def test_the_trainer_alone_is_what_makes_vocabularies_differ(embedded):
     assert len(plain) > 1
 
 
-@pytest.mark.parametrize("texts, word", [("one string", "list"), ([], "0 documents"), (["", " "], "2 documents")])
+@pytest.mark.parametrize(
+    "texts, word", [("one string", "list"), ([], "0 documents"), (["", " "], "2 documents")]
+)
 def test_texts_that_cannot_train_a_tokenizer_get_one_line(texts, word):
     with pytest.raises(ValueError) as error:
         train_tokenizer(texts)
@@ -1007,7 +1173,11 @@ def test_the_saved_tokenizer_fills_masks_where_bertlab_is_not_installed(tmp_path
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
     )
     BertForMaskedLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -1027,7 +1197,9 @@ def no_mask_token(path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     model = models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="[UNK]").save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="[UNK]").save_pretrained(
+        path
+    )
 
 
 def model_alone(path: Path) -> None:
@@ -1052,8 +1224,12 @@ def test_a_directory_that_is_no_tokenizer_gets_one_line(tmp_path, prepare, word)
     assert word in only_line(error) and tmp_path.name in str(error.value)
 
 
-def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(tmp_path, monkeypatch):
-    monkeypatch.setattr("socket.create_connection", lambda *a, **k: pytest.fail("asked the network"))
+def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "socket.create_connection", lambda *a, **k: pytest.fail("asked the network")
+    )
     (tmp_path / "file.txt").write_text("no directory")
     for name in (tmp_path / "missing", tmp_path / "file.txt", "./missing"):
         with pytest.raises(SourceNotFound) as error:
@@ -1061,7 +1237,9 @@ def test_a_tokenizer_that_is_not_there_gets_one_line_without_asking_a_network(tm
         assert "directory" in only_line(error)
 
 
-def test_a_run_takes_the_named_tokenizer_then_the_models_then_its_own_and_else_trains_one(tmp_path, tokenizer):
+def test_a_run_takes_the_named_tokenizer_then_the_models_then_its_own_and_else_trains_one(
+    tmp_path, tokenizer
+):
     for name in ("named", "model", "kept"):
         tokenizer.model_max_length = {"named": 11, "model": 12, "kept": 13}[name]
         tokenizer.save_pretrained(tmp_path / name)

@@ -13,7 +13,14 @@ from test_training import word_tokenizer
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import READING_RULES
-from bertlab.data.module import EpochBatches, FilledRows, PretrainingDataModule, mix_lengths, pack_texts, pair_splits
+from bertlab.data.module import (
+    EpochBatches,
+    FilledRows,
+    PretrainingDataModule,
+    mix_lengths,
+    pack_texts,
+    pair_splits,
+)
 from bertlab.data.packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from bertlab.data.rows import Collator
 from bertlab.data.shards import finish_shards, open_shards, write_part
@@ -132,7 +139,9 @@ def test_set_datasets_takes_what_is_in_memory(kind):
     data = make_module(None)
     data.set_datasets(given, held)
     data.setup()
-    assert texts_of(data.train_dataset) == sorted(texts) and texts_of(data.val_dataset) == sorted(held)
+    assert texts_of(data.train_dataset) == sorted(texts) and texts_of(data.val_dataset) == sorted(
+        held
+    )
     alone = make_module(None)
     alone.set_datasets(given)
     alone.setup()
@@ -175,7 +184,9 @@ def test_token_ids_with_special_tokens_are_refused_and_not_given_them_twice():
         data.setup()
     data = make_module(None)  # with padding="max_length", some rows of which are full
     longest = max(map(len, bare)) + 2
-    data.set_datasets([[cls, *ids, sep, *[TOKENIZER.pad_token_id] * (longest - len(ids) - 2)] for ids in bare])
+    data.set_datasets(
+        [[cls, *ids, sep, *[TOKENIZER.pad_token_id] * (longest - len(ids) - 2)] for ids in bare]
+    )
     with pytest.raises(ValueError, match="without padding"):
         data.setup()
 
@@ -184,10 +195,19 @@ def test_shards_of_rows_with_special_tokens_are_refused_too(tmp_path):
     from bertlab.data.tokenize import tokenize_shards
 
     cls, sep = TOKENIZER.cls_token_id, TOKENIZER.sep_token_id
-    rows = [[cls, *TOKENIZER(text, add_special_tokens=False)["input_ids"], sep] for text in make_texts(20)]
+    rows = [
+        [cls, *TOKENIZER(text, add_special_tokens=False)["input_ids"], sep]
+        for text in make_texts(20)
+    ]
     (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": ids}) for ids in rows))
     TOKENIZER.save_pretrained(tmp_path / "tok")
-    tokenize_shards(str(tmp_path / "ids.jsonl"), str(tmp_path / "tok"), tmp_path / "shards", text_column="input_ids", workers=1)
+    tokenize_shards(
+        str(tmp_path / "ids.jsonl"),
+        str(tmp_path / "tok"),
+        tmp_path / "shards",
+        text_column="input_ids",
+        workers=1,
+    )
     with pytest.raises(ValueError, match="add_special_tokens=False"):
         set_up(str(tmp_path / "shards"))
 
@@ -196,9 +216,17 @@ def test_a_file_of_another_kind_has_other_tokens_in_the_cache(tmp_path):
     texts = make_texts(30)
     lines = "\n".join(json.dumps({"text": text}) for text in texts)
     (tmp_path / "a.txt").write_text(lines)
-    as_text = set_up(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "cache"), data_kwargs={"validation_fraction": 0.0})
+    as_text = set_up(
+        str(tmp_path / "a.txt"),
+        cache_dir=str(tmp_path / "cache"),
+        data_kwargs={"validation_fraction": 0.0},
+    )
     (tmp_path / "a.txt").rename(tmp_path / "a.jsonl")
-    as_rows = set_up(str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"), data_kwargs={"validation_fraction": 0.0})
+    as_rows = set_up(
+        str(tmp_path / "a.jsonl"),
+        cache_dir=str(tmp_path / "cache"),
+        data_kwargs={"validation_fraction": 0.0},
+    )
     assert texts_of(as_rows.train_dataset) == sorted(texts) != texts_of(as_text.train_dataset)
 
 
@@ -217,7 +245,9 @@ def test_what_one_source_trains_on_is_not_held_out_of_another(tmp_path):
     for n in range(len(shared) + 40):
         write_lines(tmp_path / "many" / f"{n}.txt", [(own[0] + shared)[n]])
     other = write_lines(tmp_path / "one.txt", own[1] + shared)
-    with pytest.warns(UserWarning, match="of 50 held-out documents stand in the training text, too"):
+    with pytest.warns(
+        UserWarning, match="of 50 held-out documents stand in the training text, too"
+    ):
         data = set_up([str(tmp_path / "many"), other])
     trained, held = texts_of(data.train_dataset), texts_of(data.val_dataset)
     assert held and not set(held) & set(trained)
@@ -242,7 +272,9 @@ def test_rates_decide_the_share_of_each_source_and_repetition_is_capped(tmp_path
 
 @pytest.mark.parametrize("overflow", ["truncate", "keep_end"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_off(tmp_path, overflow, streaming):
+def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_off(
+    tmp_path, overflow, streaming
+):
     long = [" ".join(WORDS[(n + k) % 45] for k in range(300)) for n in range(60)]
     short = [" ".join(WORDS[45 + (n + k * k) % 45] for k in range(9)) for n in range(400)]
     a, b = write_lines(tmp_path / "a.txt", long), write_lines(tmp_path / "b.txt", short)
@@ -251,9 +283,16 @@ def test_rates_are_of_the_tokens_that_come_to_rows_where_long_documents_are_cut_
                   data_kwargs={"mixing_rates": [1, 1], "overflow": overflow, "max_repetition": 3, **small})  # fmt: skip
     ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 25)])
     first, last = (TOKENIZER.convert_tokens_to_ids(word) for word in (WORDS[45], WORDS[-1]))
-    posts = ((ids >= first) & (ids <= last)).sum() / (ids >= TOKENIZER.convert_tokens_to_ids("w0")).sum()
+    posts = ((ids >= first) & (ids <= last)).sum() / (
+        ids >= TOKENIZER.convert_tokens_to_ids("w0")
+    ).sum()
     assert abs(posts - 0.5) < 0.06
-    whole = set_up([a, b], val_dataset_name_or_path=a, streaming=streaming, data_kwargs={"mixing_rates": [1, 1]})
+    whole = set_up(
+        [a, b],
+        val_dataset_name_or_path=a,
+        streaming=streaming,
+        data_kwargs={"mixing_rates": [1, 1]},
+    )
     assert whole.room is None
 
 
@@ -262,7 +301,9 @@ def test_the_cache_is_written_once_and_then_mapped(tmp_path, monkeypatch):
     first = set_up(path, cache_dir=cache)
     files = sorted(cache.glob("*.tokens"))
     assert len(files) == 2
-    monkeypatch.setattr("bertlab.data.module.Source.corpus", None)  # reading the text again would fail
+    monkeypatch.setattr(
+        "bertlab.data.module.Source.corpus", None
+    )  # reading the text again would fail
     second = set_up(path, cache_dir=cache)
     assert isinstance(second.train_dataset.documents.tokens[:5].base, np.memmap)
     assert texts_of(first.train_dataset) == texts_of(second.train_dataset)
@@ -275,12 +316,16 @@ def test_a_changed_file_or_tokenizer_is_never_read_from_the_cache(tmp_path):
     changed = set_up(path, cache_dir=cache)
     held = len(texts_of(changed.train_dataset)) + len(texts_of(changed.val_dataset))
     assert held == len(set(make_texts(seed=9)))
-    other = PretrainingDataModule(path, word_tokenizer(WORDS[:50]), cache_dir=cache, max_sequence_length=32)
+    other = PretrainingDataModule(
+        path, word_tokenizer(WORDS[:50]), cache_dir=cache, max_sequence_length=32
+    )
     other.prepare_data()
     assert len(list(cache.glob("*.tokens"))) == 6
 
 
-def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(tmp_path, monkeypatch):
+def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cache(
+    tmp_path, monkeypatch
+):
     path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
     before = set_up(path, cache_dir=cache)
     rules = {"train": READING_RULES["train"], "validation": 0}
@@ -290,13 +335,19 @@ def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cac
     rules["train"] = 0
     after = set_up(path, cache_dir=cache)
     assert len(list(cache.glob("*.tokens"))) == 4
-    assert documents_identity(before.train_dataset.documents) == documents_identity(after.train_dataset.documents)
+    assert documents_identity(before.train_dataset.documents) == documents_identity(
+        after.train_dataset.documents
+    )
 
 
 def test_documents_that_are_too_long_are_split_overlapped_or_truncated(tmp_path):
     path = write_lines(tmp_path / "a.txt", make_texts(60, longest=100))
     account = {}
-    for name, options in {"split": {}, "overlap": {"overlap": 8}, "truncate": {"overflow": "truncate"}}.items():
+    for name, options in {
+        "split": {},
+        "overlap": {"overlap": 8},
+        "truncate": {"overflow": "truncate"},
+    }.items():
         account[name] = set_up(path, data_kwargs=options).train_dataset.describe()
     assert account["split"]["cut_tokens"] == 0 and account["split"]["repeated_tokens"] == 0
     assert account["overlap"]["repeated_tokens"] > 0
@@ -320,9 +371,13 @@ def test_without_packing_a_row_is_one_document(tmp_path, streaming):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_padding_goes_to_the_longest_document_rounded_up(tmp_path, streaming):
     path = write_lines(tmp_path / "a.txt", make_texts(100, longest=8))
-    data = set_up(path, packing=False, streaming=streaming, collator_kwargs={"pad_to_multiple_of": 8})
+    data = set_up(
+        path, packing=False, streaming=streaming, collator_kwargs={"pad_to_multiple_of": 8}
+    )
     shapes = {b["input_ids"].shape[1] for b in take(data.train_dataloader(), 20)}
-    assert shapes <= {8, 16} and all(b["position_ids"].shape[1] < 32 for b in take(data.train_dataloader(), 2))
+    assert shapes <= {8, 16} and all(
+        b["position_ids"].shape[1] < 32 for b in take(data.train_dataloader(), 2)
+    )
 
 
 def test_windows_of_a_long_document_are_padded_too(tmp_path):
@@ -349,13 +404,20 @@ def test_the_last_batch_of_an_epoch_is_left_out_or_filled_with_blank_rows(world_
     batches = [list(loader) for loader in loaders]
     assert len({len(part) for part in batches}) == 1
     assert all(len(batch) == 4 for part in batches for batch in part)
-    seen = [row["input_ids"][1] for part in batches for b in part for row in b if row["attention_mask"].any()]
+    seen = [
+        row["input_ids"][1]
+        for part in batches
+        for b in part
+        for row in b
+        if row["attention_mask"].any()
+    ]
     assert len(set(seen)) == len(seen)
     assert len(seen) == (50 if fill else 50 // (4 * world_size) * 4 * world_size)
 
 
 class RowByRow:
     "A dataset of somebody's own, which knows single rows alone."
+
     special = SPECIAL
 
     def __init__(self, rows):
@@ -372,7 +434,10 @@ def test_rows_asked_for_at_once_come_with_blank_ones_in_their_places(seen_as):
     for row, wanted in zip(rows[::2], (dataset[0, 1], dataset[1, 0]), strict=True):
         assert all(np.array_equal(row[name], wanted[name]) for name in wanted)
     for blank in (*rows[1::2], FilledRows(seen_as(dataset))[0, -1]):
-        assert not blank["attention_mask"].any() and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
+        assert (
+            not blank["attention_mask"].any()
+            and (blank["input_ids"] == SPECIAL["pad_token_id"]).all()
+        )
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -394,7 +459,9 @@ def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num
     shares = []
     for rank in (0, 1):
         data.process = lambda: {"rank": rank, "world_size": 2}  # noqa: B023
-        rows = [tuple(r.tolist()) for b in take(data.train_dataloader(), 5) for r in original_ids(b)]
+        rows = [
+            tuple(r.tolist()) for b in take(data.train_dataloader(), 5) for r in original_ids(b)
+        ]
         shares.append(rows)
     data.process = lambda: {"rank": 0, "world_size": 1}
     alone = {tuple(r.tolist()) for b in take(data.train_dataloader(), 10) for r in original_ids(b)}
@@ -404,7 +471,10 @@ def test_two_processes_read_disjoint_rows_equally_many_of_a_stream(tmp_path, num
 
 @pytest.mark.parametrize("options", [{}, {"on_error": "skip"}, {"lanes": 2}])
 def test_every_stream_gives_the_same_rows_in_a_worker_that_is_spawned(tmp_path, options):
-    names = [write_lines(tmp_path / name, make_texts(40, seed)) for seed, name in enumerate(["a.txt", "b.txt"])]
+    names = [
+        write_lines(tmp_path / name, make_texts(40, seed))
+        for seed, name in enumerate(["a.txt", "b.txt"])
+    ]
     data = set_up(names, streaming=True, val_dataset_name_or_path=names[0], data_kwargs=options)
     stream = data.train_dataloader().stream
     copy = pickle.loads(pickle.dumps(stream))  # the workers of macOS and Windows get such a one
@@ -425,7 +495,9 @@ def test_a_stream_leaves_out_what_it_validates_on_and_reads_all_else(tmp_path):
 def test_a_streamed_hub_dataset_is_read_whole_by_any_number_of_workers(tmp_path, num_workers):
     "`datasets` would give each worker files of its own, and each worker packs a share of what it reads."
     (tmp_path / "hub").mkdir()
-    (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n")
+    (tmp_path / "hub" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+    )
     texts = [f"w{n % 90} w{n // 90} w7" for n in range(188)]
     for number in range(4):
         rows = (json.dumps({"text": text}) for text in texts[47 * number : 47 * number + 47])
@@ -441,13 +513,17 @@ def test_a_streamed_hub_dataset_is_read_whole_by_any_number_of_workers(tmp_path,
     assert sorted(read + held) == sorted(texts)
     resumed = data.train_dataloader()
     resumed.load_state_dict(json.loads(json.dumps(state)))
-    again = [TOKENIZER.decode(row[row > 3]) for batch in take(resumed, 35) for row in original_ids(batch)]
+    again = [
+        TOKENIZER.decode(row[row > 3]) for batch in take(resumed, 35) for row in original_ids(batch)
+    ]
     assert again == read[100:]
 
 
 def test_a_token_stream_resumes_at_the_very_next_document_anywhere(tmp_path):
     path = write_lines(tmp_path / "a.txt", make_texts(4100, longest=6))  # three batches of texts
-    make = lambda: TokenStream(TextStream([path], leave_out=lambda number: number % 10 == 9), TOKENIZER)
+    make = lambda: TokenStream(
+        TextStream([path], leave_out=lambda number: number % 10 == 9), TOKENIZER
+    )
     whole = [ids.tolist() for ids in make()]
     for stop in (1, 700, 1799, 1800, 1801, 2500, len(whole) - 1, len(whole)):
         stream = make()
@@ -464,17 +540,23 @@ def test_streams_are_mixed_by_rates(tmp_path):
     data = set_up([a, b], streaming=True, data_kwargs={"mixing_rates": [3, 1], "shuffle_buffer": 0})
     ids = torch.cat([original_ids(batch).flatten() for batch in take(data.train_dataloader(), 5)])
     share = (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() / (
-        (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum() + (ids == TOKENIZER.convert_tokens_to_ids("w4")).sum())
+        (ids == TOKENIZER.convert_tokens_to_ids("w1")).sum()
+        + (ids == TOKENIZER.convert_tokens_to_ids("w4")).sum()
+    )
     assert 0.7 < share < 0.8
 
 
-@pytest.mark.parametrize("fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0.29, 29), (0, 0)])
+@pytest.mark.parametrize(
+    "fraction, held", [(0.1, 10), (0.4, 40), (0.6, 60), (0.7, 70), (0.9, 90), (0.29, 29), (0, 0)]
+)
 @pytest.mark.parametrize("kind", ["ids", "stream"])
 def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held):
     texts, options = make_texts(100), {"data_kwargs": {"validation_fraction": fraction}}
     if kind == "ids":
         data = make_module(None, **options)
-        data.set_datasets([TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts])
+        data.set_datasets(
+            [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
+        )
         data.setup()
         assert len(data.train_dataset.documents) == 100 - held
     else:
@@ -484,12 +566,21 @@ def test_the_share_that_is_asked_for_is_held_out(tmp_path, kind, fraction, held)
 
 
 def test_a_mixture_of_streams_trains_on_nothing_that_it_validates_on(tmp_path):
-    sizes = {"a": 103, "b": 87, "c": 45}  # none a multiple of ten: each stream has a count of its own
-    texts = {name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, (name, size) in enumerate(sizes.items())}
+    sizes = {
+        "a": 103,
+        "b": 87,
+        "c": 45,
+    }  # none a multiple of ten: each stream has a count of its own
+    texts = {
+        name: [f"w{k} w{n % 90} w{n // 90}" for n in range(size)]
+        for k, (name, size) in enumerate(sizes.items())
+    }
     paths = [write_lines(tmp_path / f"{name}.txt", texts[name]) for name in texts]
     data = set_up(paths, streaming=True, data_kwargs={"mixing_rates": [103, 87, 45]})
     held = texts_of(data.val_dataset)
-    read = [TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream]
+    read = [
+        TOKENIZER.decode(ids) for stream in data.stream_tokens().streams.values() for ids in stream
+    ]
     assert held == sorted(text for one in texts.values() for text in one[9::10])
     assert sorted(read + held) == sorted(text for one in texts.values() for text in one)
 
@@ -507,7 +598,10 @@ def texts_in(rows):
     "The texts that stand in a dataset's rows, sorted."
     found = []
     for row in (rows[n] for n in range(len(rows))):
-        pieces = [row["input_ids"][row["attention_mask"] == n] for n in range(1, row["attention_mask"].max() + 1)]
+        pieces = [
+            row["input_ids"][row["attention_mask"] == n]
+            for n in range(1, row["attention_mask"].max() + 1)
+        ]
         found += [TOKENIZER.decode(piece, skip_special_tokens=True) for piece in pieces]
     return sorted(found)
 
@@ -518,9 +612,14 @@ def texts_in(rows):
 ])  # fmt: skip
 def test_shards_train_on_nothing_that_they_validate_on(tmp_path, sizes, options):
     texts = [[f"w{k} w{n % 90} w{n // 90}" for n in range(size)] for k, size in enumerate(sizes)]
-    data = set_up([write_shards(tmp_path / str(k), some) for k, some in enumerate(texts)], **options)
+    data = set_up(
+        [write_shards(tmp_path / str(k), some) for k, some in enumerate(texts)], **options
+    )
     mixed, every = "data_kwargs" in options, sorted(text for some in texts for text in some)
-    read, held = texts_in(data.train_dataset.first if mixed else data.train_dataset), texts_in(data.val_dataset)
+    read, held = (
+        texts_in(data.train_dataset.first if mixed else data.train_dataset),
+        texts_in(data.val_dataset),
+    )
     assert held == sorted(text for some in texts for text in some[9::10])
     assert sorted(read + held) == every if not mixed else set(read) < set(every) - set(held)
 
@@ -529,7 +628,9 @@ def test_what_stands_twice_in_shards_is_trained_on_and_not_validated_on(tmp_path
     texts = make_texts(200, seed=4)
     texts += texts[9:60:10] + texts[100:140]  # held out and again later; trained on and again later
     path = write_shards(tmp_path / "shards", texts)
-    with pytest.warns(UserWarning, match="of 24 held-out documents stand in the training text, too"):
+    with pytest.warns(
+        UserWarning, match="of 24 held-out documents stand in the training text, too"
+    ):
         data = set_up(path)
     assert data.sources[0].stored.num_blocks > 5
     read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
@@ -537,7 +638,9 @@ def test_what_stands_twice_in_shards_is_trained_on_and_not_validated_on(tmp_path
     kept = [n for n in range(len(texts)) if n % 10 != 9]
     assert held == sorted(set(texts[9::10]) - {texts[n] for n in kept})
     assert read == sorted(texts[n] for n in kept), "what a run trains on stays as it was"
-    monkeypatch.setattr("bertlab.data.module._blocks_of", None)  # to read all of it again would fail
+    monkeypatch.setattr(
+        "bertlab.data.module._blocks_of", None
+    )  # to read all of it again would fail
     with pytest.warns(UserWarning, match="stand in the training text"):
         again = set_up(path)
     assert texts_in(again.val_dataset) == held
@@ -559,14 +662,18 @@ def test_what_a_source_of_many_blocks_trains_on_is_not_held_out_of_another(tmp_p
         data = set_up([shards, other], **options)
     assert open_shards(shards).num_blocks > 1
     read, held = texts_in(data.train_dataset), texts_in(data.val_dataset)
-    assert any(held) and not set(filter(None, held)) & set(read)  # ends may have a piece to themselves
+    assert any(held) and not set(filter(None, held)) & set(
+        read
+    )  # ends may have a piece to themselves
 
 
 def test_shards_of_which_everything_stands_twice_hold_out_nothing_and_say_so(tmp_path):
     with pytest.warns(UserWarning) as said:
         data = set_up(write_shards(tmp_path / "shards", ["w1 w2 w3"] * 60))
     assert data.val_datasets == [] and len(texts_in(data.train_dataset)) == 54
-    assert "6 of 6 held-out" in str(said[0].message) and "nothing is held out" in str(said[1].message)
+    assert "6 of 6 held-out" in str(said[0].message) and "nothing is held out" in str(
+        said[1].message
+    )
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -574,30 +681,55 @@ def test_a_stream_trains_on_no_copy_of_what_it_validates_on(tmp_path, monkeypatc
     monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
     texts = [f"w1 w{n % 90} w{n // 90}" for n in range(100)]
     texts[20] = texts[9]  # among the first: trained on, and so not validated on
-    later = texts + [texts[19], texts[29], "w7 w7", texts[19]] + [f"w2 w{n % 90} w{n // 90}" for n in range(150)]
+    later = (
+        texts
+        + [texts[19], texts[29], "w7 w7", texts[19]]
+        + [f"w2 w{n % 90} w{n // 90}" for n in range(150)]
+    )
     names = [write_lines(tmp_path / "a.txt", later)]
     options = {"data_kwargs": {"lanes": 1}}
     if mixed:  # the other source has a copy, too
-        names.append(write_lines(tmp_path / "b.txt", [f"w3 w{n % 90} w{n // 90}" for n in range(60)] + [texts[39]]))
+        names.append(
+            write_lines(
+                tmp_path / "b.txt", [f"w3 w{n % 90} w{n // 90}" for n in range(60)] + [texts[39]]
+            )
+        )
         options = {"data_kwargs": {"mixing_rates": [255, 60], "max_repetition": 9}}
-    with pytest.warns(UserWarning, match=f"1 of {10 if mixed else 5} held-out documents stand in the training text"):
+    with pytest.warns(
+        UserWarning,
+        match=f"1 of {10 if mixed else 5} held-out documents stand in the training text",
+    ):
         data = set_up(names, streaming=True, **options)
     held, stream = texts_of(data.val_dataset), data.stream_tokens()
-    read = [TOKENIZER.decode(ids) for one in (stream.streams.values() if mixed else [stream]) for ids in one]
+    read = [
+        TOKENIZER.decode(ids)
+        for one in (stream.streams.values() if mixed else [stream])
+        for ids in one
+    ]
     assert not set(held) & set(read) and texts[9] in read and texts[9] not in held
     assert {texts[19], texts[29], texts[39], texts[49]} <= set(held)
-    assert set(read) | set(held) == set(later) | set(f"w3 w{n % 90} w{n // 90}" for n in range(60) if mixed)
+    assert set(read) | set(held) == set(later) | set(
+        f"w3 w{n % 90} w{n // 90}" for n in range(60) if mixed
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(tmp_path, monkeypatch, num_workers):
+def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(
+    tmp_path, monkeypatch, num_workers
+):
     monkeypatch.setattr("bertlab.data.module.HELD_OUT_AMONG", 50)
     texts = make_texts(50, seed=1)
-    every = texts + [text for k in range(40) for text in (*make_texts(20, seed=2 + k), texts[9 + 10 * (k % 5)])]
+    every = texts + [
+        text for k in range(40) for text in (*make_texts(20, seed=2 + k), texts[9 + 10 * (k % 5)])
+    ]
     path = write_lines(tmp_path / "a.txt", every)
     monkeypatch.setattr("bertlab.data.cache.BATCH_TEXTS", 30)
-    make = lambda: set_up(path, streaming=True, num_workers=num_workers, data_kwargs={"shuffle_buffer": 5})  # noqa: E731
-    rows = lambda batches, number: [tuple(r.tolist()) for b in take(batches, number) for r in original_ids(b)]  # noqa: E731
+    make = lambda: set_up(
+        path, streaming=True, num_workers=num_workers, data_kwargs={"shuffle_buffer": 5}
+    )  # noqa: E731
+    rows = lambda batches, number: [
+        tuple(r.tolist()) for b in take(batches, number) for r in original_ids(b)
+    ]  # noqa: E731
     data = make()
     whole = rows(data.train_dataloader(), 60)
     for stop in (1, 17, 40):
@@ -610,7 +742,9 @@ def test_a_stream_that_passes_copies_over_resumes_and_is_shared_out_as_any(tmp_p
     for rank in (0, 1):
         data.process = lambda rank=rank: {"rank": rank, "world_size": 2}
         shares.append(rows(data.train_dataloader(), 30))
-    dealt = [share[n : n + 4] for n in range(0, 120, 4) for share in shares]  # four rows a batch, in turn
+    dealt = [
+        share[n : n + 4] for n in range(0, 120, 4) for share in shares
+    ]  # four rows a batch, in turn
     assert [row for batch in dealt for row in batch] == whole
     stream = data.stream_tokens()
     given = [ids.tolist() for ids in stream]
@@ -643,7 +777,9 @@ def test_an_option_that_chooses_among_texts_is_refused_for_shards(tmp_path, opti
         make_module(shards, **options)
 
 
-def test_options_that_say_what_is_so_already_or_are_for_a_text_beside_are_no_mistake_for_shards(tmp_path):
+def test_options_that_say_what_is_so_already_or_are_for_a_text_beside_are_no_mistake_for_shards(
+    tmp_path,
+):
     shards = write_shards(tmp_path / "a", make_texts(20))
     make_module(shards, train_split="train", data_kwargs={"lines": "auto", "max_documents": None})
     make_module([shards, "nowhere.txt"], data_kwargs={"lines": "documents", "on_error": "skip"})
@@ -654,8 +790,14 @@ def test_the_report_counts_lengths_and_shows_readable_rows(tmp_path):
     data = set_up(write_lines(tmp_path / "a.txt", texts))
     report = data.describe(num_rows=2)
     counts = data.train_dataset.describe()
-    assert f"{counts['documents']:,} documents" in report and f"{counts['rows']:,} rows of 32" in report
-    assert f"{counts['efficiency']:.1%} full" in report and f"{counts['padded_efficiency']:.1%}" in report
+    assert (
+        f"{counts['documents']:,} documents" in report
+        and f"{counts['rows']:,} rows of 32" in report
+    )
+    assert (
+        f"{counts['efficiency']:.1%} full" in report
+        and f"{counts['padded_efficiency']:.1%}" in report
+    )
     assert "[CLS] w" in report and "#" in report
 
 
@@ -664,40 +806,99 @@ MISTAKES = {
     "tokenizer": ({"pretrained_tokenizer_name_or_path": None}, "name a tokenizer"),
     "batch": ({"train_batch_size": 0}, "train_batch_size must be 1 or more, got 0"),
     "length": ({"max_sequence_length": 4}, "max_sequence_length must be 8 or more"),
-    "option": ({"data_kwargs": {"max_document": 3}}, "no option 'max_document'; it has.*max_documents"),
+    "option": (
+        {"data_kwargs": {"max_document": 3}},
+        "no option 'max_document'; it has.*max_documents",
+    ),
     "rates": ({"data_kwargs": {"mixing_rates": [1]}}, "mix several sources"),
     "shards": ({"streaming": True, "num_shards": 2, "num_workers": 2}, "set num_workers=0"),
-    "fraction": ({"data_kwargs": {"validation_fraction": 5}}, "validation_fraction must be 0 or more and below 1, got 5"),
-    "fraction of a stream": ({"streaming": True, "data_kwargs": {"validation_fraction": -0.1}}, "got -0.1"),
+    "fraction": (
+        {"data_kwargs": {"validation_fraction": 5}},
+        "validation_fraction must be 0 or more and below 1, got 5",
+    ),
+    "fraction of a stream": (
+        {"streaming": True, "data_kwargs": {"validation_fraction": -0.1}},
+        "got -0.1",
+    ),
     "lines": ({"data_kwargs": {"lines": "paragraph"}}, "lines must be .*got 'paragraph'"),
-    "lines of a stream": ({"streaming": True, "data_kwargs": {"lines": "paragraph"}}, "lines must be .*got 'paragraph'"),
+    "lines of a stream": (
+        {"streaming": True, "data_kwargs": {"lines": "paragraph"}},
+        "lines must be .*got 'paragraph'",
+    ),
     "on_error": ({"data_kwargs": {"on_error": "ignore"}}, "on_error must be .*got 'ignore'"),
     "characters": ({"data_kwargs": {"min_chars": 0}}, "min_chars must be 1 or more, got 0"),
     "overflow": ({"data_kwargs": {"overflow": "cut"}}, "overflow must be one of .*got 'cut'"),
-    "overlap": ({"max_sequence_length": 32, "data_kwargs": {"overlap": 30}}, "overlap must be 0 or more and below 30"),
-    "shortage": ({"train_dataset_name_or_path": ["a.txt", "b.txt"],
-                  "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"}}, "on_shortage must be .*got 'x'"),
-    **{f"{part} of a stream": ({"train_dataset_name_or_path": ["a.txt", "b.txt"], "streaming": True,
-                                "data_kwargs": {"mixing_rates": [1, 1], "max_repetition": part}},
-                               f"max_repetition of a stream must be a whole number.*got {part}") for part in (2.9, 0.5)},
-    "stream": ({"streaming": True, "train_dataset_name_or_path": None}, "name one, or set it to False"),
-    **{name: ({"train_dataset_name_or_path": ["a.txt", "b.txt"], "data_kwargs": {"mixing_rates": [1, 1], **option}}, words)
-       for name, option, words in (
-           ("a rate's name", {"mixing_rates": {"a.txt": 1, "c.txt": 1}}, "only one of them has .*'b.txt', 'c.txt'"),
-           ("a rate below 0", {"mixing_rates": [1, -1]}, "rates.*must be 0 or more, got -1"),
-           ("no rate", {"mixing_rates": [0, 0]}, "all rates are 0"),
-           ("no budget", {"budget_tokens": 0}, "budget_tokens must be 1 or more"),
-           ("no repetition", {"max_repetition": 0}, "max_repetition of 'a.txt' must be above 0"),
-           ("a repetition's name", {"max_repetition": {"a.txt": 1, "b.txt": 1, "c": 2}}, "max_repetition names .*'c'.*a.txt"),
-           ("more than all of a source", {"max_source_fraction": 2}, "max_source_fraction of 'a.txt'"),
-           ("a fraction's name", {"max_source_fraction": {"typo": 0.5}}, "max_source_fraction names .*'typo'"))},
+    "overlap": (
+        {"max_sequence_length": 32, "data_kwargs": {"overlap": 30}},
+        "overlap must be 0 or more and below 30",
+    ),
+    "shortage": (
+        {
+            "train_dataset_name_or_path": ["a.txt", "b.txt"],
+            "data_kwargs": {"mixing_rates": [1, 1], "on_shortage": "x"},
+        },
+        "on_shortage must be .*got 'x'",
+    ),
+    **{
+        f"{part} of a stream": (
+            {
+                "train_dataset_name_or_path": ["a.txt", "b.txt"],
+                "streaming": True,
+                "data_kwargs": {"mixing_rates": [1, 1], "max_repetition": part},
+            },
+            f"max_repetition of a stream must be a whole number.*got {part}",
+        )
+        for part in (2.9, 0.5)
+    },
+    "stream": (
+        {"streaming": True, "train_dataset_name_or_path": None},
+        "name one, or set it to False",
+    ),
+    **{
+        name: (
+            {
+                "train_dataset_name_or_path": ["a.txt", "b.txt"],
+                "data_kwargs": {"mixing_rates": [1, 1], **option},
+            },
+            words,
+        )
+        for name, option, words in (
+            (
+                "a rate's name",
+                {"mixing_rates": {"a.txt": 1, "c.txt": 1}},
+                "only one of them has .*'b.txt', 'c.txt'",
+            ),
+            ("a rate below 0", {"mixing_rates": [1, -1]}, "rates.*must be 0 or more, got -1"),
+            ("no rate", {"mixing_rates": [0, 0]}, "all rates are 0"),
+            ("no budget", {"budget_tokens": 0}, "budget_tokens must be 1 or more"),
+            ("no repetition", {"max_repetition": 0}, "max_repetition of 'a.txt' must be above 0"),
+            (
+                "a repetition's name",
+                {"max_repetition": {"a.txt": 1, "b.txt": 1, "c": 2}},
+                "max_repetition names .*'c'.*a.txt",
+            ),
+            (
+                "more than all of a source",
+                {"max_source_fraction": 2},
+                "max_source_fraction of 'a.txt'",
+            ),
+            (
+                "a fraction's name",
+                {"max_source_fraction": {"typo": 0.5}},
+                "max_source_fraction names .*'typo'",
+            ),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_before_anything_is_read(mistake):
     change, message = MISTAKES[mistake]
-    options = {"train_dataset_name_or_path": "nowhere.txt", "pretrained_tokenizer_name_or_path": TOKENIZER}
+    options = {
+        "train_dataset_name_or_path": "nowhere.txt",
+        "pretrained_tokenizer_name_or_path": TOKENIZER,
+    }
     with pytest.raises(ValueError, match=message):
         PretrainingDataModule(**{**options, **change})
 
@@ -738,13 +939,19 @@ def test_a_batch_larger_than_an_epoch_and_a_stream_without_steps_are_refused(tmp
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_document_that_is_too_long_may_keep_its_end(tmp_path, streaming):
     path = write_lines(tmp_path / "a.txt", [" ".join(WORDS[:60])])
-    options = {"train_batch_size": 1, "val_dataset_name_or_path": path, "data_kwargs": {"overflow": "keep_end"}}
+    options = {
+        "train_batch_size": 1,
+        "val_dataset_name_or_path": path,
+        "data_kwargs": {"overflow": "keep_end"},
+    }
     (batch,) = take(set_up(path, streaming=streaming, **options).train_dataloader(), 1)
     assert TOKENIZER.decode(original_ids(batch)[0][1:-1]) == " ".join(WORDS[30:60])
 
 
 @pytest.mark.parametrize("second", ["a.txt", "./a.txt", "the same by a link"])
-def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(tmp_path, monkeypatch, second):
+def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(
+    tmp_path, monkeypatch, second
+):
     monkeypatch.chdir(tmp_path)
     write_lines(tmp_path / "a.txt", make_texts(20))
     (tmp_path / "the same by a link").symlink_to(tmp_path / "a.txt")
@@ -753,7 +960,9 @@ def test_a_mixture_with_the_same_file_twice_is_refused_before_it_is_read(tmp_pat
 
 
 def test_two_corpora_in_memory_are_mixed_and_kept_apart(tmp_path):
-    corpora = [load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)]
+    corpora = [
+        load_corpus(write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n))) for n in range(2)
+    ]
     data = set_up(corpora, data_kwargs={"mixing_rates": [1, 1]})
     shares = data.train_dataset.first.documents.describe()
     assert list(shares) == ["given texts", "given texts 2"]
@@ -765,20 +974,28 @@ def test_a_part_of_a_source_a_budget_and_a_shortage_are_reached_by_data_kwargs(t
     options = {"mixing_rates": [1, 1], "max_source_fraction": {a: 0.5}, "budget_tokens": 3000}
     with pytest.raises(ValueError, match="on_shortage='scale'"):
         set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "budget_tokens": 10**6})
-    whole = set_up([a, b], val_dataset_name_or_path=a, data_kwargs={**options, "on_shortage": "scale"})
+    whole = set_up(
+        [a, b], val_dataset_name_or_path=a, data_kwargs={**options, "on_shortage": "scale"}
+    )
     mixture = whole.train_dataset.first.documents
     assert abs(int(np.diff(mixture.offsets).sum()) - 3000) < 60
     assert mixture.describe()[a]["available"] < 0.6 * mixture.describe()[b]["available"]
     with pytest.raises(ValueError, match="no option 'on_shortage'"):
-        make_module([a, b], streaming=True, data_kwargs={"mixing_rates": [1, 1], "on_shortage": "scale"})
+        make_module(
+            [a, b], streaming=True, data_kwargs={"mixing_rates": [1, 1], "on_shortage": "scale"}
+        )
 
 
 def test_blank_rows_complete_an_epoch_of_a_mixture(tmp_path):
     paths = [write_lines(tmp_path / f"{n}.txt", make_texts(60, seed=n)) for n in range(2)]
-    data = set_up(paths, packing_pad_to_budget=True, train_batch_size=99, data_kwargs={"mixing_rates": [1, 1]})
+    data = set_up(
+        paths, packing_pad_to_budget=True, train_batch_size=99, data_kwargs={"mixing_rates": [1, 1]}
+    )
     (batch,) = list(data.train_dataloader())
     blank = (batch["attention_mask"] == 0).all(1)
-    assert blank.sum() == 99 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
+    assert (
+        blank.sum() == 99 - len(data.train_dataset) > 0 and (batch["labels"][blank] == -100).all()
+    )
 
 
 class Reversed(MaskedLanguageModelingCollator):
@@ -792,7 +1009,9 @@ class CountTokens(Collator):
         return {"labels": torch.from_numpy(tokenized["attention_mask"].astype(bool).sum(1))}
 
 
-def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its_objective(tmp_path, monkeypatch):
+def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its_objective(
+    tmp_path, monkeypatch
+):
     path = write_lines(tmp_path / "a.txt", make_texts(60))
     data = set_up(path, objective=CountTokens, packing=False, seed=3)
     assert (data.collator.seed, data.collator.epoch) == (3, 0)  # for what it draws
@@ -814,7 +1033,9 @@ def test_an_own_collator_is_given_as_a_class_or_by_its_dotted_name_and_tells_its
 def test_a_collator_that_is_built_already_is_refused_with_what_to_pass_instead():
     built = MaskedLanguageModelingCollator.from_tokenizer(TOKENIZER)
     for given in (built, built.compute_labels):
-        with pytest.raises(ValueError, match=f"collator=<{type(given).__name__}> is no class.*collator_kwargs") as told:
+        with pytest.raises(
+            ValueError, match=f"collator=<{type(given).__name__}> is no class.*collator_kwargs"
+        ) as told:
             make_module(["a cat"], collator=given)
         assert "\n" not in str(told.value)
 
@@ -837,7 +1058,9 @@ def test_a_collator_with_an_objective_of_its_own_is_for_the_models_of_the_one_it
     assert make_module(["a cat"], collator=Counts, objective="counts").objective == "counts"
     assert make_module(["a cat"], objective=Ends).objective == "ends"  # nobody has named a model's
     for collator in (Noisy, Counts, MaskedDiffusionCollator):
-        with pytest.raises(ValueError, match=f"{collator.__name__} makes batches for .*objective is 'mlm'"):
+        with pytest.raises(
+            ValueError, match=f"{collator.__name__} makes batches for .*objective is 'mlm'"
+        ):
             make_module(["a cat"], collator=collator)
 
 
@@ -860,18 +1083,26 @@ def test_the_module_tells_the_texts_that_a_tokenizer_is_trained_on(tmp_path):
     assert sorted(planned.training_texts()) == texts_of(planned.train_dataset)
 
 
-def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_out(tmp_path, monkeypatch):
+def test_a_tokenizer_hears_every_source_of_a_mixture_and_nothing_that_is_held_out(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("bertlab.data.module.TOKENIZER_SAMPLE", 60)
     parts = [make_texts(103, seed=1), make_texts(57, seed=2)]
     paths = [write_lines(tmp_path / f"{n}.txt", part) for n, part in enumerate(parts)]
-    heard = make_module(paths, streaming=True, data_kwargs={"mixing_rates": [1, 1]}).training_texts()
-    assert sorted(heard) == sorted(text for part in parts for text in [t for n, t in enumerate(part) if n % 10 != 9][:30])
+    heard = make_module(
+        paths, streaming=True, data_kwargs={"mixing_rates": [1, 1]}
+    ).training_texts()
+    assert sorted(heard) == sorted(
+        text for part in parts for text in [t for n, t in enumerate(part) if n % 10 != 9][:30]
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_path, streaming):
     texts = make_texts(60)
-    (tmp_path / "a.csv").write_text("".join(f"{n},{text}\n" for n, text in enumerate(texts)), encoding="utf-8")
+    (tmp_path / "a.csv").write_text(
+        "".join(f"{n},{text}\n" for n, text in enumerate(texts)), encoding="utf-8"
+    )
     data = set_up(str(tmp_path / "a.csv"), text_column="2", streaming=streaming,
                   val_dataset_name_or_path=str(tmp_path / "a.csv"), data_kwargs={"header": False})  # fmt: skip
     assert texts_of(data.val_dataset) == sorted(texts)
@@ -880,32 +1111,50 @@ def test_a_table_without_a_header_is_trained_on_by_the_number_of_its_column(tmp_
 def test_mixed_lengths_keep_every_token_in_order():
     documents = TokenizedDocuments.from_sequences([range(n) for n in (0, 5, 17, 40)])
     mixed = mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3)
-    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(mixed.offsets)
+    assert np.array_equal(mixed.tokens, documents.tokens) and set(documents.offsets) <= set(
+        mixed.offsets
+    )
     assert np.diff(mixed.offsets).max() <= 16
     assert np.array_equal(mix_lengths(documents, {4: 0.5, 16: 0.5}, seed=3).offsets, mixed.offsets)
 
 
 def test_a_module_cuts_what_it_trains_on_and_leaves_what_it_validates_on(tmp_path):
     path = write_lines(tmp_path / "text.txt", make_texts())
-    plain, cut = (set_up(path, data_kwargs=kwargs) for kwargs in ({}, {"mix_lengths": {4: 0.5, 12: 0.5}}))
+    plain, cut = (
+        set_up(path, data_kwargs=kwargs) for kwargs in ({}, {"mix_lengths": {4: 0.5, 12: 0.5}})
+    )
     documents, pieces = plain.train_dataset.documents, cut.train_dataset.documents
-    assert np.array_equal(documents.tokens, pieces.tokens) and np.diff(pieces.offsets).max() <= 12 < np.diff(documents.offsets).max()
+    assert (
+        np.array_equal(documents.tokens, pieces.tokens)
+        and np.diff(pieces.offsets).max() <= 12 < np.diff(documents.offsets).max()
+    )
     assert np.array_equal(plain.val_dataset.documents.offsets, cut.val_dataset.documents.offsets)
-    kept = set_up(path, data_kwargs={"mix_lengths": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache").train_dataset.documents
-    assert np.array_equal(kept.tokens, pieces.tokens) and np.array_equal(kept.offsets, pieces.offsets)
+    kept = set_up(
+        path, data_kwargs={"mix_lengths": {4: 0.5, 12: 0.5}}, cache_dir=tmp_path / "cache"
+    ).train_dataset.documents
+    assert np.array_equal(kept.tokens, pieces.tokens) and np.array_equal(
+        kept.offsets, pieces.offsets
+    )
 
 
-@pytest.mark.parametrize("shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}, {4: float("nan")}, {4: "all"}])
+@pytest.mark.parametrize(
+    "shares", [{}, {0: 1.0}, {4: -1.0}, {4: 0.0}, [4], {"4": 1.0}, {4: float("nan")}, {4: "all"}]
+)
 def test_lengths_that_say_nothing_are_refused_before_a_text_is_read(shares):
     with pytest.raises(ValueError, match="mix_lengths"):
         PretrainingDataModule("no/such/file.txt", TOKENIZER, data_kwargs={"mix_lengths": shares})
     with pytest.raises(ValueError, match="mix_lengths"):
-        PretrainingDataModule("no/such/file.txt", TOKENIZER, streaming=True, data_kwargs={"mix_lengths": {4: 1.0}})
-
+        PretrainingDataModule(
+            "no/such/file.txt", TOKENIZER, streaming=True, data_kwargs={"mix_lengths": {4: 1.0}}
+        )
 
 
 def test_what_reading_left_out_is_told(tmp_path):
     texts = make_texts(60)
-    data = set_up(write_lines(tmp_path / "a.txt", [*texts, *texts[:7]]), data_kwargs={"lines": "documents"})
+    data = set_up(
+        write_lines(tmp_path / "a.txt", [*texts, *texts[:7]]), data_kwargs={"lines": "documents"}
+    )
     said = data.describe(num_rows=1)
-    assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(r"a\.txt: 1 text files with one document", said)
+    assert re.search(r"a\.txt: left out 7: duplicates", said) and re.search(
+        r"a\.txt: 1 text files with one document", said
+    )

@@ -31,23 +31,31 @@ def packed_batches(draw):
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=8))
     documents = [rng.choice(ids[4:] if rng.random() < 0.7 else ids, n) for n in lengths]
-    dataset = PackedDataset(documents, draw(st.integers(3, 40)), pad_token_id=ids[0],
-                            cls_token_id=ids[2], sep_token_id=ids[3])
+    dataset = PackedDataset(
+        documents,
+        draw(st.integers(3, 40)),
+        pad_token_id=ids[0],
+        cls_token_id=ids[2],
+        sep_token_id=ids[3],
+    )
     epoch = draw(st.integers(0, 3))
     rows = [dataset[epoch, index] for index in range(len(dataset))]
-    return rows, dict(pad_token_id=ids[0], mask_token_id=ids[1], vocab_size=size,
-                      special_token_ids=special)
+    return rows, dict(
+        pad_token_id=ids[0], mask_token_id=ids[1], vocab_size=size, special_token_ids=special
+    )
 
 
-rules = st.fixed_dictionaries({
-    "num_steps": st.sampled_from([1, 2, 10, 1000]),
-    "sampling_eps": st.sampled_from([0.0, 0.001, 0.1, 0.9]),
-    "noise_eps": st.sampled_from([0.0, 0.001, 0.3]),
-    "min_masked": st.sampled_from([None, 0, 1, 3]),
-    "max_masked": st.sampled_from([None, 3, 8]),
-    "max_predictions": st.sampled_from([None, 2, 50]),
-    "seed": st.integers(0, 2**70),
-})
+rules = st.fixed_dictionaries(
+    {
+        "num_steps": st.sampled_from([1, 2, 10, 1000]),
+        "sampling_eps": st.sampled_from([0.0, 0.001, 0.1, 0.9]),
+        "noise_eps": st.sampled_from([0.0, 0.001, 0.3]),
+        "min_masked": st.sampled_from([None, 0, 1, 3]),
+        "max_masked": st.sampled_from([None, 3, 8]),
+        "max_predictions": st.sampled_from([None, 2, 50]),
+        "seed": st.integers(0, 2**70),
+    }
+)
 
 
 def stack(rows, name):
@@ -64,16 +72,24 @@ def ordinary(rows, vocabulary):
 def test_only_ordinary_tokens_are_hidden_labelled_and_weighed(case, rule):
     rows, vocabulary = case
     batch = MaskedDiffusionCollator(**vocabulary, **rule)(rows)
-    before, may, chosen = stack(rows, "input_ids"), ordinary(rows, vocabulary), batch["labels"] != IGNORED
+    before, may, chosen = (
+        stack(rows, "input_ids"),
+        ordinary(rows, vocabulary),
+        batch["labels"] != IGNORED,
+    )
     assert not (chosen & ~may).any()
     assert (batch["labels"][chosen] == before[chosen]).all()
     hidden = may & (batch["input_ids"] != before)
-    assert (hidden | ~chosen).all() and (hidden.sum(1) - chosen.sum(1) == batch["num_dropped_labels"]).all()
+    assert (hidden | ~chosen).all() and (
+        hidden.sum(1) - chosen.sum(1) == batch["num_dropped_labels"]
+    ).all()
     assert (batch["input_ids"][hidden] == vocabulary["mask_token_id"]).all()
     assert (batch["input_ids"][~hidden] == before[~hidden]).all()
     assert torch.equal(batch.get("original_ids", before), before)
     assert batch["loss_weights"].dtype == torch.float32
-    assert (batch["loss_weights"][~chosen] == 0).all() and (batch["loss_weights"][chosen] >= 1).all()
+    assert (batch["loss_weights"][~chosen] == 0).all() and (
+        batch["loss_weights"][chosen] >= 1
+    ).all()
     found = batch["labels"].gather(1, batch["label_positions"]) != IGNORED
     assert (found.sum(1) == chosen.sum(1)).all()
 
@@ -88,7 +104,10 @@ def test_a_document_has_one_time_and_stays_within_its_least_and_most(case, rule)
     for row in range(len(rows)):
         for document in range(1, int(documents[row].max()) + 1):
             mine = may[row] & (documents[row] == document)
-            count, weights = int((chosen[row] & mine).sum()), batch["loss_weights"][row][chosen[row] & mine]
+            count, weights = (
+                int((chosen[row] & mine).sum()),
+                batch["loss_weights"][row][chosen[row] & mine],
+            )
             assert len(set(weights.tolist())) <= 1
             assert count >= min(rule["min_masked"] or 0, int(mine.sum()))
             assert count <= (rule["max_masked"] or 1000)
@@ -156,7 +175,9 @@ def test_times_stand_on_the_grid_of_steps():
     assert set(times_of(range(500), rule=DiffusionRule(4, 0.5)).ravel()) == {0.75, 1.0}
     assert set(times_of(range(50), rule=DiffusionRule(1)).ravel()) == {1.0}
     every = times_of(range(100_000), rule=DiffusionRule(10, 0.0)).ravel()
-    np.testing.assert_allclose(np.bincount((every * 10).round().astype(int))[1:] / 1e5, 0.1, atol=1e-4)
+    np.testing.assert_allclose(
+        np.bincount((every * 10).round().astype(int))[1:] / 1e5, 0.1, atol=1e-4
+    )
 
 
 V = Vocabulary(20, pad_token_id=0, mask_token_id=1, special_token_ids=(2, 3))
@@ -185,8 +206,14 @@ def test_as_much_is_hidden_as_the_schedule_says():
             assert abs(error) < 5 * math.sqrt((share[near] * (1 - share[near])).sum())
 
 
-@pytest.mark.parametrize("rule", [DiffusionRule(sampling_eps=0.0), DiffusionRule(noise_eps=0.3),
-                                  DiffusionRule(num_steps=5, sampling_eps=0.001)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DiffusionRule(sampling_eps=0.0),
+        DiffusionRule(noise_eps=0.3),
+        DiffusionRule(num_steps=5, sampling_eps=0.001),
+    ],
+)
 def test_weights_add_up_to_the_ordinary_tokens(rule):
     # E[hidden / t] = (1 - eps) t / t, whatever the law of the times.
     batch, _, words = noised(rule)
@@ -197,7 +224,9 @@ def test_weights_add_up_to_the_ordinary_tokens(rule):
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("sampling_eps", [0.0, 0.1, 0.5])
 def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_eps):
-    batch, _, words = noised(DiffusionRule(noise_eps=0.0, sampling_eps=sampling_eps, schedule=schedule))
+    batch, _, words = noised(
+        DiffusionRule(noise_eps=0.0, sampling_eps=sampling_eps, schedule=schedule)
+    )
     sums = batch["loss_weights"].sum(1) / words.sum(1)
     # The grid of 1,000 times rounds them up: less than 0.002 of the sum.
     assert abs(sums.mean() - 1) < 5 * sums.std() / math.sqrt(len(sums)) + 0.002
@@ -205,7 +234,10 @@ def test_a_token_weighs_one_on_average_from_whatever_time_on(schedule, sampling_
 
 def test_integers_of_any_width_are_noised_alike():
     documents = np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0)
-    rows = {"input_ids": np.where(np.arange(40) % 10 > 7, 3, 9)[None].repeat(6, 0), "attention_mask": documents}
+    rows = {
+        "input_ids": np.where(np.arange(40) % 10 > 7, 3, 9)[None].repeat(6, 0),
+        "attention_mask": documents,
+    }
     for rule in (DiffusionRule(min_masked=2, max_masked=4), DiffusionRule(end_token_id=3)):
         wide = noise_tokens(rows, ([0] * 6, range(6)), V, rule)
         for kind in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32):
@@ -219,14 +251,20 @@ def test_the_bound_of_letters_without_order_is_their_entropy():
     rng = np.random.default_rng(0)
     law = np.array([0.5, 0.25, 0.125, 0.125])
     ids = 4 + rng.choice(4, (4000, 64), p=law)
-    batch = noise_tokens({"input_ids": ids, "attention_mask": np.ones_like(ids)},
-                         ([0] * 4000, range(4000)), V, DiffusionRule(noise_eps=0.0, sampling_eps=0.001))
+    batch = noise_tokens(
+        {"input_ids": ids, "attention_mask": np.ones_like(ids)},
+        ([0] * 4000, range(4000)),
+        V,
+        DiffusionRule(noise_eps=0.0, sampling_eps=0.001),
+    )
     losses = -np.log2(law[np.maximum(batch["labels"] - 4, 0)])  # bits; of no weight off the labels
     bound = (batch["loss_weights"] * losses).sum(1) / 64
     assert abs(bound.mean() - 1.75) < 5 * bound.std() / math.sqrt(4000)
 
 
-@pytest.mark.parametrize("options", [{}, {"min_masked": 20}, {"schedule": "cosine"}, {"end_token_id": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_masked": 20}, {"schedule": "cosine"}, {"end_token_id": 2}]
+)
 @pytest.mark.parametrize("limit", [16, 5, 1])
 def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
     "A hidden token costs more, the more of its row is hidden, and the further right it stands: so it must stay hidden."
@@ -243,7 +281,9 @@ def test_a_limit_on_labels_leaves_the_bound_where_it_is(limit, options):
 
 
 def test_a_limit_that_no_row_reaches_changes_nothing():
-    without, with_limit = (noised(DiffusionRule(max_predictions=most), 50)[0] for most in (None, 32))
+    without, with_limit = (
+        noised(DiffusionRule(max_predictions=most), 50)[0] for most in (None, 32)
+    )
     assert all(np.array_equal(values, with_limit[name]) for name, values in without.items())
 
 
@@ -251,20 +291,25 @@ def test_bits_per_byte_count_the_bytes_of_hidden_tokens_without_a_label():
     bytes_V = torch.arange(20.0).masked_fill(torch.arange(20) < 4, 0)  # special tokens have no text
     counts = []
     for most in (None, 3):
-        collate = MaskedDiffusionCollator(0, 1, 20, special_token_ids=[0, 1, 2, 3], max_sequence_length=40, max_predictions=most)
+        collate = MaskedDiffusionCollator(
+            0, 1, 20, special_token_ids=[0, 1, 2, 3], max_sequence_length=40, max_predictions=most
+        )
         counts.append(float(bytes_scored(collate([list(range(4, 20)) * 2]), bytes_V)))
     assert counts == [2 * sum(range(4, 20))] * 2
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"num_steps": 0}, "num_steps must be 1 or more, got 0"),
-    ({"sampling_eps": 1.0}, r"sampling_eps must be in \[0, 1\), got 1.0"),
-    ({"noise_eps": -0.1}, r"noise_eps must be in \[0, 1\), got -0.1"),
-    ({"min_masked": -1}, "min_masked must be 0 or more"),
-    ({"max_masked": 0}, "max_masked must be 1 or more"),
-    ({"min_masked": 5, "max_masked": 4}, "min_masked=5 is above max_masked=4"),
-    ({"seed": -1}, "seed must be 0 or more"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_steps": 0}, "num_steps must be 1 or more, got 0"),
+        ({"sampling_eps": 1.0}, r"sampling_eps must be in \[0, 1\), got 1.0"),
+        ({"noise_eps": -0.1}, r"noise_eps must be in \[0, 1\), got -0.1"),
+        ({"min_masked": -1}, "min_masked must be 0 or more"),
+        ({"max_masked": 0}, "max_masked must be 1 or more"),
+        ({"min_masked": 5, "max_masked": 4}, "min_masked=5 is above max_masked=4"),
+        ({"seed": -1}, "seed must be 0 or more"),
+    ],
+)
 def test_a_wrong_option_is_refused_when_the_collator_is_built(options, message):
     with pytest.raises(ValueError, match=message):
         MaskedDiffusionCollator(0, 1, 20, special_token_ids=[2], **options)
@@ -280,8 +325,9 @@ def test_rows_without_an_address_go_by_their_tokens_and_the_epoch_of_the_collato
 
 
 def test_enhanced_masking_hides_nothing_and_asks_for_every_word():
-    collate = EnhancedMaskedLanguageModelingCollator(0, 1, 20, special_token_ids=[0, 1, 2],
-                                                     max_sequence_length=6)
+    collate = EnhancedMaskedLanguageModelingCollator(
+        0, 1, 20, special_token_ids=[0, 1, 2], max_sequence_length=6
+    )
     batch = collate([[2, 9, 1, 10], {"input_ids": [11, 12], "special_tokens_mask": [0, 1]}])
     assert batch["input_ids"].tolist() == [[2, 9, 1, 10, 0, 0], [11, 12, 0, 0, 0, 0]]
     none = IGNORED
@@ -295,5 +341,7 @@ def test_enhanced_masking_hides_nothing_and_asks_for_every_word():
 def test_pretraining_objectives_share_the_keys_that_a_step_reads(objective):
     options = {"special_token_ids": [0, 1, 2], "max_sequence_length": 8}
     batch = get_collator_cls(objective)(0, 1, 20, **options)([[9, 10, 11], [12]])
-    assert {"input_ids", "attention_mask", "position_ids", "labels", "label_positions"} <= set(batch)
+    assert {"input_ids", "attention_mask", "position_ids", "labels", "label_positions"} <= set(
+        batch
+    )
     assert all(values.shape[0] == 2 for values in batch.values())

@@ -62,7 +62,10 @@ def batches(lanes, number, block, state=None, workers=0, **who):
 @settings(deadline=None, max_examples=50, derandomize=True)
 def test_any_number_of_readers_deals_out_the_rows_of_one(lanes, world, block, seed):
     alone, _ = batches(sources(lanes), 24, block, seed=seed)
-    found = [batches(sources(lanes), 24 // world, block, rank=rank, world_size=world, seed=seed)[0] for rank in range(world)]
+    found = [
+        batches(sources(lanes), 24 // world, block, rank=rank, world_size=world, seed=seed)[0]
+        for rank in range(world)
+    ]
     assert [batch for turn in zip(*found) for batch in turn] == alone[: 24 // world * world]
 
 
@@ -74,7 +77,9 @@ def test_a_reader_opens_the_lanes_of_its_own_share_alone(lanes, world):
         _, loader = batches(own, 2 * len(lanes), 1, rank=rank, world_size=world)
         share = gcd(world, len(lanes))
         assert loader.stream.share(world) == share
-        assert {n for n, source in enumerate(own) if source.opened} == {n for n in range(len(lanes)) if n % share == rank % share}
+        assert {n for n, source in enumerate(own) if source.opened} == {
+            n for n in range(len(lanes)) if n % share == rank % share
+        }
 
 
 @given(LANES, st.sampled_from([1, 2, 3]))
@@ -93,7 +98,12 @@ def test_every_token_of_a_lane_comes_once_in_a_pass_and_no_address_twice(lanes, 
             assert sorted(tokens) == whole
 
 
-@given(LANES, st.integers(1, 3), st.sampled_from([(1, 2), (2, 1), (2, 4), (4, 2), (3, 1), (2, 2)]), st.integers(1, 4))
+@given(
+    LANES,
+    st.integers(1, 3),
+    st.sampled_from([(1, 2), (2, 1), (2, 4), (4, 2), (3, 1), (2, 2)]),
+    st.integers(1, 4),
+)
 @settings(deadline=None, max_examples=50, derandomize=True)
 def test_a_stopped_stream_goes_on_at_another_number_of_processes(lanes, block, worlds, rounds):
     before, after = worlds
@@ -103,10 +113,23 @@ def test_a_stopped_stream_goes_on_at_another_number_of_processes(lanes, block, w
     for rank in range(before):
         _, loader = batches(sources(lanes), stop // before, block, rank=rank, world_size=before)
         states.append(loader.state_dict())
-    first = LanedStream(sources(lanes), 16, **SPECIAL, block_size=block, world_size=before, gather=lambda state: states)
+    first = LanedStream(
+        sources(lanes),
+        16,
+        **SPECIAL,
+        block_size=block,
+        world_size=before,
+        gather=lambda state: states,
+    )
     gathered = first.gather_states(states[0])
-    for state in (gathered, states[0]):  # of all processes, or of the first alone: others' lanes are read again
-        found = [batches(sources(lanes), 12 // after, block, state, rank=rank, world_size=after)[0] for rank in range(after)]
+    for state in (
+        gathered,
+        states[0],
+    ):  # of all processes, or of the first alone: others' lanes are read again
+        found = [
+            batches(sources(lanes), 12 // after, block, state, rank=rank, world_size=after)[0]
+            for rank in range(after)
+        ]
         assert [batch for turn in zip(*found) for batch in turn] == alone[stop : stop + 12]
 
 
@@ -115,18 +138,36 @@ def rows_of(found):
     return [row for turn in zip(*found) for batch in turn for row in batch]
 
 
-@given(LANES, st.sampled_from([(4, 1), (1, 4), (3, 2), (2, 6), (6, 4)]), st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]))
+@given(
+    LANES,
+    st.sampled_from([(4, 1), (1, 4), (3, 2), (2, 6), (6, 4)]),
+    st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (3, 2)]),
+)
 @settings(deadline=None, max_examples=50, derandomize=True)
-def test_a_stopped_stream_goes_on_in_batches_of_another_size_with_the_same_rows(lanes, sizes, worlds):
+def test_a_stopped_stream_goes_on_in_batches_of_another_size_with_the_same_rows(
+    lanes, sizes, worlds
+):
     "There, and back again: then the rows of one turn lie with several processes."
     stop = math.lcm(sizes[0] * worlds[0], sizes[1] * worlds[1])  # rows in all: a multiple of both
     alone = rows_of([batches(sources(lanes), 3 * stop // sizes[0], sizes[0])[0]])
     state = None
-    for stage, (size, world) in enumerate([(sizes[0], worlds[0]), (sizes[1], worlds[1]), (sizes[0], worlds[0])]):
-        parts = [batches(sources(lanes), stop // size // world, size, state, rank=rank, world_size=world) for rank in range(world)]
+    for stage, (size, world) in enumerate(
+        [(sizes[0], worlds[0]), (sizes[1], worlds[1]), (sizes[0], worlds[0])]
+    ):
+        parts = [
+            batches(sources(lanes), stop // size // world, size, state, rank=rank, world_size=world)
+            for rank in range(world)
+        ]
         assert rows_of([found for found, _ in parts]) == alone[stage * stop : (stage + 1) * stop]
         states = [loader.state_dict() for _, loader in parts]
-        stream = LanedStream(sources(lanes), 16, **SPECIAL, block_size=size, world_size=world, gather=lambda state: states)
+        stream = LanedStream(
+            sources(lanes),
+            16,
+            **SPECIAL,
+            block_size=size,
+            world_size=world,
+            gather=lambda state: states,
+        )
         state = stream.gather_states(states[0])
 
 
@@ -151,7 +192,10 @@ def test_workers_change_nothing_and_resume_in_the_middle():
 def test_what_cannot_go_on_is_named():
     _, loader = batches(sources([[5], [6]]), 2, 2)
     state = loader.state_dict()
-    for change, words in (({"block_size": 3}, "batches of 2"), ({"lanes": sources([[5]] * 3)}, "num_lanes=2.* data_kwargs lanes=2")):
+    for change, words in (
+        ({"block_size": 3}, "batches of 2"),
+        ({"lanes": sources([[5]] * 3)}, "num_lanes=2.* data_kwargs lanes=2"),
+    ):
         options = {"lanes": sources([[5], [6]]), "block_size": 2} | change
         with pytest.raises(ValueError, match=words):
             LanedStream(capacity=16, **SPECIAL, **options).load_state_dict(state)
@@ -197,7 +241,9 @@ def test_processes_that_tokenize_are_refused_for_lanes_which_workers_share(tmp_p
     for n in range(3):
         (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(60)))
     tokenizer = train_tokenizer(["text 0 1 2 3 4 5"], 60)
-    make = lambda **options: PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, num_shards=2, **options)  # noqa: E731
+    make = lambda **options: PretrainingDataModule(
+        str(tmp_path), tokenizer, streaming=True, num_shards=2, **options
+    )  # noqa: E731
     with pytest.raises(ValueError, match="num_shards=2 .* in 3 lanes, .* set num_workers"):
         make().training_texts()
     with pytest.raises(ValueError, match="lanes=1 reads all files as one stream"):
@@ -214,7 +260,9 @@ def test_no_lane_trains_on_a_copy_of_what_another_holds_out(tmp_path):
     for n, lines in enumerate(texts):
         (tmp_path / f"{n}.txt").write_text("\n".join(lines))
     data = PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, max_sequence_length=32)
-    with pytest.warns(UserWarning, match="2 of 18 held-out documents stand in the training text, too"):
+    with pytest.warns(
+        UserWarning, match="2 of 18 held-out documents stand in the training text, too"
+    ):
         data.setup()
     held = {tuple(ids.tolist()) for ids in data.val_dataset.documents}
     read = {tuple(ids.tolist()) for lane in data.stream_lanes for ids in data._lane_tokens(lane)}
@@ -236,7 +284,9 @@ def test_lanes_are_about_equally_long_unless_their_number_was_given(tmp_path, si
     data = PretrainingDataModule(str(tmp_path), "none", streaming=True)
     assert [[int(name[-7:-4]) for name in lane] for lane in data.stream_lanes] == lanes
     if len(sizes) > 1:
-        asked = PretrainingDataModule(str(tmp_path), "none", streaming=True, data_kwargs={"lanes": 2})
+        asked = PretrainingDataModule(
+            str(tmp_path), "none", streaming=True, data_kwargs={"lanes": 2}
+        )
         assert [len(lane) for lane in asked.stream_lanes] == [-(-len(sizes) // 2), len(sizes) // 2]
 
 
@@ -244,8 +294,11 @@ def test_lanes_are_about_equally_long_unless_their_number_was_given(tmp_path, si
     ([50] * 15 + [10], 8, 8), ([50] * 31 + [10], 16, 16), ([50] * 63 + [10], 32, 32), ([50] * 7 + [10], 4, 4),
     ([45, 53, 61, 69, 77, 84, 92, 100], 8, 4), ([50] * 15, 15, 15), ([1000] * 8 + [1] * 100, 8, 8),
 ])  # fmt: skip
-def test_files_of_which_the_last_is_short_are_divided_among_the_usual_numbers_of_readers(sizes, readers, share):
+def test_files_of_which_the_last_is_short_are_divided_among_the_usual_numbers_of_readers(
+    sizes, readers, share
+):
     "Of fifteen lanes each of eight processes would read and tokenize all."
+
     class Sized(type(Path())):
         def stat(self):
             return SimpleNamespace(st_size=sizes[int(self.name)])
@@ -255,7 +308,9 @@ def test_files_of_which_the_last_is_short_are_divided_among_the_usual_numbers_of
     assert gcd(len(lanes), readers) == share
     loads = [sum(sizes[int(file.name)] for file in lane) for lane in lanes]
     assert max(loads) <= 2 * min(loads)
-    assert sum(abs(load / sum(loads) - 1 / len(loads)) for load in loads) / 2 <= 0.1 or len(lanes) == len(sizes)
+    assert sum(abs(load / sum(loads) - 1 / len(loads)) for load in loads) / 2 <= 0.1 or len(
+        lanes
+    ) == len(sizes)
 
 
 def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_asked_for(tmp_path):
@@ -265,13 +320,17 @@ def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_
         (tmp_path / "own" / f"{n}.txt").write_text("w" * 50)
 
     def facts(**options):
-        made = PretrainingDataModule(str(tmp_path / "own"), "none", streaming=True, data_kwargs=options)
+        made = PretrainingDataModule(
+            str(tmp_path / "own"), "none", streaming=True, data_kwargs=options
+        )
         return run_fingerprint(PretrainingModule(), made)
 
     kept = facts()
     assert kept["lanes"] == 3
     refuse_differences("run.ckpt", kept, facts(lanes=3))
-    older = {name: value for name, value in kept.items() if "lanes" not in name} | {"data_kwargs": {"lanes": None, "mix_lengths": None}}
+    older = {name: value for name, value in kept.items() if "lanes" not in name} | {
+        "data_kwargs": {"lanes": None, "mix_lengths": None}
+    }
     for options in ({}, {"lanes": 3}, {"lanes": 2}):  # of these the place in the stream knows
         refuse_differences("run.ckpt", older, facts(**options))
     with pytest.raises(ValueError, match="lanes is 3 there and 2 here"):
@@ -281,16 +340,27 @@ def test_a_run_over_lanes_goes_on_by_their_number_and_files_and_not_by_what_was_
         refuse_differences("run.ckpt", kept, facts())
 
 
-def test_lanes_that_were_dealt_in_another_way_are_refused_before_a_row_is_read(tmp_path, monkeypatch):
+def test_lanes_that_were_dealt_in_another_way_are_refused_before_a_row_is_read(
+    tmp_path, monkeypatch
+):
     "For a time an earlier version dealt files to any number of lanes by their sizes."
     for n in range(4):
-        (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(40 if n else 20)))
+        (tmp_path / f"{n}.txt").write_text(
+            "".join(f"text {n} {i}\n" for i in range(40 if n else 20))
+        )
     tokenizer = train_tokenizer(["text 0 1 2 3 4 5 6 7 8 9"], 60)
-    monkeypatch.setattr("bertlab.data.cache.BATCH_TEXTS", 5)  # places within a file come with a batch of texts
+    monkeypatch.setattr(
+        "bertlab.data.cache.BATCH_TEXTS", 5
+    )  # places within a file come with a batch of texts
     options = dict(streaming=True, train_batch_size=1, max_sequence_length=16)
 
     def opened(lanes=None, **more):
-        data = PretrainingDataModule(str(tmp_path), tokenizer, data_kwargs={"lanes": 3, "buffer_size": 2, "shuffle_buffer": 1}, **options)
+        data = PretrainingDataModule(
+            str(tmp_path),
+            tokenizer,
+            data_kwargs={"lanes": 3, "buffer_size": 2, "shuffle_buffer": 1},
+            **options,
+        )
         if lanes is not None:
             data.stream_lanes = [[str(tmp_path / f"{n}.txt") for n in lane] for lane in lanes]
         data.setup()
@@ -299,19 +369,25 @@ def test_lanes_that_were_dealt_in_another_way_are_refused_before_a_row_is_read(t
     begun = opened([[0, 1], [2], [3]])
     list(islice(iter(begun), 18))
     state = json.loads(json.dumps(begun.state_dict()))
-    with pytest.raises(ValueError, match="lane 2 of 3 has other files than it had: .*stood in 2.txt .*an earlier version dealt them"):
+    with pytest.raises(
+        ValueError,
+        match="lane 2 of 3 has other files than it had: .*stood in 2.txt .*an earlier version dealt them",
+    ):
         opened().load_state_dict(state)  # which deals [0, 3], [1] and [2]
     again = opened([[0, 1], [2], [3]])
     again.load_state_dict(state)
     assert [batch["input_ids"].tolist() for batch in islice(iter(again), 9)] == [
-        batch["input_ids"].tolist() for batch in islice(iter(begun), 9)]
+        batch["input_ids"].tolist() for batch in islice(iter(begun), 9)
+    ]
 
 
 def test_a_stream_whose_lanes_are_too_short_to_hold_anything_out_says_so(tmp_path):
     for n in range(6):
         (tmp_path / f"{n}.txt").write_text("".join(f"text {n} {i}\n" for i in range(5)))
     tokenizer = train_tokenizer(["text 0 1 2 3 4 5"], 60)
-    with pytest.warns(UserWarning, match="nothing is held out .*each lane .*set data_kwargs lanes to 1"):
+    with pytest.warns(
+        UserWarning, match="nothing is held out .*each lane .*set data_kwargs lanes to 1"
+    ):
         PretrainingDataModule(str(tmp_path), tokenizer, streaming=True).setup()
     one = PretrainingDataModule(str(tmp_path), tokenizer, streaming=True, data_kwargs={"lanes": 1})
     one.setup()

@@ -32,7 +32,10 @@ def write(script, seed=0, num_texts=40):
                            for _ in range(draw.randint(1, 5)))  # fmt: skip
     words = [word() for _ in range(60)]
     between = "" if script in UNSPACED else " "
-    return [between.join(draw.choice(words) for _ in range(draw.randint(8, 30))) for _ in range(num_texts)]
+    return [
+        between.join(draw.choice(words) for _ in range(draw.randint(8, 30)))
+        for _ in range(num_texts)
+    ]
 
 
 TEXTS = {script: write(script) for script in LETTERS}
@@ -50,7 +53,12 @@ def batch_of(script, kind, tokenizer=None, **options):
     tokenizer, length = tokenizer or TOKENIZERS[script, kind], 160
     made = tokenizer(TEXTS[script], return_offsets_mapping=True, truncation=True, max_length=length)
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, max_sequence_length=length, mask_replace_prob=1.0, random_replace_prob=0.0, **options)
+        tokenizer,
+        max_sequence_length=length,
+        mask_replace_prob=1.0,
+        random_replace_prob=0.0,
+        **options,
+    )
     batch = collate([{"input_ids": ids} for ids in made.input_ids])
     return batch, made.offset_mapping
 
@@ -64,7 +72,9 @@ def words_by_hand(text, offsets, script, kind, pieces):
             continue
         if script in UNSPACED:
             # Pieces of one character, or a mark behind it, belong to the piece before.
-            inner = last is not None and (start < last and kind == "bpe" or text[start] in LETTERS[script][1])
+            inner = last is not None and (
+                start < last and kind == "bpe" or text[start] in LETTERS[script][1]
+            )
             groups.append(groups[-1] if inner else place)
             last = stop
         else:
@@ -94,7 +104,9 @@ def test_without_spaces_no_word_is_a_whole_clause(script, kind):
     continues_V = find_continuations(tokenizer)
     for row in ids:
         row_1L = np.array([row])
-        words_1L = find_words(row_1L, np.ones_like(row_1L), np.ones(row_1L.shape, bool), continues_V)
+        words_1L = find_words(
+            row_1L, np.ones_like(row_1L), np.ones(row_1L.shape, bool), continues_V
+        )
         sizes = np.unique(words_1L, return_counts=True)[1]
         assert sizes.max() <= 9, "three bytes a letter, and marks"  # not the row
     batch, _ = batch_of(script, kind, mlm_probability=0.3, unit="word", selection="exact")
@@ -139,8 +151,9 @@ def test_packed_rows_give_every_text_back(script):
         for document in range(1, row["attention_mask"].max() + 1):
             found.append(tokenizer.decode(row["input_ids"][row["attention_mask"] == document],
                                           skip_special_tokens=True))  # fmt: skip
-    assert sorted(found) == sorted(text for text, row in zip(TEXTS[script], ids) if len(row) <= 254) or (
-        "".join(sorted("".join(found))) == "".join(sorted("".join(TEXTS[script]))))
+    assert sorted(found) == sorted(
+        text for text, row in zip(TEXTS[script], ids) if len(row) <= 254
+    ) or ("".join(sorted("".join(found))) == "".join(sorted("".join(TEXTS[script]))))
 
 
 @pytest.mark.parametrize("script, kind", CASES)
@@ -149,7 +162,10 @@ def test_each_label_stands_on_the_first_piece_of_its_word(script, kind):
     between = r"(?<=.{3})" if script in UNSPACED else " "
     texts = [[w for w in re.split(between, text) if w][:12] for text in TEXTS[script][:10]]
     if script in UNSPACED:
-        texts = [[text[i:i + 3] for i in range(0, 30, 3) if text[i:i + 3]] for text in TEXTS[script][:10]]
+        texts = [
+            [text[i : i + 3] for i in range(0, 30, 3) if text[i : i + 3]]
+            for text in TEXTS[script][:10]
+        ]
     rows = [{"text": words, "labels": [n % 7 for n in range(len(words))]} for words in texts]
     collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=160)
     batch = collate(rows)
@@ -162,15 +178,21 @@ def test_each_label_stands_on_the_first_piece_of_its_word(script, kind):
 def test_an_answer_in_a_long_context_is_cut_out_to_the_character(script, kind):
     tokenizer = TOKENIZERS[script, kind]
     context = ("" if script in UNSPACED else " ").join(TEXTS[script][:12])
-    words = context.split() if script not in UNSPACED else [context[i:i + 4] for i in range(0, len(context), 4)]
+    words = (
+        context.split()
+        if script not in UNSPACED
+        else [context[i : i + 4] for i in range(0, len(context), 4)]
+    )
     start = context.index(words[len(words) // 2])
-    answer = context[start:start + len(words[len(words) // 2])]
-    collate = QuestionAnsweringCollator.from_tokenizer(tokenizer, max_sequence_length=96, doc_stride=32)
+    answer = context[start : start + len(words[len(words) // 2])]
+    collate = QuestionAnsweringCollator.from_tokenizer(
+        tokenizer, max_sequence_length=96, doc_stride=32
+    )
     windows = collate.encode([{"question": words[0], "context": context,
                                "answers": {"text": [answer], "answer_start": [start]}}])  # fmt: skip
     assert len(windows) > 1
     held = [(w, span) for w in windows if any(span := w["answer_spans"][0])]
     assert held
     for window, (first, last) in held:
-        got = context[window["offsets"][first][0]:window["offsets"][last][1]]
+        got = context[window["offsets"][first][0] : window["offsets"][last][1]]
         assert answer in got and len(got) <= len(answer) + 16

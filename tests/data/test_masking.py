@@ -33,8 +33,13 @@ from bertlab.data.tokenizers import train_tokenizer
 many = settings(max_examples=200, deadline=None, derandomize=True)
 V = Vocabulary(40, pad_token_id=39, mask_token_id=0, special_token_ids=(7, 8))
 CONTINUES = np.arange(40) % 3 == 1  # 1, 4, 10, 13, ...; 7 would, but it is special
-WAYS = [("bernoulli", "token"), ("exact", "token"), ("bernoulli", "word"), ("exact", "word"),
-        ("exact", "span")]
+WAYS = [
+    ("bernoulli", "token"),
+    ("exact", "token"),
+    ("bernoulli", "word"),
+    ("exact", "word"),
+    ("exact", "span"),
+]
 
 
 @st.composite
@@ -49,11 +54,19 @@ def rows_of_documents(draw):
     return {"input_ids": ids_BL, "attention_mask": documents_BL}
 
 
-addresses_of = lambda rows, epoch=0: ([epoch] * len(rows["input_ids"]), range(len(rows["input_ids"])))
+addresses_of = lambda rows, epoch=0: (
+    [epoch] * len(rows["input_ids"]),
+    range(len(rows["input_ids"])),
+)
 
 
 def is_ordinary(rows, row, column):
-    return rows["attention_mask"][row, column] > 0 and rows["input_ids"][row, column] not in (0, 7, 8, 39)
+    return rows["attention_mask"][row, column] > 0 and rows["input_ids"][row, column] not in (
+        0,
+        7,
+        8,
+        39,
+    )
 
 
 def words_of(rows, row):
@@ -78,7 +91,9 @@ def words_of(rows, row):
 @given(rows_of_documents())
 def test_words_are_found_as_by_reading_token_by_token(rows):
     ids, documents = rows["input_ids"], rows["attention_mask"]
-    ordinary = np.array([[is_ordinary(rows, r, c) for c in range(ids.shape[1])] for r in range(len(ids))])
+    ordinary = np.array(
+        [[is_ordinary(rows, r, c) for c in range(ids.shape[1])] for r in range(len(ids))]
+    )
     starts = find_words(ids, documents, ordinary, CONTINUES)
     for row in range(len(ids)):
         for _, _, columns in words_of(rows, row):
@@ -100,7 +115,7 @@ def simulate(rows, row, key, p, unit):
             if unit == "span":
                 shares = np.cumsum(0.8 ** np.arange(10)) / np.sum(0.8 ** np.arange(10))
                 reach += int(np.searchsorted(shares, draw(mine[first][2][0], SPAN), side="right"))
-            for word in mine[first:first + reach]:
+            for word in mine[first : first + reach]:
                 if word[1] != mine[first][1] or set(word[2]) <= chosen:
                     continue
                 if spent + rounding * len(word[2]) < budget:
@@ -110,13 +125,17 @@ def simulate(rows, row, key, p, unit):
 
 
 @many
-@given(rows_of_documents(), st.sampled_from(["word", "span"]), st.sampled_from([0.1, 0.3, 0.7, 1.0]))
+@given(
+    rows_of_documents(), st.sampled_from(["word", "span"]), st.sampled_from([0.1, 0.3, 0.7, 1.0])
+)
 def test_words_and_spans_are_chosen_in_random_order_until_the_budget_is_spent(rows, unit, p):
     rule = MaskingRule(p, selection="exact", unit=unit, seed=3, max_predictions=1000)
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
     keys = key_rows(3, *addresses_of(rows))
     for row in range(len(labels)):
-        assert set(np.flatnonzero(labels[row] >= 0)) == simulate(rows, row, keys[row:row + 1], p, unit)
+        assert set(np.flatnonzero(labels[row] >= 0)) == simulate(
+            rows, row, keys[row : row + 1], p, unit
+        )
 
 
 @many
@@ -125,8 +144,13 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
     selection, unit = way
     if unit == "token":
         return
-    rule = MaskingRule(0.4, selection=selection, unit=unit, max_predictions=bound or 1000,
-                       min_labels_per_document=promise if bound is None else 0)
+    rule = MaskingRule(
+        0.4,
+        selection=selection,
+        unit=unit,
+        max_predictions=bound or 1000,
+        min_labels_per_document=promise if bound is None else 0,
+    )
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
     for row in range(len(labels)):
         for _, _, columns in words_of(rows, row):
@@ -136,15 +160,18 @@ def test_a_word_is_hidden_whole_or_not_at_all(rows, way, bound, promise):
 @many
 @given(rows_of_documents(), st.sampled_from(WAYS), st.integers(1, 3), st.integers(1, 20))
 def test_every_document_has_its_promised_labels_also_where_they_are_few(rows, way, promise, bound):
-    rule = MaskingRule(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise,
-                       max_predictions=bound)
+    rule = MaskingRule(
+        0.05, selection=way[0], unit=way[1], min_labels_per_document=promise, max_predictions=bound
+    )
     labels = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)["labels"]
     for row in range(len(labels)):
         sizes, wanted = {}, 0
         for document, _, columns in words_of(rows, row):
             sizes.setdefault(document, []).extend(columns)
         wanted = {document: min(promise, len(columns)) for document, columns in sizes.items()}
-        given_ = {document: (labels[row, columns] >= 0).sum() for document, columns in sizes.items()}
+        given_ = {
+            document: (labels[row, columns] >= 0).sum() for document, columns in sizes.items()
+        }
         if sum(len(columns) for columns in sizes.values()) <= bound:
             assert all(given_[document] >= wanted[document] for document in wanted)
         assert sum(given_.values()) <= bound
@@ -153,7 +180,9 @@ def test_every_document_has_its_promised_labels_also_where_they_are_few(rows, wa
 
 
 @many
-@given(rows_of_documents(), st.sampled_from(WAYS), st.sampled_from([0.15, 0.5, 1.0]), st.integers(0, 9))
+@given(
+    rows_of_documents(), st.sampled_from(WAYS), st.sampled_from([0.15, 0.5, 1.0]), st.integers(0, 9)
+)
 def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(rows, way, p, seed):
     rule = MaskingRule(p, 0.2, 0.8, way[0], unit=way[1], seed=seed)
     out = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)
@@ -167,15 +196,22 @@ def test_special_tokens_and_padding_are_left_alone_and_replacements_are_words(ro
 
 
 @many
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=40), st.sampled_from(WAYS), st.integers(1, 5), st.booleans())
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=40),
+    st.sampled_from(WAYS),
+    st.integers(1, 5),
+    st.booleans(),
+)
 def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, promise, cut):
     "Documents of a few words, each between two special tokens, one after the other in a row of 96."
     ids, documents = [], []
     for number, size in enumerate(sizes, start=1):
         ids += [7, *[9 if cut or n == 0 else 10 for n in range(size)], 8]
         documents += [number] * (size + 2)
-    rows = {name: np.array([(values + [0] * 96)[:96]])
-            for name, values in (("input_ids", ids), ("attention_mask", documents))}
+    rows = {
+        name: np.array([(values + [0] * 96)[:96]])
+        for name, values in (("input_ids", ids), ("attention_mask", documents))
+    }
     rule = MaskingRule(0.05, selection=way[0], unit=way[1], min_labels_per_document=promise)
     out = mask_tokens(rows, ([0], [len(ids)]), V, rule, True, CONTINUES)
     for number in range(1, len(sizes) + 1):
@@ -186,25 +222,36 @@ def test_a_promise_is_kept_at_the_default_bound_which_is_one_number(sizes, way, 
 
 def test_a_promise_of_one_label_leaves_the_bound_of_the_recipes_as_it_was():
     assert [bound_labels(0.4, length, "exact", "token", 1) for length in (128, 256)] == [
-        bound_labels(0.4, length, "exact") for length in (128, 256)]
+        bound_labels(0.4, length, "exact") for length in (128, 256)
+    ]
     assert bound_labels(0.05, 96, "exact", "token", 1) == 32  # a third of the row: [CLS] word [SEP]
     assert bound_labels(0.05, 96, "exact", "word", 1) == 96  # a word may be as long as its document
 
 
 def test_a_row_that_promises_more_than_fits_says_so():
-    rows = {"input_ids": np.full((1, 48), 9), "attention_mask": np.arange(1, 49)[None]}  # no special tokens
+    rows = {
+        "input_ids": np.full((1, 48), 9),
+        "attention_mask": np.arange(1, 49)[None],
+    }  # no special tokens
     rule = MaskingRule(0.05, min_labels_per_document=1)
-    with pytest.warns(UserWarning, match="promises 48 labels .* has room for 16.*set max_predictions"):
+    with pytest.warns(
+        UserWarning, match="promises 48 labels .* has room for 16.*set max_predictions"
+    ):
         mask_tokens(rows, ([0], [0]), V, rule)
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
 @pytest.mark.parametrize("way", WAYS)
 def test_integers_of_any_width_are_masked_alike(kind, way):
-    rows = {"input_ids": np.full((6, 40), 9), "attention_mask": np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0)}
+    rows = {
+        "input_ids": np.full((6, 40), 9),
+        "attention_mask": np.repeat(np.arange(1, 5), 10)[None].repeat(6, 0),
+    }
     narrow = {name: values.astype(kind) for name, values in rows.items()}
     rule = MaskingRule(0.3, selection=way[0], unit=way[1], min_labels_per_document=1)
-    wide, found = (mask_tokens(some, addresses_of(rows), V, rule, True, CONTINUES) for some in (rows, narrow))
+    wide, found = (
+        mask_tokens(some, addresses_of(rows), V, rule, True, CONTINUES) for some in (rows, narrow)
+    )
     for name, values in wide.items():
         assert np.array_equal(found[name], values), name
     assert set(np.unique(found["labels"])) == {-100, 9}
@@ -256,7 +303,9 @@ def test_spans_hide_longer_runs_than_single_tokens():
 
 def test_a_word_too_many_is_dropped_whole_and_counted():
     # Ten words of three tokens, all chosen; seven labels fit, so two words do.
-    rows = {name: values[:200] for name, values in one_document(30, np.array([9, 10, 10] * 10)).items()}
+    rows = {
+        name: values[:200] for name, values in one_document(30, np.array([9, 10, 10] * 10)).items()
+    }
     rule = MaskingRule(1.0, unit="word", max_predictions=7)
     out = mask_tokens(rows, addresses_of(rows), V, rule, True, CONTINUES)
     assert ((out["labels"] >= 0).sum(1) == 6).all() and (out["num_dropped_labels"] == 24).all()
@@ -274,21 +323,34 @@ def test_draws_depend_on_their_address_alone():
     assert (draw_uniforms(keys[:, None], np.arange(4), CHOOSE) == long[:, :4]).all()
     assert (key_rows(3, [2], [2**64 - 1]) == keys[1:]).all()
     assert draw_uniforms(keys[1:], np.array([6]), CHOOSE)[0] == long[1, 6]
-    others = [draw_uniforms(key_rows(seed, [epoch], [index])[:, None], np.arange(9), purpose)
-              for seed in (3, 2**70) for epoch in (1, 2) for index in (5, 6) for purpose in range(7)]
+    others = [
+        draw_uniforms(key_rows(seed, [epoch], [index])[:, None], np.arange(9), purpose)
+        for seed in (3, 2**70)
+        for epoch in (1, 2)
+        for index in (5, 6)
+        for purpose in range(7)
+    ]
     assert len(np.unique(others)) == 9 * len(others)
 
 
 def test_draws_are_uniform_and_independent_across_positions_rows_and_purposes():
-    draws = np.stack([draw_uniforms(key_rows(0, [0] * 300, range(300))[:, None], np.arange(200), purpose)
-                      for purpose in (CHOOSE, ACT)])
+    draws = np.stack(
+        [
+            draw_uniforms(key_rows(0, [0] * 300, range(300))[:, None], np.arange(200), purpose)
+            for purpose in (CHOOSE, ACT)
+        ]
+    )
     size = draws[0].size
     for values in draws:
         counts = np.histogram(values, 64, (0, 1))[0]
         chi2 = ((counts - size / 64) ** 2 / (size / 64)).sum()
         assert abs(chi2 - 63) < 5 * math.sqrt(2 * 63)
-    pairs = {"positions": (draws[0][:, 1:], draws[0][:, :-1]), "rows": (draws[0][1:], draws[0][:-1]),
-             "purposes": (draws[0], draws[1]), "next but": (draws[0][:, 8:], draws[1][:, :-8])}
+    pairs = {
+        "positions": (draws[0][:, 1:], draws[0][:, :-1]),
+        "rows": (draws[0][1:], draws[0][:-1]),
+        "purposes": (draws[0], draws[1]),
+        "next but": (draws[0][:, 8:], draws[1][:, :-8]),
+    }
     for name, (a, b) in pairs.items():
         correlation = np.corrcoef(a.ravel(), b.ravel())[0, 1]
         assert abs(correlation) < 5 / math.sqrt(a.size), name
@@ -317,14 +379,24 @@ def test_bounds_leave_room_for_words():
     words = one_document(512, np.array([9, 9, 9, 10] * 128))
     rows = {name: values[:300] for name, values in words.items()}
     for selection, unit in WAYS:
-        out = mask_tokens(rows, addresses_of(rows), V, MaskingRule(selection=selection, unit=unit),
-                          True, CONTINUES)
+        out = mask_tokens(
+            rows,
+            addresses_of(rows),
+            V,
+            MaskingRule(selection=selection, unit=unit),
+            True,
+            CONTINUES,
+        )
         assert out["num_dropped_labels"].sum() == 0
 
 
 # --- words of real tokenizers ---------------------------------------------------------------------
 
-TEXTS = ["the unbelievable cat sat on the mat", "a cat and an unbeliever", "mats sat unbelievably"] * 3
+TEXTS = [
+    "the unbelievable cat sat on the mat",
+    "a cat and an unbeliever",
+    "mats sat unbelievably",
+] * 3
 
 
 def trained(model, trainer, pre_tokenizer, decoder=None):
@@ -334,8 +406,9 @@ def trained(model, trainer, pre_tokenizer, decoder=None):
     inner = Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizer
     inner.train_from_iterator(TEXTS, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]",
-                                   mask_token="[MASK]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    )
 
 
 def tokenizer_of(kind):
@@ -346,8 +419,9 @@ def tokenizer_of(kind):
         trainer = trainers.WordPieceTrainer(vocab_size=40, **options)
         return trained(models.WordPiece(unk_token="[UNK]"), trainer, pre_tokenizers.Whitespace())
     if kind == "byte-level BPE":
-        trainer = trainers.BpeTrainer(vocab_size=50, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                                      **options)
+        trainer = trainers.BpeTrainer(
+            vocab_size=50, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options
+        )
         return trained(models.BPE(), trainer, pre_tokenizers.ByteLevel(add_prefix_space=False))
     if kind == "Metaspace":
         trainer = trainers.UnigramTrainer(vocab_size=40, unk_token="[UNK]", **options)
@@ -366,7 +440,10 @@ def test_words_found_by_id_are_what_stands_between_spaces(kind):
         starts = find_words(ids, np.ones_like(ids), np.ones(ids.shape, bool), continues)[0]
         begins = {match.start() for match in re.finditer(r"\S+", text)}
         # An offset may include the space before its word.
-        spelled = {first + (text[first] == " ") for first, _ in np.array(out["offset_mapping"])[np.unique(starts)]}
+        spelled = {
+            first + (text[first] == " ")
+            for first, _ in np.array(out["offset_mapping"])[np.unique(starts)]
+        }
         assert spelled == begins
         assert len(np.unique(starts)) == len(text.split()) < len(starts)
 
@@ -376,7 +453,8 @@ def test_whole_words_need_marks_in_the_vocabulary():
         MaskedLanguageModelingCollator.from_tokenizer(tokenizer_of("WordLevel"), unit="word")
     table = [False] * len(tokenizer_of("WordLevel"))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer_of("WordLevel"), unit="word", continues_word=table, max_sequence_length=16)
+        tokenizer_of("WordLevel"), unit="word", continues_word=table, max_sequence_length=16
+    )
     assert (collate(TEXTS)["labels"] >= 0).any()
 
 
@@ -384,10 +462,15 @@ def test_the_mark_of_a_wordpiece_is_that_of_its_model():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    pieces = {name: n for n, name in enumerate(["[PAD]", "[UNK]", "[MASK]", "ca", "@@t", "do", "@@g", "##"])}
+    pieces = {
+        name: n
+        for n, name in enumerate(["[PAD]", "[UNK]", "[MASK]", "ca", "@@t", "do", "@@g", "##"])
+    }
     inner = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]", continuing_subword_prefix="@@"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    )
     assert tokenizer.tokenize("cat dog") == ["ca", "@@t", "do", "@@g"]
     assert np.flatnonzero(find_continuations(tokenizer)).tolist() == [4, 6]
 
@@ -395,15 +478,22 @@ def test_the_mark_of_a_wordpiece_is_that_of_its_model():
 # --- beside transformers --------------------------------------------------------------------------
 
 
-ALWAYS_MASK = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0}  # all that theirs has for words
+ALWAYS_MASK = {
+    "mask_replace_prob": 1.0,
+    "random_replace_prob": 0.0,
+}  # all that theirs has for words
 
 
 def theirs_with(monkeypatch, draws, whole_word_mask, tokenizer, features):
     "DataCollatorForLanguageModeling with its coins and random words taken from these draws."
     from transformers import DataCollatorForLanguageModeling
 
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, whole_word_mask=whole_word_mask,
-                                              **(ALWAYS_MASK if whole_word_mask else {}))
+    collate = DataCollatorForLanguageModeling(
+        tokenizer,
+        mlm_probability=0.3,
+        whole_word_mask=whole_word_mask,
+        **(ALWAYS_MASK if whole_word_mask else {}),
+    )
     coins = iter([draws["choose"], draws["mask"], draws["swap"]])
     toss = lambda matrix, generator=None: (torch.from_numpy(next(coins)) < matrix.double()).float()
     monkeypatch.setattr(torch, "bernoulli", toss)
@@ -419,11 +509,20 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     tokenizer = tokenizer_of("WordPiece")
     whole = unit == "word"
     collate = MaskedLanguageModelingCollator.from_tokenizer(
-        tokenizer, unit=unit, max_sequence_length=64, pad_to_multiple_of=1, seed=4,
-        **(ALWAYS_MASK if whole else {}))
+        tokenizer,
+        unit=unit,
+        max_sequence_length=64,
+        pad_to_multiple_of=1,
+        seed=4,
+        **(ALWAYS_MASK if whole else {}),
+    )
     out = tokenizer(TEXTS, return_offsets_mapping=whole, return_special_tokens_mask=True)
-    features = [{name: out[name][n] for name in out if name != "token_type_ids"} for n in range(len(TEXTS))]
-    rows = [{"input_ids": row["input_ids"], "epoch": 0, "index": n} for n, row in enumerate(features)]
+    features = [
+        {name: out[name][n] for name in out if name != "token_type_ids"} for n in range(len(TEXTS))
+    ]
+    rows = [
+        {"input_ids": row["input_ids"], "epoch": 0, "index": n} for n, row in enumerate(features)
+    ]
     ours = collate(rows)
     keys = key_rows(4, [0] * len(rows), range(len(rows)))[:, None]
     columns = np.arange(ours["input_ids"].shape[1])
@@ -437,7 +536,9 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     if whole:  # their collator pads offsets by itself only for slow tokenizers
         width = len(columns)
         for row in features:
-            row["offset_mapping"] = row["offset_mapping"] + [(0, 0)] * (width - len(row["offset_mapping"]))
+            row["offset_mapping"] = row["offset_mapping"] + [(0, 0)] * (
+                width - len(row["offset_mapping"])
+            )
     theirs = theirs_with(monkeypatch, draws, whole, tokenizer, features)
     assert torch.equal(ours["labels"], theirs["labels"])
     assert torch.equal(ours["input_ids"], theirs["input_ids"])
@@ -449,15 +550,21 @@ def test_equal_draws_give_the_batches_of_transformers(monkeypatch, unit):
     ([1100], 32, [32] * 34 + [12]), ([3, 2], 2, [2, 1, 2]),
 ])  # fmt: skip
 def test_a_long_word_is_cut_into_parts_and_others_are_not(sizes, longest, parts):
-    row = np.array([[0] + [1] * sum(sizes), [0] * (1 + sum(sizes))])  # the second row has words of one piece
+    row = np.array(
+        [[0] + [1] * sum(sizes), [0] * (1 + sum(sizes))]
+    )  # the second row has words of one piece
     row[0, np.cumsum([0, *sizes])] = 0
-    starts = find_words(row, np.ones_like(row), np.ones(row.shape, bool), np.array([False, True]), longest)
+    starts = find_words(
+        row, np.ones_like(row), np.ones(row.shape, bool), np.array([False, True]), longest
+    )
     assert np.unique(starts[0]).tolist() == np.cumsum([0, *parts]).tolist()
     assert (starts[1] == np.arange(row.shape[1])).all() and (np.diff(starts) >= 0).all()
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-@pytest.mark.parametrize("unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")])
+@pytest.mark.parametrize(
+    "unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")]
+)
 def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection):
     draw = np.random.default_rng(0)
     texts = ["".join(draw.choice(list("ACGT"), 600)) for _ in range(24)]
@@ -465,24 +572,41 @@ def test_text_without_spaces_has_labels_in_whatever_script(kind, unit, selection
     made = tokenizer(texts, truncation=True, max_length=128, return_tensors="np")
     rows = {name: made[name] for name in ("input_ids", "attention_mask")}
     vocabulary = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tokenizer.all_special_ids)
-    out = mask_tokens(rows, ([0] * 24, range(24)), vocabulary, MaskingRule(unit=unit, selection=selection),
-                      continues_V=find_continuations(tokenizer))
+    out = mask_tokens(
+        rows,
+        ([0] * 24, range(24)),
+        vocabulary,
+        MaskingRule(unit=unit, selection=selection),
+        continues_V=find_continuations(tokenizer),
+    )
     share = (out["labels"] >= 0).sum() / (24 * 126)
     assert 0.2 < share < 0.4  # 24 x 32 words of 4 pieces: five standard deviations are 0.08
 
 
 @pytest.mark.parametrize("length", [32, 64, 128, 512])
 @pytest.mark.parametrize("probability", [0.15, 0.3])
-@pytest.mark.parametrize("unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")])
+@pytest.mark.parametrize(
+    "unit, selection", [("word", "bernoulli"), ("word", "exact"), ("span", "exact")]
+)
 def test_rows_of_one_word_have_the_labels_that_were_asked_for(length, probability, unit, selection):
     ids = np.full((300, length), 7)
     ids[:, 0], ids[:, -1] = 2, 3
     rows = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     rule = MaskingRule(probability, unit=unit, selection=selection)
-    out = mask_tokens(rows, ([0] * 300, range(300)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=np.ones(9, bool))
+    out = mask_tokens(
+        rows,
+        ([0] * 300, range(300)),
+        Vocabulary(9, 0, 4, (1, 2, 3)),
+        rule,
+        continues_V=np.ones(9, bool),
+    )
     counts = (out["labels"] >= 0).sum(1)
     assert abs(counts.mean() / (length - 2) / probability - 1) < 0.12  # dropped and chance
-    empty = (1 - probability) ** ((length - 2) / max(4, (length - 2) // 32)) if selection == "bernoulli" else 0
+    empty = (
+        (1 - probability) ** ((length - 2) / max(4, (length - 2) // 32))
+        if selection == "bernoulli"
+        else 0
+    )
     assert (counts == 0).mean() < empty + 0.07
 
 
@@ -490,9 +614,20 @@ def test_a_word_that_no_row_has_room_for_is_hidden_in_parts():
     rows = {"input_ids": np.full((4, 30), 5), "attention_mask": np.ones((4, 30), int)}
     rule = MaskingRule(1.0, unit="word", max_predictions=8)
     everything_goes_on = np.ones(9, bool)  # one word of 30 pieces
-    out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), rule, continues_V=everything_goes_on)
+    out = mask_tokens(
+        rows,
+        ([0] * 4, range(4)),
+        Vocabulary(9, 0, 4, (1, 2, 3)),
+        rule,
+        continues_V=everything_goes_on,
+    )
     assert ((out["labels"] >= 0).sum(1) >= 5).all() and ((out["labels"] >= 0).sum(1) <= 8).all()
     with pytest.warns(UserWarning, match="no label.* 2 labels .*max_predictions"):
-        out = mask_tokens(rows, ([0] * 4, range(4)), Vocabulary(9, 0, 4, (1, 2, 3)), replace(rule, max_predictions=2),
-                          continues_V=everything_goes_on)
+        out = mask_tokens(
+            rows,
+            ([0] * 4, range(4)),
+            Vocabulary(9, 0, 4, (1, 2, 3)),
+            replace(rule, max_predictions=2),
+            continues_V=everything_goes_on,
+        )
     assert (out["labels"] < 0).all() and out["num_dropped_labels"].sum() == 120

@@ -14,7 +14,9 @@ from bertlab.data.streaming import PackedStream
 
 VOCABULARY, PAD, CLS, SEP, MASK = 60, 1, 2, 3, 4
 SPECIAL = {"pad_token_id": PAD, "cls_token_id": CLS, "sep_token_id": SEP}
-EXACT = [(family, kernel) for family in ("bert", "roberta", "modernbert") for kernel in ("sdpa", "eager")]
+EXACT = [
+    (family, kernel) for family in ("bert", "roberta", "modernbert") for kernel in ("sdpa", "eager")
+]
 
 
 def build_model(family, kernel="sdpa", **changes):
@@ -27,7 +29,12 @@ def build_model(family, kernel="sdpa", **changes):
         sizes |= dict(local_attention=6, global_attn_every_n_layers=3, bos_token_id=None, eos_token_id=None,
                       cls_token_id=CLS, sep_token_id=SEP)  # fmt: skip
     else:
-        sizes |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, bos_token_id=CLS, eos_token_id=SEP)
+        sizes |= dict(
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            bos_token_id=CLS,
+            eos_token_id=SEP,
+        )
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(sizes | changes))
     model = AutoModelForMaskedLM.from_config(config, attn_implementation=kernel)
@@ -61,7 +68,9 @@ def alone(rows, batch):
 
 
 def total_loss(logits, labels):
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
 
 
 @pytest.mark.parametrize("family, kernel", EXACT)
@@ -80,7 +89,9 @@ def test_logits_and_gradients_of_a_packed_row_are_those_of_its_documents_alone(f
         total_loss(own_logits, own_labels).backward()
     for name, parameter in model.named_parameters():
         scale = parameter.grad.abs().max().clamp(min=1)
-        torch.testing.assert_close(packed[name] / scale, parameter.grad / scale, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            packed[name] / scale, parameter.grad / scale, atol=1e-5, rtol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -92,7 +103,9 @@ def test_a_mask_that_is_added_follows_the_model_into_16_bits(family, dtype):
     model.to(dtype)  # after the collator was made
     batch = collator(rows)
     masks = batch["attention_mask"]
-    assert all(mask.dtype == dtype for mask in (masks.values() if family == "modernbert" else [masks]))
+    assert all(
+        mask.dtype == dtype for mask in (masks.values() if family == "modernbert" else [masks])
+    )
     labels = batch.pop("labels")
     with torch.no_grad():
         logits = model(**batch).logits
@@ -123,8 +136,13 @@ def test_positions_and_an_ordinary_mask_leak(family):
     model = build_model(family)
     rows, batch = packed_batch(model)
     ordinary = torch.from_numpy(np.stack([row["attention_mask"] > 0 for row in rows])).long()
-    leaky = model(batch["input_ids"], attention_mask=ordinary, position_ids=batch["position_ids"]).logits
-    gaps = [abs(leaky[place] - model(input_ids=ids).logits[0]).max().item() for place, ids, _ in alone(rows, batch)]
+    leaky = model(
+        batch["input_ids"], attention_mask=ordinary, position_ids=batch["position_ids"]
+    ).logits
+    gaps = [
+        abs(leaky[place] - model(input_ids=ids).logits[0]).max().item()
+        for place, ids, _ in alone(rows, batch)
+    ]
     assert max(gaps) > 1e-3  # a hundred times the tolerance
 
 
@@ -168,7 +186,9 @@ def test_a_document_longer_than_the_model_is_refused():
         PlainModelCollator(build_collator(), model)(
             [PackedDataset([np.arange(5, 26)], 32, **SPECIAL)[0]]  # 21 tokens and two special ones
         )
-    PlainModelCollator(build_collator(), model)([PackedDataset([np.arange(5, 25)], 32, **SPECIAL)[0]])
+    PlainModelCollator(build_collator(), model)(
+        [PackedDataset([np.arange(5, 25)], 32, **SPECIAL)[0]]
+    )
 
 
 def test_rows_that_lost_their_address_are_refused():
@@ -180,7 +200,9 @@ def test_rows_that_lost_their_address_are_refused():
 
 def test_rows_without_packing_are_one_document_each():
     model = build_model("bert")
-    batch = PlainModelCollator(build_collator(), model)([{"input_ids": [CLS, 9, 8, SEP]}, {"input_ids": [CLS, SEP]}])
+    batch = PlainModelCollator(build_collator(), model)(
+        [{"input_ids": [CLS, 9, 8, SEP]}, {"input_ids": [CLS, SEP]}]
+    )
     assert batch["attention_mask"].shape == (2, 1, 32, 32)
     assert batch["position_ids"][:, :5].tolist() == [[0, 1, 2, 3, 0], [0, 1, 0, 0, 0]]
     assert model(**batch).loss.isfinite() or (batch["labels"] == -100).all()
@@ -200,7 +222,9 @@ def train(model, dataset, tmp_path, **options):
         output_dir=str(tmp_path), per_device_train_batch_size=4, learning_rate=0.1, report_to=[], use_cpu=True,
         save_strategy="no", logging_steps=1, disable_tqdm=True, remove_unused_columns=False, **options,
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=dataset, data_collator=Recording(build_collator(), model))
+    trainer = Trainer(
+        model, arguments, train_dataset=dataset, data_collator=Recording(build_collator(), model)
+    )
     trainer.train()
     return seen, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -215,7 +239,9 @@ def test_transformers_trainer_trains_on_packed_rows(family, tmp_path):
         torch.nn.init.normal_(parameter, std=0.05)
     seen, losses = train(model, dataset, tmp_path, num_train_epochs=6)
     assert losses[-1] < losses[0] / 2
-    assert sorted(set(seen)) == [(epoch, index) for epoch in range(6) for index in range(len(dataset))]
+    assert sorted(set(seen)) == [
+        (epoch, index) for epoch in range(6) for index in range(len(dataset))
+    ]
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -245,13 +271,19 @@ def test_workers_of_trainer_that_persist_give_other_rows_and_masks_in_each_epoch
         output_dir=str(tmp_path), per_device_train_batch_size=1, report_to=[], use_cpu=True, save_strategy="no",
         disable_tqdm=True, remove_unused_columns=False, dataloader_num_workers=1, dataloader_persistent_workers=True,
         max_steps=3 * rows_an_epoch - 1 if streams else -1, num_train_epochs=3)  # fmt: skip
-    Trainer(Model(), arguments, train_dataset=dataset, data_collator=Told(build_collator(), model)).train()
+    Trainer(
+        Model(), arguments, train_dataset=dataset, data_collator=Told(build_collator(), model)
+    ).train()
     assert set(epochs) == {0, 1, 2} and epochs == sorted(epochs)
 
 
 @pytest.mark.parametrize("processes, seedable", [(1, True), (2, False)])
-def test_the_loader_of_one_or_several_processes_tells_the_epoch_as_our_page_says(processes, seedable):
-    accelerate = pytest.importorskip("accelerate.data_loader", reason="transformers' Trainer needs accelerate")
+def test_the_loader_of_one_or_several_processes_tells_the_epoch_as_our_page_says(
+    processes, seedable
+):
+    accelerate = pytest.importorskip(
+        "accelerate.data_loader", reason="transformers' Trainer needs accelerate"
+    )
     dataset = PackedDataset(documents(), 32, **SPECIAL)
     loader = accelerate.prepare_data_loader(
         torch.utils.data.DataLoader(dataset, 2, shuffle=True, collate_fn=list), num_processes=processes, process_index=0,
@@ -272,7 +304,9 @@ def test_transformers_trainer_takes_a_stream(tmp_path):
     (("input_ids", "attention_mask", "labels"), True, True),  # as transformers' collators
     (("input_ids", "attention_mask", "labels"), False, False),
 ])  # fmt: skip
-def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(kept, named, told, tmp_path):
+def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(
+    kept, named, told, tmp_path
+):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -295,7 +329,14 @@ def test_trainer_evaluates_a_model_of_our_own_class_where_its_labels_are_named(k
         output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=2, report_to=[], use_cpu=True, save_strategy="no",
         disable_tqdm=True, remove_unused_columns=False, label_names=["labels"] if named else None)  # fmt: skip
     model = BertLabForMaskedLM(modernbert_tiny(vocab_size=64))
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collate, callbacks=[Epochs()])
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=collate,
+        callbacks=[Epochs()],
+    )
     trainer.train()
     assert hidden[0][0] != hidden[1][0]
     assert ("eval_loss" in trainer.evaluate()) == told

@@ -119,7 +119,9 @@ def test_a_plan_asks_for_neither_time_nor_memory_of_an_empty_capacity(case):
         plan = plan_best_fit(lengths, wide)
         assert [plan[r].tolist() for r in range(len(plan))] == slow_best_fit(lengths, wide)
     counts = np.bincount(lengths, minlength=1).tolist()
-    assert deal_lengths(counts, capacity) == deal_lengths(counts + [0] * (capacity + 1 - len(counts)))
+    assert deal_lengths(counts, capacity) == deal_lengths(
+        counts + [0] * (capacity + 1 - len(counts))
+    )
 
 
 @pytest.mark.parametrize("lengths, capacity", [([3, 9], 8), ([-1], 8), ([1], 0)])
@@ -138,7 +140,9 @@ def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity
 
 
 def test_a_million_documents_are_planned_in_five_seconds_and_500_megabytes():
-    lengths = np.random.default_rng(0).lognormal(np.log(134) - 0.5, 1.0, 1_000_000).astype(np.int64) + 1
+    lengths = (
+        np.random.default_rng(0).lognormal(np.log(134) - 0.5, 1.0, 1_000_000).astype(np.int64) + 1
+    )
     offsets = np.append(0, np.cumsum(lengths))
     tracemalloc.start()
     start = time.process_time()
@@ -171,9 +175,11 @@ def test_rows_number_documents_restart_positions_and_pad_the_rest(case):
     dataset = PackedDataset(documents, capacity, **SPECIAL)
     for index in range(len(dataset)):
         row = dataset[index]
-        expected = [(id, number, position)
-                    for number, ids in enumerate(documents_of(row), 1)
-                    for position, id in enumerate(ids)]
+        expected = [
+            (id, number, position)
+            for number, ids in enumerate(documents_of(row), 1)
+            for position, id in enumerate(ids)
+        ]
         expected += [(PAD, 0, 0)] * (capacity - len(expected))
         arrays = row["input_ids"], row["attention_mask"], row["position_ids"]
         assert all(array.dtype == np.int64 and array.shape == (capacity,) for array in arrays)
@@ -187,7 +193,7 @@ def test_only_documents_longer_than_a_row_are_split_and_in_order(case):
     dataset = PackedDataset(documents, capacity, **SPECIAL)
     pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
     room = capacity - 2
-    cut = [d[at:at + room] for d in documents for at in range(0, len(d), room)]
+    cut = [d[at : at + room] for d in documents for at in range(0, len(d), room)]
     assert pieces == sorted(cut)
     assert dataset.describe()["long_documents"] == sum(len(d) > room for d in documents)
 
@@ -198,7 +204,7 @@ def test_truncation_keeps_the_first_window_and_counts_what_it_cuts(case):
     documents, capacity = case
     dataset = PackedDataset(documents, capacity, **SPECIAL, overflow="truncate")
     pieces = sorted(ids[1:-1] for i in range(len(dataset)) for ids in documents_of(dataset[i]))
-    assert pieces == sorted(d[:capacity - 2] for d in documents if d)
+    assert pieces == sorted(d[: capacity - 2] for d in documents if d)
     account = dataset.describe()
     assert account["tokens"] + account["cut_tokens"] == sum(map(len, documents))
     assert account["empty_documents"] == sum(not d for d in documents)
@@ -219,7 +225,9 @@ def test_windows_that_overlap_give_every_token_as_a_label_once(case):
     for index in range(len(dataset)):
         row = dataset[index]
         shown.update(id for ids in documents_of(row) for id in ids[1:-1])
-        blocked = row["special_tokens_mask"] if overlap else np.isin(row["input_ids"], [PAD, CLS, SEP])
+        blocked = (
+            row["special_tokens_mask"] if overlap else np.isin(row["input_ids"], [PAD, CLS, SEP])
+        )
         labels.update(row["input_ids"][blocked == 0].tolist())
     assert labels == Counter(token for document in documents for token in document)
     account = dataset.describe()
@@ -236,14 +244,19 @@ def test_the_windows_of_a_document_worked_out_by_hand():
     assert windows.starts.tolist() == [0, 2, 4, 6] and windows.stops.tolist() == [5, 7, 9, 11]
     # Of the 3 that two share, 1 counts for the second window's neighbour ... and 2 for the first's.
     assert windows.contexts.tolist() == [[0, 1], [2, 1], [2, 1], [2, 0]]
-    assert PackedDataset([range(3, 14)], 5, pad_token_id=0, overlap=3).describe()["repeated_tokens"] == 9
+    assert (
+        PackedDataset([range(3, 14)], 5, pad_token_id=0, overlap=3).describe()["repeated_tokens"]
+        == 9
+    )
     # A document that just fits is not cut, and a window never brings nothing new.
     assert split_long([0, 5], 5, overlap=4).stops.tolist() == [5]
     assert split_long([0, 6], 5, overlap=4).starts.tolist() == [0, 1]
 
 
 def test_the_marks_of_a_row_worked_out_by_hand():
-    [marked] = mark_repeated(lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1)
+    [marked] = mark_repeated(
+        lay([[[7, 8, 9], [5]]], 10, **SPECIAL), [(1, 1), (0, 0)], before=1, after=1
+    )
     #                                          CLS 7  8  9 SEP CLS 5 SEP PAD PAD
     assert marked["special_tokens_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1]
 
@@ -253,7 +266,11 @@ def test_the_marks_of_a_row_worked_out_by_hand():
                 min_size=1, max_size=4), st.integers(0, 2), st.integers(0, 1), st.integers(0, 1))  # fmt: skip
 def test_marks_of_many_rows_are_those_of_each_document_by_itself(rows, spare, before, after):
     capacity = max(1, spare + max(sum(size + before + after for size, _, _ in row) for row in rows))
-    special = {"pad_token_id": 0, "cls_token_id": 1 if before else None, "sep_token_id": 2 if after else None}
+    special = {
+        "pad_token_id": 0,
+        "cls_token_id": 1 if before else None,
+        "sep_token_id": 2 if after else None,
+    }
     block = lay([[[7] * size for size, _, _ in row] for row in rows], capacity, **special)
     contexts = [context for row in rows for _, *context in row]
     expected = []
@@ -273,7 +290,9 @@ def test_a_collator_makes_each_token_a_label_once_where_windows_overlap():
 
     documents = [list(range(10, 60)), list(range(60, 70))]
     dataset = PackedDataset(documents, 16, **SPECIAL, overlap=6)
-    collator = MaskedLanguageModelingCollator(PAD, 3, 100, mlm_probability=1.0, special_token_ids=[PAD, CLS, SEP, 3])
+    collator = MaskedLanguageModelingCollator(
+        PAD, 3, 100, mlm_probability=1.0, special_token_ids=[PAD, CLS, SEP, 3]
+    )
     batch = collator([dataset[index] for index in range(len(dataset))])
     labels = batch["labels"][batch["labels"] != -100].tolist()
     assert sorted(labels) == list(range(10, 70))
@@ -294,7 +313,9 @@ def test_rows_trade_only_parts_of_equal_size():
     rows_of, lengths = np.array([0, 0, 1, 1]), np.array([6, 4, 7, 3])
     for seed in range(50):
         traded = trade_parts(rows_of, lengths, np.random.default_rng(seed)).tolist()
-        assert traded in ([0, 0, 1, 1], [1, 1, 0, 0]), "6, 4, 7 and 3 can only change places as whole rows"
+        assert traded in ([0, 0, 1, 1], [1, 1, 0, 0]), (
+            "6, 4, 7 and 3 can only change places as whole rows"
+        )
 
 
 @pytest.mark.parametrize("num_documents", [400, 4000])
@@ -340,10 +361,22 @@ def test_set_epoch_gives_lone_indices_an_epoch():
 @pytest.mark.parametrize("kind", [PackedDataset, PaddedDataset, BlockedDataset])
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_that_persist_hear_of_the_next_epoch(kind, start):
-    if start == "fork" and sys.platform != "linux" or start == "spawn" and kind is not PackedDataset:
+    if (
+        start == "fork"
+        and sys.platform != "linux"
+        or start == "spawn"
+        and kind is not PackedDataset
+    ):
         pytest.skip("one of each is enough")
     dataset = kind(TokenizedDocuments.from_sequences(words()), 64, **SPECIAL)
-    loader = DataLoader(dataset, 4, num_workers=1, collate_fn=read_epochs, persistent_workers=True, multiprocessing_context=start)
+    loader = DataLoader(
+        dataset,
+        4,
+        num_workers=1,
+        collate_fn=read_epochs,
+        persistent_workers=True,
+        multiprocessing_context=start,
+    )
     for epoch in (0, 1, 5):
         dataset.set_epoch(epoch)
         assert {number for batch in loader for number in batch} == {epoch}
@@ -372,7 +405,7 @@ def test_without_shuffling_all_epochs_are_the_plan():
     dataset = PackedDataset(words(), 64, **SPECIAL, shuffle=False)
     assert rows_of(dataset, 0) == rows_of(dataset, 7)
     longest = max(words(), key=len)
-    assert rows_of(dataset, 0)[0][1:len(longest) + 1] == longest.tolist()
+    assert rows_of(dataset, 0)[0][1 : len(longest) + 1] == longest.tolist()
 
 
 class InOrder(PackedDataset):
@@ -394,7 +427,10 @@ def test_rows_that_a_subclass_plans_stay_together_and_only_change_places():
     first, second = (rows_of(dataset, epoch) for epoch in (0, 1))
     assert sorted(first) == sorted(second) == sorted(planned), "neighbours were parted"
     assert len({str(rows) for rows in (first, second, planned)}) == 3
-    assert rows_of(pickle.loads(pickle.dumps(dataset)), 1) == second and dataset.order.latest is not None
+    assert (
+        rows_of(pickle.loads(pickle.dumps(dataset)), 1) == second
+        and dataset.order.latest is not None
+    )
     assert rows_of(InOrder(words(), 64, **SPECIAL, seed=6), 1) != second
 
 
@@ -415,14 +451,17 @@ def test_a_subclass_says_where_its_documents_may_change_seats_and_ours_do_as_bef
     assert sorted(rows_of(free, 0)) != sorted(rows_of(free, 1))
 
 
-@pytest.mark.parametrize("plan, message", [
-    (Plan(np.array([0, 1]), np.array([0, 2]), 0), "Wrong.plan_rows places window 2 0 times"),
-    (Plan([0, 1, 2, 1], [0, 2, 4], 0), "places window 1 2 times, and each must be placed once"),
-    (Plan([0, 1, 3], [0, 3], 0), "names window 3, and windows go from 0 to 2"),
-    (Plan([0, 1, 2], [0, 2], 0), "offsets must rise from 0 to 3"),
-    (Plan([0, 1, 2], [0, 3], 0), "row 0 has 12 positions, its windows need 15: give it fewer"),
-    ([[0, 1], [2]], "must return a Plan, got list"),
-])
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (Plan(np.array([0, 1]), np.array([0, 2]), 0), "Wrong.plan_rows places window 2 0 times"),
+        (Plan([0, 1, 2, 1], [0, 2, 4], 0), "places window 1 2 times, and each must be placed once"),
+        (Plan([0, 1, 3], [0, 3], 0), "names window 3, and windows go from 0 to 2"),
+        (Plan([0, 1, 2], [0, 2], 0), "offsets must rise from 0 to 3"),
+        (Plan([0, 1, 2], [0, 3], 0), "row 0 has 12 positions, its windows need 15: give it fewer"),
+        ([[0, 1], [2]], "must return a Plan, got list"),
+    ],
+)
 @pytest.mark.parametrize("mixes", [False, True])
 def test_a_plan_that_is_none_of_all_windows_is_refused_when_it_is_made(plan, message, mixes):
     class Wrong(PackedDataset):
@@ -487,17 +526,23 @@ def test_rows_laid_at_once_are_those_laid_token_by_token(rows, cls, sep, spare):
     for row, documents in zip(built, rows, strict=True):
         assert list(row) == ["input_ids", "attention_mask", "position_ids"]
         assert {array.dtype for array in row.values()} == {np.dtype(np.int64)}
-        assert np.array_equal(np.array(list(row.values())), row_by_row(documents, capacity, 0, cls, sep))
+        assert np.array_equal(
+            np.array(list(row.values())), row_by_row(documents, capacity, 0, cls, sep)
+        )
 
 
 @pytest.mark.parametrize("overlap", [0, 3])
 def test_a_batch_of_rows_is_the_rows_one_by_one_in_any_epoch(overlap):
-    dataset = PackedDataset([range(n, n + 3 + n % 30) for n in range(5, 90)], 16, **SPECIAL, overlap=overlap)
+    dataset = PackedDataset(
+        [range(n, n + 3 + n % 30) for n in range(5, 90)], 16, **SPECIAL, overlap=overlap
+    )
     dataset.set_epoch(2)
     keys = [(0, 3), (1, 0), (0, 3), 5, -1, (4, -2)]
     for key, row in zip(keys, dataset.__getitems__(keys), strict=True):
         alone = dataset[key]
-        assert row.keys() == alone.keys() and all(np.array_equal(row[name], alone[name]) for name in row)
+        assert row.keys() == alone.keys() and all(
+            np.array_equal(row[name], alone[name]) for name in row
+        )
     assert dataset[-1]["epoch"] == 2 and dataset[-1]["index"] == len(dataset) - 1
     with pytest.raises(IndexError, match=f"row {len(dataset)} of"):
         dataset.__getitems__([0, len(dataset)])
@@ -575,7 +620,10 @@ class Negative(PackedDataset):
 
 @pytest.mark.parametrize("kind, factor", [(PackedDataset, 1), (Doubled, 2), (Negative, -1)])
 def test_an_override_of_one_way_to_read_rows_holds_for_the_other(kind, factor):
-    documents, special = [[5, 6], [7, 8, 9], [5]], {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3}
+    documents, special = (
+        [[5, 6], [7, 8, 9], [5]],
+        {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3},
+    )
     plain, own = PackedDataset(documents, 6, **special), kind(documents, 6, **special)
     for index in range(len(plain)):
         wanted = factor * plain[1, index]["input_ids"]

@@ -65,11 +65,15 @@ SIZES = dict(shard_tokens=60, block_tokens=20)
 
 @given(PARTS, st.randoms(use_true_random=False), st.integers(1, 9), st.integers(1, 9))
 @settings(deadline=None, max_examples=60, derandomize=True)
-def test_order_and_bytes_do_not_depend_on_who_wrote_in_which_batches(tmp_path_factory, parts, lots, one, two):
+def test_order_and_bytes_do_not_depend_on_who_wrote_in_which_batches(
+    tmp_path_factory, parts, lots, one, two
+):
     first, second = tmp_path_factory.mktemp("a"), tmp_path_factory.mktemp("b")
     documents, order = documents_of(parts), list(range(len(parts)))
     lots.shuffle(order)
-    assert write(first, documents, batch=one, **SIZES) == write(second, documents, order, batch=two, **SIZES)
+    assert write(first, documents, batch=one, **SIZES) == write(
+        second, documents, order, batch=two, **SIZES
+    )
     for path in first.iterdir():
         assert (second / path.name).read_bytes() == path.read_bytes()
     stored, flat = open_shards(first), [d.tolist() for part in documents for d in part]
@@ -125,8 +129,14 @@ def test_an_unfinished_directory_is_named_and_appending_rewrites_nothing(tmp_pat
     old = open_shards(tmp_path)
     times = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob("*.shard")}
     write(tmp_path, documents, **SIZES)
-    assert {n: t for n, t in ((p.name, p.stat().st_mtime_ns) for p in tmp_path.glob("*.shard")) if n in times} == times
-    assert [d.tolist() for d in old] == [d.tolist() for d in documents[0]], "who reads the old manifest goes on"
+    assert {
+        n: t
+        for n, t in ((p.name, p.stat().st_mtime_ns) for p in tmp_path.glob("*.shard"))
+        if n in times
+    } == times
+    assert [d.tolist() for d in old] == [d.tolist() for d in documents[0]], (
+        "who reads the old manifest goes on"
+    )
     assert len(open_shards(tmp_path)) == 60
 
 
@@ -160,7 +170,13 @@ def test_only_the_blocks_that_are_read_are_checked_and_a_bad_one_is_named(tmp_pa
 
 def test_ids_beyond_two_bytes_are_not_cut_to_two(tmp_path):
     with pytest.raises(ValueError, match="uint16 does not hold all ids from 7 to 65543"):
-        write_part(tmp_path, 0, lambda first: iter([(np.array([7, 65_543]), np.array([2]))]), "key", "uint16")
+        write_part(
+            tmp_path,
+            0,
+            lambda first: iter([(np.array([7, 65_543]), np.array([2]))]),
+            "key",
+            "uint16",
+        )
 
 
 def test_ids_beyond_two_bytes_survive(tmp_path):
@@ -174,25 +190,47 @@ def test_ids_beyond_two_bytes_survive(tmp_path):
 # --- rows ------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(1, 4), st.booleans(), st.booleans())
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=60),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(deadline=None, max_examples=60, derandomize=True)
 def test_every_token_stands_in_an_epoch_once(tmp_path_factory, lengths, mixed, shuffle, packing):
     directory = tmp_path_factory.mktemp("rows")
     documents = documents_of([lengths])
     write(directory, documents, **SIZES)
-    rows = BlockedDataset(open_shards(directory), 16, packing=packing, shuffle=shuffle, mixed_blocks=mixed, seed=3, **EDGES)
+    rows = BlockedDataset(
+        open_shards(directory),
+        16,
+        packing=packing,
+        shuffle=shuffle,
+        mixed_blocks=mixed,
+        seed=3,
+        **EDGES,
+    )
     for epoch in (0, 5):
         seen, found = [], rows.build([(epoch, i) for i in range(len(rows))])
         for index, row in enumerate(found):
             seen += row["input_ids"][row["input_ids"] > 9].tolist()
             assert (row["epoch"], row["index"]) == (epoch, index)
         assert sorted(seen) == list(range(10, 10 + sum(lengths)))
-    assert rows.describe()["tokens"] == sum(lengths) and rows.describe()["documents"] == len(lengths)
+    assert rows.describe()["tokens"] == sum(lengths) and rows.describe()["documents"] == len(
+        lengths
+    )
 
 
-@given(st.lists(st.integers(1, 40), min_size=40, max_size=90), st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(0, 30))
+@given(
+    st.lists(st.integers(1, 40), min_size=40, max_size=90),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(0, 30),
+)
 @settings(deadline=None, max_examples=25, derandomize=True)
-def test_ranks_share_out_an_epoch_and_resume_at_another_number(tmp_path_factory, lengths, batch, world, seed):
+def test_ranks_share_out_an_epoch_and_resume_at_another_number(
+    tmp_path_factory, lengths, batch, world, seed
+):
     directory = tmp_path_factory.mktemp("ranks")
     write(directory, documents_of([lengths]), **SIZES)
     make = lambda: BlockedDataset(open_shards(directory), 16, mixed_blocks=2, seed=seed, **EDGES)  # noqa: E731
@@ -200,7 +238,9 @@ def test_ranks_share_out_an_epoch_and_resume_at_another_number(tmp_path_factory,
     if len(make()) < batch * world * 3:
         return
     alone = [row for batch_ in EpochBatches(make(), collate, batch) for row in batch_]
-    ranks = [list(EpochBatches(make(), collate, batch, rank=r, world_size=world)) for r in range(world)]
+    ranks = [
+        list(EpochBatches(make(), collate, batch, rank=r, world_size=world)) for r in range(world)
+    ]
     dealt = [row for round_ in zip(*ranks) for batch_ in round_ for row in batch_]
     assert dealt == alone[: len(dealt)] and len(alone) - len(dealt) < batch * world
     resumed = EpochBatches(make(), collate, batch, rank=0, world_size=1)
@@ -215,8 +255,13 @@ def test_memory_and_disk_give_the_same_rows_and_workers_too(tmp_path, monkeypatc
     ids = [np.array(i, np.int32) for i in tokenizer(texts, add_special_tokens=False).input_ids]
     write_part(tmp_path, 0, encoder(ids, 7), "key", block_tokens=500, shard_tokens=1200)
     finish_shards(tmp_path, 1, "key")
-    one, two = (pack_texts(d, tokenizer, 32) for d in (open_shards(tmp_path), TokenizedDocuments.from_sequences(ids)))
-    assert isinstance(one, BlockedDataset) and isinstance(two, BlockedDataset) and len(one.counts) > 4
+    one, two = (
+        pack_texts(d, tokenizer, 32)
+        for d in (open_shards(tmp_path), TokenizedDocuments.from_sequences(ids))
+    )
+    assert (
+        isinstance(one, BlockedDataset) and isinstance(two, BlockedDataset) and len(one.counts) > 4
+    )
     for key in ((0, 0), (3, len(one) - 1)):
         assert one[key]["input_ids"].tolist() == two[key]["input_ids"].tolist()
     collate = lambda rows: [row["input_ids"].tolist() for row in rows]  # noqa: E731
@@ -224,13 +269,17 @@ def test_memory_and_disk_give_the_same_rows_and_workers_too(tmp_path, monkeypatc
     assert one.efficiency > 0.95 * PackedDataset(ids, 32, **EDGES).efficiency
 
 
-def test_rows_counted_once_are_read_again_and_a_place_to_read_only_is_no_error(tmp_path, monkeypatch):
+def test_rows_counted_once_are_read_again_and_a_place_to_read_only_is_no_error(
+    tmp_path, monkeypatch
+):
     write(tmp_path, documents_of([[9] * 200]), **SIZES)
     first = BlockedDataset(open_shards(tmp_path), 16, **EDGES)
     monkeypatch.setattr(shards, "count_block", lambda *a: pytest.fail("counted again"))
     assert np.array_equal(BlockedDataset(open_shards(tmp_path), 16, **EDGES).counts, first.counts)
     monkeypatch.undo()
-    monkeypatch.setattr(shards, "written_whole", lambda path: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr(
+        shards, "written_whole", lambda path: (_ for _ in ()).throw(OSError("read-only"))
+    )
     assert len(BlockedDataset(open_shards(tmp_path), 24, **EDGES))
 
 
@@ -244,7 +293,9 @@ def test_a_run_trains_on_shards_and_holds_some_out(tmp_path):
     data.setup("fit")
     count = lambda rows: rows.describe()["tokens"]  # noqa: E731
     assert count(data.train_dataset) + count(data.val_dataset) == sum(map(len, ids))
-    assert data.val_dataset.describe()["documents"] == 30 and len(next(iter(data.train_dataloader()))["input_ids"])
+    assert data.val_dataset.describe()["documents"] == 30 and len(
+        next(iter(data.train_dataloader()))["input_ids"]
+    )
     finish_shards(tmp_path, 1, "key", {"tokenizer": "of another one"})
     with pytest.raises(ValueError, match="another tokenizer"):
         PretrainingDataModule(str(tmp_path), tokenizer).setup("fit")
@@ -259,7 +310,9 @@ def test_small_shards_beside_another_source_keep_what_is_held_out_of_them(tmp_pa
         ids = [np.array(i, np.int32) for i in tokenizer(own, add_special_tokens=False).input_ids]
         write_part(tmp_path / name, 0, encoder(ids, 50), name)
         finish_shards(tmp_path / name, 1, name)
-    data = PretrainingDataModule([str(tmp_path / "a"), str(tmp_path / "b")], tokenizer, max_sequence_length=32)
+    data = PretrainingDataModule(
+        [str(tmp_path / "a"), str(tmp_path / "b")], tokenizer, max_sequence_length=32
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # none of them is training text
         data.setup("fit")
@@ -291,7 +344,11 @@ def kill_writers(directory, times: int, seed: int) -> int:
         if attempt < times:
             # Importing takes a while; the interesting time is when files appear.
             before, deadline = len(list(directory.glob("*"))), time.time() + 60
-            while len(list(directory.glob("*"))) == before and any(p.poll() is None for p in started) and time.time() < deadline:
+            while (
+                len(list(directory.glob("*"))) == before
+                and any(p.poll() is None for p in started)
+                and time.time() < deadline
+            ):
                 time.sleep(0.001)
             time.sleep(lots.random() * 0.02)
             for process in started:
@@ -309,7 +366,9 @@ def check_killed(directory) -> None:
     stored.verify()
     lengths = np.tile(np.arange(4000) % 13, 4)
     assert np.array_equal(np.diff(stored.offsets), lengths)
-    assert np.array_equal(np.asarray(stored.tokens), np.repeat(np.tile(np.arange(4000), 4), lengths))
+    assert np.array_equal(
+        np.asarray(stored.tokens), np.repeat(np.tile(np.arange(4000), 4), lengths)
+    )
     assert json.loads((directory / "manifest.json").read_text())["documents"] == 16_000
 
 

@@ -19,9 +19,18 @@ from hypothesis import strategies as st
 from bertlab.data.corpus import load_corpus
 from bertlab.data.documents import hash_files, parse_split, slice_bounds
 from bertlab.data.readers import Place, read_lines, read_texts
-from bertlab.data.sources import SourceNotFound, TextStream, check_outside, expand_sources, find_documents, list_files
+from bertlab.data.sources import (
+    SourceNotFound,
+    TextStream,
+    check_outside,
+    expand_sources,
+    find_documents,
+    list_files,
+)
 
-TEXTS = [f"Sentence number {i},\nwith a break, a “quote” and a \u2028 separator." for i in range(23)]
+TEXTS = [
+    f"Sentence number {i},\nwith a break, a “quote” and a \u2028 separator." for i in range(23)
+]
 
 
 def packed(data: bytes, suffix: str) -> bytes:
@@ -60,7 +69,17 @@ def content(kind: str) -> bytes:
     return stream.getvalue()
 
 
-KINDS = [".txt", ".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".stream.arrow"]
+KINDS = [
+    ".txt",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".parquet",
+    ".arrow",
+    ".stream.arrow",
+]
 SUFFIXES = ["", ".gz", ".bz2", ".xz", ".zst"]
 
 
@@ -74,7 +93,9 @@ def shelf(tmp_path_factory) -> Path:
 
 
 def texts_of(source, **options) -> list[str]:
-    return [document.text for document in find_documents(source, "text", "auto", Counter(), **options)]
+    return [
+        document.text for document in find_documents(source, "text", "auto", Counter(), **options)
+    ]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -85,7 +106,9 @@ def test_every_format_packed_or_not_gives_the_same_documents(shelf, kind, suffix
 
 
 def test_a_directory_of_all_kinds_is_one_source(shelf):
-    assert texts_of(str(shelf)) == list(TextStream(str(shelf))) == TEXTS * len(KINDS) * len(SUFFIXES)
+    assert (
+        texts_of(str(shelf)) == list(TextStream(str(shelf))) == TEXTS * len(KINDS) * len(SUFFIXES)
+    )
     assert texts_of(str(shelf), file_format="arrow") == TEXTS * 2 * len(SUFFIXES)
 
 
@@ -108,7 +131,9 @@ def test_a_stream_that_came_to_its_end_begins_anew(shelf):
 @pytest.mark.parametrize("num_shards", [1, 2, 5])
 def test_shards_are_disjoint_and_equally_many(shelf, num_shards):
     path = [str(shelf / "a.txt"), str(shelf / "a.parquet")]
-    shares = [list(TextStream(path, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
+    shares = [
+        list(TextStream(path, shard=shard, num_shards=num_shards)) for shard in range(num_shards)
+    ]
     assert sorted(sum(shares, [])) == sorted(TEXTS * 2)
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     stream = TextStream(path, shard=num_shards - 1, num_shards=num_shards)
@@ -129,14 +154,18 @@ def test_a_saved_dataset_is_streamed_sliced_and_resumed(tmp_path):
     resumed.load_state_dict(stream.state_dict())
     assert head + list(resumed) == TEXTS[5:]
     assert texts_of(name, split="train[:20%]") == TEXTS[:5]  # 4.6, rounded
-    assert list(itertools.islice(stream, 3)) == TEXTS[9:12]  # a second iteration goes on where the first stopped
+    assert (
+        list(itertools.islice(stream, 3)) == TEXTS[9:12]
+    )  # a second iteration goes on where the first stopped
 
 
 @pytest.mark.parametrize("column", ["Text", "text", "TEXT", "2", "-1", 2])
 def test_a_column_of_a_dataset_is_named_in_any_case_or_by_number(tmp_path, column):
     import datasets
 
-    datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "Text": TEXTS}).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_dict({"id": list(range(len(TEXTS))), "Text": TEXTS}).save_to_disk(
+        tmp_path / "saved"
+    )
     name = str(tmp_path / "saved")
     assert list(TextStream(name, column)) == TEXTS
     assert [document.text for document in find_documents(name, column, "auto", Counter())] == TEXTS
@@ -144,7 +173,9 @@ def test_a_column_of_a_dataset_is_named_in_any_case_or_by_number(tmp_path, colum
         list(find_documents(name, "3", "auto", Counter()))
 
 
-def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(tmp_path):
+def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(
+    tmp_path,
+):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_bytes(content(".jsonl"))
     (tmp_path / "README.md").write_text(
@@ -171,7 +202,7 @@ def test_slices_mean_what_python_means(count, begin, stop, percent):
             return  # -0 % of something is its beginning in numbers, and its end in words
     else:
         first, last = slice_bounds(str(begin), str(stop), count)
-    assert list(range(count))[first:max(first, last)] == list(range(count))[begin:stop]
+    assert list(range(count))[first : max(first, last)] == list(range(count))[begin:stop]
 
 
 @pytest.mark.parametrize("split, expected", [
@@ -185,7 +216,9 @@ def test_a_slice_of_a_file_is_a_slice_of_its_documents(shelf, split, expected):
 def test_what_is_read_twice_for_a_percentage_is_counted_once(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\noops\n{"text": "b"}\n{"text": "c"}\n')
     notes = Counter()
-    found = find_documents(str(tmp_path / "a.jsonl"), "text", "auto", notes, split="train[:100%]", on_error="skip")
+    found = find_documents(
+        str(tmp_path / "a.jsonl"), "text", "auto", notes, split="train[:100%]", on_error="skip"
+    )
     assert [d.text for d in found] == ["a", "b", "c"] and notes.total() == 1
 
 
@@ -253,7 +286,9 @@ def test_a_malformed_line_is_named_and_by_choice_left_out_and_counted(tmp_path, 
     stream = TextStream(str(path), on_error="skip")
     with pytest.warns(UserWarning, match="malformed rows are left out; the first") as told:
         assert [list(stream), list(stream)] == 2 * [list(left)]
-    assert len(told) == 1 and f"{path} {line}" in str(told[0].message), "a stream is asked for no notes"
+    assert len(told) == 1 and f"{path} {line}" in str(told[0].message), (
+        "a stream is asked for no notes"
+    )
 
 
 def test_a_malformed_row_of_columns_is_left_out_by_choice(tmp_path):
@@ -277,7 +312,9 @@ def test_many_open_quotes_do_not_exhaust_the_stack(tmp_path):
     assert len(left_out) == 3000
 
 
-@pytest.mark.parametrize("name", ["a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.csv.gz", "a.parquet.gz", "a.arrow"])
+@pytest.mark.parametrize(
+    "name", ["a.txt.zst", "a.txt.xz", "a.txt.bz2", "a.csv.gz", "a.parquet.gz", "a.arrow"]
+)
 def test_a_file_that_was_cut_is_named_even_where_rows_may_be_left_out(shelf, tmp_path, name):
     path = tmp_path / name
     path.write_bytes((shelf / name).read_bytes()[:-20])
@@ -303,7 +340,10 @@ def test_lines_end_at_three_kinds_of_line_end_and_know_their_bytes(tmp_path):
 
 def test_the_memory_of_a_stream_does_not_grow_with_the_file(tmp_path):
     def peak(num_lines: int) -> int:
-        for name, line in (("a.txt", "word " * 20), ("a.jsonl", json.dumps({"text": "word " * 20}))):
+        for name, line in (
+            ("a.txt", "word " * 20),
+            ("a.jsonl", json.dumps({"text": "word " * 20})),
+        ):
             (tmp_path / name).write_text(f"{line}\n" * num_lines)
         (tmp_path / "a.csv").write_text("text\n" + f"{'word ' * 20}\n" * num_lines)
         tracemalloc.start()
@@ -391,9 +431,17 @@ def linked_tree(folder: Path) -> Path:
 def test_links_to_directories_are_followed_and_nothing_is_read_twice(tmp_path):
     root, notes = linked_tree(tmp_path), Counter()
     found = [document.source for document in find_documents(str(root), "text", "auto", notes)]
-    assert found == [".hidden/d.txt:1", "link/b.txt:1", "link/deep/c.txt:1", "link/on/f.txt:1", "near/a.txt:1"]
+    assert found == [
+        ".hidden/d.txt:1",
+        "link/b.txt:1",
+        "link/deep/c.txt:1",
+        "link/on/f.txt:1",
+        "near/a.txt:1",
+    ]
     assert notes["links to directories that are read already"] == 6
-    assert list(TextStream(str(root))) == [document.text for document in find_documents(str(root), "text", "auto", Counter())]
+    assert list(TextStream(str(root))) == [
+        document.text for document in find_documents(str(root), "text", "auto", Counter())
+    ]
 
 
 def test_a_directory_above_another_that_is_linked_is_still_read(tmp_path):
@@ -432,11 +480,15 @@ def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):
 
 def test_a_stream_goes_to_a_spawned_worker_with_its_place_and_its_rule_for_malformed_rows(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one"}\n{"text": "two"}\n{"text": 3}\n{"text": "four"}\n{"text": 5}\n')
+    path.write_text(
+        '{"text": "one"}\n{"text": "two"}\n{"text": 3}\n{"text": "four"}\n{"text": 5}\n'
+    )
     strict, lenient = (TextStream(str(path), on_error=how) for how in ("raise", "skip"))
     for stream in (strict, lenient):
         assert next(iter(stream)) == "one"
-    strict, lenient = pickle.loads(pickle.dumps([strict, lenient]))  # as where processes are spawned
+    strict, lenient = pickle.loads(
+        pickle.dumps([strict, lenient])
+    )  # as where processes are spawned
     with pytest.raises(ValueError, match='line 3.*on_error="skip" leaves'):
         list(strict)
     with pytest.warns(UserWarning, match="line 3") as told:

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from bertlab.data.packing import PackedDataset, split_long
-from bertlab.data.streaming import BestFitBuffer, PackedStream, StreamBatches, StreamWindow, cut_document, read_written_ids, write_ids
+from bertlab.data.streaming import (
+    BestFitBuffer,
+    PackedStream,
+    StreamBatches,
+    StreamWindow,
+    cut_document,
+    read_written_ids,
+    write_ids,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +54,9 @@ def documents_of(row):
 
 
 def plain(row):
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()
+    }
 
 
 def rows_of(documents, options, **more):
@@ -80,19 +90,27 @@ def test_every_token_is_a_label_once_or_counted_as_cut(case, world_size):
         documents = [document[:room] for document in documents]
     assert seen == Counter(token for document in documents for token in document)
     assert (account["tokens"], account["repeated_tokens"]) == (seen.total(), repeated)
-    assert account["rows"] <= num_rows[0] * world_size < account["rows"] + world_size * options["block_size"]
+    assert (
+        account["rows"]
+        <= num_rows[0] * world_size
+        < account["rows"] + world_size * options["block_size"]
+    )
 
 
 @many
 @given(streams(), st.integers(1, 4))
 def test_ranks_share_out_the_rows_of_one_process_block_by_block(case, world_size):
     documents, options = case
-    shares = [rows_of(documents, options, rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [
+        rows_of(documents, options, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
     size = options["block_size"]
     blocks = [share[at : at + size] for at in range(0, len(shares[0]), size) for share in shares]
     together, alone = sum(blocks, []), rows_of(documents, options)
     assert together[: len(alone)] == alone
-    assert all(sum(row["attention_mask"]) == 0 for row in together[len(alone) :]), "only blank rows beyond"
+    assert all(sum(row["attention_mask"]) == 0 for row in together[len(alone) :]), (
+        "only blank rows beyond"
+    )
     assert [row["index"] for row in together] == list(range(len(together)))
 
 
@@ -122,8 +140,12 @@ def test_windows_of_a_stream_are_those_of_the_plan(case):
     planned = split_long(np.cumsum([0, *map(len, documents)]), room, *how)
     flat = np.array([token for document in documents for token in document])
     windows = [window for ids in documents for window in cut_document(np.array(ids), room, *how)]
-    assert [w.ids.tolist() for w in windows] == [flat[a:b].tolist() for a, b in zip(planned.starts, planned.stops)]
-    assert [(w.left, w.right) for w in windows] == [tuple(ends) for ends in planned.contexts.tolist()]
+    assert [w.ids.tolist() for w in windows] == [
+        flat[a:b].tolist() for a, b in zip(planned.starts, planned.stops)
+    ]
+    assert [(w.left, w.right) for w in windows] == [
+        tuple(ends) for ends in planned.contexts.tolist()
+    ]
 
 
 @many
@@ -152,7 +174,11 @@ def test_another_epoch_or_seed_gives_other_rows():
     def shared(seed, epoch):  # rows of two documents or more, whatever their order
         stream = stream_of(words(longest=20), seed=seed)
         stream.set_epoch(epoch)
-        return {tuple(sorted(row["input_ids"].tolist())) for row in stream if row["attention_mask"].max() > 1}
+        return {
+            tuple(sorted(row["input_ids"].tolist()))
+            for row in stream
+            if row["attention_mask"].max() > 1
+        }
 
     first, next_epoch, other_seed = shared(0, 0), shared(0, 1), shared(1, 0)
     assert len(first) > 50 and len(first & next_epoch) < 5 and len(first & other_seed) < 5
@@ -195,13 +221,18 @@ def test_a_small_stream_is_packed_as_the_plan():
     planned = PackedDataset(documents, 48, **SPECIAL, shuffle=False)
     streamed = list(stream_of(documents, shuffle_buffer=0, block_size=1))
     assert len(streamed) == len(planned)
-    assert all((row["input_ids"] == planned[index]["input_ids"]).all() for index, row in enumerate(streamed))
+    assert all(
+        (row["input_ids"] == planned[index]["input_ids"]).all()
+        for index, row in enumerate(streamed)
+    )
 
 
 @pytest.mark.parametrize("mean, capacity", [(134, 512), (560, 1024)])
 def test_log_normal_documents_fill_rows_to_more_than_99_5_percent(mean, capacity):
     lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1.0, 10_000).astype(int) + 1
-    stream = stream_of(lambda epoch: (np.zeros(n, np.int32) for n in lengths), capacity=capacity, buffer_size=1000)
+    stream = stream_of(
+        lambda epoch: (np.zeros(n, np.int32) for n in lengths), capacity=capacity, buffer_size=1000
+    )
     for _ in stream:
         pass
     assert stream.describe()["efficiency"] >= 0.995
@@ -250,7 +281,9 @@ def test_states_that_cannot_be_shared_out_are_refused():
         other = stream_of(words(), rank=0, **options)
         other.load_state_dict(last.state_dict())
         if stop == 2:
-            with pytest.raises(ValueError, match="past row 2, the next one of rank 0: .* by rank 0"):
+            with pytest.raises(
+                ValueError, match="past row 2, the next one of rank 0: .* by rank 0"
+            ):
                 next(iter(other))
     with pytest.raises(ValueError, match="resume with world_size=2"):
         stream_of(words(), world_size=3).load_state_dict(last.state_dict())
@@ -296,7 +329,11 @@ def test_datasets_streams_resume_and_are_not_shared_out_to_workers(kind):
     datasets = pytest.importorskip("datasets")
     stream = datasets.Dataset.from_dict({"input_ids": words()}).to_iterable_dataset(num_shards=4)
     if kind == "mapped":
-        stream = stream.map(lambda batch: {"input_ids": [ids[::-1] for ids in batch["input_ids"]]}, batched=True, batch_size=32)
+        stream = stream.map(
+            lambda batch: {"input_ids": [ids[::-1] for ids in batch["input_ids"]]},
+            batched=True,
+            batch_size=32,
+        )
     if kind == "shuffled":
         stream = stream.shuffle(seed=1, buffer_size=30)
     expected = list(StreamBatches(stream_of(list(stream)), identity))
@@ -313,7 +350,10 @@ def test_datasets_streams_resume_and_are_not_shared_out_to_workers(kind):
 def test_of_equally_long_windows_the_one_that_is_delivered_leaves_the_buffer():
     "Rows of the last windows are planned at once, and the plan takes equal ones in another order than the buffer."
     documents = [[1] * 17, [2] * 14, [3] * 14, [4] * 2, [5] * 2]
-    whole = [row["input_ids"].tolist() for row in PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)]
+    whole = [
+        row["input_ids"].tolist()
+        for row in PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)
+    ]
     for stop in range(1, len(whole) + 1):
         stream = PackedStream(documents, 30, pad_token_id=0, shuffle_buffer=0)
         head = [row["input_ids"].tolist() for row in islice(stream, stop)]
@@ -365,7 +405,9 @@ def test_torch_and_numpy_documents_are_read():
     documents = words(20)
     expected = [plain(row) for row in stream_of(documents)]
     assert [plain(row) for row in stream_of([torch.tensor(ids) for ids in documents])] == expected
-    assert [plain(row) for row in stream_of([{"input_ids": np.array(ids)} for ids in documents])] == expected
+    assert [
+        plain(row) for row in stream_of([{"input_ids": np.array(ids)} for ids in documents])
+    ] == expected
 
 
 @pytest.mark.parametrize(
@@ -390,7 +432,11 @@ def test_users_mistakes_name_the_argument(change, words_of_the_message):
 
 @pytest.mark.parametrize(
     "document, message",
-    [("a text", "document 1 .*tokenize the stream"), ({"text": "a"}, r"no input_ids, only \['text'\]"), ([[1]], "shape")],
+    [
+        ("a text", "document 1 .*tokenize the stream"),
+        ({"text": "a"}, r"no input_ids, only \['text'\]"),
+        ([[1]], "shape"),
+    ],
 )
 def test_a_document_that_is_not_tokenized_is_named(document, message):
     with pytest.raises(ValueError, match=message):
@@ -426,7 +472,9 @@ class Rewinding:
 
 def test_a_resume_while_the_buffer_empties_reads_nothing_twice():
     documents = [[100 + i] * 5 for i in range(40)]
-    make = lambda: PackedStream(Rewinding(documents), 16, pad_token_id=0, buffer_size=30, shuffle_buffer=8)
+    make = lambda: PackedStream(
+        Rewinding(documents), 16, pad_token_id=0, buffer_size=30, shuffle_buffer=8
+    )
     whole = [row["input_ids"].tolist() for row in make()]
     for stop in range(len(whole)):
         first, second = make(), make()
@@ -447,10 +495,17 @@ def test_an_epoch_begins_at_the_beginning_of_a_source_that_was_left_in_the_middl
 
 def as_earlier(state):
     "A packer's state as earlier versions wrote it: every waiting token is a number in a list."
-    windows = lambda form: [[ids.tolist(), *ends] for ids, ends in zip(read_written_ids(form), form["ends"])]  # noqa: E731
+    windows = lambda form: [
+        [ids.tolist(), *ends] for ids, ends in zip(read_written_ids(form), form["ends"])
+    ]  # noqa: E731
     waiting = [ids.tolist() for ids in read_written_ids(state["reader"]["waiting"])]
     reader = {**state["reader"], "waiting": waiting}
-    return {**state, "reader": reader, "waiting": windows(state["waiting"]), "pending": windows(state["pending"])}
+    return {
+        **state,
+        "reader": reader,
+        "waiting": windows(state["waiting"]),
+        "pending": windows(state["pending"]),
+    }
 
 
 @pytest.mark.parametrize("largest", [60_000, 3_000_000])
@@ -468,7 +523,9 @@ def test_a_state_of_an_earlier_version_gives_the_same_rows_and_writes_the_same_s
 
 
 def numbers_in(state):
-    several = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    several = (
+        state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    )
     return sum(map(numbers_in, several)) if several else isinstance(state, int)
 
 
@@ -482,4 +539,7 @@ def test_a_state_of_many_waiting_tokens_is_small_and_quick_to_load_safely(tmp_pa
     assert torch.load(tmp_path / "state.pt", weights_only=True) == state
     assert (tmp_path / "state.pt").stat().st_size < 2_000_000
     assert [ids.tolist() for ids in read_written_ids(write_ids([]))] == []
-    assert [ids.tolist() for ids in read_written_ids(write_ids([np.array([], np.int32), np.array([70_000])]))] == [[], [70_000]]
+    assert [
+        ids.tolist()
+        for ids in read_written_ids(write_ids([np.array([], np.int32), np.array([70_000])]))
+    ] == [[], [70_000]]

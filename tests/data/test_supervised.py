@@ -41,12 +41,21 @@ def byte_level(add_prefix_space: bool):
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator(TEXTS * 5, trainer)
     bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=add_prefix_space)
+    bpe.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), add_prefix_space=add_prefix_space
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, cls_token="<s>", sep_token="</s>", pad_token="<pad>", mask_token="<mask>", unk_token="<unk>"
+        tokenizer_object=bpe,
+        cls_token="<s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        mask_token="<mask>",
+        unk_token="<unk>",
     )
 
 
@@ -78,7 +87,15 @@ def test_first_sub_words_are_labelled_or_all_of_them():
     assert align_labels(word_ids, labels) == [IGNORED, 7, IGNORED, 8, 9, IGNORED, IGNORED]
     assert align_labels(word_ids, labels, all_subwords=True) == [IGNORED, 7, 7, 8, 9, 9, IGNORED]
     assert align_labels(word_ids, labels, True, {7: 9, 8: 7}) == [IGNORED, 7, 9, 8, 9, 9, IGNORED]
-    assert align_labels(word_ids, labels, False, {7: 9}) == [IGNORED, 7, IGNORED, 8, 9, IGNORED, IGNORED]
+    assert align_labels(word_ids, labels, False, {7: 9}) == [
+        IGNORED,
+        7,
+        IGNORED,
+        8,
+        9,
+        IGNORED,
+        IGNORED,
+    ]
 
 
 @pytest.mark.parametrize("names, expected", [
@@ -100,26 +117,44 @@ def test_words_get_the_ids_of_the_running_text(kind):
 
 @many
 @given(words_and_labels, st.sampled_from(KINDS), st.booleans(), st.integers(4, 40))
-def test_each_label_stands_on_its_own_word_and_lost_ones_are_counted(pairs, kind, all_subwords, length):
+def test_each_label_stands_on_its_own_word_and_lost_ones_are_counted(
+    pairs, kind, all_subwords, length
+):
     "The reference knows nothing of word ids: it tokenizes each word alone and lays them end to end."
     tokenizer = tokenizer_of(kind)
-    words, labels = [word for word, _ in pairs], [label if label >= 0 else IGNORED for _, label in pairs]
-    batch = tagger(kind, max_sequence_length=length, label_all_subwords=all_subwords)([{"tokens": words, "tags": labels}])
+    words, labels = (
+        [word for word, _ in pairs],
+        [label if label >= 0 else IGNORED for _, label in pairs],
+    )
+    batch = tagger(kind, max_sequence_length=length, label_all_subwords=all_subwords)(
+        [{"tokens": words, "tags": labels}]
+    )
     ids, expected, lost = [], [], 0
     for number, (word, label) in enumerate(zip(words, labels)):
-        joined = words[number - 1 : number + 1] == ["日本", "日本"]  # Japanese puts no space between its words
+        joined = words[number - 1 : number + 1] == [
+            "日本",
+            "日本",
+        ]  # Japanese puts no space between its words
         spaced = (" " if kind == "bpe" and number and not joined else "") + word
         pieces = tokenizer(spaced, add_special_tokens=False)["input_ids"]
         room = length - 2 - len(ids)
         lost += label != IGNORED and not pieces[:room]
         ids += pieces[:room]
-        expected += ([label] * len(pieces) if all_subwords else [label] + [IGNORED] * (len(pieces) - 1))[:room] if pieces else []
+        expected += (
+            ([label] * len(pieces) if all_subwords else [label] + [IGNORED] * (len(pieces) - 1))[
+                :room
+            ]
+            if pieces
+            else []
+        )
     assert batch["input_ids"][0, 1 : 1 + len(ids)].tolist() == ids
     assert batch["labels"][0].tolist() == [IGNORED, *expected, IGNORED]
     assert batch["num_dropped_labels"].tolist() == [lost]
     assert ("begins_word" in batch) == all_subwords
     if all_subwords:  # as if only first sub-words had been labelled
-        first = tagger(kind, max_sequence_length=length)([{"tokens": words, "tags": labels}])["labels"]
+        first = tagger(kind, max_sequence_length=length)([{"tokens": words, "tags": labels}])[
+            "labels"
+        ]
         assert torch.equal(batch["labels"].masked_fill(batch["begins_word"] == 0, IGNORED), first)
 
 
@@ -127,8 +162,13 @@ def test_aligned_rows_are_padded_as_transformers_pads_them():
     from transformers import DataCollatorForTokenClassification
 
     tokenizer = tokenizer_of("wordpiece")
-    rows = [{"input_ids": [2, 9, 10, 3], "labels": [IGNORED, 1, 0, IGNORED]}, {"input_ids": [2, 8, 3], "labels": [IGNORED, 2, IGNORED]}]
-    theirs = DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)([dict(row) for row in rows])
+    rows = [
+        {"input_ids": [2, 9, 10, 3], "labels": [IGNORED, 1, 0, IGNORED]},
+        {"input_ids": [2, 8, 3], "labels": [IGNORED, 2, IGNORED]},
+    ]
+    theirs = DataCollatorForTokenClassification(tokenizer, pad_to_multiple_of=8)(
+        [dict(row) for row in rows]
+    )
     ours = tagger("wordpiece", label_column="labels", pad_to_multiple_of=8)(rows)
     for name in ("input_ids", "attention_mask", "labels"):
         assert torch.equal(ours[name], theirs[name])
@@ -147,7 +187,12 @@ def test_packed_rows_keep_their_labels_and_padding_has_none():
 
 
 def test_padding_of_a_packed_row_has_no_label_even_if_it_was_given_one():
-    row = {"input_ids": [2, 9, 3, 0], "attention_mask": [1, 1, 1, 0], "position_ids": [0, 1, 2, 0], "tags": [IGNORED, 1, IGNORED, 0]}
+    row = {
+        "input_ids": [2, 9, 3, 0],
+        "attention_mask": [1, 1, 1, 0],
+        "position_ids": [0, 1, 2, 0],
+        "tags": [IGNORED, 1, IGNORED, 0],
+    }
     assert tagger("wordpiece")([row])["labels"].tolist() == [[IGNORED, 1, IGNORED, IGNORED]]
 
 
@@ -168,7 +213,9 @@ def classifier(**options):
 @each_tokenizer
 def test_pairs_are_encoded_as_pairs(kind):
     tokenizer = tokenizer_of(kind)
-    collate = SequenceClassificationCollator.from_tokenizer(tokenizer, text_pair_column="b", pad_to_multiple_of=1)
+    collate = SequenceClassificationCollator.from_tokenizer(
+        tokenizer, text_pair_column="b", pad_to_multiple_of=1
+    )
     batch = collate([{"text": "Who wrote it", "b": "in 1984", "label": 1}])
     assert batch["input_ids"][0].tolist() == tokenizer("Who wrote it", "in 1984")["input_ids"]
 
@@ -178,11 +225,20 @@ def test_token_types_are_passed_where_the_tokenizer_makes_them():
 
     tokenizer = deepcopy(tokenizer_of("wordpiece"))
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    collate = SequenceClassificationCollator.from_tokenizer(tokenizer, text_pair_column="b", pad_to_multiple_of=1)
-    batch = collate([{"text": "x", "b": "dog", "label": 0}, {"text": "x", "b": "the lazy dog", "label": 0}])
-    expected = [tokenizer("x", "dog")["token_type_ids"], tokenizer("x", "the lazy dog")["token_type_ids"]]
+    collate = SequenceClassificationCollator.from_tokenizer(
+        tokenizer, text_pair_column="b", pad_to_multiple_of=1
+    )
+    batch = collate(
+        [{"text": "x", "b": "dog", "label": 0}, {"text": "x", "b": "the lazy dog", "label": 0}]
+    )
+    expected = [
+        tokenizer("x", "dog")["token_type_ids"],
+        tokenizer("x", "the lazy dog")["token_type_ids"],
+    ]
     assert 1 in expected[0] and batch["token_type_ids"][1].tolist() == expected[1]
-    assert batch["token_type_ids"][0].tolist() == expected[0] + [0] * (len(expected[1]) - len(expected[0]))
+    assert batch["token_type_ids"][0].tolist() == expected[0] + [0] * (
+        len(expected[1]) - len(expected[0])
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,13 +264,40 @@ def test_a_text_that_spells_a_special_token_has_no_special_token():
 
 # --- question answering ---------------------------------------------------------------------------
 
-CONTEXT = "Zoë paid €5 in\tSão Paulo. In 1984 a naïve\nfox paid €5 too; 日本 paid nothing, didn't it?"
+CONTEXT = (
+    "Zoë paid €5 in\tSão Paulo. In 1984 a naïve\nfox paid €5 too; 日本 paid nothing, didn't it?"
+)
 RECORDS = [  # in SQuAD's form: Unicode, a tab inside an answer, answers that occur twice, no answer
-    {"id": "a", "question": "Where?", "context": CONTEXT, "answers": {"text": ["São Paulo"], "answer_start": [15]}},
-    {"id": "b", "question": "How much?", "context": CONTEXT, "answers": {"text": ["€5", "€5"], "answer_start": [51, 9]}},
-    {"id": "c", "question": "What is said?", "context": CONTEXT, "answers": {"text": ["in\tSão"], "answer_start": [12]}},
-    {"id": "d", "question": "Who then?", "context": CONTEXT, "answers": {"text": ["日本"], "answer_start": [59]}},
-    {"id": "e", "question": "Why?", "context": CONTEXT, "answers": {"text": [], "answer_start": []}},
+    {
+        "id": "a",
+        "question": "Where?",
+        "context": CONTEXT,
+        "answers": {"text": ["São Paulo"], "answer_start": [15]},
+    },
+    {
+        "id": "b",
+        "question": "How much?",
+        "context": CONTEXT,
+        "answers": {"text": ["€5", "€5"], "answer_start": [51, 9]},
+    },
+    {
+        "id": "c",
+        "question": "What is said?",
+        "context": CONTEXT,
+        "answers": {"text": ["in\tSão"], "answer_start": [12]},
+    },
+    {
+        "id": "d",
+        "question": "Who then?",
+        "context": CONTEXT,
+        "answers": {"text": ["日本"], "answer_start": [59]},
+    },
+    {
+        "id": "e",
+        "question": "Why?",
+        "context": CONTEXT,
+        "answers": {"text": [], "answer_start": []},
+    },
 ]
 
 
@@ -228,7 +311,9 @@ def brute_force_spans(row, batch, start, stop, cls=0):
     offsets = batch["offsets"][row].tolist()
     answer = {c for c in range(start, stop) if not CONTEXT[c].isspace()}
     touch = [i for i, (a, b) in enumerate(offsets) if answer & set(range(a, b))]
-    held = {(i, j) for i in touch for j in touch if answer <= set(range(offsets[i][0], offsets[j][1]))}
+    held = {
+        (i, j) for i in touch for j in touch if answer <= set(range(offsets[i][0], offsets[j][1]))
+    }
     return (min(i for i, _ in held), max(j for _, j in held)) if held else (cls, cls)
 
 
@@ -257,20 +342,37 @@ contexts = st.text(alphabet="abé€ 日\t\n.'\u200b", min_size=1, max_size=90).
 
 @many
 @given(contexts, st.data(), st.sampled_from(KINDS), st.integers(1, 6), st.integers(16, 30))
-def test_an_answer_is_marked_whole_in_every_window_that_holds_it_and_in_no_other(context, data, kind, stride, length):
+def test_an_answer_is_marked_whole_in_every_window_that_holds_it_and_in_no_other(
+    context, data, kind, stride, length
+):
     start = data.draw(st.integers(0, len(context) - 1))
     stop = data.draw(st.integers(start + 1, min(len(context), start + 12)))
     answer = context[start:stop]
     if not answer.strip():
         return
-    record = {"question": "a?", "context": context, "answers": [{"text": answer, "answer_start": start}]}
+    record = {
+        "question": "a?",
+        "context": context,
+        "answers": [{"text": answer, "answer_start": start}],
+    }
     batch = reader(kind, max_sequence_length=length, doc_stride=stride)([record])
-    whole = tokenizer_of(kind)(context, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    whole = tokenizer_of(kind)(context, add_special_tokens=False, return_offsets_mapping=True)[
+        "offset_mapping"
+    ]
     inner = range(start + len(answer) - len(answer.lstrip()), start + len(answer.rstrip()))
     touching = [o for o in whole if o[1] > inner.start and o[0] < inner.stop]
-    for offsets, first, last in zip(batch["offsets"].tolist(), batch["start_positions"].tolist(), batch["end_positions"].tolist()):
+    for offsets, first, last in zip(
+        batch["offsets"].tolist(),
+        batch["start_positions"].tolist(),
+        batch["end_positions"].tolist(),
+    ):
         held = [i for i, o in enumerate(offsets) if o[1] > inner.start and o[0] < inner.stop]
-        ends = touching and held and offsets[held[0]][0] == touching[0][0] and offsets[held[-1]][1] == touching[-1][1]
+        ends = (
+            touching
+            and held
+            and offsets[held[0]][0] == touching[0][0]
+            and offsets[held[-1]][1] == touching[-1][1]
+        )
         assert (first, last) == ((held[0], held[-1]) if ends else (0, 0))
     assert batch["num_dropped_labels"].sum() == int(not batch["start_positions"].any())
 
@@ -305,7 +407,9 @@ def test_the_best_answer_is_cut_out_of_the_text_to_the_character(kind):
     # A window without the answer is sure of that; where another window holds it, it wins.
     answered = batch["start_positions"] > 0
     starts[answered, batch["start_positions"][answered]] = 9.0
-    best = best_answers(starts, ends, batch["offsets"], batch["example_index"], [r["context"] for r in RECORDS])
+    best = best_answers(
+        starts, ends, batch["offsets"], batch["example_index"], [r["context"] for r in RECORDS]
+    )
     for number, record in enumerate(RECORDS):
         held = bool(answered[batch["example_index"] == number].any())
         assert best[number][0].text == (record["answers"]["text"][0] if held else "")
@@ -351,17 +455,26 @@ def test_a_mistake_is_named_by_row_and_column(make, row, words):
     assert all(word in str(error.value) for word in ["row 1", *words]), error.value
 
 
-@pytest.mark.parametrize("problem, label", [(PROBLEMS[1], [0, 2]), (PROBLEMS[1], [1]), (PROBLEMS[2], float("nan"))])
+@pytest.mark.parametrize(
+    "problem, label", [(PROBLEMS[1], [0, 2]), (PROBLEMS[1], [1]), (PROBLEMS[2], float("nan"))]
+)
 def test_a_target_of_another_kind_is_refused(problem, label):
     first = [0, 1] if problem == PROBLEMS[1] else 0.5
     with pytest.raises(ValueError, match="row 1: the column 'label'"):
-        classifier(problem_type=problem)([{"text": "dog", "label": first}, {"text": "dog", "label": label}])
+        classifier(problem_type=problem)(
+            [{"text": "dog", "label": first}, {"text": "dog", "label": label}]
+        )
 
 
 def test_labels_that_do_not_fit_their_ids_are_refused():
     for labels in ([1, 2], [1, 2, 3, 4], ["B", "O", "O"]):
         with pytest.raises(ValueError, match="row 1: labels"):
-            tagger("wordpiece")([{"input_ids": [2, 9, 3], "tags": [0, 0, 0]}, {"input_ids": [2, 9, 3], "tags": labels}])
+            tagger("wordpiece")(
+                [
+                    {"input_ids": [2, 9, 3], "tags": [0, 0, 0]},
+                    {"input_ids": [2, 9, 3], "tags": labels},
+                ]
+            )
 
 
 @pytest.mark.parametrize(
@@ -387,7 +500,10 @@ def test_half_of_a_surrogate_pair_is_refused_with_row_and_column(kind, text):
     good = "a" if kind is str else ["a"]
     with pytest.raises(ValueError, match="row 8: the column 'text' holds half of a surrogate pair"):
         read_texts([{"text": good}, {"text": text}], "text", kind, start=7)
-    with pytest.raises(ValueError, match="row 7: the column 'spans'.*from character 0 to 1.*half of a surrogate pair"):
+    with pytest.raises(
+        ValueError,
+        match="row 7: the column 'spans'.*from character 0 to 1.*half of a surrogate pair",
+    ):
         read_spans({"spans": [{"start": 0, "end": 1, "label": "\ud800"}]}, "spans", "ab", 7)
 
 
@@ -428,14 +544,22 @@ def test_words_of_a_script_without_spaces_bring_no_space(kind):
     texts = ["我爱北京天安门", "北京大学在北京", "天安门上,太阳升", "the cat sat in Beijing"] * 40
     tokenizer = train_tokenizer(texts, 400 if kind == "bpe" else 60, kind=kind)
     collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
-    rows = [{"text": words, "labels": list(range(len(words)))} for words in (
-        list("北京大学"), ["我", "爱", "the", "cat", "北", "京", "，", "天"], ["the", "cat", "sat"])]
+    rows = [
+        {"text": words, "labels": list(range(len(words)))}
+        for words in (
+            list("北京大学"),
+            ["我", "爱", "the", "cat", "北", "京", "，", "天"],
+            ["the", "cat", "sat"],
+        )
+    ]
     made = collate.encode(rows)
     for row, one, running in zip(rows, made, ("北京大学", "我爱 the cat 北京，天", "the cat sat")):
         spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)
         assert tokenizer.decode(one["input_ids"], skip_special_tokens=True) == spelled
         assert [label for label in one["labels"] if label != IGNORED] == row["labels"]
-        spaces = [id for id in one["input_ids"][2:] if tokenizer.convert_ids_to_tokens(id) in ("Ġ", "▁")]
+        spaces = [
+            id for id in one["input_ids"][2:] if tokenizer.convert_ids_to_tokens(id) in ("Ġ", "▁")
+        ]
         assert len(spaces) <= running.count(" ")
     assert made[2]["input_ids"] == tokenizer("the cat sat").input_ids
 
@@ -446,9 +570,15 @@ def test_words_of_a_script_without_spaces_bring_no_space(kind):
     (["北京", ",", "NBA", "球队", "，", "NBA"], "北京, NBA 球队，NBA"), (["the", "3", "cats", "在", "北京"], "the 3 cats 在北京"),
     (list("NBA球队2021年"), "NBA球队2021年"), (["เดือน", "25", "ปี"], "เดือน 25 ปี"), (list("ปี25"), "ปี25"),
 ])  # fmt: skip
-def test_digits_and_signs_stand_beside_letters_of_chinese_and_latin_letters_where_all_is_spelled(kind, words, running):
+def test_digits_and_signs_stand_beside_letters_of_chinese_and_latin_letters_where_all_is_spelled(
+    kind, words, running
+):
     alphabet = "3月25日约.亿元“北京”的,NBA球队，thecats在201年เดือนปี "
-    tokenizer = train_tokenizer([alphabet, *alphabet.split(), "北 京 the cats NBA"] * 40, 400 if kind == "bpe" else 90, kind=kind)
+    tokenizer = train_tokenizer(
+        [alphabet, *alphabet.split(), "北 京 the cats NBA"] * 40,
+        400 if kind == "bpe" else 90,
+        kind=kind,
+    )
     collate = TokenClassificationCollator.from_tokenizer(tokenizer, max_sequence_length=64)
     made = collate.encode([{"text": words, "labels": list(range(len(words)))}])[0]
     spelled = running if kind == "bpe" else unicodedata.normalize("NFKC", running)

@@ -54,7 +54,9 @@ def expected(folder, texts=TEXTS) -> list[list[int]]:
 
 
 def made(folder, output, source="text", **options):
-    return tokenize_shards(str(folder / source), folder / "tokenizer", output, progress=False, **options)
+    return tokenize_shards(
+        str(folder / source), folder / "tokenizer", output, progress=False, **options
+    )
 
 
 def shards_of(directory) -> dict[str, bytes]:
@@ -68,7 +70,9 @@ def test_one_and_several_processes_write_the_same_bytes_in_the_order_of_the_sour
     assert [d.tolist() for d in open_shards(tmp_path / "2")] == expected(text)
 
 
-def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(text, tmp_path, monkeypatch):
+def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(
+    text, tmp_path, monkeypatch
+):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "a.txt").write_text("One more line.\nAnd another.\n")
     out = tmp_path / "out"
@@ -82,7 +86,9 @@ def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(text, 
     appended = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
     again = tokenize_shards(str(tmp_path / "more"), text / "tokenizer", out, append=True)
     assert appended == again and before.items() < shards_of(out).items()
-    assert [d.tolist() for d in open_shards(out)][-2:] == expected(text, ["One more line.", "And another."])
+    assert [d.tolist() for d in open_shards(out)][-2:] == expected(
+        text, ["One more line.", "And another."]
+    )
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="another tokenizer"):
         tokenize_shards(str(text / "text" / "0.jsonl"), tmp_path / "other", out, append=True)
@@ -90,7 +96,9 @@ def test_a_second_call_does_nothing_and_other_text_is_refused_or_appended(text, 
     assert anew["documents"] == 2 and len(shards_of(out)) == 1
 
 
-def test_shards_stay_those_of_their_tokenizer_when_its_library_has_another_version(text, tmp_path, monkeypatch):
+def test_shards_stay_those_of_their_tokenizer_when_its_library_has_another_version(
+    text, tmp_path, monkeypatch
+):
     import tokenizers
 
     from bertlab.data.module import PretrainingDataModule
@@ -98,14 +106,20 @@ def test_shards_stay_those_of_their_tokenizer_when_its_library_has_another_versi
     out = tmp_path / "out"
     first = made(text, out)
     monkeypatch.setattr(tokenizers, "__version__", "99.0")
-    PretrainingDataModule(str(out), load_tokenizer(text / "tokenizer"), max_sequence_length=32).setup("fit")
+    PretrainingDataModule(
+        str(out), load_tokenizer(text / "tokenizer"), max_sequence_length=32
+    ).setup("fit")
     assert made(text, out) == first
     (tmp_path / "more.txt").write_text("One more line.\n")
-    more = tokenize_shards(str(tmp_path / "more.txt"), text / "tokenizer", out, append=True, progress=False)
+    more = tokenize_shards(
+        str(tmp_path / "more.txt"), text / "tokenizer", out, append=True, progress=False
+    )
     assert more["documents"] == first["documents"] + 1
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="another tokenizer"):
-        PretrainingDataModule(str(out), load_tokenizer(tmp_path / "other"), max_sequence_length=32).setup("fit")
+        PretrainingDataModule(
+            str(out), load_tokenizer(tmp_path / "other"), max_sequence_length=32
+        ).setup("fit")
 
 
 def test_a_changed_file_is_other_text(text, tmp_path):
@@ -133,16 +147,29 @@ def write_mds(place: Path, texts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("write", [save_rows, write_mds])
-def test_datasets_of_one_name_and_size_are_known_by_what_they_hold(text, tmp_path, write, monkeypatch):
-    monkeypatch.setattr(module, "_open_mds", lambda path: [{"text": one} for one in json.loads(next(path.glob("*.mds")).read_text())])
+def test_datasets_of_one_name_and_size_are_known_by_what_they_hold(
+    text, tmp_path, write, monkeypatch
+):
+    monkeypatch.setattr(
+        module,
+        "_open_mds",
+        lambda path: [{"text": one} for one in json.loads(next(path.glob("*.mds")).read_text())],
+    )
     first, second = TEXTS[:70], [one.upper() for one in TEXTS[:70]]
     options = dict(workers=1, progress=False)
-    sources = [write(tmp_path / name / "hf", some) for name, some in (("p1", first), ("p2", second))]
+    sources = [
+        write(tmp_path / name / "hf", some) for name, some in (("p1", first), ("p2", second))
+    ]
     tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
-    whole = tokenize_shards(sources[1], text / "tokenizer", tmp_path / "out", append=True, **options)
+    whole = tokenize_shards(
+        sources[1], text / "tokenizer", tmp_path / "out", append=True, **options
+    )
     assert [d.tolist() for d in open_shards(tmp_path / "out")] == expected(text, [*first, *second])
     for source in sources:  # each is done, and is not appended again
-        assert tokenize_shards(source, text / "tokenizer", tmp_path / "out", append=True, **options) == whole
+        assert (
+            tokenize_shards(source, text / "tokenizer", tmp_path / "out", append=True, **options)
+            == whole
+        )
     write(tmp_path / "p1" / "hf", second[::-1])
     with pytest.raises(ValueError, match="holds other tokens"):
         tokenize_shards(sources[0], text / "tokenizer", tmp_path / "out", **options)
@@ -161,7 +188,9 @@ def test_a_filter_that_has_changed_makes_another_job(text, tmp_path, monkeypatch
     first = made(text, tmp_path / "out", **options)
     assert made(text, tmp_path / "out", **options) == first
     own_filter(tmp_path, " 7 things")
-    assert made(text, tmp_path / "out", **options) == first  # the module is loaded, and stays what it was
+    assert (
+        made(text, tmp_path / "out", **options) == first
+    )  # the module is loaded, and stays what it was
     importlib.reload(sys.modules[options["filters"][0].removesuffix(".keep")])
     with pytest.raises(ValueError, match="holds other tokens"):
         made(text, tmp_path / "out", **options)
@@ -172,23 +201,30 @@ def test_a_filter_that_has_changed_makes_another_job(text, tmp_path, monkeypatch
     assert len(open_shards(tmp_path / "out")) == sum(" 7 things" in one for one in TEXTS)
 
 
-def test_a_filter_is_known_by_the_file_in_which_it_stands_too_where_another_hands_it_on(tmp_path, monkeypatch):
+def test_a_filter_is_known_by_the_file_in_which_it_stands_too_where_another_hands_it_on(
+    tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # both files may be of one second
     (tmp_path / "handing_filters").mkdir()
     (tmp_path / "handing_filters" / "__init__.py").write_text(
-        "from functools import partial\nfrom .quality import Named, keep\nlong, named = partial(keep, least=5), Named()\n")
+        "from functools import partial\nfrom .quality import Named, keep\nlong, named = partial(keep, least=5), Named()\n"
+    )
     known = {}
     for least in (1, 2):
         (tmp_path / "handing_filters" / "quality.py").write_text(
             f"def keep(text, least={least}):\n    return len(text) >= least\n\n"
-            "class Named:\n    def __call__(self, text):\n        return keep(text)\n")
+            "class Named:\n    def __call__(self, text):\n        return keep(text)\n"
+        )
         for name in ("handing_filters.quality", "handing_filters"):
             importlib.reload(importlib.import_module(name))
         for name in ("keep", "long", "named"):
             known.setdefault(name, set()).add(module.hash_filter(f"handing_filters.{name}"))
         plain = (tmp_path / "handing_filters" / "quality.py").read_bytes()
-        assert module.hash_filter("handing_filters.quality.keep") == hashlib.blake2b(plain, digest_size=16).hexdigest()
+        assert (
+            module.hash_filter("handing_filters.quality.keep")
+            == hashlib.blake2b(plain, digest_size=16).hexdigest()
+        )
     assert [len(some) for some in known.values()] == [2, 2, 2]
 
 
@@ -197,16 +233,27 @@ def test_jobs_of_earlier_versions_go_on_or_are_told_what_to_do(text, tmp_path, a
     monkeypatch.chdir(tmp_path)
     saved, filters = save_rows(tmp_path / "hf", TEXTS[:70]), own_filter(tmp_path, "and more")
     now = module.Job.key
-    for number, (source, options) in enumerate([(saved, {}), (str(text / "text"), {"filters": filters}), (str(text / "text"), {})]):
+    for number, (source, options) in enumerate(
+        [(saved, {}), (str(text / "text"), {"filters": filters}), (str(text / "text"), {})]
+    ):
         options = {**options, "workers": 1, "progress": False}
         with monkeypatch.context() as earlier:
-            earlier.setattr(module.Job, "key", lambda self, part=None, named=True: now(self, part, named=True))
+            earlier.setattr(
+                module.Job, "key", lambda self, part=None, named=True: now(self, part, named=True)
+            )
             first = tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", **options)
         if number == 2:  # of files nothing has changed
-            assert tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", append=append, **options) == first
+            assert (
+                tokenize_shards(
+                    source, text / "tokenizer", tmp_path / f"{number}", append=append, **options
+                )
+                == first
+            )
             continue
         with pytest.raises(ValueError, match="made by an earlier version.*--overwrite"):
-            tokenize_shards(source, text / "tokenizer", tmp_path / f"{number}", append=append, **options)
+            tokenize_shards(
+                source, text / "tokenizer", tmp_path / f"{number}", append=append, **options
+            )
 
 
 def write_parquet(folder: Path) -> None:
@@ -217,14 +264,22 @@ def write_parquet(folder: Path) -> None:
     (folder / "data").mkdir(parents=True)
     for n in range(2):
         some = TEXTS[n * 60 : (n + 1) * 60]
-        table = {"text": some, "id": [f"{n}/{i}" for i in range(60)], "metadata": [{"url": "x"}] * 60}
-        parquet.write_table(pyarrow.table(table), folder / "data" / f"train-{n:05d}-of-00002.parquet")
+        table = {
+            "text": some,
+            "id": [f"{n}/{i}" for i in range(60)],
+            "metadata": [{"url": "x"}] * 60,
+        }
+        parquet.write_table(
+            pyarrow.table(table), folder / "data" / f"train-{n:05d}-of-00002.parquet"
+        )
 
 
 def test_layouts_of_others_and_token_ids_are_read(text, tmp_path):
     write_parquet(tmp_path / "hub")
     made_ = tokenize_shards(str(tmp_path / "hub"), text / "tokenizer", tmp_path / "a")
-    assert made_["documents"] == 120 and [d.tolist() for d in open_shards(tmp_path / "a")] == expected(text, TEXTS[:120])
+    assert made_["documents"] == 120 and [
+        d.tolist() for d in open_shards(tmp_path / "a")
+    ] == expected(text, TEXTS[:120])
     import datasets
 
     datasets.Dataset.from_dict({"text": TEXTS[:130]}).save_to_disk(tmp_path / "saved")
@@ -236,30 +291,42 @@ def test_layouts_of_others_and_token_ids_are_read(text, tmp_path):
     assert [d.tolist() for d in open_shards(tmp_path / "c")] == [a.tolist() for a in arrays]
     rows = "\n".join(json.dumps({"input_ids": a.tolist()}) for a in arrays)
     (tmp_path / "ids.jsonl").write_text(rows)
-    tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "d", text_column="input_ids")
+    tokenize_shards(
+        str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "d", text_column="input_ids"
+    )
     assert [d.tolist() for d in open_shards(tmp_path / "d")] == [a.tolist() for a in arrays]
 
 
 @pytest.mark.parametrize("column", ["Text", "text", "2"])
-def test_a_dataset_is_tokenized_by_any_name_of_its_column_and_its_empty_cells_have_numbers(text, tmp_path, column):
+def test_a_dataset_is_tokenized_by_any_name_of_its_column_and_its_empty_cells_have_numbers(
+    text, tmp_path, column
+):
     import datasets
 
     texts = [*TEXTS[:60], None, *TEXTS[60:80]]
-    datasets.Dataset.from_dict({"id": list(range(81)), "Text": texts}).save_to_disk(tmp_path / "saved")
+    datasets.Dataset.from_dict({"id": list(range(81)), "Text": texts}).save_to_disk(
+        tmp_path / "saved"
+    )
     options = dict(text_column=column, workers=1, progress=False)
     with pytest.raises(ValueError, match="row 61: column 'Text' is null.*skip"):
         tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "a", **options)
-    found = tokenize_shards(str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", on_error="skip", **options)
+    found = tokenize_shards(
+        str(tmp_path / "saved"), text / "tokenizer", tmp_path / "b", on_error="skip", **options
+    )
     assert [d.tolist() for d in open_shards(tmp_path / "b")] == expected(text, TEXTS[:80])
     assert list(found["notes"].values()) == [1]
 
 
 def test_token_ids_that_are_null_are_named_or_left_out(text, tmp_path):
-    (tmp_path / "ids.jsonl").write_text('{"input_ids": [7, 8]}\n{"input_ids": null}\n{"input_ids": [9]}\n')
+    (tmp_path / "ids.jsonl").write_text(
+        '{"input_ids": [7, 8]}\n{"input_ids": null}\n{"input_ids": [9]}\n'
+    )
     options = dict(text_column="input_ids", workers=1, progress=False)
     with pytest.raises(ValueError, match="line 2: column 'input_ids' is null"):
         tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "a", **options)
-    tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "b", on_error="skip", **options)
+    tokenize_shards(
+        str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "b", on_error="skip", **options
+    )
     assert [d.tolist() for d in open_shards(tmp_path / "b")] == [[7, 8], [9]]
 
 
@@ -272,8 +339,11 @@ def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path)
         with pytest.raises(ValueError, match=r"bertlab\[mds\]"):
             tokenize_shards(str(tmp_path / "mds"), text / "tokenizer", tmp_path / "out")
         return
+
     def write(name, rows, columns, **options):
-        with MDSWriter(out=str(tmp_path / name), columns=columns, exist_ok=True, **options) as writer:
+        with MDSWriter(
+            out=str(tmp_path / name), columns=columns, exist_ok=True, **options
+        ) as writer:
             for row in rows:
                 writer.write(row)
         return str(tmp_path / name)
@@ -286,14 +356,18 @@ def test_mds_is_read_through_its_library_or_the_library_is_named(text, tmp_path)
     arrays = [np.arange(1 + n % 5, dtype=np.uint16) + 7 for n in range(60)]
     ids = write("ids", [{"tokens": one} for one in arrays], {"tokens": "ndarray:uint16"})
     tokenize_shards(ids, text / "tokenizer", tmp_path / "of ids", text_column="tokens")
-    assert [d.tolist() for d in open_shards(tmp_path / "of ids")] == [one.tolist() for one in arrays]
+    assert [d.tolist() for d in open_shards(tmp_path / "of ids")] == [
+        one.tolist() for one in arrays
+    ]
     packed = write("packed", texts, {"text": "str", "number": "int"}, compression="br")
     with pytest.raises(ValueError, match="compressed: unpack"):
         tokenize_shards(packed, text / "tokenizer", tmp_path / "of packed")
 
 
 def test_filters_leave_out_what_they_say_also_after_a_stop(text, tmp_path, monkeypatch):
-    (tmp_path / "my_own_filter.py").write_text("def keep(text):\n    return 'and more' not in text\n")
+    (tmp_path / "my_own_filter.py").write_text(
+        "def keep(text):\n    return 'and more' not in text\n"
+    )
     monkeypatch.chdir(tmp_path)
     found = made(text, tmp_path / "out", filters=["my_own_filter.keep"], workers=1)
     kept = [one for one in TEXTS if "and more" not in one]
@@ -318,7 +392,9 @@ def test_words_and_sentences_of_filters_are_those_of_the_script():
     assert words.sent_tokenize("One. Two? 3.5 it is!") == ["One.", "Two?", "3.5 it is!"]
     assert words.sent_tokenize("你好。再见！行吗？") == ["你好。", "再见！", "行吗？"]
     assert words.sent_tokenize("यह एक है। वह दो है।") == ["यह एक है।", "वह दो है।"]
-    assert words.span_tokenize("A b. C!") == [(0, 4), (4, 7)] and words.span_tokenize("你好。再见") == [(0, 3), (3, 5)]
+    assert words.span_tokenize("A b. C!") == [(0, 4), (4, 7)] and words.span_tokenize(
+        "你好。再见"
+    ) == [(0, 3), (3, 5)]
 
 
 def test_near_duplicates_without_spaces_are_left_out(text, tmp_path):
@@ -330,12 +406,22 @@ def test_near_duplicates_without_spaces_are_left_out(text, tmp_path):
     (tmp_path / "text").mkdir()
     for n, some in enumerate((originals, copies)):
         (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n", encoding="utf-8")
-    found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", near_duplicates=True, workers=1)
+    found = tokenize_shards(
+        str(tmp_path / "text"),
+        text / "tokenizer",
+        tmp_path / "out",
+        near_duplicates=True,
+        workers=1,
+    )
     assert found["notes"] == {"left out as near duplicates": 8} and found["documents"] == 12
 
 
 def test_a_filter_that_keeps_none_of_a_thousand_documents_says_so_once(monkeypatch):
-    monkeypatch.setattr(module, "make_filter", {"none": lambda text: None, "some": lambda text: text if text[-1] == "9" else None}.get)
+    monkeypatch.setattr(
+        module,
+        "make_filter",
+        {"none": lambda text: None, "some": lambda text: text if text[-1] == "9" else None}.get,
+    )
     texts = [str(n) for n in range(2500)]
     with pytest.warns(UserWarning, match="filter none has left out all of the first 1,000") as told:
         assert list(module.kept_documents(texts, ["none"], notes := Counter())) == []
@@ -348,13 +434,20 @@ def test_a_filter_that_keeps_none_of_a_thousand_documents_says_so_once(monkeypat
 
 @pytest.mark.parametrize("left_out, told", [({"a": 3600}, ["a"]), ({"a": 3599, "b": 1}, ["a"]), ({"a": 500, "b": 3100}, ["b"]),
                                             ({"a": 999, "short": 1}, []), ({"b": 3590}, []), ({"a": 3599}, ["a"])])  # fmt: skip
-def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousand(left_out, told, text, tmp_path, monkeypatch):
+def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousand(
+    left_out, told, text, tmp_path, monkeypatch
+):
     first = [name for name in left_out for _ in range(left_out[name])]
     first += ["good"] * (3600 - len(first)) if "short" not in left_out else []
     (tmp_path / "text").mkdir()
     for n in range(12):
-        (tmp_path / "text" / f"{n:02}.txt").write_text("".join(f"{one} text\n" for one in first[n::12]))
-    filters = {f"f.{name}": lambda text, name=name: None if text.split()[0] == name else text for name in "ab"}
+        (tmp_path / "text" / f"{n:02}.txt").write_text(
+            "".join(f"{one} text\n" for one in first[n::12])
+        )
+    filters = {
+        f"f.{name}": lambda text, name=name: None if text.split()[0] == name else text
+        for name in "ab"
+    }
     monkeypatch.setattr(module, "make_filter", filters.get)
     monkeypatch.setattr(module, "hash_filter", str)
     monkeypatch.setattr(module, "PART_BYTES", (500, 1000))
@@ -362,7 +455,9 @@ def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousan
         warnings.simplefilter("always")
         found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", workers=1, lines="documents",
                                 filters=list(filters))  # fmt: skip
-    assert found["parts"] == 12 and found["documents"] == len(first) - sum(left_out.get(name, 0) for name in "ab")
+    assert found["parts"] == 12 and found["documents"] == len(first) - sum(
+        left_out.get(name, 0) for name in "ab"
+    )
     messages = [str(one.message) for one in seen if "has left out" in str(one.message)]
     assert [message.split()[1] for message in messages] == [f"f.{name}" for name in told]
     assert all(f"{left_out[name]:,} of " in message for name, message in zip(told, messages))
@@ -371,13 +466,21 @@ def test_a_filter_that_keeps_next_to_nothing_says_so_where_no_part_has_a_thousan
 def test_near_duplicates_across_parts_are_left_out_but_for_one(text, tmp_path):
     pytest.importorskip("datatrove")
     lots = random.Random(0)
-    words = ["".join(lots.choices("abcdefghij", k=6)) for _ in range(500)]  # numbers would be made equal
+    words = [
+        "".join(lots.choices("abcdefghij", k=6)) for _ in range(500)
+    ]  # numbers would be made equal
     originals = [" ".join(lots.choices(words, k=80)) for _ in range(30)]
     copies = [one + " end" for one in originals[:12]]
     (tmp_path / "text").mkdir()
     for n, some in enumerate((originals[:15], originals[15:], copies)):
         (tmp_path / "text" / f"{n}.txt").write_text("\n".join(some) + "\n")
-    found = tokenize_shards(str(tmp_path / "text"), text / "tokenizer", tmp_path / "out", near_duplicates=True, workers=2)
+    found = tokenize_shards(
+        str(tmp_path / "text"),
+        text / "tokenizer",
+        tmp_path / "out",
+        near_duplicates=True,
+        workers=2,
+    )
     assert found["notes"] == {"left out as near duplicates": 12} and found["documents"] == 30
 
 
@@ -390,7 +493,9 @@ def test_near_duplicates_of_one_job_say_nothing_of_the_next(text, tmp_path):
     (tmp_path / "second.txt").write_text("\n".join(others[3:]) + "\n")
     for name, found in (("first", 4), ("second", 4 + 5)):
         options = {"near_duplicates": True, "workers": 1, "append": name == "second"}
-        made_ = tokenize_shards(str(tmp_path / f"{name}.txt"), text / "tokenizer", tmp_path / "out", **options)
+        made_ = tokenize_shards(
+            str(tmp_path / f"{name}.txt"), text / "tokenizer", tmp_path / "out", **options
+        )
         assert made_["documents"] == found and made_["notes"] == {"left out as near duplicates": 1}
     assert [d.tolist() for d in open_shards(tmp_path / "out")][4:] == expected(text, others[3:])
 
@@ -406,9 +511,16 @@ def test_near_duplicates_of_one_job_say_nothing_of_the_next(text, tmp_path):
     ],
 )
 def test_token_ids_that_the_tokenizer_does_not_give_are_refused(text, tmp_path, ids, words):
-    (tmp_path / "ids.jsonl").write_text("\n".join(json.dumps({"input_ids": one}) for one in ([5, 299], ids)))
+    (tmp_path / "ids.jsonl").write_text(
+        "\n".join(json.dumps({"input_ids": one}) for one in ([5, 299], ids))
+    )
     with pytest.raises(ValueError, match=words):
-        tokenize_shards(str(tmp_path / "ids.jsonl"), text / "tokenizer", tmp_path / "out", text_column="input_ids")
+        tokenize_shards(
+            str(tmp_path / "ids.jsonl"),
+            text / "tokenizer",
+            tmp_path / "out",
+            text_column="input_ids",
+        )
 
 
 FAKE_SBATCH = """#!/bin/bash
@@ -427,7 +539,10 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     (tmp_path / "bin" / "sbatch").write_text(FAKE_SBATCH)
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     srun = '#!/bin/bash\nshift 3  # -l -n 1\nexec "$@"\n'
-    for name, script in (("srun", srun), ("scontrol", "#!/bin/bash\necho localhost\n")):  # show hostnames LIST
+    for name, script in (
+        ("srun", srun),
+        ("scontrol", "#!/bin/bash\necho localhost\n"),
+    ):  # show hostnames LIST
         (tmp_path / "bin" / name).write_text(script)
         (tmp_path / "bin" / name).chmod(0o755)
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -437,7 +552,9 @@ def test_a_slurm_cluster_gives_the_same_shards(text, tmp_path, monkeypatch):
     queued = made(text, tmp_path / "slurm", executor="slurm", executor_options=options)
     made(text, tmp_path / "local", workers=1)
     assert queued["queued"] == 5
-    assert shards_of(tmp_path / "slurm") == shards_of(tmp_path / "local"), (tmp_path / "bin" / "log").read_text()[-2000:]
+    assert shards_of(tmp_path / "slurm") == shards_of(tmp_path / "local"), (
+        tmp_path / "bin" / "log"
+    ).read_text()[-2000:]
     assert len(open_shards(tmp_path / "slurm")) == len(TEXTS)
 
 
@@ -500,12 +617,18 @@ def test_overwrite_moves_tokens_aside_with_their_tokenizer_and_they_stay_whole(t
     train_tokenizer(TEXTS[:50], 200).save_pretrained(tmp_path / "other")
     before = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for _ in range(2):
-        tokenize_shards(str(text / "text" / "0.jsonl"), tmp_path / "other", out, overwrite=True, progress=False)
+        tokenize_shards(
+            str(text / "text" / "0.jsonl"), tmp_path / "other", out, overwrite=True, progress=False
+        )
     moved = out / "previous-1"
-    assert {path.relative_to(moved): path.read_bytes() for path in moved.rglob("*") if path.is_file()} == before
+    assert {
+        path.relative_to(moved): path.read_bytes() for path in moved.rglob("*") if path.is_file()
+    } == before
     assert [d.tolist() for d in open_shards(moved)] == expected(text)
     assert [len(open_shards(place)) for place in (out, out / "previous-2")] == [120, 120]
-    tokenize_shards(str(text / "text" / "1.jsonl"), tmp_path / "other", out, append=True, progress=False)
+    tokenize_shards(
+        str(text / "text" / "1.jsonl"), tmp_path / "other", out, append=True, progress=False
+    )
     assert len(open_shards(out)) == 240
 
 
@@ -513,7 +636,9 @@ def test_an_id_beyond_the_tokenizer_is_refused_by_the_data_module(text, tmp_path
     from bertlab.data.module import PretrainingDataModule
 
     made(text, tmp_path / "out")
-    monkeypatch.setattr("bertlab.data.module.made_by", lambda *_: True)  # who made them is not told apart
+    monkeypatch.setattr(
+        "bertlab.data.module.made_by", lambda *_: True
+    )  # who made them is not told apart
 
     def first_batch(vocab_size):
         reader = train_tokenizer(TEXTS, vocab_size)
@@ -555,7 +680,9 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     assert before.items() <= after.items() and len(after) == 5
 
 
-def test_off_linux_the_line_about_a_dead_worker_names_what_a_script_lacks(text, tmp_path, monkeypatch):
+def test_off_linux_the_line_about_a_dead_worker_names_what_a_script_lacks(
+    text, tmp_path, monkeypatch
+):
     (future := Future()).set_exception(BrokenProcessPool())
     pool = SimpleNamespace(submit=lambda *_: future, shutdown=lambda **_: None)
     monkeypatch.setattr(module, "ProcessPoolExecutor", lambda *_: nullcontext(pool))
@@ -566,7 +693,9 @@ def test_off_linux_the_line_about_a_dead_worker_names_what_a_script_lacks(text, 
         assert ("__main__" in str(told.value)) == (platform == "darwin")
 
 
-KILLS = int(os.environ.get("BERTLAB_KILLS", 5))  # as many as you have patience for; 50 once, in benchmarks/kills.py
+KILLS = int(
+    os.environ.get("BERTLAB_KILLS", 5)
+)  # as many as you have patience for; 50 once, in benchmarks/kills.py
 
 
 def run_killed(text: Path, output: Path, seed: int) -> None:
@@ -574,7 +703,13 @@ def run_killed(text: Path, output: Path, seed: int) -> None:
     command = [sys.executable, "-m", "bertlab.cli", "tokenize", str(text / "text"), "--tokenizer", str(text / "tokenizer"),
                "--output", str(output), "--workers", "2", "--shard_tokens", "500"]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     deadline = time.time() + 120
     while not list(output.glob("part-*")) and process.poll() is None and time.time() < deadline:
         time.sleep(0.005)

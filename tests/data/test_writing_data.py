@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from bertlab.cli.main import main
 from bertlab.cli.write import was_taught_ends
 from bertlab.data.collators import MaskedDiffusionCollator
-from bertlab.data.diffusion import DiffusionRule, find_parts, share_tokens, weigh_times, writing_rows
+from bertlab.data.diffusion import (
+    DiffusionRule,
+    find_parts,
+    share_tokens,
+    weigh_times,
+    writing_rows,
+)
 from bertlab.data.module import PretrainingDataModule
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import Vocabulary
@@ -26,7 +32,9 @@ PAD, CLS, SEP, MASK = 0, 2, 3, 1
 WORDS = Vocabulary(12, pad_token_id=PAD, mask_token_id=MASK, special_token_ids=(CLS, SEP))
 
 
-def by_hand(document: list[int]) -> list[float]:  # shares, from the form [CLS] (prompt [SEP])? text [SEP]*
+def by_hand(
+    document: list[int],
+) -> list[float]:  # shares, from the form [CLS] (prompt [SEP])? text [SEP]*
     stop = len(document)
     while document[stop - 1] == SEP:
         stop -= 1
@@ -41,7 +49,9 @@ def by_hand(document: list[int]) -> list[float]:  # shares, from the form [CLS] 
     return shares
 
 
-documents = st.lists(st.lists(st.sampled_from([5, 6, 7, SEP]), min_size=1, max_size=8), min_size=1, max_size=5)
+documents = st.lists(
+    st.lists(st.sampled_from([5, 6, 7, SEP]), min_size=1, max_size=8), min_size=1, max_size=5
+)
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -74,7 +84,9 @@ def test_ends_of_a_document_weigh_as_much_as_one_word_however_many_they_are():
     for count in (1, 4, 9):
         rule = DiffusionRule(end_token_id=SEP)
         ids = np.array([[CLS, 5, 6, *[SEP] * count, SEP]])
-        shares = share_tokens({"input_ids": ids, "attention_mask": np.ones_like(ids)}, WORDS, rule.end_token_id)
+        shares = share_tokens(
+            {"input_ids": ids, "attention_mask": np.ones_like(ids)}, WORDS, rule.end_token_id
+        )
         assert shares[ids == SEP].sum() == pytest.approx(1) and shares.sum() == pytest.approx(3)
 
 
@@ -102,20 +114,34 @@ def test_texts_for_writing_pass_a_tokenizer_and_come_back_as_parts():
 @pytest.mark.parametrize("plain", [False, True])
 def test_the_loss_divides_by_the_words_that_count(plain):
     torch.manual_seed(0)
-    config = dict(vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    config = dict(
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     module = PretrainingModule(config, objective="diffusion", plain_mean=plain)
     module.configure_model()
     collate = MaskedDiffusionCollator(PAD, MASK, 12, special_token_ids=[CLS, SEP], writing=True, end_token_id=SEP,
                                       max_sequence_length=16, seed=1)  # fmt: skip
-    batch = collate([[CLS, 5, 6, SEP, 7, 8, 9, SEP, SEP, SEP, SEP], [CLS, 5, 8, 9, 10, 11, SEP, SEP]])
+    batch = collate(
+        [[CLS, 5, 6, SEP, 7, 8, 9, SEP, SEP, SEP, SEP], [CLS, 5, 8, 9, 10, 11, SEP, SEP]]
+    )
     parts = module.label_loss(batch)
     with torch.no_grad():
         logits = module.model(batch["input_ids"], batch["attention_mask"]).logits
-    nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    nats = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), batch["labels"], reduction="none"
+    )
     labelled, shares = batch["labels"] >= 0, batch["token_shares"]
     weights = shares if plain else batch["loss_weights"]
-    assert parts.loss_sum.item() == pytest.approx((nats * weights * labelled).sum().item(), rel=1e-4)
-    assert parts.num_labels.item() == pytest.approx((shares * labelled).sum().item() if plain else 4 + 6)
+    assert parts.loss_sum.item() == pytest.approx(
+        (nats * weights * labelled).sum().item(), rel=1e-4
+    )
+    assert parts.num_labels.item() == pytest.approx(
+        (shares * labelled).sum().item() if plain else 4 + 6
+    )
 
 
 def test_accumulating_two_rows_is_the_batch_of_both():
@@ -144,7 +170,9 @@ def test_the_cosine_schedule_hides_less_for_longer_and_its_weights_add_up_too():
         # The mean weighted count is the integral of the share's slope: all tokens, once.
         sums = batch["loss_weights"].sum(1).double() / 60
         assert abs(sums.mean().item() - 1) < 5 * sums.std().item() / 800**0.5
-    assert found["linear"] == pytest.approx(0.5, abs=0.01) and found["cosine"] == pytest.approx(1 - 2 / np.pi, abs=0.01)
+    assert found["linear"] == pytest.approx(0.5, abs=0.01) and found["cosine"] == pytest.approx(
+        1 - 2 / np.pi, abs=0.01
+    )
     assert weigh_times(np.array([1.0]), "cosine")[0] == pytest.approx(np.pi / 2)
 
 
@@ -174,13 +202,29 @@ def test_the_data_module_lays_ends_behind_texts_and_they_are_labels():
         assert ((batch["labels"] == tokenizer.sep_token_id).any().item()) == (most > 0)
     for before, after in zip(made[0], made[6], strict=True):
         ends = after[len(before) :]
-        assert after[: len(before)] == before and 1 <= len(ends) <= 6 and set(ends) == {tokenizer.sep_token_id}
-    for options in (dict(objective="mlm"), dict(objective="diffusion", streaming=True, name="a.txt")):
+        assert (
+            after[: len(before)] == before
+            and 1 <= len(ends) <= 6
+            and set(ends) == {tokenizer.sep_token_id}
+        )
+    for options in (
+        dict(objective="mlm"),
+        dict(objective="diffusion", streaming=True, name="a.txt"),
+    ):
         with pytest.raises(ValueError, match="max_ends=3"):
             PretrainingDataModule(options.pop("name", None), tokenizer, max_ends=3, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": 2}, {"overflow": "truncate"}, {"overflow": "keep_end"}, {"mix_lengths": {5: 0.5, 14: 0.5}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap": 2},
+        {"overflow": "truncate"},
+        {"overflow": "keep_end"},
+        {"mix_lengths": {5: 0.5, 14: 0.5}},
+    ],
+)
 def test_no_piece_of_a_long_text_is_made_of_ends_alone_and_no_word_is_lost(options):
     from bertlab.data.module import PretrainingDataModule
 
@@ -188,11 +232,16 @@ def test_no_piece_of_a_long_text_is_made_of_ends_alone_and_no_word_is_lost(optio
     texts, end = [" ".join(["cat"] * n) for n in range(1, 60)], tokenizer.sep_token_id
     words = {}
     for most in (0, 8):
-        data = PretrainingDataModule(None, tokenizer, "diffusion", 16, max_ends=most, data_kwargs=options or None)
+        data = PretrainingDataModule(
+            None, tokenizer, "diffusion", 16, max_ends=most, data_kwargs=options or None
+        )
         data.set_datasets(texts, texts)
         data.setup()
         for rows in (data.train_dataset, *data.val_datasets):
-            spans = [rows.documents.tokens[start:stop] for start, stop in zip(rows.windows.starts, rows.windows.stops)]
+            spans = [
+                rows.documents.tokens[start:stop]
+                for start, stop in zip(rows.windows.starts, rows.windows.stops)
+            ]
             assert all((span != end).any() for span in spans), "a piece with a word in it"
             words.setdefault(most, []).append(sum(int((span != end).sum()) for span in spans))
             if options.get("overflow") != "truncate":  # which cuts ends away like words
@@ -204,20 +253,38 @@ def test_an_empty_text_is_given_no_end():
     from bertlab.data.module import add_ends, cut_lone_ends
     from bertlab.data.packing import TokenizedDocuments
 
-    made = cut_lone_ends(add_ends(TokenizedDocuments.from_sequences([[], [7] * 4, [], [7] * 5, [3, 7]]), 3, 6), 3, room=4)
+    made = cut_lone_ends(
+        add_ends(TokenizedDocuments.from_sequences([[], [7] * 4, [], [7] * 5, [3, 7]]), 3, 6),
+        3,
+        room=4,
+    )
     found = [made[n].tolist() for n in range(len(made))]
-    assert found[:3] == [[], [7] * 4, []] and found[3][:6] == [7] * 5 + [3] and 6 <= len(found[3]) <= 8 and found[4][:3] == [3, 7, 3]
+    assert (
+        found[:3] == [[], [7] * 4, []]
+        and found[3][:6] == [7] * 5 + [3]
+        and 6 <= len(found[3]) <= 8
+        and found[4][:3] == [3, 7, 3]
+    )
 
 
-NOUNS, PLACES = "cat dog house door sea town tree boat bird stone".split(), ("on the mat", "in the house", "near the sea")
-QUESTIONS = [{"ask": f"what is the {noun} {place}", "say": f"it is a {noun}"} for noun in NOUNS for place in PLACES]
+NOUNS, PLACES = (
+    "cat dog house door sea town tree boat bird stone".split(),
+    ("on the mat", "in the house", "near the sea"),
+)
+QUESTIONS = [
+    {"ask": f"what is the {noun} {place}", "say": f"it is a {noun}"}
+    for noun in NOUNS
+    for place in PLACES
+]
 
 
 def write_table(kind: str, place: Path) -> str:
     "The same pairs as a file, or as a directory in hub form."
     if kind == "hub":
         Dataset.from_list(QUESTIONS).to_parquet(place / "data" / "train-00000-of-00001.parquet")
-        (place / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: data/*.parquet\n---\n")
+        (place / "README.md").write_text(
+            "---\nconfigs:\n- config_name: default\n  data_files: data/*.parquet\n---\n"
+        )
         return str(place)
     path = place / f"pairs.{kind}"
     table = Dataset.from_list(QUESTIONS)
@@ -237,7 +304,9 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "hub", "memory"])
-def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(kind, tokenizer, tmp_path):
+def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(
+    kind, tokenizer, tmp_path
+):
     data = pair_data(tokenizer, None if kind == "memory" else write_table(kind, tmp_path))
     if kind == "memory":
         data.set_datasets(Dataset.from_list(QUESTIONS))
@@ -247,7 +316,9 @@ def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(kind,
     for batch in data.train_dataloader():
         whole_BL = torch.where(batch["labels"] >= 0, batch["labels"], batch["input_ids"]).numpy()
         given_BL, ends_BL = find_parts(whole_BL, batch["attention_mask"].numpy(), end)
-        assert not (given_BL & (batch["labels"].numpy() >= 0)).any(), "a word of a prompt was hidden"
+        assert not (given_BL & (batch["labels"].numpy() >= 0)).any(), (
+            "a word of a prompt was hidden"
+        )
         assert (batch["labels"] >= 0).any() and ends_BL.any()
         for ids, numbers, given_L in zip(whole_BL, batch["attention_mask"].numpy(), given_BL):
             for n in range(1, numbers.max() + 1):
@@ -263,7 +334,9 @@ def test_pairs_of_any_table_keep_their_prompts_and_learn_where_answers_end(kind,
     ({"streaming": True}, "leave streaming and cache_dir out|max_ends"), ({"cache_dir": "x"}, "leave streaming and cache_dir out"),
     ({"data_kwargs": {"mix_lengths": {8: 0.5, 32: 0.5}}}, "mix_lengths cuts pairs"), ({"data_kwargs": {"overflow": "split"}}, "overflow cuts pairs"),
 ])  # fmt: skip
-def test_prompts_where_they_make_no_sense_are_refused_at_once(options, message, tokenizer, tmp_path):
+def test_prompts_where_they_make_no_sense_are_refused_at_once(
+    options, message, tokenizer, tmp_path
+):
     with pytest.raises(ValueError, match=message):
         pair_data(tokenizer, write_table("csv", tmp_path), **options)
 
@@ -288,10 +361,14 @@ QUESTION_ROWS = Dataset.from_list(QUESTIONS)
 
 def test_an_answer_that_is_too_long_is_cut_and_not_parted_from_its_prompt(tokenizer):
     data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
-    data.set_datasets(Dataset.from_list([{"ask": "what is the cat", "say": "it is a mat " * 30}]), QUESTION_ROWS)
+    data.set_datasets(
+        Dataset.from_list([{"ask": "what is the cat", "say": "it is a mat " * 30}]), QUESTION_ROWS
+    )
     data.setup()
     rows = [data.train_dataset[0, n] for n in range(len(data.train_dataset))]
-    assert len(rows) == 1 and tokenizer.decode(rows[0]["input_ids"], skip_special_tokens=True).startswith("what is the cat it is")
+    assert len(rows) == 1 and tokenizer.decode(
+        rows[0]["input_ids"], skip_special_tokens=True
+    ).startswith("what is the cat it is")
 
 
 @pytest.mark.parametrize("blank", ["", "   "])
@@ -315,9 +392,14 @@ def test_a_prompt_that_fills_its_row_is_left_out_and_never_learnt_as_a_text(toke
     long = {"ask": "what is the cat " * 30, "say": "it is a mat"}
     data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
     data.set_datasets(Dataset.from_list([long, *QUESTIONS]), QUESTION_ROWS)
-    with pytest.warns(UserWarning, match=r"1 of \d+ prompts leave no room for their text in a row of 32 tokens"):
+    with pytest.warns(
+        UserWarning, match=r"1 of \d+ prompts leave no room for their text in a row of 32 tokens"
+    ):
         data.setup()
-    read = [tokenizer.decode(data.train_dataset[0, n]["input_ids"]) for n in range(len(data.train_dataset))]
+    read = [
+        tokenizer.decode(data.train_dataset[0, n]["input_ids"])
+        for n in range(len(data.train_dataset))
+    ]
     assert read and not any("what is the cat what" in text for text in read)
     data = pair_data(tokenizer, data_kwargs={"validation_fraction": 0})
     data.set_datasets(Dataset.from_list([long]), QUESTION_ROWS)
@@ -327,12 +409,30 @@ def test_a_prompt_that_fills_its_row_is_left_out_and_never_learnt_as_a_text(toke
 
 def test_the_command_learns_from_pairs_and_answers(tmp_path, capsys):
     source = write_table("jsonl", tmp_path)
-    shape = ("hidden_size", 16), ("intermediate_size", 24), ("num_hidden_layers", 1), ("num_attention_heads", 1)
+    shape = (
+        ("hidden_size", 16),
+        ("intermediate_size", 24),
+        ("num_hidden_layers", 1),
+        ("num_attention_heads", 1),
+    )
     words = ["pretrain", "--model.objective", "diffusion", "--data.train_dataset_name_or_path", source, "--data.prompt_column",
              "ask", "--data.text_column", "say", "--data.max_ends", "2", "--data.max_sequence_length", "32", "--run.vocab_size",
              "150", "--trainer.max_steps", "2", "--data.train_batch_size", "2", "--run.progress", "none", "--run.output", str(tmp_path / "run"),
              *(word for name, value in shape for word in (f"--model.model_config_kwargs.{name}", str(value)))]  # fmt: skip
     assert main(words) == 0
     capsys.readouterr()
-    assert main(["write", str(tmp_path / "run"), "what is the cat", "--mode", "answer", "--max_new_tokens", "4"]) == 0
+    assert (
+        main(
+            [
+                "write",
+                str(tmp_path / "run"),
+                "what is the cat",
+                "--mode",
+                "answer",
+                "--max_new_tokens",
+                "4",
+            ]
+        )
+        == 0
+    )
     assert "what is the cat" not in capsys.readouterr().out and was_taught_ends(tmp_path / "run")

@@ -24,7 +24,14 @@ def draw_pairs(count: int = 48, negatives: int = 0, seed: int = 0, scores: bool 
         rng.shuffle(document)
         wrong = [" ".join(rng.choice(WORDS, 5)) + f" {n}" for n in range(negatives)]
         teacher = [1.0, *rng.uniform(0, 0.5, negatives)] if scores else []
-        found.append((f"{' '.join(words)} {number % 7}", f"{' '.join(document)} {number % 5}", wrong, teacher))
+        found.append(
+            (
+                f"{' '.join(words)} {number % 7}",
+                f"{' '.join(document)} {number % 5}",
+                wrong,
+                teacher,
+            )
+        )
     queries, positives, wrong, teacher = map(list, zip(*found))
     return PairSet(queries, positives, wrong, teacher if scores else None)
 
@@ -38,9 +45,15 @@ def small_config(kind: str = "modernbert", dropout: float = 0.0) -> dict:
     make = {"modernbert": modernbert_tiny, "bert": bert_tiny}[kind]
     options = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
     if dropout:
-        options |= {"attention_dropout": dropout, "mlp_dropout": dropout, "embedding_dropout": dropout}
+        options |= {
+            "attention_dropout": dropout,
+            "mlp_dropout": dropout,
+            "embedding_dropout": dropout,
+        }
     tokenizer = small_tokenizer()
-    return make(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **options).to_diff_dict()
+    return make(
+        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **options
+    ).to_diff_dict()
 
 
 def small_data(pairs: PairSet | None = None, batch: int = 8, **options) -> EmbeddingDataModule:
@@ -50,10 +63,14 @@ def small_data(pairs: PairSet | None = None, batch: int = 8, **options) -> Embed
     return data
 
 
-def small_module(seed: int = 0, dropout: float = 0.0, kind: str = "modernbert", **options) -> EmbeddingModule:
+def small_module(
+    seed: int = 0, dropout: float = 0.0, kind: str = "modernbert", **options
+) -> EmbeddingModule:
     seed_everything(seed)
     settings = {"learning_rate": 3e-3, "model_config_kwargs": small_config(kind, dropout)}
-    module = EmbeddingModule(**settings | options, pretrained_tokenizer_name_or_path=small_tokenizer())
+    module = EmbeddingModule(
+        **settings | options, pretrained_tokenizer_name_or_path=small_tokenizer()
+    )
     module.configure_model()
     return module
 

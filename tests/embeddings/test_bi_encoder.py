@@ -13,7 +13,14 @@ from torch.nn import functional as F
 
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.data.vocabularies import read_state, with_state
-from bertlab.embeddings.bi_encoder import BiEncoder, find_similarity, on_each_core, plan_batches, read_layout, score_vectors
+from bertlab.embeddings.bi_encoder import (
+    BiEncoder,
+    find_similarity,
+    on_each_core,
+    plan_batches,
+    read_layout,
+    score_vectors,
+)
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
@@ -37,7 +44,9 @@ def test_texts_together_have_the_vectors_that_they_have_alone(kind, pooling):
     alone = []
     for text in texts:
         states = model.encoder(**small_tokenizer()(text, return_tensors="pt")).last_hidden_state[0]
-        alone.append(F.normalize(states.mean(0) if pooling == "mean" else states[0], dim=0).detach().numpy())
+        alone.append(
+            F.normalize(states.mean(0) if pooling == "mean" else states[0], dim=0).detach().numpy()
+        )
     assert np.abs(together - np.stack(alone)).max() < 2e-6
     assert np.abs(model.encode(texts[::-1])[::-1] - together).max() < 2e-6
 
@@ -58,9 +67,14 @@ def test_a_prefix_of_a_vector_is_normed_anew():
     assert np.allclose(cut, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
 
 
-@pytest.mark.parametrize("kind, pooling, normalize", [("modernbert", "mean", True), ("bert", "cls", False)])
+@pytest.mark.parametrize(
+    "kind, pooling, normalize", [("modernbert", "mean", True), ("bert", "cls", False)]
+)
 def test_a_saved_model_loads_with_all_its_choices(tmp_path, kind, pooling, normalize):
-    model, texts = make_model(kind, pooling=pooling, normalize=normalize, max_sequence_length=10), draw_texts(20)
+    model, texts = (
+        make_model(kind, pooling=pooling, normalize=normalize, max_sequence_length=10),
+        draw_texts(20),
+    )
     model.save(tmp_path)
     again = BiEncoder.load(tmp_path)
     assert (again.pooling, again.normalize, again.max_sequence_length) == (pooling, normalize, 10)
@@ -86,8 +100,12 @@ print(model.max_seq_length, len(list(model.children())))
 """
 
 
-@pytest.mark.parametrize("kind, options", [("modernbert", {}), ("bert", {"pooling": "cls", "normalize": False})])
-def test_sentence_transformers_opens_the_directory_where_bertlab_is_not_installed(tmp_path, kind, options):
+@pytest.mark.parametrize(
+    "kind, options", [("modernbert", {}), ("bert", {"pooling": "cls", "normalize": False})]
+)
+def test_sentence_transformers_opens_the_directory_where_bertlab_is_not_installed(
+    tmp_path, kind, options
+):
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     model = make_model(kind, max_sequence_length=12, **options)
     texts = [*draw_texts(20), " ".join(WORDS)]  # the last is cut
@@ -115,11 +133,17 @@ def test_what_sentence_transformers_wrote_is_read(tmp_path):
 def test_modules_that_we_do_not_have_are_refused(tmp_path):
     make_model().save(tmp_path)
     modules = json.loads((tmp_path / "modules.json").read_text())
-    modules.append({"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    modules.append(
+        {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    )
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match="Dense"):
         read_layout(tmp_path)
-    config = {"word_embedding_dimension": 32, "pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False}
+    config = {
+        "word_embedding_dimension": 32,
+        "pooling_mode_max_tokens": True,
+        "pooling_mode_mean_tokens": False,
+    }
     (tmp_path / "modules.json").write_text(json.dumps(modules[:3]))
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="max_tokens"):
@@ -139,15 +163,23 @@ def test_a_damaged_file_of_a_directory_is_named(tmp_path, name, content):
         read_layout(tmp_path)
 
 
-@pytest.mark.parametrize("options, word", [({"pooling": "max"}, "pooling"), ({"max_sequence_length": 2}, "max_sequence_length"),
-                                           ({"max_sequence_length": 10**6}, "max_position_embeddings")])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"pooling": "max"}, "pooling"),
+        ({"max_sequence_length": 2}, "max_sequence_length"),
+        ({"max_sequence_length": 10**6}, "max_position_embeddings"),
+    ],
+)
 def test_a_model_that_cannot_be_is_refused(options, word):
     with pytest.raises(ValueError, match=word):
         make_model(**options)
 
 
 def test_a_length_that_is_chosen_is_written_though_a_shorter_model_ended_there(tmp_path):
-    encoder = lambda length: BertLabModel(BertLabConfig(**{**small_config(), "max_position_embeddings": length}))  # noqa: E731
+    encoder = lambda length: BertLabModel(
+        BertLabConfig(**{**small_config(), "max_position_embeddings": length})
+    )  # noqa: E731
     tokenizer = load_tokenizer(BiEncoder(encoder(16), small_tokenizer()).save(tmp_path / "short"))
     place = BiEncoder(encoder(64), tokenizer, max_sequence_length=16).save(tmp_path / "long")
     assert load_tokenizer(place).model_max_length == BiEncoder.load(place).max_sequence_length == 16
@@ -168,14 +200,24 @@ def test_texts_that_are_none_are_refused():
 def test_many_texts_are_cut_into_tokens_in_their_order():
     model, texts = make_model(max_sequence_length=8), draw_texts(2100)
     ids = model.tokenize(texts)
-    assert len(ids) == 2100 and all(ids[n] == model.tokenize([texts[n]])[0] for n in (0, 1999, 2000, 2099))
+    assert len(ids) == 2100 and all(
+        ids[n] == model.tokenize([texts[n]])[0] for n in (0, 1999, 2000, 2099)
+    )
 
 
 def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused():
     state = read_state(small_tokenizer())
-    state["model"]["vocab"] = {piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()}
-    gapped, encoder = with_state(small_tokenizer(), state), BertLabModel(BertLabConfig(**small_config()))
-    with pytest.raises(ValueError, match=f"ids up to {len(gapped) + 2}, and the model's vocab_size is {len(gapped)}"):
+    state["model"]["vocab"] = {
+        piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()
+    }
+    gapped, encoder = (
+        with_state(small_tokenizer(), state),
+        BertLabModel(BertLabConfig(**small_config())),
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"ids up to {len(gapped) + 2}, and the model's vocab_size is {len(gapped)}",
+    ):
         BiEncoder(encoder, gapped)
 
 
@@ -236,10 +278,20 @@ def test_autocast_of_the_caller_holds_on_every_core(two_threads):
     assert kinds == {torch.bfloat16, torch.float32}
 
 
-def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_before_all_is_refused(tmp_path):
+def test_prompts_and_similarity_of_sentence_transformers_are_kept_and_a_prompt_before_all_is_refused(
+    tmp_path,
+):
     place = make_model().save(tmp_path / "model")
     path = place / "config_sentence_transformers.json"
-    path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": None, "similarity_fn_name": "dot"}))
+    path.write_text(
+        json.dumps(
+            {
+                "prompts": {"query": "find: "},
+                "default_prompt_name": None,
+                "similarity_fn_name": "dot",
+            }
+        )
+    )
     again = BiEncoder.load(place).save(tmp_path / "again") / path.name
     assert json.loads(again.read_text()) == json.loads(path.read_text())
     path.write_text(json.dumps({"prompts": {"query": "find: "}, "default_prompt_name": "query"}))
@@ -260,15 +312,25 @@ def test_vectors_are_compared_as_sentence_transformers_compares_them(tmp_path, n
     pytest.importorskip("sentence_transformers", reason="needs the embeddings extra")
     from sentence_transformers import SentenceTransformer
 
-    place = with_conventions(make_model("bert", normalize=normalize).save(tmp_path / "model"), similarity_fn_name=name)
-    model, theirs, texts = BiEncoder.load(place), SentenceTransformer(str(place), device="cpu"), draw_texts(12)
+    place = with_conventions(
+        make_model("bert", normalize=normalize).save(tmp_path / "model"), similarity_fn_name=name
+    )
+    model, theirs, texts = (
+        BiEncoder.load(place),
+        SentenceTransformer(str(place), device="cpu"),
+        draw_texts(12),
+    )
     expected = theirs.similarity(theirs.encode(texts[:4]), theirs.encode(texts)).numpy()
     found = score_vectors(model, model.encode(texts[:4]), model.encode(texts))
-    assert np.abs(found - expected).max() < 1e-4 and find_similarity(theirs) == find_similarity(model) == (name or "cosine")
+    assert np.abs(found - expected).max() < 1e-4 and find_similarity(theirs) == find_similarity(
+        model
+    ) == (name or "cosine")
 
 
 def test_a_comparison_that_is_not_computed_here_is_refused_unless_the_cosine_ranks_alike():
-    made = lambda name, normalize: make_model(normalize=normalize, conventions={"similarity_fn_name": name})  # noqa: E731
+    made = lambda name, normalize: make_model(
+        normalize=normalize, conventions={"similarity_fn_name": name}
+    )  # noqa: E731
     assert find_similarity(made("euclidean", True)) == "cosine"
     for name, normalize in (("euclidean", False), ("manhattan", True), ("maxsim", True)):
         with pytest.raises(ValueError, match=f"{name}.*cosine and dot"):
@@ -283,14 +345,27 @@ def test_prompts_stand_before_texts_as_sentence_transformers_puts_them(tmp_path,
     from sentence_transformers import SentenceTransformer
 
     place = with_conventions(make_model("bert").save(tmp_path / "model"), prompts=prompts)
-    model, theirs, texts = BiEncoder.load(place), SentenceTransformer(str(place), device="cpu"), draw_texts(6)
+    model, theirs, texts = (
+        BiEncoder.load(place),
+        SentenceTransformer(str(place), device="cpu"),
+        draw_texts(6),
+    )
     assert np.abs(model.encode_query(texts) - theirs.encode_query(texts)).max() < 2e-6
     assert np.abs(model.encode_document(texts) - theirs.encode_document(texts)).max() < 2e-6
-    assert np.array_equal(model.encode_query(texts), model.encode_query([model.query_prompt + text for text in texts])), "once"
+    assert np.array_equal(
+        model.encode_query(texts), model.encode_query([model.query_prompt + text for text in texts])
+    ), "once"
 
 
-@pytest.mark.parametrize("prompts, expected", [({"passage": "a: ", "corpus": "no"}, "a: "), ({"document": "", "passage": "a: "}, "a: "),
-                                               ({"document": None, "corpus": "a: "}, "a: "), ({"query": "no"}, "")])
+@pytest.mark.parametrize(
+    "prompts, expected",
+    [
+        ({"passage": "a: ", "corpus": "no"}, "a: "),
+        ({"document": "", "passage": "a: "}, "a: "),
+        ({"document": None, "corpus": "a: "}, "a: "),
+        ({"query": "no"}, ""),
+    ],
+)
 def test_the_prompt_of_documents_has_three_names_and_an_empty_one_is_none(prompts, expected):
     assert make_model(conventions={"prompts": prompts}).document_prompt == expected
 
@@ -306,7 +381,9 @@ def test_a_model_that_pools_without_its_prompts_is_refused(tmp_path):
 
 def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp_path):
     place = make_model("bert").save(tmp_path / "model")
-    (place / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": True}))
+    (place / "sentence_bert_config.json").write_text(
+        json.dumps({"max_seq_length": 32, "do_lower_case": True})
+    )
     assert BiEncoder.load(place).tokenize(["Alpha"]) == BiEncoder.load(place).tokenize(["alpha"])
     path = place / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "do_lower_case": False}))
@@ -317,4 +394,7 @@ def test_a_model_that_lowers_letters_is_refused_where_its_tokenizer_does_not(tmp
 def test_prompts_of_one_model_are_not_those_of_another():
     first, second = make_model(), make_model()
     first.conventions["prompts"]["query"] = "query: "
-    assert "query" not in second.conventions["prompts"] and "query" not in make_model().conventions["prompts"]
+    assert (
+        "query" not in second.conventions["prompts"]
+        and "query" not in make_model().conventions["prompts"]
+    )

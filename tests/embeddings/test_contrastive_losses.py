@@ -6,25 +6,39 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from bertlab.embeddings.losses import ContrastiveRule, Embedded, distillation_loss, find_forbidden, info_nce
+from bertlab.embeddings.losses import (
+    ContrastiveRule,
+    Embedded,
+    distillation_loss,
+    find_forbidden,
+    info_nce,
+)
 
 
 def make_batch(num_pairs=5, num_negatives=0, width=8, seed=0, dtype=torch.float64):
     made = torch.Generator().manual_seed(seed)
     q = torch.randn(num_pairs, width, generator=made, dtype=dtype, requires_grad=True)
-    d = torch.randn(num_pairs * (1 + num_negatives), width, generator=made, dtype=dtype, requires_grad=True)
+    d = torch.randn(
+        num_pairs * (1 + num_negatives), width, generator=made, dtype=dtype, requires_grad=True
+    )
     groups = torch.arange(len(d))
     return Embedded(q, groups[:num_pairs]), Embedded(d, groups), torch.arange(num_pairs)
 
 
 def cosine(a, b):
-    return sum(x * y for x, y in zip(a, b)) / math.sqrt(sum(x * x for x in a) * sum(y * y for y in b))
+    return sum(x * y for x, y in zip(a, b)) / math.sqrt(
+        sum(x * x for x in a) * sum(y * y for y in b)
+    )
 
 
 def plain_loss(queries, documents, temperature, left_out=frozenset()):
     total = 0.0
     for i, q in enumerate(queries.tolist()):
-        scores = {n: cosine(q, d) / temperature for n, d in enumerate(documents.tolist()) if (i, n) not in left_out}
+        scores = {
+            n: cosine(q, d) / temperature
+            for n, d in enumerate(documents.tolist())
+            if (i, n) not in left_out
+        }
         total -= math.log(math.exp(scores[i]) / sum(map(math.exp, scores.values())))
     return total
 
@@ -33,9 +47,14 @@ def plain_loss(queries, documents, temperature, left_out=frozenset()):
 def test_the_loss_is_the_cross_entropy_of_picking_the_right_document(num_negatives):
     q, d, targets = make_batch(num_negatives=num_negatives)
     parts = ContrastiveRule()(q, d, targets, 0.2)
-    assert parts.loss_sum.item() == pytest.approx(plain_loss(q.vectors_ND, d.vectors_ND, 0.2), rel=1e-9)
+    assert parts.loss_sum.item() == pytest.approx(
+        plain_loss(q.vectors_ND, d.vectors_ND, 0.2), rel=1e-9
+    )
     assert parts.num_labels == 5
-    best = [max(range(len(d.vectors_ND)), key=lambda n: cosine(v, d.vectors_ND[n].tolist())) for v in q.vectors_ND.tolist()]
+    best = [
+        max(range(len(d.vectors_ND)), key=lambda n: cosine(v, d.vectors_ND[n].tolist()))
+        for v in q.vectors_ND.tolist()
+    ]
     assert parts.num_right == sum(b == i for i, b in enumerate(best))
 
 
@@ -56,7 +75,9 @@ def test_autocast_rounds_no_cosines():
     groups, grads = torch.arange(32), []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
-            parts = ContrastiveRule(both_directions=True)(Embedded(q, groups), Embedded(d, groups), groups, 0.05)
+            parts = ContrastiveRule(both_directions=True)(
+                Embedded(q, groups), Embedded(d, groups), groups, 0.05
+            )
         grads.append(torch.autograd.grad(parts.loss_sum, (q, d)))
     for whole, cast in zip(*grads):
         assert (cast - whole).norm() < 1e-5 * whole.norm()
@@ -68,15 +89,22 @@ def test_a_known_answer_is_not_pushed_away_in_either_direction():
     rule = ContrastiveRule(both_directions=True)
     parts = rule(Embedded(q.vectors_ND, same), Embedded(d.vectors_ND, same), targets, 0.2)
     left_out = {(0, 4), (4, 0)}
-    expected = (plain_loss(q.vectors_ND, d.vectors_ND, 0.2, left_out) + plain_loss(d.vectors_ND, q.vectors_ND, 0.2, left_out)) / 2
+    expected = (
+        plain_loss(q.vectors_ND, d.vectors_ND, 0.2, left_out)
+        + plain_loss(d.vectors_ND, q.vectors_ND, 0.2, left_out)
+    ) / 2
     assert parts.loss_sum.item() == pytest.approx(expected, rel=1e-9)
-    grad = torch.autograd.grad(info_nce(torch.eye(2), torch.tensor([0, 1]))[0] * 0 + parts.loss_sum, d.vectors_ND)[0]
+    grad = torch.autograd.grad(
+        info_nce(torch.eye(2), torch.tensor([0, 1]))[0] * 0 + parts.loss_sum, d.vectors_ND
+    )[0]
     assert torch.isfinite(grad).all()
 
 
 def test_a_margin_leaves_out_what_beats_the_right_document_and_keeps_the_rest():
     cosines = torch.tensor([[0.5, 0.61, 0.59, 0.4]])
-    forbidden = find_forbidden(cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]), margin=0.1)
+    forbidden = find_forbidden(
+        cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]), margin=0.1
+    )
     assert forbidden.tolist() == [[False, True, False, False]]
     none = find_forbidden(cosines, torch.tensor([0]), torch.arange(4), torch.tensor([0]))
     assert not none.any()
@@ -87,7 +115,9 @@ def test_blanks_count_neither_as_queries_nor_as_documents():
     groups = torch.tensor([0, 1, 2, -1])
     blank_targets = torch.tensor([0, 1, 2, -100])
     rule = ContrastiveRule(both_directions=True, false_negative_margin=0.5)
-    with_blank = rule(Embedded(q.vectors_ND, groups), Embedded(d.vectors_ND, groups), blank_targets, 0.1)
+    with_blank = rule(
+        Embedded(q.vectors_ND, groups), Embedded(d.vectors_ND, groups), blank_targets, 0.1
+    )
     three = [Embedded(e.vectors_ND[:3], groups[:3]) for e in (q, d)]
     alone = rule(*three, targets[:3], 0.1)
     assert with_blank.loss_sum.item() == pytest.approx(alone.loss_sum.item(), rel=1e-9)
@@ -117,7 +147,9 @@ def test_a_lower_temperature_puts_the_push_on_the_closest_document():
     d = torch.tensor([[0.8, 0.6], [0.6, 0.8], [0.0, 1.0]], requires_grad=True)
     shares = []
     for temperature in (1.0, 0.05):
-        loss = ContrastiveRule()(q, Embedded(d, torch.arange(3)), torch.tensor([0]), temperature).loss_sum
+        loss = ContrastiveRule()(
+            q, Embedded(d, torch.arange(3)), torch.tensor([0]), temperature
+        ).loss_sum
         grad = torch.autograd.grad(loss, d)[0].norm(dim=1)
         shares.append((grad[1] / (grad[1] + grad[2])).item())
     assert shares[0] < 0.65 < 0.99 < shares[1]
@@ -129,11 +161,15 @@ def test_distillation_is_zero_at_the_teacher_and_pulls_towards_it():
         student = torch.zeros(2, 3, requires_grad=True)
         assert distillation_loss(teacher, teacher, 0.1, kind).abs() < 1e-6
         far = distillation_loss(student, teacher, 0.1, kind)
-        near = distillation_loss(student - 0.05 * torch.autograd.grad(far, student)[0], teacher, 0.1, kind)
+        near = distillation_loss(
+            student - 0.05 * torch.autograd.grad(far, student)[0], teacher, 0.1, kind
+        )
         assert 0 < near < far
     p = torch.softmax(teacher / 0.5, 1)
     expected = (p * (p.log() - math.log(1 / 3))).sum().item()
-    assert distillation_loss(torch.zeros(2, 3), teacher, 0.5).item() == pytest.approx(expected, rel=1e-5)
+    assert distillation_loss(torch.zeros(2, 3), teacher, 0.5).item() == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", ["kl", "margin_mse"])
@@ -141,8 +177,16 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
     made = torch.Generator().manual_seed(0)
     student, teacher = (torch.rand(6, 4, generator=made, dtype=torch.float64) for _ in range(2))
     student.requires_grad_()
-    temperature = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)  # as where it is learnt
-    counts = [4, 3, 2, 1, 0]  # candidates of the first five pairs: the last two have nothing to compare
+    temperature = torch.tensor(
+        0.2, dtype=torch.float64, requires_grad=True
+    )  # as where it is learnt
+    counts = [
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]  # candidates of the first five pairs: the last two have nothing to compare
     for pair, count in enumerate(counts):
         teacher[pair, count:] = -torch.inf
     teacher[5, 0] = -torch.inf  # a pair without its positive's score
@@ -156,8 +200,14 @@ def test_each_pair_is_distilled_by_its_own_number_of_candidates(kind):
         torch.testing.assert_close(grad, expected)
 
 
-@pytest.mark.parametrize("options, word", [({"prefixes": (0,)}, "prefixes"), ({"prefixes": (4, 4)}, "prefixes"),
-                                           ({"false_negative_margin": 3.0}, "margin")])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"prefixes": (0,)}, "prefixes"),
+        ({"prefixes": (4, 4)}, "prefixes"),
+        ({"false_negative_margin": 3.0}, "margin"),
+    ],
+)
 def test_a_rule_that_cannot_be_is_refused(options, word):
     with pytest.raises(ValueError, match=word):
         ContrastiveRule(**options)

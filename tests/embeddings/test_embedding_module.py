@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from embedding_cases import draw_pairs, fit, small_config, small_data, small_module, small_tokenizer, weights_of
+from embedding_cases import (
+    draw_pairs,
+    fit,
+    small_config,
+    small_data,
+    small_module,
+    small_tokenizer,
+    weights_of,
+)
 from lightning.pytorch.callbacks import Callback
 from safetensors import safe_open
 from torch.nn import functional as F
@@ -19,7 +27,14 @@ from bertlab.embeddings.losses import Embedded
 from bertlab.embeddings.module import EmbeddingModule, ranks_of
 from bertlab.embeddings.pairs import EmbeddingDataModule
 from bertlab.optim.groups import leading_group
-from bertlab.train.checkpoints import CheckpointSeries, RunCheckpoint, check_resume, find_checkpoint, refuse_differences, run_fingerprint
+from bertlab.train.checkpoints import (
+    CheckpointSeries,
+    RunCheckpoint,
+    check_resume,
+    find_checkpoint,
+    refuse_differences,
+    run_fingerprint,
+)
 from bertlab.train.history import History
 from bertlab.train.stopping import NonFiniteGuard
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -62,7 +77,10 @@ def test_ties_are_seen_through_the_rounding_of_products(width):
     assert ranks_of(collapsed, collapsed, block=128).tolist() == [300] * 300
     q = torch.randn(100, width).repeat(2, 1)  # every text has a twin in another group
     d = q + 0.3 * torch.randn(100, width).repeat(2, 1)
-    assert ranks_of(Embedded(q, torch.arange(200)), Embedded(d, torch.arange(200))).tolist() == [2] * 200
+    assert (
+        ranks_of(Embedded(q, torch.arange(200)), Embedded(d, torch.arange(200))).tolist()
+        == [2] * 200
+    )
 
 
 def test_vectors_that_are_no_numbers_find_nothing():
@@ -71,23 +89,41 @@ def test_vectors_that_are_no_numbers_find_nothing():
 
 
 def test_an_answer_of_several_queries_is_one_rival():
-    q, d = torch.tensor([[1.0, 0.0]] * 4), torch.tensor([[0.8, 0.6], [1.0, 0.1], [1.0, 0.1], [1.0, 0.1]])
-    queries, documents = Embedded(q, torch.tensor([0, 1, 1, 1])), Embedded(d, torch.tensor([0, 1, 1, 1]))
+    q, d = (
+        torch.tensor([[1.0, 0.0]] * 4),
+        torch.tensor([[0.8, 0.6], [1.0, 0.1], [1.0, 0.1], [1.0, 0.1]]),
+    )
+    queries, documents = (
+        Embedded(q, torch.tensor([0, 1, 1, 1])),
+        Embedded(d, torch.tensor([0, 1, 1, 1])),
+    )
     assert ranks_of(queries, documents).tolist() == [4, 1, 1, 1]
-    assert ranks_of(queries, documents, numbers_N=torch.tensor([7, 3, 3, 3])).tolist() == [2, 1, 1, 1]
+    assert ranks_of(queries, documents, numbers_N=torch.tensor([7, 3, 3, 3])).tolist() == [
+        2,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_ranks_of_a_split_are_those_among_its_different_answers():
     train, held = draw_pairs(16, seed=1), draw_pairs(20)
-    held = replace(held, positives=[held.positives[n // 5 * 5] for n in range(20)])  # each answers five queries
+    held = replace(
+        held, positives=[held.positives[n // 5 * 5] for n in range(20)]
+    )  # each answers five queries
     data, module = small_data(), small_module()
     data.set_datasets(train, held)
     values = fit(module, data, 1, val_check_steps=1).callback_metrics
     answers = held.positives[::5]
     cosines = module.model.encode(held.queries) @ module.model.encode(answers).T
-    ranks = [1 + sum(row[n] >= row[number // 5] for n in range(4) if n != number // 5) for number, row in enumerate(cosines)]
+    ranks = [
+        1 + sum(row[n] >= row[number // 5] for n in range(4) if n != number // 5)
+        for number, row in enumerate(cosines)
+    ]
     assert max(ranks) > 1, "else nothing is compared"
-    assert float(values["val_mrr"]) == pytest.approx(np.mean([1 / rank for rank in ranks]), rel=1e-5)
+    assert float(values["val_mrr"]) == pytest.approx(
+        np.mean([1 / rank for rank in ranks]), rel=1e-5
+    )
     assert float(values["val_recall_10"]) == 1, "there are but four answers"
 
 
@@ -116,8 +152,14 @@ class StopAt(Callback):
 
 def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
     def run(stop_at, seed=0, checkpoint=None):
-        keeper, history = RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_steps=100), History()
-        module, data = small_module(seed, dropout=0.2, chunk_rows=2, learn_temperature=True), small_data(draw_pairs(64))
+        keeper, history = (
+            RunCheckpoint(tmp_path / f"{stop_at}-{seed}.ckpt", every_steps=100),
+            History(),
+        )
+        module, data = (
+            small_module(seed, dropout=0.2, chunk_rows=2, learn_temperature=True),
+            small_data(draw_pairs(64)),
+        )
         callbacks = [history, keeper, StopAt(stop_at)]
         trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=callbacks)
         trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True if checkpoint else None)
@@ -125,39 +167,73 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(tmp_path):
 
     whole, losses = run(8)
     run(3)
-    resumed, later = run(8, seed=1, checkpoint=tmp_path / "3-0.ckpt")  # other first weights, which must not matter
+    resumed, later = run(
+        8, seed=1, checkpoint=tmp_path / "3-0.ckpt"
+    )  # other first weights, which must not matter
     assert torch.equal(whole, resumed)
     assert list(later)[-5:] == list(losses)[-5:]
 
 
 def test_what_makes_the_loss_is_part_of_the_run():
     kept = run_fingerprint(small_module(prefixes=[8, 16]), None)
-    refuse_differences("run.ckpt", kept, run_fingerprint(small_module(prefixes=[8, 16], chunk_rows=2, learning_rate=1.0), None))
+    refuse_differences(
+        "run.ckpt",
+        kept,
+        run_fingerprint(small_module(prefixes=[8, 16], chunk_rows=2, learning_rate=1.0), None),
+    )
     for changed, said in (({"temperature": 0.1}, "temperature is 0.05 there and 0.1 here"), ({"both_directions": True}, "both_directions is"),
                           ({"prefixes": [8]}, r"prefixes is \[8, 16\] there"), ({"distillation": "kl"}, "distillation is None there"),
                           ({"false_negative_margin": 0.1}, "false_negative_margin is")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            refuse_differences("run.ckpt", kept, run_fingerprint(small_module(**{"prefixes": [8, 16], **changed}), None))
+            refuse_differences(
+                "run.ckpt",
+                kept,
+                run_fingerprint(small_module(**{"prefixes": [8, 16], **changed}), None),
+            )
 
 
-def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(tmp_path):
+def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(
+    tmp_path,
+):
     def run(steps, checkpoint=None):
-        module = small_module(schedule="torch.optim.lr_scheduler.LambdaLR", scheduler_kwargs={"lr_lambda": lambda step: 1 / (1 + step)})
-        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        module = small_module(
+            schedule="torch.optim.lr_scheduler.LambdaLR",
+            scheduler_kwargs={"lr_lambda": lambda step: 1 / (1 + step)},
+        )
+        trainer = make_trainer(
+            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+        )
         trainer.fit(module, small_data(), ckpt_path=checkpoint)
         return trainer.optimizers[0].param_groups[0]["lr"]
 
     run(2)
-    assert torch.load(find_checkpoint(tmp_path), weights_only=True)["hyper_parameters"]["scheduler_kwargs"] == {}
+    assert (
+        torch.load(find_checkpoint(tmp_path), weights_only=True)["hyper_parameters"][
+            "scheduler_kwargs"
+        ]
+        == {}
+    )
     assert run(4, find_checkpoint(tmp_path)) == pytest.approx(3e-3 / 5)
 
 
 def test_rates_fall_from_layer_to_layer_and_the_temperature_is_not_decayed():
-    module, data = small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True), small_data()
+    module, data = (
+        small_module(layer_decay=0.5, learning_rate=0.08, learn_temperature=True),
+        small_data(),
+    )
     trainer = fit(module, data, 1)
     names = {id(p): name for name, p in module.named_parameters()}
-    rates = {names[id(p)]: (g["initial_lr"], g["weight_decay"]) for g in trainer.optimizers[0].param_groups for p in g["params"]}
-    by_layer = {"blocks.1.mlp": 0.08, "blocks.0.mlp": 0.04, "embeddings.tokens": 0.02, "log_temperature": 0.08}
+    rates = {
+        names[id(p)]: (g["initial_lr"], g["weight_decay"])
+        for g in trainer.optimizers[0].param_groups
+        for p in g["params"]
+    }
+    by_layer = {
+        "blocks.1.mlp": 0.08,
+        "blocks.0.mlp": 0.04,
+        "embeddings.tokens": 0.02,
+        "log_temperature": 0.08,
+    }
     for part, rate in by_layer.items():
         assert all(r == pytest.approx(rate) for name, (r, _) in rates.items() if part in name), part
     assert rates["log_temperature"][1] == 0
@@ -172,7 +248,11 @@ def test_a_run_that_an_earlier_version_began_keeps_the_rates_of_its_layers(tmp_p
         trainer.fit(module, small_data(), ckpt_path=checkpoint, weights_only=True)
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         names = {id(p): name for name, p in module.named_parameters()}
-        peaks = {names[id(p)]: g["initial_lr"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
+        peaks = {
+            names[id(p)]: g["initial_lr"]
+            for g in trainer.optimizers[0].param_groups
+            for p in g["params"]
+        }
         return [next(peak for name, peak in peaks.items() if part in name)
                 for part in ("blocks.1.mlp", "blocks.0.mlp", "embeddings.tokens")]  # fmt: skip
 
@@ -182,8 +262,12 @@ def test_a_run_that_an_earlier_version_began_keeps_the_rates_of_its_layers(tmp_p
     del checkpoint["top_depth"]  # earlier versions did not write it
     torch.save(checkpoint, tmp_path / "earlier.ckpt")
     assert run(3, tmp_path / "earlier.ckpt") == before and run(4, tmp_path / "3.ckpt") == before
-    loaded = EmbeddingModule.load_from_checkpoint(tmp_path / "3.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
-    assert max(rate["lr"] for rate in loaded.rates_by_layer().values()) == 0.08, "a new run from its weights"
+    loaded = EmbeddingModule.load_from_checkpoint(
+        tmp_path / "3.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
+    )
+    assert max(rate["lr"] for rate in loaded.rates_by_layer().values()) == 0.08, (
+        "a new run from its weights"
+    )
 
 
 def test_a_decay_among_the_optimizer_s_options_is_refused():
@@ -231,19 +315,31 @@ def test_a_pair_with_fewer_negatives_learns_from_its_teacher_as_if_it_were_alone
 
     whole = distilled(pairs, [*range(6), -1])  # the last one is a blank
     alone = [distilled(pairs.select([n]), [0]) for n, count in enumerate(counts) if count]
-    assert whole.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-4) and min(alone) > 0
+    assert (
+        whole.item() == pytest.approx(sum(one.item() for one in alone), rel=1e-4) and min(alone) > 0
+    )
     whole.backward()
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    assert all(torch.isfinite(grad).all() for grad in grads) and any(grad.abs().max() > 0 for grad in grads)
+    assert all(torch.isfinite(grad).all() for grad in grads) and any(
+        grad.abs().max() > 0 for grad in grads
+    )
 
 
 def test_autocast_rounds_neither_the_student_s_nor_the_teacher_s_scores():
-    module, made = small_module(distillation="kl", temperature=0.05), torch.Generator().manual_seed(0)
+    module, made = (
+        small_module(distillation="kl", temperature=0.05),
+        torch.Generator().manual_seed(0),
+    )
     q = F.normalize(torch.randn(2, 64, generator=made), dim=1)
-    texts = torch.cat([q, q.repeat_interleave(3, 0)])  # positives, then three negatives of each, all close
+    texts = torch.cat(
+        [q, q.repeat_interleave(3, 0)]
+    )  # positives, then three negatives of each, all close
     close = F.normalize(texts + 0.02 * torch.randn(8, 64, generator=made), dim=1)
     queries, documents = Embedded(q, torch.arange(2)), Embedded(close, torch.arange(8))
-    batch = {"labels": torch.arange(2), "teacher_scores": torch.tensor([[0.812, 0.809, 0.806, 0.803]] * 2)}
+    batch = {
+        "labels": torch.arange(2),
+        "teacher_scores": torch.tensor([[0.812, 0.809, 0.806, 0.803]] * 2),
+    }
     found = []
     for on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
@@ -260,7 +356,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_the_guard():
     spoiled = weights_of(module)
     fit(module, data, 1, callbacks=[NonFiniteGuard()])
     after = weights_of(module)
-    assert torch.equal(after.nan_to_num(0.5), spoiled.nan_to_num(0.5)) and before.shape == after.shape
+    assert (
+        torch.equal(after.nan_to_num(0.5), spoiled.nan_to_num(0.5)) and before.shape == after.shape
+    )
 
 
 def test_a_prepared_encoder_trains_what_was_left_free():
@@ -292,7 +390,9 @@ def adapted(base, adapter="lora", **options):
     return module
 
 
-@pytest.mark.parametrize("adapter, part", [({"type": "lora", "r": 2}, "lora_"), ("dora", "lora_"), ("ia3", "ia3_l")])
+@pytest.mark.parametrize(
+    "adapter, part", [({"type": "lora", "r": 2}, "lora_"), ("dora", "lora_"), ("ia3", "ia3_l")]
+)
 def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
     module = adapted(base, adapter)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
@@ -301,7 +401,9 @@ def test_an_adapter_trains_and_the_encoder_below_stays(base, adapter, part):
     assert moved and all(part in name for name in moved)
 
 
-def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_it_alone(base, tmp_path):
+def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_it_alone(
+    base, tmp_path
+):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
     module = adapted(base)
@@ -309,16 +411,26 @@ def test_what_an_adapter_learned_is_merged_where_it_is_written_and_lies_beside_i
     written = module.save(tmp_path / "written")
     texts = ["alpha beta", "gamma north south"]
     first, last = BiEncoder.load(base).encode(texts), module.model.encode(texts)
-    assert np.abs(BiEncoder.load(written).encode(texts) - last).max() < 1e-5 < np.abs(first - last).max()
+    assert (
+        np.abs(BiEncoder.load(written).encode(texts) - last).max()
+        < 1e-5
+        < np.abs(first - last).max()
+    )
     settings = json.loads((written / "adapter/adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(base) and (written / "adapter/adapter_model.safetensors").is_file()
+    assert (
+        settings["base_model_name_or_path"] == str(base)
+        and (written / "adapter/adapter_model.safetensors").is_file()
+    )
     assert not any("lora" in name for name in safe_open(written / "model.safetensors", "pt").keys())
 
 
 def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
     def run(stop_at, checkpoint=None):
         keeper = CheckpointSeries(tmp_path / str(stop_at), every_steps=100)
-        module, data = adapted(base, {"type": "lora", "r": 2, "lora_dropout": 0.2}), small_data(draw_pairs(64))
+        module, data = (
+            adapted(base, {"type": "lora", "r": 2, "lora_dropout": 0.2}),
+            small_data(draw_pairs(64)),
+        )
         if checkpoint:
             assert check_resume(checkpoint, module, data, 6) == 3
         trainer = make_trainer(6, "32-true", accelerator="cpu", callbacks=[keeper, StopAt(stop_at)])
@@ -329,7 +441,9 @@ def test_a_run_with_an_adapter_goes_on_bit_by_bit(base, tmp_path):
     run(3)
     early, late = (find_checkpoint(tmp_path / name) for name in ("3", "6"))
     assert torch.equal(whole, run(6, checkpoint=early))
-    again = EmbeddingModule.load_from_checkpoint(late, pretrained_tokenizer_name_or_path=small_tokenizer())
+    again = EmbeddingModule.load_from_checkpoint(
+        late, pretrained_tokenizer_name_or_path=small_tokenizer()
+    )
     assert torch.equal(weights_of(again), whole)
     with pytest.raises(ValueError, match="adapter is .* there and 'ia3' here"):
         check_resume(early, adapted(base, "ia3"), small_data(draw_pairs(64)), 6)
@@ -345,7 +459,9 @@ def test_frozen_blocks_stay_and_an_adapter_on_random_weights_is_refused():
     moved = {n for n, p in module.named_parameters() if not torch.equal(p, before[n])}
     assert moved and not any("blocks.0." in name or "embeddings" in name for name in moved)
     pytest.importorskip("peft", reason="needs peft")
-    with pytest.raises(ValueError, match="adapter='lora' leaves the encoder as it is, and that is random"):
+    with pytest.raises(
+        ValueError, match="adapter='lora' leaves the encoder as it is, and that is random"
+    ):
         fit(small_module(adapter="lora"), small_data(), 1)
 
 
@@ -353,12 +469,20 @@ def test_rates_fall_from_layer_to_layer_where_only_some_layers_train(base):
     def rates(module):
         trainer = fit(module, small_data(), 1)
         names = {id(p): name for name, p in module.named_parameters()}
-        return {names[id(p)]: g["initial_lr"] for g in trainer.optimizers[0].param_groups for p in g["params"]}
+        return {
+            names[id(p)]: g["initial_lr"]
+            for g in trainer.optimizers[0].param_groups
+            for p in g["params"]
+        }
 
     frozen = rates(small_module(freeze=1, layer_decay=0.5, learning_rate=0.08))
     assert not any("blocks.0." in name or "embeddings" in name for name in frozen)
     beside = rates(adapted(base, layer_decay=0.5, learning_rate=0.08))
-    for found, part, rate in ((frozen, "blocks.1.", 0.08), (beside, "blocks.1.", 0.08), (beside, "blocks.0.", 0.04)):
+    for found, part, rate in (
+        (frozen, "blocks.1.", 0.08),
+        (beside, "blocks.1.", 0.08),
+        (beside, "blocks.0.", 0.04),
+    ):
         chosen = [r for name, r in found.items() if part in name]
         assert chosen and chosen == pytest.approx([rate] * len(chosen))
 
@@ -372,16 +496,26 @@ def test_a_module_starts_from_a_checkpoint_and_its_save_opens_again(tmp_path):
     again = EmbeddingModule(str(tmp_path / "first"))
     again.configure_model()
     assert again.model.pooling == "cls" and again.model.max_sequence_length == 16
-    vectors = [m.encode(["alpha beta", "gamma"]) for m in (module.model, again.model, BiEncoder.load(tmp_path / "first"))]
-    assert np.abs(vectors[0] - vectors[1]).max() < 1e-6 and np.abs(vectors[0] - vectors[2]).max() < 1e-6
+    vectors = [
+        m.encode(["alpha beta", "gamma"])
+        for m in (module.model, again.model, BiEncoder.load(tmp_path / "first"))
+    ]
+    assert (
+        np.abs(vectors[0] - vectors[1]).max() < 1e-6
+        and np.abs(vectors[0] - vectors[2]).max() < 1e-6
+    )
 
 
 def test_an_encoder_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tmp_path):
     small_module().save(tmp_path / "first")
     other = train_tokenizer(["seven six five four three two one black white"] * 3, 60)
-    with pytest.raises(ValueError, match="first was trained with another tokenizer: id .*transplant"):
+    with pytest.raises(
+        ValueError, match="first was trained with another tokenizer: id .*transplant"
+    ):
         EmbeddingModule(str(tmp_path / "first"), other)
-    EmbeddingModule(str(tmp_path / "first"), other, prepare_encoder=lambda encoder: None)  # who may give it other rows
+    EmbeddingModule(
+        str(tmp_path / "first"), other, prepare_encoder=lambda encoder: None
+    )  # who may give it other rows
     EmbeddingModule(str(tmp_path / "first"), small_tokenizer())
 
 
@@ -396,7 +530,9 @@ def test_rows_fit_an_encoder_of_few_positions(built_first):
     fit(short, data, 1)
     assert next(iter(data.train_dataloader()))["input_ids"].shape[1] == 32
     assert data.resume_identity()["row_length"] == before  # a run that was stopped is the same run
-    with pytest.raises(ValueError, match="row_length=48 is more than .* max_position_embeddings 32"):
+    with pytest.raises(
+        ValueError, match="row_length=48 is more than .* max_position_embeddings 32"
+    ):
         fit(short, small_data(row_length=48), 1)
     long = EmbeddingDataModule(small_tokenizer(), max_sequence_length=40, train_batch_size=8)
     long.set_datasets(draw_pairs())
@@ -408,26 +544,40 @@ def test_a_checkpoint_brings_norm_and_length_back(tmp_path):
     from bertlab.embeddings.bi_encoder import BiEncoder
 
     first = small_module().model
-    BiEncoder(first.encoder, first.tokenizer, normalize=False, max_sequence_length=20).save(tmp_path / "first")
+    BiEncoder(first.encoder, first.tokenizer, normalize=False, max_sequence_length=20).save(
+        tmp_path / "first"
+    )
     module = EmbeddingModule(str(tmp_path / "first"))
     trainer = fit(module, small_data(), 1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    again = EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
+    again = EmbeddingModule.load_from_checkpoint(
+        tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
+    )
     assert (again.model.normalize, again.model.max_sequence_length) == (False, 20)
-    assert np.allclose(again.model.encode(["alpha beta"]), module.model.encode(["alpha beta"]), atol=1e-6)
+    assert np.allclose(
+        again.model.encode(["alpha beta"]), module.model.encode(["alpha beta"]), atol=1e-6
+    )
 
 
 def test_a_model_reads_as_far_as_the_one_it_began_with_though_pairs_are_cut_shorter(tmp_path):
     texts, first = ["alpha beta " * 15], small_module().model
     for said, reads in ((24, 24), (10, 16)):  # pairs are cut at 16
-        place = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=said).save(tmp_path / str(said))
+        place = BiEncoder(first.encoder, first.tokenizer, max_sequence_length=said).save(
+            tmp_path / str(said)
+        )
         module = EmbeddingModule(str(place))
         trainer = fit(module, small_data(), 1)
         trainer.save_checkpoint(tmp_path / "x.ckpt")
-        assert BiEncoder.load(module.save(tmp_path / f"{said}-trained")).max_sequence_length == reads
+        assert (
+            BiEncoder.load(module.save(tmp_path / f"{said}-trained")).max_sequence_length == reads
+        )
         again = EmbeddingModule(str(place))
-        make_trainer(2, "32-true", accelerator="cpu").fit(again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
-        alone = EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())
+        make_trainer(2, "32-true", accelerator="cpu").fit(
+            again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True
+        )
+        alone = EmbeddingModule.load_from_checkpoint(
+            tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
+        )
         assert again.model.max_sequence_length == alone.model.max_sequence_length == reads
         assert len(alone.model.tokenize(texts)[0]) == reads
         fit(alone, small_data(), 1)
@@ -439,15 +589,26 @@ def test_a_model_reads_as_far_as_the_one_it_began_with_though_pairs_are_cut_shor
 
 def say_length(place, length, tokenizer_length=None):
     "What a directory says of its length: RoBERTas count two positions too many, sentence-transformers 6 asks the tokenizer."
-    (place / "sentence_bert_config.json").write_text(json.dumps({} if length is None else {"max_seq_length": length}))
+    (place / "sentence_bert_config.json").write_text(
+        json.dumps({} if length is None else {"max_seq_length": length})
+    )
     path = place / "tokenizer_config.json"
     said = json.loads(path.read_text())
-    path.write_text(json.dumps({**said, "model_max_length": tokenizer_length or said["model_max_length"]}))
+    path.write_text(
+        json.dumps({**said, "model_max_length": tokenizer_length or said["model_max_length"]})
+    )
 
 
-@pytest.mark.parametrize("said, of_tokenizer, reads", [(514, None, 512), (None, 24, 24), (None, 10**30, 512), (None, 10, 16)])
-def test_a_length_that_is_said_elsewhere_or_counts_positions_that_are_left_free_is_kept(tmp_path, said, of_tokenizer, reads):
-    first = small_module(model_config_kwargs={**small_config(), "max_position_embeddings": 512}).model
+@pytest.mark.parametrize(
+    "said, of_tokenizer, reads",
+    [(514, None, 512), (None, 24, 24), (None, 10**30, 512), (None, 10, 16)],
+)
+def test_a_length_that_is_said_elsewhere_or_counts_positions_that_are_left_free_is_kept(
+    tmp_path, said, of_tokenizer, reads
+):
+    first = small_module(
+        model_config_kwargs={**small_config(), "max_position_embeddings": 512}
+    ).model
     place = BiEncoder(first.encoder, first.tokenizer).save(tmp_path / "first")
     say_length(place, said, of_tokenizer)
     assert BiEncoder.load(place).max_sequence_length == min(reads, of_tokenizer or reads)
@@ -460,18 +621,25 @@ def test_a_length_that_is_said_elsewhere_or_counts_positions_that_are_left_free_
     checkpoint["vectors"]["own_length"] = None  # as it was where the length was not found
     torch.save(checkpoint, tmp_path / "x.ckpt")
     again = EmbeddingModule(str(place))
-    make_trainer(2, "32-true", accelerator="cpu").fit(again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+    make_trainer(2, "32-true", accelerator="cpu").fit(
+        again, small_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True
+    )
     assert again.model.max_sequence_length == reads
 
 
 def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
-    first, said = small_module().model, {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"}
+    first, said = (
+        small_module().model,
+        {"prompts": {"query": "alpha: "}, "similarity_fn_name": "dot"},
+    )
     BiEncoder(first.encoder, first.tokenizer, conventions=said).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     with pytest.warns(UserWarning, match="prompts .'alpha: '.*write them into the pairs"):
         trainer = fit(module, small_data(), 1)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    load = lambda: EmbeddingModule.load_from_checkpoint(tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer())  # noqa: E731
+    load = lambda: EmbeddingModule.load_from_checkpoint(
+        tmp_path / "x.ckpt", pretrained_tokenizer_name_or_path=small_tokenizer()
+    )  # noqa: E731
     saved = BiEncoder.load(load().save(tmp_path / "again"))
     assert saved.conventions == module.model.conventions == {**said, "default_prompt_name": None}
     checkpoint = torch.load(tmp_path / "x.ckpt", weights_only=False)
@@ -481,11 +649,26 @@ def test_a_checkpoint_brings_prompts_and_the_comparison_back(tmp_path):
     assert load().model.conventions["prompts"] == {}
 
 
-@pytest.mark.parametrize("name, normalize, expected", [("dot", True, "dot"), ("euclidean", True, "euclidean"), ("dot", False, "cosine"),
-                                                       ("euclidean", False, "cosine"), ("manhattan", True, "cosine")])
-def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_ranks_otherwise(tmp_path, name, normalize, expected):
+@pytest.mark.parametrize(
+    "name, normalize, expected",
+    [
+        ("dot", True, "dot"),
+        ("euclidean", True, "euclidean"),
+        ("dot", False, "cosine"),
+        ("euclidean", False, "cosine"),
+        ("manhattan", True, "cosine"),
+    ],
+)
+def test_a_model_that_is_trained_by_cosines_says_so_where_its_first_comparison_ranks_otherwise(
+    tmp_path, name, normalize, expected
+):
     first = small_module().model
-    BiEncoder(first.encoder, first.tokenizer, normalize=normalize, conventions={"similarity_fn_name": name}).save(tmp_path / "first")
+    BiEncoder(
+        first.encoder,
+        first.tokenizer,
+        normalize=normalize,
+        conventions={"similarity_fn_name": name},
+    ).save(tmp_path / "first")
     module = EmbeddingModule(str(tmp_path / "first"))
     module.configure_model()
     assert module.model.similarity_fn_name == expected
@@ -495,19 +678,31 @@ def test_the_pooling_is_part_of_the_run_however_it_was_asked_for(tmp_path):
     small_module(pooling="cls").save(tmp_path / "first")
     kept = run_fingerprint(small_module(), None)
     refuse_differences("run.ckpt", kept, run_fingerprint(small_module(pooling="mean"), None))
-    not_built = EmbeddingModule(pooling="cls", model_config_kwargs=small_config(), pretrained_tokenizer_name_or_path=small_tokenizer())
+    not_built = EmbeddingModule(
+        pooling="cls",
+        model_config_kwargs=small_config(),
+        pretrained_tokenizer_name_or_path=small_tokenizer(),
+    )
     for other in (not_built, EmbeddingModule(str(tmp_path / "first"))):
         with pytest.raises(ValueError, match="pooling is 'mean' there and 'cls' here"):
             refuse_differences("run.ckpt", kept, run_fingerprint(other, None))
-        refuse_differences("run.ckpt", {name: v for name, v in kept.items() if name != "pooling"}, run_fingerprint(other, None))
+        refuse_differences(
+            "run.ckpt",
+            {name: v for name, v in kept.items() if name != "pooling"},
+            run_fingerprint(other, None),
+        )
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
 def test_the_loss_of_a_split_is_measured_before_its_weight_in_training(weight):
     pairs = draw_pairs(64, negatives=2, scores=True)
     module = small_module(distillation="kl", contrastive_weight=weight)
-    found = make_trainer(1, "32-true", accelerator="cpu").validate(module, small_data(pairs), verbose=False)[0]
-    usual = make_trainer(1, "32-true", accelerator="cpu").validate(small_module(), small_data(pairs), verbose=False)[0]
+    found = make_trainer(1, "32-true", accelerator="cpu").validate(
+        module, small_data(pairs), verbose=False
+    )[0]
+    usual = make_trainer(1, "32-true", accelerator="cpu").validate(
+        small_module(), small_data(pairs), verbose=False
+    )[0]
     assert found["val_loss"] == pytest.approx(usual["val_loss"]) and found["val_loss"] > 0.1
 
 
@@ -519,20 +714,40 @@ PARTS = [
 
 @pytest.mark.parametrize("options, word", PARTS)
 @pytest.mark.parametrize("start", ["fresh", "ours", "bert"])
-def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded(tmp_path, monkeypatch, start, options, word):
+def test_options_that_the_model_has_no_place_for_are_refused_before_it_is_loaded(
+    tmp_path, monkeypatch, start, options, word
+):
     if start != "fresh":
-        given = {"model_config_kwargs": {**small_config(), "norm": "rms"}} if start == "ours" else {"kind": "bert"}
+        given = (
+            {"model_config_kwargs": {**small_config(), "norm": "rms"}}
+            if start == "ours"
+            else {"kind": "bert"}
+        )
         small_module(**given).save(tmp_path / "first")
         options = {"pretrained_model_name_or_path": str(tmp_path / "first"), **options}
     else:
-        options = {"model_config_kwargs": small_config(), "pretrained_tokenizer_name_or_path": small_tokenizer(), **options}
+        options = {
+            "model_config_kwargs": small_config(),
+            "pretrained_tokenizer_name_or_path": small_tokenizer(),
+            **options,
+        }
     monkeypatch.setattr("bertlab.embeddings.module.load_encoder", None)  # no weight is read
     module, before = EmbeddingModule(**options), torch.get_rng_state()
     with pytest.raises(ValueError, match=word):
         module.check_parts()
-    good = EmbeddingModule(**{**options, **dict.fromkeys(options.keys() & {"freeze", "prefixes", "parameter_overrides", "adapter", "prepare_encoder"})})
+    good = EmbeddingModule(
+        **{
+            **options,
+            **dict.fromkeys(
+                options.keys()
+                & {"freeze", "prefixes", "parameter_overrides", "adapter", "prepare_encoder"}
+            ),
+        }
+    )
     good.check_parts()
-    assert module.model is None and good.model is None and torch.equal(before, torch.get_rng_state())
+    assert (
+        module.model is None and good.model is None and torch.equal(before, torch.get_rng_state())
+    )
 
 
 @pytest.mark.parametrize("options, word", [
@@ -579,12 +794,20 @@ def test_what_is_saved_are_the_weights_that_validation_has_measured(tmp_path, mo
     module.save(tmp_path / "model")
     assert inside and torch.equal(weights_of(module), before)
     saved = BiEncoder.load(tmp_path / "model")
-    torch.testing.assert_close(torch.cat([p.flatten() for p in saved.parameters()]), before[:sum(p.numel() for p in saved.parameters())] + 1)
+    torch.testing.assert_close(
+        torch.cat([p.flatten() for p in saved.parameters()]),
+        before[: sum(p.numel() for p in saved.parameters())] + 1,
+    )
 
 
-@pytest.mark.parametrize("lacks, word", [("scores", r"scores .scores_column"), ("negatives", "negatives")])
+@pytest.mark.parametrize(
+    "lacks, word", [("scores", r"scores .scores_column"), ("negatives", "negatives")]
+)
 def test_distillation_without_what_it_compares_is_refused_before_the_first_step(lacks, word):
-    train, held = draw_pairs(40, negatives=1, scores=True), draw_pairs(16, negatives=1, scores=True, seed=1)
+    train, held = (
+        draw_pairs(40, negatives=1, scores=True),
+        draw_pairs(16, negatives=1, scores=True, seed=1),
+    )
     held = replace(held, scores=None) if lacks == "scores" else replace(
         held, negatives=[[] for _ in held.negatives], scores=[[1.0] for _ in held.scores])  # fmt: skip
     data, module = small_data(train), small_module(distillation="kl")

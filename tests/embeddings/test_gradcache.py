@@ -11,7 +11,12 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 from ranks import run_on_ranks
 
-from bertlab.embeddings.gradcache import encode_in_chunks, gather_numbers, gather_vectors, split_rows
+from bertlab.embeddings.gradcache import (
+    encode_in_chunks,
+    gather_numbers,
+    gather_vectors,
+    split_rows,
+)
 
 
 def first_batch(data, rows=32):
@@ -28,7 +33,11 @@ def loss_and_gradient(module, batch, chunk_rows, seed=None):
     loss = module.label_loss(batch).loss_sum
     loss.backward()
     after = torch.rand(1).item()
-    return loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]), after
+    return (
+        loss.item(),
+        torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]),
+        after,
+    )
 
 
 def relative(one, two):
@@ -36,7 +45,9 @@ def relative(one, two):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("options", [{}, {"learn_temperature": True, "both_directions": True, "prefixes": [8]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"learn_temperature": True, "both_directions": True, "prefixes": [8]}]
+)
 def test_chunks_have_loss_and_gradient_of_the_one_big_batch(packing, options):
     data = small_data(draw_pairs(60, negatives=1), packing=packing)
     module = small_module(**options).eval()
@@ -67,13 +78,22 @@ def test_dropout_is_replayed_chunk_by_chunk():
         module.zero_grad()
         torch.manual_seed(seed)
         rows = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
-        vectors = encode_in_chunks(module.model._pool_rows, split_rows(rows, 2), cached=False)[batch["text_order"]]
-        q, d = (type(e)(v, e.groups_N) for e, v in zip(module.embed(batch), F.normalize(vectors, dim=1).split(len(vectors) // 2)))
+        vectors = encode_in_chunks(module.model._pool_rows, split_rows(rows, 2), cached=False)[
+            batch["text_order"]
+        ]
+        q, d = (
+            type(e)(v, e.groups_N)
+            for e, v in zip(
+                module.embed(batch), F.normalize(vectors, dim=1).split(len(vectors) // 2)
+            )
+        )
         torch.manual_seed(99)
         loss = module.score_pairs(q, d, batch).loss_sum
         module.zero_grad()
         loss.backward()
-        return loss.item(), torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+        return loss.item(), torch.cat(
+            [p.grad.flatten() for p in module.parameters() if p.grad is not None]
+        )
 
     loss, cached, _ = loss_and_gradient(module, batch, 2, seed=5)
     expected, grad = kept(5)
@@ -135,17 +155,22 @@ def _gathered(place: str) -> None:
     loss = (together * (rank + 1)).square().sum()  # the two losses differ
     loss.backward()
     numbers = gather_numbers(torch.tensor([rank, rank + 5]))
-    torch.save({"together": together.detach(), "grad": vectors.grad, "numbers": numbers}, f"{place}/{rank}.pt")
+    torch.save(
+        {"together": together.detach(), "grad": vectors.grad, "numbers": numbers},
+        f"{place}/{rank}.pt",
+    )
     torch.distributed.destroy_process_group()
 
 
 def test_a_gathered_vector_gets_the_gradient_of_all_processes(tmp_path):
     run_on_ranks(_gathered, str(tmp_path))
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    everything = torch.cat([torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10]).double()
+    everything = torch.cat(
+        [torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3) + 10]
+    ).double()
     for rank, one in enumerate(found):
         assert torch.equal(one["together"], everything) and one["numbers"].tolist() == [0, 5, 1, 6]
-        own = everything[2 * rank:2 * rank + 2]
+        own = everything[2 * rank : 2 * rank + 2]
         torch.testing.assert_close(one["grad"], 2 * own * (1 + 4))  # d/dv of v^2 + (2 v)^2
 
 
@@ -157,9 +182,13 @@ class FirstGradient(Callback):
     def on_train_start(self, trainer, pl_module) -> None:
         def keep(optimizer, args, kwargs):
             if self.found is None:
-                self.found = torch.cat([p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None])
+                self.found = torch.cat(
+                    [p.grad.flatten().clone() for p in pl_module.parameters() if p.grad is not None]
+                )
 
-        trainer.optimizers[0].register_step_post_hook(keep)  # Lightning computes the gradient inside of the step
+        trainer.optimizers[0].register_step_post_hook(
+            keep
+        )  # Lightning computes the gradient inside of the step
 
 
 def _data_with_shared_answers(batch: int):
@@ -167,7 +196,9 @@ def _data_with_shared_answers(batch: int):
     data = small_data(draw_pairs(60, negatives=1), batch=batch)
     data.read()
     held = data.pairs["validation"]
-    data.pairs["validation"] = replace(held, positives=[held.positives[n // 3 * 3] for n in range(len(held))])
+    data.pairs["validation"] = replace(
+        held, positives=[held.positives[n // 3 * 3] for n in range(len(held))]
+    )
     return data
 
 
@@ -177,14 +208,24 @@ def _trained(place: str, options: dict) -> None:
 
     module, data = small_module(**options), _data_with_shared_answers(8)
     first = FirstGradient()
-    fit(module, data, 3, devices=2, strategy=DDPStrategy(process_group_backend="gloo"), val_check_steps=3, callbacks=[first])
+    fit(
+        module,
+        data,
+        3,
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        val_check_steps=3,
+        callbacks=[first],
+    )
     if os.environ["RANK"] == "0":
         values = {k: float(v) for k, v in module.trainer.callback_metrics.items()}
         torch.save((weights_of(module), values, first.found), f"{place}/two.pt")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"chunk_rows": 3, "learn_temperature": True}, {"both_directions": True}])
+@pytest.mark.parametrize(
+    "options", [{"chunk_rows": 3, "learn_temperature": True}, {"both_directions": True}]
+)
 def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     from embedding_cases import fit, weights_of
 
@@ -196,6 +237,8 @@ def test_two_processes_train_as_one_with_the_whole_batch(tmp_path, options):
     trainer = fit(module, data, 3, val_check_steps=3, callbacks=[first])
     assert relative(gradient, first.found) < 1e-6
     assert (weights_of(module) - two).abs().max() < 2e-5
-    assert logged["train_loss"] == pytest.approx(float(trainer.callback_metrics["train_loss"]), rel=1e-5)
+    assert logged["train_loss"] == pytest.approx(
+        float(trainer.callback_metrics["train_loss"]), rel=1e-5
+    )
     assert logged["val_mrr"] == pytest.approx(float(trainer.callback_metrics["val_mrr"]), rel=1e-3)
     assert np.isfinite(logged["val_loss"])

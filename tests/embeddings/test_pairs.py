@@ -9,7 +9,14 @@ from embedding_cases import draw_pairs, small_data, small_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.embeddings.pairs import EmbeddingDataModule, PairSet, clean_pairs, group_texts, hold_out_pairs, read_pairs
+from bertlab.embeddings.pairs import (
+    EmbeddingDataModule,
+    PairSet,
+    clean_pairs,
+    group_texts,
+    hold_out_pairs,
+    read_pairs,
+)
 from bertlab.train.checkpoints import refuse_differences, run_fingerprint
 
 ROWS = [{"query": "how far", "positive": "two miles", "negative": ["red", "blue"]},
@@ -21,7 +28,11 @@ def write(path, rows):
         path.write_text("\n".join(map(json.dumps, rows)))
     elif path.suffix == ".csv":
         cell = lambda v: json.dumps(v).replace('"', '""') if isinstance(v, list) else v  # noqa: E731
-        path.write_text("\n".join([",".join(rows[0]), *(",".join(f'"{cell(v)}"' for v in r.values()) for r in rows)]))
+        path.write_text(
+            "\n".join(
+                [",".join(rows[0]), *(",".join(f'"{cell(v)}"' for v in r.values()) for r in rows)]
+            )
+        )
     elif path.suffix == ".parquet":
         import pyarrow
         from pyarrow import parquet
@@ -49,7 +60,9 @@ def test_columns_have_their_usual_names_or_the_given_ones(tmp_path):
     rows = [{"anchor": "a", "answer": "b", "wrong": "c", "worse": "d"}]
     path = write(tmp_path / "x.jsonl", rows)
     assert read_pairs(path).positives == ["b"]
-    pairs = read_pairs(path, query_column="wrong", positive_column="worse", negative_column=["anchor", "answer"])
+    pairs = read_pairs(
+        path, query_column="wrong", positive_column="worse", negative_column=["anchor", "answer"]
+    )
     assert (pairs.queries, pairs.positives, pairs.negatives) == (["c"], ["d"], [["a", "b"]])
     with pytest.raises(ValueError, match="positive_column"):
         read_pairs(path, positive_column="asnwer")
@@ -57,14 +70,26 @@ def test_columns_have_their_usual_names_or_the_given_ones(tmp_path):
         read_pairs([{"x": "1", "y": "2"}])
 
 
-def test_a_columns_number_counts_in_the_first_row_of_a_file_whatever_order_others_have_their_keys_in(tmp_path):
+def test_a_columns_number_counts_in_the_first_row_of_a_file_whatever_order_others_have_their_keys_in(
+    tmp_path,
+):
     "Query and answer changed places where an object had its keys the other way round."
-    rows = [{"ask": "a", "say": "b", "not": "c"}, {"say": "e", "not": "f", "ask": "d"}, {"say": "h", "ask": "g"}]
+    rows = [
+        {"ask": "a", "say": "b", "not": "c"},
+        {"say": "e", "not": "f", "ask": "d"},
+        {"say": "h", "ask": "g"},
+    ]
     path = write(tmp_path / "x.jsonl", rows)
-    turned = write(tmp_path / "y.jsonl", [{"say": "two", "ask": "one"}, {"ask": "three", "say": "four"}])
+    turned = write(
+        tmp_path / "y.jsonl", [{"say": "two", "ask": "one"}, {"ask": "three", "say": "four"}]
+    )
     for source in (path, rows):
         pairs = read_pairs(source, query_column="1", positive_column=2, negative_column=-1)
-        assert (pairs.queries, pairs.positives, pairs.negatives) == (["a", "d", "g"], ["b", "e", "h"], [["c"], ["f"], []])
+        assert (pairs.queries, pairs.positives, pairs.negatives) == (
+            ["a", "d", "g"],
+            ["b", "e", "h"],
+            [["c"], ["f"], []],
+        )
     pairs = read_pairs([path, turned], query_column=1, positive_column=2)
     assert pairs.queries[3:] == ["two", "four"], "each file counts its own columns"
     write(path, [*rows, {"ask": "i"}])
@@ -101,12 +126,16 @@ def test_a_list_of_negatives_that_is_broken_is_no_text(cell):
         read_pairs([{"query": "a", "positive": "b", "negative": cell}])
 
 
-@pytest.mark.parametrize("scores", [[float("nan"), 0.1], [1.0, float("inf")], "[NaN, 0.1]", "[1.0, null]", "0.9, 0.1"])
+@pytest.mark.parametrize(
+    "scores", [[float("nan"), 0.1], [1.0, float("inf")], "[NaN, 0.1]", "[1.0, null]", "0.9, 0.1"]
+)
 def test_a_score_that_is_no_finite_number_is_refused(scores):
     row = {"query": "a", "positive": "b", "negative": "c", "scores": scores}
     with pytest.raises(ValueError, match="row 0: the column 'scores' holds .* finite number"):
         read_pairs([row])
-    data = small_data(PairSet(["a"], ["b"], [["c"]], [[1.0, float("nan")]]))  # not through the reader
+    data = small_data(
+        PairSet(["a"], ["b"], [["c"]], [[1.0, float("nan")]])
+    )  # not through the reader
     data.fraction = 0
     with pytest.raises(ValueError, match="pair 1 has the scores"):
         data.setup()
@@ -139,7 +168,11 @@ def test_groups_are_the_connected_parts_of_the_graph_of_pairs(edges):
 
 def test_no_text_stands_on_both_sides_of_a_split():
     rng = np.random.default_rng(0)
-    pairs = PairSet([f"q{n}" for n in rng.integers(0, 60, 90)], [f"p{n}" for n in range(90)], [[] for _ in range(90)])
+    pairs = PairSet(
+        [f"q{n}" for n in rng.integers(0, 60, 90)],
+        [f"p{n}" for n in range(90)],
+        [[] for _ in range(90)],
+    )
     train, held = hold_out_pairs(pairs, 0.2, seed=1)
     assert not set(train.texts()) & set(held.texts()) and len(train) + len(held) == 90
     assert 10 <= len(held) <= 45
@@ -153,12 +186,23 @@ def test_no_text_of_a_held_out_pair_is_trained_on_as_a_negative():
     pairs = PairSet([f"q{n}" for n in range(40)], [f"p{n}" for n in range(40)], others, scores)
     train, held = hold_out_pairs(pairs, 0.25)
     out = {*held.queries, *held.positives}
-    assert len(held) == 10 and not out & set(train.texts()) and held.negatives == [others[int(q[1:])] for q in held.queries]
+    assert (
+        len(held) == 10
+        and not out & set(train.texts())
+        and held.negatives == [others[int(q[1:])] for q in held.queries]
+    )
     for query, own, values in zip(train.queries, train.negatives, train.scores):
         n = int(query[1:])
         kept = [k for k, text in enumerate(others[n]) if text not in out]
-        assert own == [others[n][k] for k in kept] and values == [1.0, *(scores[n][1 + k] for k in kept)]
-    assert [*train.notes.values()] == [3 * 30 - sum(map(len, train.negatives))] and "held-out" in [*train.notes][0] and not pairs.notes
+        assert own == [others[n][k] for k in kept] and values == [
+            1.0,
+            *(scores[n][1 + k] for k in kept),
+        ]
+    assert (
+        [*train.notes.values()] == [3 * 30 - sum(map(len, train.negatives))]
+        and "held-out" in [*train.notes][0]
+        and not pairs.notes
+    )
     data = small_data(pairs)
     data.setup()
     assert "held-out pairs, left out" in data.describe()
@@ -178,10 +222,14 @@ def test_pairs_of_texts_with_themselves_alone_are_no_pairs(tmp_path):
 
 
 def test_the_order_is_part_of_the_run_and_a_run_of_an_earlier_version_goes_on():
-    kept, now = (run_fingerprint(None, small_data(shuffle_train=shuffle)) for shuffle in (True, False))
+    kept, now = (
+        run_fingerprint(None, small_data(shuffle_train=shuffle)) for shuffle in (True, False)
+    )
     with pytest.raises(ValueError, match="shuffle is True there and False here"):
         refuse_differences("run.ckpt", kept, now)
-    refuse_differences("run.ckpt", {name: value for name, value in kept.items() if name != "shuffle"}, now)
+    refuse_differences(
+        "run.ckpt", {name: value for name, value in kept.items() if name != "shuffle"}, now
+    )
 
 
 def test_a_batch_holds_each_text_where_it_says():
@@ -189,13 +237,26 @@ def test_a_batch_holds_each_text_where_it_says():
     data.setup()
     rows = data.datasets["train"]
     batch = data.collator([rows[0, n] for n in range(4)] + [rows[-1]])
-    slots = [(r, d) for r in range(len(batch["attention_mask"])) for d in range(1, int(batch["attention_mask"][r].max()) + 1)]
+    slots = [
+        (r, d)
+        for r in range(len(batch["attention_mask"]))
+        for d in range(1, int(batch["attention_mask"][r].max()) + 1)
+    ]
     tokenizer, order = small_tokenizer(), rows.order(0)
     pairs = data.pairs["train"]
-    wanted = [pairs.queries[n] for n in order[:4]] + [None] + [pairs.positives[n] for n in order[:4]] + [None]
+    wanted = (
+        [pairs.queries[n] for n in order[:4]]
+        + [None]
+        + [pairs.positives[n] for n in order[:4]]
+        + [None]
+    )
     wanted += [text for n in order[:4] for text in pairs.negatives[n]] + [None, None]
-    assert batch["text_numbers"].tolist() == [-1 if text is None else pairs.texts().index(text) for text in wanted]
-    for slot, text, group in zip(batch["text_order"].tolist(), wanted, batch["groups"].tolist(), strict=True):
+    assert batch["text_numbers"].tolist() == [
+        -1 if text is None else pairs.texts().index(text) for text in wanted
+    ]
+    for slot, text, group in zip(
+        batch["text_order"].tolist(), wanted, batch["groups"].tolist(), strict=True
+    ):
         row, number = slots[slot]
         ids = batch["input_ids"][row][batch["attention_mask"][row] == number].tolist()
         assert (group == -1) == (text is None)
@@ -211,7 +272,9 @@ def test_a_pair_with_fewer_negatives_has_blanks_in_their_place():
     data.fraction = 0
     data.setup()
     batch = data.collator([data.datasets["train"][n] for n in range(8)])
-    assert batch["groups"][16:].view(8, 2).lt(0).tolist() == [[False, bool(n % 2 == 0)] for n in range(8)]
+    assert batch["groups"][16:].view(8, 2).lt(0).tolist() == [
+        [False, bool(n % 2 == 0)] for n in range(8)
+    ]
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_and_a_resume_goes_on_at_the_next_batch():
@@ -251,21 +314,40 @@ def test_no_call_of_the_tokenizer_holds_the_whole_data(monkeypatch):
     assert sum(sizes) > 4000 and max(sizes) <= 2000
     rows, texts = data.datasets["train"], data.pairs["train"].texts()
     for n in (0, 1999, 2000, len(texts) - 1):
-        assert rows.ids[n].tolist() == small_tokenizer()(texts[n], truncation=True, max_length=16)["input_ids"]
-    assert data.num_cut == sum(len(ids) > 16 for split in data.pairs.values() for ids in small_tokenizer()(split.texts())["input_ids"])
+        assert (
+            rows.ids[n].tolist()
+            == small_tokenizer()(texts[n], truncation=True, max_length=16)["input_ids"]
+        )
+    assert data.num_cut == sum(
+        len(ids) > 16
+        for split in data.pairs.values()
+        for ids in small_tokenizer()(split.texts())["input_ids"]
+    )
 
 
 def test_texts_are_cut_and_counted():
     data = EmbeddingDataModule(small_tokenizer(), max_sequence_length=5, validation_fraction=0)
-    data.set_datasets([{"query": "alpha", "positive": "one two three four five six seven"}, {"query": "beta", "positive": "two"}])
+    data.set_datasets(
+        [
+            {"query": "alpha", "positive": "one two three four five six seven"},
+            {"query": "beta", "positive": "two"},
+        ]
+    )
     data.setup()
     assert data.num_cut == 1 and max(map(len, data.datasets["train"].ids)) == 5
     assert "cut" in data.describe()
 
 
-@pytest.mark.parametrize("options, word", [({"train_batch_size": 1}, "train_batch_size"), ({"row_length": 8}, "row_length"),
-                                           ({"validation_fraction": 1.0}, "validation_fraction"),
-                                           ({"num_negatives": -1}, "num_negatives"), ({"num_negatives": 1.5}, "num_negatives")])
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"train_batch_size": 1}, "train_batch_size"),
+        ({"row_length": 8}, "row_length"),
+        ({"validation_fraction": 1.0}, "validation_fraction"),
+        ({"num_negatives": -1}, "num_negatives"),
+        ({"num_negatives": 1.5}, "num_negatives"),
+    ],
+)
 def test_options_that_cannot_be_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         EmbeddingDataModule(small_tokenizer(), **{"max_sequence_length": 16, **options})
@@ -273,7 +355,10 @@ def test_options_that_cannot_be_are_refused(options, word):
 
 @pytest.mark.parametrize("name", ["label", "score", "is_duplicate"])
 def test_pairs_that_somebody_has_judged_are_not_all_right_answers(name, tmp_path):
-    rows = [{"sentence1": "a b", "sentence2": "b a", name: 1}, {"sentence1": "c d", "sentence2": "e f", name: 0}]
+    rows = [
+        {"sentence1": "a b", "sentence2": "b a", name: 1},
+        {"sentence1": "c d", "sentence2": "e f", name: 0},
+    ]
     path = write(tmp_path / "pairs.jsonl", rows)
     with pytest.raises(ValueError, match=f"column '{name}'.*right answer.*query_column"):
         read_pairs(path)

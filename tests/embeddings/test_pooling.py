@@ -11,7 +11,14 @@ from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
 
 PAD = 0
-SMALL = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, pad_token_id=PAD)
+SMALL = dict(
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    pad_token_id=PAD,
+)
 
 
 def draw_texts(seed, count=20, longest=16):
@@ -24,11 +31,18 @@ def as_tensors(batch):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=7), min_size=1, max_size=12), st.booleans())
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=7), min_size=1, max_size=12),
+    st.booleans(),
+)
 def test_every_token_of_every_text_stands_once_in_its_own_order(texts, packing):
     batch = pack_texts(texts, 7, PAD, packing)
     documents, ids = batch["attention_mask"], batch["input_ids"]
-    rows = [(row, number) for row in range(len(documents)) for number in range(1, documents[row].max() + 1)]
+    rows = [
+        (row, number)
+        for row in range(len(documents))
+        for number in range(1, documents[row].max() + 1)
+    ]
     found = [rows[slot] for slot in batch["text_order"]]
     for text, (row, number) in zip(texts, found):
         there = documents[row] == number
@@ -45,7 +59,9 @@ def test_a_packed_text_has_the_vector_and_the_gradient_that_it_has_alone(how, ma
     weights = torch.randn(len(texts), 32)
 
     batch = as_tensors(pack_texts(texts, 24, PAD))
-    states = encoder(batch["input_ids"], batch["attention_mask"], batch["position_ids"]).last_hidden_state
+    states = encoder(
+        batch["input_ids"], batch["attention_mask"], batch["position_ids"]
+    ).last_hidden_state
     together = POOLINGS[how](states, *text_slots(batch["attention_mask"]))[batch["text_order"]]
     (together * weights).sum().backward()
     packed = [p.grad.clone() for p in encoder.parameters() if p.grad is not None]
@@ -84,7 +100,9 @@ def test_sums_of_sixteen_bit_states_keep_their_digits():
 def test_slots_are_counted_through_rows_and_a_row_of_padding_has_none():
     slots, count = text_slots(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]))
     assert slots.tolist() == [[0, 1, 4], [4, 4, 4], [2, 2, 3]] and count == 4
-    assert text_slots(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]), 4)[0].tolist() == slots.tolist()
+    assert (
+        text_slots(torch.tensor([[1, 2, 0], [0, 0, 0], [1, 1, 2]]), 4)[0].tolist() == slots.tolist()
+    )
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -23,7 +23,12 @@ def corpus():
     for module in range(30):
         for n in range(8):
             head, rest = (" ".join(rng.choice(WORDS, k)) for k in (5, 14))
-            documents.append(Document(f"{head} does {n}.\n\nIt is about {head.split()[0]}, and {rest} of {module}.", f"m{module}:f{n}"))
+            documents.append(
+                Document(
+                    f"{head} does {n}.\n\nIt is about {head.split()[0]}, and {rest} of {module}.",
+                    f"m{module}:f{n}",
+                )
+            )
     return make_corpus("small", documents, 0.2)
 
 
@@ -31,7 +36,10 @@ def test_training_and_test_share_no_module_and_no_text(corpus):
     task = load_retrieval("docstring", corpus)
     assert len(task.queries) > 20 and len(task.train) > 100
     assert not set(task.train.texts()) & set(task.queries + task.documents)
-    modules = [{text.rpartition(" ")[2] for text in side} for side in (task.train.positives, task.documents)]
+    modules = [
+        {text.rpartition(" ")[2] for text in side}
+        for side in (task.train.positives, task.documents)
+    ]
     assert not modules[0] & modules[1]
 
 
@@ -52,20 +60,32 @@ def test_one_query_with_two_answers_and_one_document_for_two_queries():
 
 
 def test_a_query_that_is_a_document_does_not_find_itself():
-    chain = [("a red fox", "a red fox runs"), ("a red fox runs", "the red fox runs home"), ("blue sea", "a deep blue sea")]
+    chain = [
+        ("a red fox", "a red fox runs"),
+        ("a red fox runs", "the red fox runs home"),
+        ("blue sea", "a deep blue sea"),
+    ]
     task = make_task("x", "y", [], chain)
     assert task.find_itself() == [[], [0], []]
     scores = np.array([[3.0, 2, 1], [9, 2, 1], [1, 2, 3]])  # the second query is the first document
-    found = evaluate_retrieval(task, {"x": lambda queries, documents: scores, "TF-IDF": tfidf_scores})
-    assert all(values.tolist() == [1, 1, 1] for measures in found.values() for values in measures.values())
-    knows_nothing = evaluate_retrieval(task, {"x": lambda queries, documents: np.zeros((3, 3))})["x"]["mrr"]
+    found = evaluate_retrieval(
+        task, {"x": lambda queries, documents: scores, "TF-IDF": tfidf_scores}
+    )
+    assert all(
+        values.tolist() == [1, 1, 1] for measures in found.values() for values in measures.values()
+    )
+    knows_nothing = evaluate_retrieval(task, {"x": lambda queries, documents: np.zeros((3, 3))})[
+        "x"
+    ]["mrr"]
     assert knows_nothing.tolist() == pytest.approx([1 / 3, 1 / 2, 1 / 3]), "it has one rival less"
 
 
 def test_a_query_that_is_marked_as_its_own_answer_is_ranked():
     task = make_task("x", "y", [], [("a", "a"), ("a", "b"), ("c", "b")])
     assert task.find_itself() == [[], []]
-    found = evaluate_retrieval(task, {"x": lambda queries, documents: np.array([[2.0, 1], [2, 1]])})["x"]
+    found = evaluate_retrieval(
+        task, {"x": lambda queries, documents: np.array([[2.0, 1], [2, 1]])}
+    )["x"]
     assert found["mrr"].tolist() == [1, 0.5]
 
 
@@ -74,14 +94,21 @@ def test_every_query_of_near_twins_has_its_twin_before_itself():
     twice = [bool(some) for some in task.find_itself()]
     found = evaluate_retrieval(task, {"TF-IDF": tfidf_scores})["TF-IDF"]["recall_1"]
     assert any(twice) and found[twice].mean() > 0.8
-    assert score_queries(tfidf_scores(task.queries, task.documents), task.relevant)["recall_1"][twice].max() == 0
+    assert (
+        score_queries(tfidf_scores(task.queries, task.documents), task.relevant)["recall_1"][
+            twice
+        ].max()
+        == 0
+    )
 
 
 @pytest.mark.parametrize("relevant, word", [
     ([[0], []], "the query 'why' has no relevant document"), ([[0], [2]], "the query 'why' names document 2.*there are 2"),
     ([[-1], [0]], "the query 'who' names document -1"), ([[0]], "an entry for each of 2 queries, got 1"),
 ])  # fmt: skip
-def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_encoded(relevant, word):
+def test_a_task_whose_queries_cannot_be_scored_is_refused_before_anything_is_encoded(
+    relevant, word
+):
     with pytest.raises(ValueError, match=word) as caught:
         RetrievalTask("x", "y", ["who", "why"], ["A", "B"], relevant, PairSet([], [], []))
     assert "\n" not in str(caught.value)
@@ -95,14 +122,20 @@ def test_scores_of_a_query_without_an_answer_are_refused_by_its_number():
 def test_a_docstring_is_parted_after_its_first_sentence():
     text = "Return the name, e.g. a word.\n\nThe rest of it says considerably more than that first line does."
     query, rest = first_sentence(text)
-    assert query.startswith("Return the name") and rest.endswith("line does.") and query + " " + rest == " ".join(text.split())
+    assert (
+        query.startswith("Return the name")
+        and rest.endswith("line does.")
+        and query + " " + rest == " ".join(text.split())
+    )
     assert first_sentence("Short. no") is None
 
 
 def test_signatures_are_those_of_documented_functions(tmp_path):
     path = tmp_path / "m.py"
     long = "Say what it does in a line that is long enough to count."
-    path.write_text(f'class A:\n  def f(self, x: int = 3):\n    "{long}"\n  def g(self): pass\n  def __h__(self):\n    "{long}"\n')
+    path.write_text(
+        f'class A:\n  def f(self, x: int = 3):\n    "{long}"\n  def g(self): pass\n  def __h__(self):\n    "{long}"\n'
+    )
     assert list(signatures(path)) == [("f(self, x: int=3)", long)]
     path.write_text("def broken(:\n")
     assert list(signatures(path)) == []
@@ -127,7 +160,9 @@ def test_a_model_that_knows_nothing_scores_nothing():
 def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(width):
     class Collapsed:
         def encode(self, texts):
-            return np.tile(np.random.default_rng(0).normal(size=(1, width)).astype(np.float32), (len(texts), 1))
+            return np.tile(
+                np.random.default_rng(0).normal(size=(1, width)).astype(np.float32), (len(texts), 1)
+            )
 
     texts = ["x"] * 300
     scores = 20 * EncoderScorer(Collapsed())(texts, texts)  # on any scale
@@ -137,7 +172,9 @@ def test_a_collapsed_model_scores_nothing_although_its_products_are_rounded(widt
 
 def test_scores_that_are_no_numbers_or_infinite_are_ranked_as_what_they_are():
     scores = np.array([[np.nan, 1.0, 2.0], [0.5, np.nan, -np.inf], [np.inf, 1.0, 2.0]])
-    assert score_queries(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx([1 / 3, 1, 1 / 2])
+    assert score_queries(scores, [[0], [0], [2]])["mrr"].tolist() == pytest.approx(
+        [1 / 3, 1, 1 / 2]
+    )
     ranks = np.arange(5, 0, -1)[None] + 10**7  # whole numbers are exact, however large
     assert score_queries(ranks, [[2]])["mrr"].tolist() == pytest.approx([1 / 3])
 
@@ -145,6 +182,7 @@ def test_scores_that_are_no_numbers_or_infinite_are_ranked_as_what_they_are():
 def test_bm25_is_its_formula():
     documents = ["red red blue", "green", "red four five six seven"]
     n, lengths = len(documents), [3, 1, 5]
+
     def expected(d, words, k1=1.5, b=0.75):  # noqa: E306
         total = 0.0
         for word in words:
@@ -153,6 +191,7 @@ def test_bm25_is_its_formula():
             idf = math.log(1 + (n - holders + 0.5) / (holders + 0.5))
             total += idf * f * (k1 + 1) / (f + k1 * (1 - b + b * lengths[d] / 3))
         return total
+
     got = bm25_scores(["red blue", "green unknown"], documents)
     assert np.allclose(got[0], [expected(d, ["red", "blue"]) for d in range(3)])
     assert np.allclose(got[1], [expected(d, ["green"]) for d in range(3)])
@@ -167,7 +206,11 @@ def test_baselines_find_a_text_by_its_own_words_and_survive_unknown_ones(corpus)
 
 
 def test_baselines_find_a_text_by_its_own_letters_where_no_spaces_are_written():
-    documents = ["我们昨天晚上吃了北京烤鸭,味道很好。", "电脑今天不能连接服务器,请稍后再试。", "孩子们在公园里踢足球,非常开心。"]
+    documents = [
+        "我们昨天晚上吃了北京烤鸭,味道很好。",
+        "电脑今天不能连接服务器,请稍后再试。",
+        "孩子们在公园里踢足球,非常开心。",
+    ]
     queries = ["北京烤鸭", "服务器连接", "公园足球"]
     for scorer in (bm25_scores, tfidf_scores, WordVectors(documents, 3)):
         scores = scorer(queries, documents)
@@ -178,11 +221,17 @@ def test_scores_of_english_texts_are_those_of_runs_of_letters_and_digits(corpus,
     from sklearn.feature_extraction import text as sklearn
 
     texts = [*corpus.train_texts[:40], "It's an UPPER_case-word: 3.14 (x²)", "éclair naïve"]
-    scorers = bm25_scores, tfidf_scores, lambda queries, documents: WordVectors(documents, 4)(queries, documents)
+    scorers = (
+        bm25_scores,
+        tfidf_scores,
+        lambda queries, documents: WordVectors(documents, 4)(queries, documents),
+    )
     now = [scorer(texts[::3], texts) for scorer in scorers]
     for name in ("CountVectorizer", "TfidfVectorizer"):  # as they were: r"\w+" cuts
         kind = getattr(sklearn, name)
-        made = lambda kind=kind, **options: kind(**{**options, "tokenizer": None, "token_pattern": r"\w+"})  # noqa: E731
+        made = lambda kind=kind, **options: kind(
+            **{**options, "tokenizer": None, "token_pattern": r"\w+"}
+        )  # noqa: E731
         monkeypatch.setattr(sklearn, name, made)
     for scorer, scores in zip(scorers, now):
         assert np.array_equal(scorer(texts[::3], texts), scores)
@@ -212,7 +261,9 @@ def test_a_table_has_a_line_for_each_scorer(corpus):
         def encode(self, texts):
             return np.random.default_rng(0).normal(size=(len(texts), 4))
 
-    table = retrieval_table(evaluate_retrieval(task, {"random": EncoderScorer(Model()), "BM25": bm25_scores}))
+    table = retrieval_table(
+        evaluate_retrieval(task, {"random": EncoderScorer(Model()), "BM25": bm25_scores})
+    )
     assert [line.split()[0] for line in table.splitlines()[1:]] == ["random", "BM25"]
     with pytest.raises(ValueError, match="docstring"):
         load_retrieval("dcstring", corpus)
@@ -222,14 +273,24 @@ def test_labels_are_drawn_by_class_and_shared_by_all_arms():
     labels = ["a"] * 30 + ["b"] * 3
     rows = draw_labels(labels, 5, 0)
     assert sorted(labels[n] for n in rows) == ["a"] * 5 + ["b"] * 3
-    assert (rows == draw_labels(labels, 5, 0)).all() and not np.array_equal(rows, draw_labels(labels, 5, 1))
+    assert (rows == draw_labels(labels, 5, 0)).all() and not np.array_equal(
+        rows, draw_labels(labels, 5, 1)
+    )
     with pytest.raises(ValueError, match="per_class"):
         draw_labels(labels, 0, 0)
     rng = np.random.default_rng(0)
-    good = np.array([[1.0, 0] if label == "a" else [0, 1.0] for label in labels]) + 0.01 * rng.normal(size=(33, 2))
+    good = np.array(
+        [[1.0, 0] if label == "a" else [0, 1.0] for label in labels]
+    ) + 0.01 * rng.normal(size=(33, 2))
     noise = rng.normal(size=(33, 2))
-    curves = few_label_curve({"good": (good, good), "noise": (noise, noise)}, labels, labels, (1, 3))
-    assert curves["good"].shape == (2, 3) and (curves["good"] == 1).all() and curves["noise"].mean() < 0.95
+    curves = few_label_curve(
+        {"good": (good, good), "noise": (noise, noise)}, labels, labels, (1, 3)
+    )
+    assert (
+        curves["good"].shape == (2, 3)
+        and (curves["good"] == 1).all()
+        and curves["noise"].mean() < 0.95
+    )
     assert probe_accuracy(good, labels, good, labels) == 1
 
 
@@ -250,7 +311,9 @@ def own_task(corpus):
         def load_data(self, *args, **kwargs):
             if self.data_loaded:
                 return
-            ids = lambda texts, word: Dataset.from_list([{"id": f"{word}{i}", "text": text} for i, text in enumerate(texts)])
+            ids = lambda texts, word: Dataset.from_list(
+                [{"id": f"{word}{i}", "text": text} for i, text in enumerate(texts)]
+            )
             found = {f"q{q}": {f"d{d}": 1 for d in some} for q, some in enumerate(task.relevant)}
             self.dataset = {"default": {"test": {"corpus": ids(task.documents, "d"), "queries": ids(task.queries, "q"),
                                                  "relevant_docs": found, "top_ranked": None}}}  # fmt: skip
@@ -263,7 +326,9 @@ def test_mteb_runs_its_own_evaluation_of_our_model_and_finds_what_we_find(own_ta
     task, theirs = own_task
     model = make_model()
     model.save(tmp_path)
-    ours = score_queries(EncoderScorer(model)(task.queries, task.documents), task.relevant)["ndcg_10"].mean()
+    ours = score_queries(EncoderScorer(model)(task.queries, task.documents), task.relevant)[
+        "ndcg_10"
+    ].mean()
     assert 0 < ours < 1
     assert mteb_scores(tmp_path, [theirs]) == {"SmallDocstrings": pytest.approx(ours, abs=1e-4)}
 

@@ -13,7 +13,13 @@ from test_bi_encoder import draw_texts, make_model
 from bertlab.data.documents import Document
 from bertlab.embeddings.bi_encoder import BiEncoder
 from bertlab.embeddings.late_interaction import LateScorer, maxsim, token_vectors
-from bertlab.embeddings.search import TextIndex, encode_texts, model_fingerprint, search_vectors, source_documents
+from bertlab.embeddings.search import (
+    TextIndex,
+    encode_texts,
+    model_fingerprint,
+    search_vectors,
+    source_documents,
+)
 from bertlab.embeddings.tasks import EncoderScorer
 from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import BertLabModel
@@ -27,7 +33,10 @@ def documents(count=50):
 @given(st.integers(1, 60), st.integers(1, 20), st.integers(1, 30), st.integers(0, 99))
 def test_search_by_blocks_is_a_sort_of_everything(count, top_k, block, seed):
     rng = np.random.default_rng(seed)
-    vectors, queries = rng.integers(-2, 3, (count, 3)).astype(np.float32), rng.integers(-2, 3, (4, 3)).astype(np.float32)
+    vectors, queries = (
+        rng.integers(-2, 3, (count, 3)).astype(np.float32),
+        rng.integers(-2, 3, (4, 3)).astype(np.float32),
+    )
     scores, found = search_vectors(queries, vectors, top_k, block)
     exact = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :top_k]
     assert np.array_equal(found, exact), "also where scores tie: the first one wins"
@@ -64,7 +73,10 @@ def test_stopped_at_any_part_and_started_again_it_writes_the_same(tmp_path, outp
         from pyarrow import parquet
 
         table = parquet.read_table(tmp_path / output)
-        assert table["text"].to_pylist() == [d.text for d in docs] and table["source"][3].as_py() == "x:3"
+        assert (
+            table["text"].to_pylist() == [d.text for d in docs]
+            and table["source"][3].as_py() == "x:3"
+        )
         found = np.array(table["vector"].to_pylist())
     else:
         index = TextIndex.open(tmp_path / output)
@@ -110,7 +122,9 @@ def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path)
 
     with pytest.raises(Stop):
         encode("documents", stop)
-    with pytest.raises(ValueError, match=r"text 1 .* was 'one two' \(texts.txt:1\) and is 'one two\\nthree four'"):
+    with pytest.raises(
+        ValueError, match=r"text 1 .* was 'one two' \(texts.txt:1\) and is 'one two\\nthree four'"
+    ):
         encode("paragraphs")
     path.write_text("one two\n")
     with pytest.raises(ValueError, match=r"text 2 .* was 'three four' .*the end"):
@@ -118,7 +132,9 @@ def test_a_stopped_run_goes_on_only_with_the_texts_that_it_has_encoded(tmp_path)
     path.write_text("one two\nthree four\nfive\n")  # what follows may change: it is not encoded yet
     assert encode("documents") == 3
     index = TextIndex.open(tmp_path / "index")
-    assert [index.read(n) for n in range(3)] == [(t, f"texts.txt:{n}") for n, t in enumerate(["one two", "three four", "five"], 1)]
+    assert [index.read(n) for n in range(3)] == [
+        (t, f"texts.txt:{n}") for n, t in enumerate(["one two", "three four", "five"], 1)
+    ]
 
 
 def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
@@ -126,7 +142,9 @@ def test_a_new_index_leaves_a_user_s_own_files(tmp_path):
     encode_texts(model, lambda: docs[:10], tmp_path / "index")
     (tmp_path / "index/notes.txt").write_text("mine")
     assert encode_texts(model, lambda: docs, tmp_path / "index", overwrite=True) == 30
-    assert (tmp_path / "index/notes.txt").read_text() == "mine" and len(TextIndex.open(tmp_path / "index")) == 30
+    assert (tmp_path / "index/notes.txt").read_text() == "mine" and len(
+        TextIndex.open(tmp_path / "index")
+    ) == 30
 
 
 def test_an_index_finds_its_own_texts_and_refuses_another_model(tmp_path):
@@ -170,8 +188,12 @@ def test_an_index_of_an_earlier_version_still_answers(tmp_path):
     model = make_model()
     encode_texts(model, documents, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
-    kept = {k: store[k] for k in store if k not in ("pooling", "max_sequence_length", "document_prompt")}
-    (tmp_path / "index/store.json").write_text(json.dumps({**kept, "model": model_fingerprint(model, earlier=True)}))
+    kept = {
+        k: store[k] for k in store if k not in ("pooling", "max_sequence_length", "document_prompt")
+    }
+    (tmp_path / "index/store.json").write_text(
+        json.dumps({**kept, "model": model_fingerprint(model, earlier=True)})
+    )
     index = TextIndex.open(tmp_path / "index")
     index.prepare_model(model)
     index.check_model(model)
@@ -184,17 +206,23 @@ def test_an_index_of_an_earlier_version_still_answers(tmp_path):
 PROMPTS = {"query": "alpha beta: ", "document": "gamma delta: "}
 
 
-def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them_only_where_documents_need_none(tmp_path):
+def test_an_index_of_an_earlier_version_has_no_prompts_and_its_queries_have_them_only_where_documents_need_none(
+    tmp_path,
+):
     plain, docs = make_model(), documents(20)
     encode_texts(plain, lambda: docs, tmp_path / "index")
     store = json.loads((tmp_path / "index/store.json").read_text())
-    (tmp_path / "index/store.json").write_text(json.dumps({k: v for k, v in store.items() if k != "document_prompt"}))
+    (tmp_path / "index/store.json").write_text(
+        json.dumps({k: v for k, v in store.items() if k != "document_prompt"})
+    )
     index, query = TextIndex.open(tmp_path / "index"), docs[5].text
     for prompts, before in ((PROMPTS, ""), ({"query": PROMPTS["query"]}, PROMPTS["query"])):
         model = make_model(conventions={"prompts": prompts})
         index.prepare_model(model)
         index.check_model(model)
-        assert [hit.score for hit in index.search(model, [query])[0]] == [hit.score for hit in index.search(plain, [before + query])[0]]
+        assert [hit.score for hit in index.search(model, [query])[0]] == [
+            hit.score for hit in index.search(plain, [before + query])[0]
+        ]
 
 
 def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
@@ -202,11 +230,22 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
     encode_texts(model, lambda: docs, tmp_path / "index")
     index = TextIndex.open(tmp_path / "index")
     texts = [d.text for d in docs]
-    assert np.abs(index.vectors_ND - plain.encode([PROMPTS["document"] + text for text in texts])).max() < 2e-6
+    assert (
+        np.abs(
+            index.vectors_ND - plain.encode([PROMPTS["document"] + text for text in texts])
+        ).max()
+        < 2e-6
+    )
     (hits,) = index.search(model, ["one two"], 20)
     asked = plain.encode([PROMPTS["query"] + "one two"])[0]
-    assert np.allclose([hit.score for hit in hits], [index.vectors_ND[hit.number] @ asked for hit in hits], atol=1e-5)
-    assert np.allclose(EncoderScorer(model)(["one two"], texts)[0], index.vectors_ND @ asked, atol=1e-5)
+    assert np.allclose(
+        [hit.score for hit in hits],
+        [index.vectors_ND[hit.number] @ asked for hit in hits],
+        atol=1e-5,
+    )
+    assert np.allclose(
+        EncoderScorer(model)(["one two"], texts)[0], index.vectors_ND @ asked, atol=1e-5
+    )
     assert np.allclose(LateScorer(model)(["one"], texts), LateScorer(plain)(
         [PROMPTS["query"] + "one"], [PROMPTS["document"] + text for text in texts]), atol=1e-4)  # fmt: skip
     for other in (plain, make_model(conventions={"prompts": {"passage": "no: "}})):
@@ -216,7 +255,9 @@ def test_prompts_stand_before_documents_of_an_index_and_its_queries(tmp_path):
         index.check_model(other)
 
 
-@pytest.mark.parametrize("side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")])
+@pytest.mark.parametrize(
+    "side, before", [("document", PROMPTS["document"]), ("query", PROMPTS["query"]), ("none", "")]
+)
 def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_path, side, before):
     model, plain, docs = make_model(conventions={"prompts": PROMPTS}), make_model(), documents(20)
     encode_texts(model, lambda: docs, tmp_path / "v.npy", prompt=side)
@@ -225,10 +266,14 @@ def test_texts_may_be_encoded_as_queries_or_with_the_prompts_that_they_have(tmp_
     encode_texts(model, lambda: docs, tmp_path / "index", prompt=side)
     index, again = TextIndex.open(tmp_path / "index"), make_model(conventions={"prompts": PROMPTS})
     index.prepare_model(again)
-    index.check_model(again)  # and its queries have their own prompt, whatever stands before the texts
+    index.check_model(
+        again
+    )  # and its queries have their own prompt, whatever stands before the texts
     (hits,) = index.search(again, ["one two"], 20)
     asked = plain.encode([PROMPTS["query"] + "one two"])[0]
-    assert np.allclose([hit.score for hit in hits], [expected[hit.number] @ asked for hit in hits], atol=1e-5)
+    assert np.allclose(
+        [hit.score for hit in hits], [expected[hit.number] @ asked for hit in hits], atol=1e-5
+    )
 
 
 def test_another_prompt_is_another_encoding(tmp_path):
@@ -238,27 +283,41 @@ def test_another_prompt_is_another_encoding(tmp_path):
 
     model, docs = make_model(conventions={"prompts": PROMPTS}), documents(20)
     with pytest.raises(KeyboardInterrupt):
-        encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query")
-    with pytest.raises(ValueError, match="another document_prompt .'alpha beta: ', not 'gamma delta: '"):
+        encode_texts(
+            model, lambda: docs, tmp_path / "v.npy", part_size=5, progress=stop, prompt="query"
+        )
+    with pytest.raises(
+        ValueError, match="another document_prompt .'alpha beta: ', not 'gamma delta: '"
+    ):
         encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5)
     with pytest.raises(ValueError, match="prompt='nobody' is unknown.*document, query, none"):
         encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="nobody")
     assert encode_texts(model, lambda: docs, tmp_path / "v.npy", part_size=5, prompt="query") == 20
 
 
-def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(tmp_path):
+def test_a_stopped_run_of_an_earlier_version_goes_on_where_no_prompt_belongs_before_its_texts(
+    tmp_path,
+):
     model = stopped_model(tmp_path / "v.npy")
     path = tmp_path / ".v.npy.parts/state.json"
     state = {k: v for k, v in json.loads(path.read_text()).items() if k != "document_prompt"}
     path.write_text(json.dumps({**state, "model": model_fingerprint(model, earlier=True)}))
     with pytest.raises(ValueError, match="another document_prompt"):
-        encode_texts(make_model(conventions={"prompts": PROMPTS}), documents, tmp_path / "v.npy", part_size=10)
+        encode_texts(
+            make_model(conventions={"prompts": PROMPTS}),
+            documents,
+            tmp_path / "v.npy",
+            part_size=10,
+        )
     assert encode_texts(model, documents, tmp_path / "v.npy", part_size=10) == 50
 
 
 @pytest.mark.parametrize("name", ["cosine", "dot"])
 def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, name):
-    model, docs = make_model(normalize=False, conventions={"similarity_fn_name": name}), documents(30)
+    model, docs = (
+        make_model(normalize=False, conventions={"similarity_fn_name": name}),
+        documents(30),
+    )
     texts = [d.text for d in docs]
     encode_texts(model, lambda: docs, tmp_path / "index", width=16)
     index, whole = TextIndex.open(tmp_path / "index"), model.encode(texts)
@@ -267,7 +326,9 @@ def test_a_model_without_a_norm_is_searched_and_evaluated_as_it_says(tmp_path, n
     expected = unit(whole[:, :16]) @ unit(whole[:, :16]).T
     for n, hits in enumerate(index.search(model, texts, 5)):
         assert np.allclose([hit.score for hit in hits], np.sort(expected[n])[::-1][:5], atol=1e-4)
-        assert np.allclose([hit.score for hit in hits], [expected[n, hit.number] for hit in hits], atol=1e-4)
+        assert np.allclose(
+            [hit.score for hit in hits], [expected[n, hit.number] for hit in hits], atol=1e-4
+        )
     assert np.allclose(EncoderScorer(model)(texts, texts), unit(whole) @ unit(whole).T, atol=1e-4)
 
 
@@ -275,12 +336,22 @@ def test_a_fingerprint_is_that_of_whoever_gives_the_same_vectors(tmp_path):
     for kind in ("modernbert", "bert"):
         model = make_model(kind)
         again = BiEncoder.load(model.save(tmp_path / kind))
-        assert model_fingerprint(model) == model_fingerprint(again) == model_fingerprint(BiEncoder.load(again.save(tmp_path / "again")))
+        assert (
+            model_fingerprint(model)
+            == model_fingerprint(again)
+            == model_fingerprint(BiEncoder.load(again.save(tmp_path / "again")))
+        )
         kept = again.encoder.config.to_diff_dict()
-        for name, value in (("norm_eps", 1e-2), ("hidden_activation", "relu"), ("num_attention_heads", 4)):
+        for name, value in (
+            ("norm_eps", 1e-2),
+            ("hidden_activation", "relu"),
+            ("num_attention_heads", 4),
+        ):
             encoder = BertLabModel(BertLabConfig(**{**kept, name: value}))
             encoder.load_state_dict(again.encoder.state_dict())
-            other = BiEncoder(encoder, again.tokenizer, max_sequence_length=again.max_sequence_length)
+            other = BiEncoder(
+                encoder, again.tokenizer, max_sequence_length=again.max_sequence_length
+            )
             assert model_fingerprint(other) != model_fingerprint(again), name
             assert model_fingerprint(other, earlier=True) == model_fingerprint(again, earlier=True)
 
@@ -293,7 +364,9 @@ def test_a_fingerprint_knows_what_the_tokenizer_makes_of_a_text(tmp_path):
     for changed in ({"normalizer": None}, {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": {"type": "WhitespaceSplit"}},
                     {"post_processor": None}):  # fmt: skip
         path.write_text(json.dumps({**state, **changed}))
-        assert model_fingerprint(BiEncoder.load(tmp_path / "model")) != model_fingerprint(model), changed
+        assert model_fingerprint(BiEncoder.load(tmp_path / "model")) != model_fingerprint(model), (
+            changed
+        )
 
 
 def test_a_home_directory_may_be_said_shortly(tmp_path, monkeypatch):
@@ -309,11 +382,18 @@ def test_malformed_rows_are_left_out_where_that_is_asked_and_a_table_may_have_no
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": \n{"text": "two"}\n')
     notes = Counter()
     read = source_documents([str(tmp_path / "a.jsonl")], on_error="skip", notes=notes)
-    assert [d.text for d in read()] == ["one", "two"] and sum(notes.values()) == 1 and "malformed" in [*notes][0]
+    assert (
+        [d.text for d in read()] == ["one", "two"]
+        and sum(notes.values()) == 1
+        and "malformed" in [*notes][0]
+    )
     with pytest.raises(ValueError, match="line 2"):
         list(source_documents([str(tmp_path / "a.jsonl")])())
     (tmp_path / "b.csv").write_text("one,x\ntwo,y\n")
-    assert [d.text for d in source_documents([str(tmp_path / "b.csv")], "1", header=False)()] == ["one", "two"]
+    assert [d.text for d in source_documents([str(tmp_path / "b.csv")], "1", header=False)()] == [
+        "one",
+        "two",
+    ]
 
 
 def test_an_index_appears_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -345,7 +425,9 @@ SOME = [Document("", "a:1"), *(Document(f"one two {n}", f"a:{n}") for n in range
 
 
 @pytest.mark.parametrize("output", ["v.npy", "v.parquet", "index"])
-def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_counted(tmp_path, output):
+def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_counted(
+    tmp_path, output
+):
     model, notes = make_model(), Counter()
     assert encode_texts(model, lambda: SOME, tmp_path / output, notes=notes) == 7
     assert sum(notes.values()) == 3 and all("blank texts" in what for what in notes)
@@ -353,12 +435,16 @@ def test_blank_texts_keep_their_rows_in_a_npy_are_left_out_of_the_rest_and_are_c
         found = np.load(tmp_path / output)
         assert len(found) == len(SOME) and "zeros" in [*notes][0]
         for row, document in zip(found, SOME):
-            expected = model.encode([document.text])[0] if document.text.strip() else np.zeros(model.width)
+            expected = (
+                model.encode([document.text])[0] if document.text.strip() else np.zeros(model.width)
+            )
             assert np.abs(row - expected).max() < 2e-6
     elif output == "v.parquet":
         from pyarrow import parquet
 
-        assert parquet.read_table(tmp_path / output)["source"].to_pylist() == [f"a:{n}" for n in (2, 3, 4, 5, 6, 7, 9)]
+        assert parquet.read_table(tmp_path / output)["source"].to_pylist() == [
+            f"a:{n}" for n in (2, 3, 4, 5, 6, 7, 9)
+        ]
     else:
         assert [TextIndex.open(tmp_path / output).read(n)[1] for n in (0, 6)] == ["a:2", "a:9"]
 
@@ -374,7 +460,9 @@ def test_a_source_without_any_text_is_an_error(tmp_path, texts, output):
 @pytest.mark.parametrize("output", ["v.npy", "index"])
 def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tmp_path, output):
     model, notes = make_model(), Counter()
-    encode_texts(model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2)
+    encode_texts(
+        model, lambda: SOME, tmp_path / ("whole.npy" if output == "v.npy" else "whole"), part_size=2
+    )
     for stop in (2, 4, 6):
 
         def watch(count, stop=stop):
@@ -385,7 +473,9 @@ def test_a_stopped_run_goes_on_behind_a_blank_text_and_counts_those_before_it(tm
             encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, progress=watch)
     assert encode_texts(model, lambda: SOME, tmp_path / output, part_size=2, notes=notes) == 7
     assert sum(notes.values()) == 3
-    names = ("v.npy", "whole.npy") if output == "v.npy" else ("index/vectors.npy", "whole/vectors.npy")
+    names = (
+        ("v.npy", "whole.npy") if output == "v.npy" else ("index/vectors.npy", "whole/vectors.npy")
+    )
     one, two = (np.load(tmp_path / name) for name in names)
     assert one.shape == two.shape and np.abs(one - two).max() < 2e-6
 
@@ -397,12 +487,21 @@ def test_what_an_earlier_version_has_encoded_goes_on_where_no_blank_text_was_lef
         if count:
             raise Stop
 
-    with pytest.raises(Stop):  # earlier versions wrote the same of these, wherever blank ones stood between them
+    with pytest.raises(
+        Stop
+    ):  # earlier versions wrote the same of these, wherever blank ones stood between them
         encode_texts(model, lambda: texts, tmp_path / "v.npy", part_size=2, progress=stop)
     blank = Document(" ", "a:x")
-    with pytest.raises(ValueError, match="text 2 is not the same.*a:1.*a:x.*delete the directory.*earlier versions"):
+    with pytest.raises(
+        ValueError, match="text 2 is not the same.*a:1.*a:x.*delete the directory.*earlier versions"
+    ):
         encode_texts(model, lambda: [texts[0], blank, *texts[1:]], tmp_path / "v.npy", part_size=2)
-    assert encode_texts(model, lambda: [*texts[:2], blank, *texts[2:]], tmp_path / "v.npy", part_size=2) == 4
+    assert (
+        encode_texts(
+            model, lambda: [*texts[:2], blank, *texts[2:]], tmp_path / "v.npy", part_size=2
+        )
+        == 4
+    )
     assert np.flatnonzero(~np.load(tmp_path / "v.npy").any(1)).tolist() == [2]
 
 
@@ -412,7 +511,12 @@ def test_an_output_that_cannot_be_is_refused_before_any_work(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("x")
     (tmp_path / "folder.npy").mkdir()
-    for name, word in (("v.txt", "must end"), ("old.npy", "exists"), ("full", "no empty directory"), ("folder.npy", "is a directory")):
+    for name, word in (
+        ("v.txt", "must end"),
+        ("old.npy", "exists"),
+        ("full", "no empty directory"),
+        ("folder.npy", "is a directory"),
+    ):
         with pytest.raises(ValueError, match=word):
             encode_texts(model, documents, tmp_path / name)
     assert encode_texts(model, documents, tmp_path / "old.npy", overwrite=True) == 50
@@ -424,7 +528,11 @@ def test_texts_of_a_folder_keep_their_places(tmp_path):
     (tmp_path / "a.txt").write_text("first line\nsecond line\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": "third"}))
     found = list(source_documents([str(tmp_path)])())
-    assert [(d.text, d.source) for d in found] == [("first line", "a.txt:1"), ("second line", "a.txt:2"), ("third", "b.jsonl:1")]
+    assert [(d.text, d.source) for d in found] == [
+        ("first line", "a.txt:1"),
+        ("second line", "a.txt:2"),
+        ("third", "b.jsonl:1"),
+    ]
     with pytest.raises(ValueError):
         source_documents([str(tmp_path / "missing.txt")])
 

@@ -103,11 +103,14 @@ def report_all() -> dict:
     exec(SETUP, room)
     with watch_widgets() as asked:
         cases = {name: report_case(case, room) for name, case in CASES.items()}
-    traits = {names: sorted(one for one in some if not one.startswith("_")) for names, some in asked.items()}
+    traits = {
+        names: sorted(one for one in some if not one.startswith("_"))
+        for names, some in asked.items()
+    }
     return {"version": ipywidgets.__version__, "asked": traits, "cases": cases}
 
 
-SETUP = '''
+SETUP = """
 import pydoc_data.topics
 
 import torch
@@ -126,7 +129,7 @@ def small_model(seed):
                            vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
                            max_position_embeddings=64)
     return BertLabForMaskedLM(config)
-'''
+"""
 
 CASES = {
     "mask_dial": Case(
@@ -141,12 +144,22 @@ explorer = mask_dial(tokenizer, TEXT, probability=0.3)
             Act("probability", "type", "2", r"mlm_probability must be in \(0, 1\], got 2"),
             Act("probability", "type", "0.5", r"of 18: \d+%, asked 50%"),
             # Of 18 tokens, a budget of one half is 9; and the recipe is always 80/10/10.
-            Act("hide", "click", "spans", r"chosen 9 of 18: 50%, asked 50%; hidden .*80%; .* asked 10%; .* asked 10%"),
+            Act(
+                "hide",
+                "click",
+                "spans",
+                r"chosen 9 of 18: 50%, asked 50%; hidden .*80%; .* asked 10%; .* asked 10%",
+            ),
             Act("dial", "drag", "1", r"chosen 18 of 18: 100%, asked 100%"),
             Act("sentence", "type", "Return the name of the file.", r"chosen 7 of 7: 100%"),
             Act("sentence", "type", "", r"type a sentence"),
             Act("sentence", "type", "a b c d", r"chosen 4 of 4: 100%"),
-            Act("objective", "choose", "enhanced_mlm", r"hidden 0 of 4: 0%, asked 0%; .*; kept 4 of 4: 100%, asked 100%"),
+            Act(
+                "objective",
+                "choose",
+                "enhanced_mlm",
+                r"hidden 0 of 4: 0%, asked 0%; .*; kept 4 of 4: 100%, asked 100%",
+            ),
         ),
         {"15%": r"of 18: \d+%, asked 15%", "spans, 30%": r"chosen 5 of 18: 28%, asked 30%"},
         (
@@ -185,10 +198,30 @@ explorer = packing_visualiser([60, 50, 40, 50], capacity=100)
 """,
         (
             # Two rows hold 60 + 40 and 50 + 50; next-fit opens a row for the first 50 and one for the last.
-            Act("packer", "click", "next-fit", r"200 of 300 positions in use, 100 wasted; efficiency 66\.7%"),
-            Act("packer", "click", "padded", r"200 of 400 positions in use, 200 wasted; efficiency 50\.0%"),
-            Act("packer", "click", "best-fit", r"200 of 200 positions in use, 0 wasted; efficiency 100\.0%"),
-            Act("documents", "press", "ArrowLeft", r"3 of 4 documents: 160 of 200 positions in use, 40 wasted"),
+            Act(
+                "packer",
+                "click",
+                "next-fit",
+                r"200 of 300 positions in use, 100 wasted; efficiency 66\.7%",
+            ),
+            Act(
+                "packer",
+                "click",
+                "padded",
+                r"200 of 400 positions in use, 200 wasted; efficiency 50\.0%",
+            ),
+            Act(
+                "packer",
+                "click",
+                "best-fit",
+                r"200 of 200 positions in use, 0 wasted; efficiency 100\.0%",
+            ),
+            Act(
+                "documents",
+                "press",
+                "ArrowLeft",
+                r"3 of 4 documents: 160 of 200 positions in use, 40 wasted",
+            ),
             Act("capacity", "type", "55", r"lengths\[0\] = 60 is outside 0 to 55"),
             Act("capacity", "type", "200", r"3 of 4 documents: 160 of 200 .* efficiency 80\.0%"),
             Act("documents", "drag", "0", r"0 of 4 documents: .* no row is open yet"),
@@ -221,7 +254,12 @@ explorer = document_mask_viewer(row, tokenizer.convert_ids_to_tokens(row["input_
 """,
         (
             Act("layer", "click", "window", r"reaches 3 tokens: positions 0 to 2 "),
-            Act("token", "press", "ArrowRight", r"position 1 of document 1, reaches 4 tokens: positions 0 to 3 "),
+            Act(
+                "token",
+                "press",
+                "ArrowRight",
+                r"position 1 of document 1, reaches 4 tokens: positions 0 to 3 ",
+            ),
             Act("window", "type", "1", r"reaches 3 tokens: positions 0 to 2 "),
             Act("window", "type", "-1", r"window must be 0 or more"),
             Act("layer", "click", "global", r"reaches 7 tokens: positions 0 to 6 "),
@@ -261,7 +299,12 @@ explorer = rate_designer(num_steps=1000, learning_rate=1e-3)
             # A warmup of 50 is worth 25.5 updates, a cooldown of 200 100.5, and 750 are flat: 876.
             Act("cooldown", "choose", "inverse-sqrt", r"area: 842\.7 updates"),
             Act("cooldown", "choose", "linear", r"area: 876\.0 updates"),
-            Act("warmup updates", "press", "ArrowRight ArrowRight", r"area: 875\.0 updates .*\n.*52 of warmup"),
+            Act(
+                "warmup updates",
+                "press",
+                "ArrowRight ArrowRight",
+                r"area: 875\.0 updates .*\n.*52 of warmup",
+            ),
             Act("peak rate", "type", "0", r"learning_rate must be a number above 0"),
             Act("peak rate", "type", "0.01", r"flat rate of the same area, 0\.00875"),
             Act("run (updates)", "type", "100", r"do not fit into"),
@@ -270,7 +313,10 @@ explorer = rate_designer(num_steps=1000, learning_rate=1e-3)
             Act("cooldown to", "press", "End", r"area: 974\.5 updates"),
             Act("cooldown to", "drag", "0", r"area: 875\.0 updates"),
         ),
-        {"trapezoid": r"area: 876\.0 updates[\s\S]*scheduler_cooldown_steps: 200", "no warmup, flat": r"1,000\.0 updates"},
+        {
+            "trapezoid": r"area: 876\.0 updates[\s\S]*scheduler_cooldown_steps: 200",
+            "no warmup, flat": r"1,000\.0 updates",
+        },
         (
             ("peak rate", 0.0, "learning_rate must be a number above 0"),
             ("peak rate", float("nan"), "learning_rate must be a number above 0"),
@@ -318,7 +364,10 @@ explorer = attention_browser(small_model(3), tokenizer, TEXT)
             Act("layer", "drag", "0", r"this model, layer 0, head 1"),
         ),
         {"layer 0, head 1": r"this model, layer 0, head 1[\s\S]*untrained twin, layer 0, head 1"},
-        (("sentence", " ", "type a sentence"), ("sentence", "a " * 60, "the sentence has 62 tokens, 32 fit")),
+        (
+            ("sentence", " ", "type a sentence"),
+            ("sentence", "a " * 60, "the sentence has 62 tokens, 32 fit"),
+        ),
     ),
     "embedding_map": Case(
         """
@@ -328,7 +377,12 @@ explorer = embedding_map(small_model(4), tokenizer, ["the", "string"])
 """,
         (
             Act("token", "type", "string", r"nearest to string: (\S+ -?[\d.]+(, )?){5}\n"),
-            Act("neighbours", "press", "ArrowLeft ArrowLeft", r"nearest to string: (\S+ -?[\d.]+(, )?){3}\n"),
+            Act(
+                "neighbours",
+                "press",
+                "ArrowLeft ArrowLeft",
+                r"nearest to string: (\S+ -?[\d.]+(, )?){3}\n",
+            ),
             Act("token", "type", "xylophone", r"is not in the vocabulary; its pieces are"),
             Act("token", "type", "the", r"nearest to the:"),
             Act("neighbours", "drag", "0", r"nearest to the: \S+ -?[\d.]+\n"),

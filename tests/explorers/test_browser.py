@@ -25,7 +25,9 @@ SETTINGS = {  # all cells stay in the page, to be looked at wherever it is scrol
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
-HANDLES = "[role=slider], .ui-slider-handle, input:not([type=hidden]), select"  # the second: ipywidgets 7
+HANDLES = (
+    "[role=slider], .ui-slider-handle, input:not([type=hidden]), select"  # the second: ipywidgets 7
+)
 
 # The least contrast (WCAG 2.2, 1.4.3) of a text with what is painted behind it, inside an element.
 CONTRAST = """root => {
@@ -88,11 +90,23 @@ def write_notebook(folder) -> None:
     )
     sources = [setup] + [case.source + show.format(name=name) for name, case in CASES.items()]
     cells = [
-        {"cell_type": "code", "id": f"c{number}", "metadata": {}, "outputs": [], "execution_count": None, "source": s}
+        {
+            "cell_type": "code",
+            "id": f"c{number}",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "source": s,
+        }
         for number, s in enumerate(sources)
     ]
     kernel = {"display_name": "python3", "language": "python", "name": "python3"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    notebook = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     (folder / "explorers.ipynb").write_text(json.dumps(notebook))
 
 
@@ -101,7 +115,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     write_notebook(folder)
     for name, values in SETTINGS.items():
-        file = folder / f"JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/{name}.jupyterlab-settings"
+        file = (
+            folder / f"JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/{name}.jupyterlab-settings"
+        )
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(values))
     return folder
@@ -114,14 +130,31 @@ def lab(folder) -> str:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # Settings and kernels of the person who runs the tests must not change what is tested.
-    own = {name: str(folder / name) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")}
+    own = {
+        name: str(folder / name)
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
     # One thread: a kernel that takes every core would wait for the browser that waits for it.
     environment = {**os.environ, **own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, "-m", "jupyterlab", "--no-browser", "--allow-root", "--expose-app-in-browser"]
-    command += ["--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0", "--IdentityProvider.token="]
+    command = [
+        PYTHON,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--expose-app-in-browser",
+    ]
+    command += [
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=",
+    ]
     command += [f"--ServerApp.root_dir={folder}"]
     with open(folder / "lab.log", "w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+        server = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         for _ in range(240):
             if server.poll() is not None:
@@ -205,7 +238,9 @@ def do(page, explorer, act) -> None:
 
 
 def test_every_explorer_opens_without_an_error(page):
-    said = page.locator(f"[data-mime-type='{ERROR}'], [data-mime-type='{STDERR}']").all_text_contents()
+    said = page.locator(
+        f"[data-mime-type='{ERROR}'], [data-mime-type='{STDERR}']"
+    ).all_text_contents()
     assert [text for text in said if "Traceback" in text or "Error" in text] == []
     for name in CASES:
         assert find_explorer(page, name).is_visible()
@@ -217,11 +252,15 @@ def test_an_explorer_shows_the_right_values_within_a_second_of_a_key_or_a_click(
     explorer, seconds = find_explorer(page, name), []
     for act in CASES[name].acts:
         before = explorer.inner_text()
-        assert not re.search(act.shows, before), f"{act.control}: {act.shows!r} is there before anything was done"
+        assert not re.search(act.shows, before), (
+            f"{act.control}: {act.shows!r} is there before anything was done"
+        )
         start = time.perf_counter()
         do(page, explorer, act)
         while not re.search(act.shows, text := explorer.inner_text()):
-            assert time.perf_counter() - start < 10, f"{act} did not show {act.shows!r} but {text!r}"
+            assert time.perf_counter() - start < 10, (
+                f"{act} did not show {act.shows!r} but {text!r}"
+            )
             time.sleep(0.01)
         seconds.append(time.perf_counter() - start)
         assert "Traceback" not in text and "a bug in this explorer" not in text
@@ -233,22 +272,31 @@ def test_an_explorer_shows_the_right_values_within_a_second_of_a_key_or_a_click(
 def test_every_control_is_reached_by_the_tab_key(page):
     for name in CASES:
         explorer = find_explorer(page, name)
-        controls = explorer.locator(f":is({HANDLES}, textarea, button):not([disabled], [disabled] *):visible")
-        count = controls.evaluate_all("all => all.map((node, number) => node.dataset.number = number).length")
+        controls = explorer.locator(
+            f":is({HANDLES}, textarea, button):not([disabled], [disabled] *):visible"
+        )
+        count = controls.evaluate_all(
+            "all => all.map((node, number) => node.dataset.number = number).length"
+        )
         controls.first.focus()
         reached = set()
         for _ in range(3 * count):  # drawings that scroll and readouts of sliders are stops, too
             reached.add(page.evaluate("document.activeElement.dataset.number"))
             page.keyboard.press("Tab")
         missed = {str(number) for number in range(count)} - reached
-        assert count > 1 and not missed, (name, [controls.nth(int(one)).evaluate("n => n.outerHTML") for one in missed])
+        assert count > 1 and not missed, (
+            name,
+            [controls.nth(int(one)).evaluate("n => n.outerHTML") for one in missed],
+        )
 
 
 def test_drawings_are_legible_in_both_themes_of_the_lab_and_at_200_percent(page):
     page.set_viewport_size({"width": 640, "height": 480})  # what is left of a window at 200 %
     page.evaluate("window.jupyterapp.shell.collapseLeft()")
     for theme, is_light in (("JupyterLab Light", "true"), ("JupyterLab Dark", "false")):
-        page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+        page.evaluate(
+            "theme => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme
+        )
         page.wait_for_function(f"document.body.dataset.jpThemeLight === '{is_light}'")
         page.wait_for_timeout(500)  # for the layout
         for name in CASES:
@@ -259,15 +307,22 @@ def test_drawings_are_legible_in_both_themes_of_the_lab_and_at_200_percent(page)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_static_forms_are_stepped_through_by_keys_without_network_or_script(page, folder, browser, scheme):
+def test_static_forms_are_stepped_through_by_keys_without_network_or_script(
+    page, folder, browser, scheme
+):
     # 200 %: half of the window's places, twice the pixels each.
     context = browser.new_context(
-        viewport={"width": 600, "height": 450}, device_scale_factor=2, color_scheme=scheme, offline=True
+        viewport={"width": 600, "height": 450},
+        device_scale_factor=2,
+        color_scheme=scheme,
+        offline=True,
     )
     alone, asked, errors = context.new_page(), [], []
     alone.on("request", lambda request: asked.append(request.url))
     alone.on("pageerror", lambda error: errors.append(str(error)))
-    alone.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    alone.on(
+        "console", lambda message: errors.append(message.text) if message.type == "error" else None
+    )
     for name, case in CASES.items():
         file = folder / f"{name}.html"
         assert file.stat().st_size <= 151_000 and "<script" not in file.read_text(encoding="utf-8")

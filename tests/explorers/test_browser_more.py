@@ -40,14 +40,28 @@ AFTER = "print('the next cell ran')"
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     cells = [
-        {"cell_type": "code", "id": f"c{n}", "metadata": {}, "outputs": [], "execution_count": None, "source": source}
+        {
+            "cell_type": "code",
+            "id": f"c{n}",
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+            "source": source,
+        }
         for n, source in enumerate((PREPARE, TRAIN, AFTER))
     ]
     kernel = {"display_name": "python3", "language": "python", "name": "python3"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    notebook = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     (folder / "explorers.ipynb").write_text(json.dumps(notebook))
     for name, values in SETTINGS.items():
-        file = folder / f"JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/{name}.jupyterlab-settings"
+        file = (
+            folder / f"JUPYTER_CONFIG_DIR/lab/user-settings/@jupyterlab/{name}.jupyterlab-settings"
+        )
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps(values))
     return folder
@@ -72,11 +86,15 @@ def test_curves_grow_while_a_cell_trains_and_a_click_ends_the_run_with_its_check
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
     drawing = page.locator(".widget-html-content").first
     drawing.wait_for(timeout=120_000)
-    step = lambda: int((re.search(r"step ([\d,]+) of", drawing.inner_text()) or [0, "0"])[1].replace(",", ""))
+    step = lambda: int(
+        (re.search(r"step ([\d,]+) of", drawing.inner_text()) or [0, "0"])[1].replace(",", "")
+    )
     first = wait_for(step, lambda n: n > 0, 60)
     later = wait_for(step, lambda n: n > first, 30)
     assert drawing.locator("svg").count() == 4 and later < 10**6
-    curve = lambda: drawing.evaluate("node => node.querySelector('svg [stroke=\"#0072B2\"]').outerHTML")
+    curve = lambda: drawing.evaluate(
+        "node => node.querySelector('svg [stroke=\"#0072B2\"]').outerHTML"
+    )
     before = curve()
     wait_for(curve, lambda now: now != before, 30)
     # Another cell is run meanwhile: it must wait, and must not get lost.

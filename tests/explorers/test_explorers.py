@@ -43,7 +43,14 @@ from bertlab.explorers.models import (
 )
 from bertlab.train.modules import PretrainingModule, pretraining_optimizer
 from bertlab.train.reports import why_stopped
-from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, load_runs, mean_curve, optimizer_race, race_html
+from bertlab.explorers.optimizers import (
+    OptimizerRun,
+    UpdateWatch,
+    load_runs,
+    mean_curve,
+    optimizer_race,
+    race_html,
+)
 from bertlab.explorers.optimizers import save_runs
 from bertlab.explorers.schedules import (
     design_schedule,
@@ -56,7 +63,12 @@ from bertlab.explorers.schedules import (
 )
 from bertlab.optim.schedulers import KINDS, Schedule
 from bertlab.train.trainer import make_trainer
-from bertlab.explorers.training_monitor import MonitorPanel, TrainingMonitor, WidgetMail, monitor_curves
+from bertlab.explorers.training_monitor import (
+    MonitorPanel,
+    TrainingMonitor,
+    WidgetMail,
+    monitor_curves,
+)
 from bertlab.explorers.widgets import keep_points
 
 MINE = ("schedule_designer", "optimizer_race", "attention_browser", "embedding_map")
@@ -71,7 +83,9 @@ def room() -> dict:
 
 
 def control(explorer, description):
-    return next(one for one in find_widgets(explorer) if getattr(one, "description", "") == description)
+    return next(
+        one for one in find_widgets(explorer) if getattr(one, "description", "") == description
+    )
 
 
 # Schedule designer
@@ -107,7 +121,10 @@ def test_a_design_in_shares_and_tokens_is_drawn_and_written_as_it_is():
     assert (options["warmup_steps"], options["cooldown_steps"]) == (100, 200)
     assert "warmup_steps: 100" in schedule_yaml(schedule, 1000, 1e-3)
     explorer = rate_designer(1000, 1e-3, warmup_pct=0.1, decay_pct=0.2)
-    assert control(explorer, "warmup updates").value == 100 and control(explorer, "cooldown updates").value == 200
+    assert (
+        control(explorer, "warmup updates").value == 100
+        and control(explorer, "cooldown updates").value == 200
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -116,7 +133,9 @@ def test_the_printed_python_makes_the_drawn_schedule(phases, peak):
     schedule = Schedule(**phases, total_steps=25)
     names = {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)}
     exec(schedule_python(schedule, 25, peak), names)
-    np.testing.assert_allclose(rates_of(names["scheduler"], 28), [peak * schedule(n) for n in range(28)], rtol=1e-12)
+    np.testing.assert_allclose(
+        rates_of(names["scheduler"], 28), [peak * schedule(n) for n in range(28)], rtol=1e-12
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=8)
@@ -135,7 +154,9 @@ def test_the_printed_yaml_makes_the_drawn_schedule_in_the_module(phases, peak):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_printed_yaml_is_a_configuration_of_the_command(tmp_path, capsys):
-    schedule = Schedule(warmup_steps=3, cooldown_kind="inverse-sqrt", cooldown_steps=5, total_steps=20)
+    schedule = Schedule(
+        warmup_steps=3, cooldown_kind="inverse-sqrt", cooldown_steps=5, total_steps=20
+    )
     (tmp_path / "design.yaml").write_text(schedule_yaml(schedule, 20, 1e-5))
     assert main(["pretrain", "--config", str(tmp_path / "design.yaml"), "--print_config"]) == 0
     read = yaml.safe_load(capsys.readouterr().out)
@@ -152,7 +173,9 @@ def test_a_number_in_yaml_comes_back_as_the_same_number(value):
 
 def test_the_area_is_a_sum_by_hand_and_a_sample_of_it_on_long_runs():
     # 1/4 + 2/4 + 3/4 + 1, five flat ones, then 1, 3/4, 1/2, 1/4.
-    assert full_rate_steps(Schedule(warmup_steps=4, cooldown_steps=4, total_steps=13), 13) == pytest.approx(10)
+    assert full_rate_steps(
+        Schedule(warmup_steps=4, cooldown_steps=4, total_steps=13), 13
+    ) == pytest.approx(10)
     long = {"warmup_steps": 40_000, "cooldown_steps": 160_000, "total_steps": 1_000_000}
     linear = 40_001 / 2 + 800_000 + 160_001 / 2
     assert full_rate_steps(Schedule(**long), 1_000_000) == pytest.approx(linear, abs=1000)
@@ -163,10 +186,14 @@ def test_the_boxes_hold_the_drawn_design_and_nothing_under_a_message():
     boxes = [control(designer, name) for name in ("YAML", "Python")]
     control(designer, "cooldown updates").value = 100
     read = yaml.safe_load(boxes[0].value)
-    assert read["model"]["scheduler_cooldown_steps"] == 100 and read["model"]["learning_rate"] == 1e-5
+    assert (
+        read["model"]["scheduler_cooldown_steps"] == 100 and read["model"]["learning_rate"] == 1e-5
+    )
     assert "cooldown_steps=100," in boxes[1].value and "total_steps=400," in boxes[1].value
     control(designer, "run (updates)").value = 90
-    assert [box.value for box in boxes] == ["", ""] and 'role="alert"' in designer.children[-1].value
+    assert [box.value for box in boxes] == ["", ""] and 'role="alert"' in designer.children[
+        -1
+    ].value
     control(designer, "run (updates)").value = 130
     assert boxes[0].value.endswith("max_steps: 130")
 
@@ -174,7 +201,9 @@ def test_the_boxes_hold_the_drawn_design_and_nothing_under_a_message():
 def test_sliders_reach_as_far_as_the_run_that_is_typed():
     designer = rate_designer(num_steps=100)
     control(designer, "run (updates)").value = 5000
-    assert control(designer, "warmup updates").max == control(designer, "cooldown updates").max == 5000
+    assert (
+        control(designer, "warmup updates").max == control(designer, "cooldown updates").max == 5000
+    )
     control(designer, "run (updates)").value = -3
     assert control(designer, "cooldown updates").value == 20  # a typing error moves no slider
 
@@ -189,7 +218,10 @@ def test_an_update_is_measured_by_its_size_and_its_singular_values():
     watch.look(matrix)
     matrix += torch.tensor([[0.0, 2, 0], [1, 0, 0]])
     watch.look(matrix)
-    assert run.update_sizes == [pytest.approx(math.sqrt(9 / 6), rel=1e-3), pytest.approx(math.sqrt(5 / 6), rel=1e-3)]
+    assert run.update_sizes == [
+        pytest.approx(math.sqrt(9 / 6), rel=1e-3),
+        pytest.approx(math.sqrt(5 / 6), rel=1e-3),
+    ]
     assert run.spectra == {1: [3, 0], 2: [2, 1]}
 
 
@@ -226,12 +258,19 @@ def test_a_mean_over_seeds_ends_where_one_of_them_has_no_loss():
 
 
 def test_a_rule_whose_seeds_are_of_unequal_length_is_replayed_to_the_end_of_the_shortest():
-    long = OptimizerRun("slow", 0.1, 0, [4.0, 3.0, 2.0, 1.0], [0.4, 0.3, 0.2, 0.1], {2: [1.0, 0.9], 4: [1.0, 0.1]})
-    short, other = OptimizerRun("slow", 0.1, 1, [4.0, 2.0], [0.4, 0.3]), OptimizerRun("full", 0.1, 0, [5.0] * 4, [0.5] * 4)
+    long = OptimizerRun(
+        "slow", 0.1, 0, [4.0, 3.0, 2.0, 1.0], [0.4, 0.3, 0.2, 0.1], {2: [1.0, 0.9], 4: [1.0, 0.1]}
+    )
+    short, other = (
+        OptimizerRun("slow", 0.1, 1, [4.0, 2.0], [0.4, 0.3]),
+        OptimizerRun("full", 0.1, 0, [5.0] * 4, [0.5] * 4),
+    )
     race = optimizer_race([long, short, other])
     control(race, "update").value = 4
     said = race.children[-1].value
-    assert "<td style='padding:0 .8em'>2.500</td>" in said and "3.00e-01" in said and "2 of 2" in said  # of update 2
+    assert (
+        "<td style='padding:0 .8em'>2.500</td>" in said and "3.00e-01" in said and "2 of 2" in said
+    )  # of update 2
     assert "5.000" in said and 'role="alert"' not in race.static_html
 
 
@@ -240,7 +279,11 @@ def test_a_rule_may_have_any_name(rule):
     race = optimizer_race([OptimizerRun(rule, 0.1, 0, [4.0, 3.0], [0.1, 0.1], {1: [1.0]})])
     control(race, "update").value = 2
     assert "3.000" in race.children[-1].value
-    box = next(one for one in find_widgets(race) if getattr(one, "description", "") == rule and one.value is True)
+    box = next(
+        one
+        for one in find_widgets(race)
+        if getattr(one, "description", "") == rule and one.value is True
+    )
     box.value = False
     assert "choose a rule" in race.children[-1].value
 
@@ -249,14 +292,20 @@ def test_the_recorded_updates_belong_to_the_recorded_race():
     folder = ROOT / "benchmarks/results"
     race = json.loads((folder / "optimizer_race.json").read_text(encoding="utf-8"))["results"]
     runs = load_runs(folder / "optimizer_updates.json")
-    assert {run.optimizer for run in runs} == {"momentum", "adamw", "lion", "muon"} and len(runs) == 12
+    assert {run.optimizer for run in runs} == {"momentum", "adamw", "lion", "muon"} and len(
+        runs
+    ) == 12
     for run in runs:
         raced = {one["seed"]: one["losses"] for one in race[run.optimizer]["runs"]}
         assert run.rate == race[run.optimizer]["rate"] and run.losses == raced[run.seed]
-        assert len(run.update_sizes) == len(run.losses) and all(len(v) == 64 for v in run.spectra.values())
+        assert len(run.update_sizes) == len(run.losses) and all(
+            len(v) == 64 for v in run.spectra.values()
+        )
 
 
-@pytest.mark.parametrize("runs", [[], [OptimizerRun("x", 1, 0)], [OptimizerRun("x", 1, 0, [1.0], [])]])
+@pytest.mark.parametrize(
+    "runs", [[], [OptimizerRun("x", 1, 0)], [OptimizerRun("x", 1, 0, [1.0], [])]]
+)
 def test_recordings_that_cannot_be_replayed_are_refused(runs):
     with pytest.raises(ValueError, match="record"):
         optimizer_race(runs)
@@ -266,14 +315,20 @@ def test_a_run_that_stopped_is_shown_with_the_update_of_its_numbers():
     long = OptimizerRun("a", 0.1, 0, [4.0] * 100, [0.1] * 100, {1: [1.0, 0.5], 90: [1.0, 0.9]})
     short = OptimizerRun("b", 0.1, 0, [3.0] * 20, [0.1] * 20, {1: [1.0, 0.2], 20: [1.0, 0.3]})
     drawn = race_html([long, short], 100, ["a", "b"])
-    assert re.search(r">b, update 20</td><td[^>]*>0.1</td><td[^>]*>3.000<", drawn) and ">a</td>" in drawn
+    assert (
+        re.search(r">b, update 20</td><td[^>]*>0.1</td><td[^>]*>3.000<", drawn)
+        and ">a</td>" in drawn
+    )
     assert drawn.count("b, update 20</text>") == 1  # in the legend of the singular values alone
-    assert "update 20" not in race_html([long, short], 20, ["a", "b"]).replace("<caption>update 20", "").replace(
-        "values at update 20", "")
+    assert "update 20" not in race_html([long, short], 20, ["a", "b"]).replace(
+        "<caption>update 20", ""
+    ).replace("values at update 20", "")
 
 
 def test_recordings_of_a_run_that_diverged_can_be_read_again(tmp_path):
-    run = OptimizerRun("x", 1.0, 0, [2.0, math.nan, math.inf, None], [0.1, math.nan, 0.3, None], {1: [1.0]})
+    run = OptimizerRun(
+        "x", 1.0, 0, [2.0, math.nan, math.inf, None], [0.1, math.nan, 0.3, None], {1: [1.0]}
+    )
     save_runs([run], tmp_path / "runs.json")
     [found] = load_runs(tmp_path / "runs.json")
     assert found.losses == [2.0, None, None, None] and found.update_sizes == [0.1, None, 0.3, None]
@@ -282,7 +337,11 @@ def test_recordings_of_a_run_that_diverged_can_be_read_again(tmp_path):
 
 def test_a_race_of_wide_matrices_still_fits_on_a_page():
     values = np.linspace(1, 0.1, 768).tolist()
-    runs = [OptimizerRun(f"rule{n}", 1, s, [1.0] * 5000, [0.1] * 5000, {1: values}) for n in range(5) for s in (0, 1)]
+    runs = [
+        OptimizerRun(f"rule{n}", 1, s, [1.0] * 5000, [0.1] * 5000, {1: values})
+        for n in range(5)
+        for s in (0, 1)
+    ]
     assert len(optimizer_race(runs).static_html) < 150_000
 
 
@@ -302,7 +361,9 @@ def test_attention_maps_are_those_of_the_plain_kernel_and_leave_no_trace(room):
     with torch.no_grad():
         model.base_model.config._attn_implementation = "eager"
         batch = tokenizer("the name of the string", return_tensors="pt")
-        out = model.eval().base_model(batch["input_ids"], batch["attention_mask"], output_attentions=True)
+        out = model.eval().base_model(
+            batch["input_ids"], batch["attention_mask"], output_attentions=True
+        )
     np.testing.assert_allclose(weights, torch.stack(out.attentions)[:, 0].numpy(), atol=1e-6)
     assert np.abs(weights - 1 / len(tokens)).max() > 1e-3
 
@@ -342,10 +403,20 @@ def test_a_causal_twin_is_shown_as_it_reads_and_never_looks_ahead(room):
 def test_attention_without_a_weight_for_each_pair_is_refused(room):
     from transformers import LongformerConfig, LongformerForMaskedLM
 
-    small = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, attention_window=4)
-    model = LongformerForMaskedLM(LongformerConfig(vocab_size=len(room["tokenizer"]), **small)).eval()
+    small = dict(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        attention_window=4,
+    )
+    model = LongformerForMaskedLM(
+        LongformerConfig(vocab_size=len(room["tokenizer"]), **small)
+    ).eval()
     with pytest.raises(ValueError, match="LongformerForMaskedLM gives no weight to each pair"):
-        attention_maps(model, room["tokenizer"], "the name of the string and the length of the name")
+        attention_maps(
+            model, room["tokenizer"], "the name of the string and the length of the name"
+        )
 
 
 def test_a_model_that_cannot_be_browsed_is_answered_with_what_to_give(room):
@@ -405,7 +476,9 @@ def test_neighbours_and_places_agree_with_another_way_to_compute_them():
     places, share = project_table(table)
     for k in (0, 1):
         by_hand = left[:, k] * values[k]
-        assert min(np.abs(places[:, k] - by_hand).max(), np.abs(places[:, k] + by_hand).max()) < 1e-9
+        assert (
+            min(np.abs(places[:, k] - by_hand).max(), np.abs(places[:, k] + by_hand).max()) < 1e-9
+        )
     assert share == pytest.approx((values[:2] ** 2).sum() / (values**2).sum())
 
 
@@ -435,9 +508,14 @@ def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
     model = BertLabForMaskedLM(config)
     with torch.no_grad():
         table = model.get_input_embeddings().weight
-        table[50:53] = table[moved["the"]] = table[moved[last]]  # the nearest but one may be no entry
+        table[50:53] = table[moved["the"]] = table[
+            moved[last]
+        ]  # the nearest but one may be no entry
     shown = embedding_map(model, tokenizer, ["the", last])
-    assert f"nearest to <bdi>the</bdi>: <bdi>{last}</bdi> 1.00" in shown.children[-1].value and "None" not in shown.children[-1].value
+    assert (
+        f"nearest to <bdi>the</bdi>: <bdi>{last}</bdi> 1.00" in shown.children[-1].value
+        and "None" not in shown.children[-1].value
+    )
     with pytest.raises(ValueError, match=f"ids up to {moved[last]}.*vocab_size is 1500"):
         embedding_map(room["small_model"](0), tokenizer, ["the"])
 
@@ -452,7 +530,11 @@ def test_labels_do_not_cover_each_other():
 def test_a_word_that_is_no_token_is_told_by_its_pieces(room):
     tokenizer = room["tokenizer"]
     assert find_token(tokenizer, " the ") == tokenizer.get_vocab()["the"]
-    for word, said in (("", "type a token"), ("<b>", "its pieces are"), ("thethethe", "not in the vocabulary")):
+    for word, said in (
+        ("", "type a token"),
+        ("<b>", "its pieces are"),
+        ("thethethe", "not in the vocabulary"),
+    ):
         with pytest.raises(ValueError, match=said):
             find_token(tokenizer, word)
 
@@ -465,7 +547,11 @@ def test_a_turned_control_redraws_in_less_than_a_second(room, name):
     exec(CASES[name].source, room)
     explorer, seconds = room["explorer"], []
     for one in list(find_widgets(explorer)):
-        if hasattr(one, "min") and hasattr(one, "max") and getattr(one, "description", "") != "play":
+        if (
+            hasattr(one, "min")
+            and hasattr(one, "max")
+            and getattr(one, "description", "") != "play"
+        ):
             for value in (one.max, one.min):
                 start = time.process_time()  # of this process: others may keep the machine busy
                 one.value = value
@@ -491,10 +577,14 @@ def test_a_closed_explorer_frees_its_model_even_where_a_control_is_kept(room, na
 @pytest.mark.parametrize("name", ["schedule_designer", "optimizer_race", "packing_visualiser"])
 def test_close_closes_boxes_in_boxes_and_what_ties_controls_together(room, name, monkeypatch):
     links, jslink = [], ipywidgets.jslink
-    monkeypatch.setattr(ipywidgets, "jslink", lambda *ends: links.append(jslink(*ends)) or links[-1])
+    monkeypatch.setattr(
+        ipywidgets, "jslink", lambda *ends: links.append(jslink(*ends)) or links[-1]
+    )
     exec(CASES[name].source, room)
     widgets = [*find_widgets(room["explorer"]), *links]
-    assert len(links) == (name != "schedule_designer") and all(one.comm is not None for one in widgets)
+    assert len(links) == (name != "schedule_designer") and all(
+        one.comm is not None for one in widgets
+    )
     room["explorer"].close()
     assert [one for one in widgets if one.comm is not None] == []
 
@@ -541,7 +631,9 @@ class Kernel:
 
     def schedule_dispatch(self, dispatch, parts):
         assert dispatch == self.dispatch_shell
-        self.later.append(self.session.deserialize(self.session.feed_identities(parts, copy=False)[1], copy=False))
+        self.later.append(
+            self.session.deserialize(self.session.feed_identities(parts, copy=False)[1], copy=False)
+        )
 
     def dispatch_shell(self, parts):
         raise AssertionError("nothing but widgets may be handled inside a cell")
@@ -554,11 +646,24 @@ def test_widgets_are_heard_inside_a_cell_and_other_cells_wait_in_their_order():
     kernel = Kernel()
     mail = WidgetMail(kernel)
     assert mail.answer() == 0 and kernel.log == []
-    for kind, n in (("comm_msg", 1), ("execute_request", 2), ("comm_info_request", 3), ("execute_request", 4)):
+    for kind, n in (
+        ("comm_msg", 1),
+        ("execute_request", 2),
+        ("comm_info_request", 3),
+        ("execute_request", 4),
+    ):
         kernel.say(kind, n)
     assert mail.answer() == 2
-    own = [("busy", False), 0, ("idle", False), ("busy", True)]  # its own status, then that of the cell
-    assert kernel.log == [*(1 if entry == 0 else entry for entry in own), *(3 if entry == 0 else entry for entry in own)]
+    own = [
+        ("busy", False),
+        0,
+        ("idle", False),
+        ("busy", True),
+    ]  # its own status, then that of the cell
+    assert kernel.log == [
+        *(1 if entry == 0 else entry for entry in own),
+        *(3 if entry == 0 else entry for entry in own),
+    ]
     assert [message["content"]["n"] for message in kernel.later] == [2, 4]
     assert mail.answer() == 0
 
@@ -598,6 +703,7 @@ def test_a_real_kernel_hears_a_click_inside_a_cell_and_then_runs_the_cells_that_
     try:
         client.start_channels()
         client.wait_for_ready(60)
+
         def read(number: str) -> str:
             "Read what a cell prints until it is done."
             text = ""
@@ -605,7 +711,9 @@ def test_a_real_kernel_hears_a_click_inside_a_cell_and_then_runs_the_cells_that_
                 message = client.get_iopub_msg(timeout=60)
                 if message["parent_header"].get("msg_id") != number:
                     continue
-                text += message["content"].get("text", "") if message["msg_type"] == "stream" else ""
+                text += (
+                    message["content"].get("text", "") if message["msg_type"] == "stream" else ""
+                )
                 if message["content"].get("execution_state") == "idle":
                     return text
 
@@ -627,7 +735,11 @@ def test_curves_keep_the_last_row_and_speed_is_work_over_time():
     assert curves["tokens per second"][1][1:] == pytest.approx([200] * 149)
     assert keep_points(1, 150).tolist() == [0] and keep_points(3, 150).tolist() == [0, 1, 2]
     drawn = training_monitor.monitor_html(rows, 3000)  # no finite norm: three charts and a message
-    assert "step 2,000 of 3,000" in drawn and drawn.count("<svg") == 3 and drawn.count('role="alert"') == 1
+    assert (
+        "step 2,000 of 3,000" in drawn
+        and drawn.count("<svg") == 3
+        and drawn.count('role="alert"') == 1
+    )
     one = training_monitor.monitor_html(rows[:1], -1)
     assert "tokens per second:" not in one and "step 1:" in one
 
@@ -638,7 +750,11 @@ class TinyData(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         ids = torch.randint(5, 50, (8,), generator=torch.Generator().manual_seed(i))
-        return {"input_ids": ids, "attention_mask": torch.ones(8, dtype=torch.long), "labels": ids.clone()}
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones(8, dtype=torch.long),
+            "labels": ids.clone(),
+        }
 
 
 def train(callbacks, max_steps, seed=0, **options):
@@ -658,7 +774,9 @@ def notebook(monkeypatch):
     handle = SimpleNamespace(update=lambda shown: displayed.append(shown.static_html))
     monkeypatch.setattr(training_monitor, "in_notebook", lambda: True)
     monkeypatch.setattr(training_monitor, "open_mail", lambda: SimpleNamespace(answer=lambda: 0))
-    monkeypatch.setattr("IPython.display.display", lambda shown, display_id: displayed.append(shown) or handle)
+    monkeypatch.setattr(
+        "IPython.display.display", lambda shown, display_id: displayed.append(shown) or handle
+    )
     return displayed
 
 
@@ -688,14 +806,19 @@ def test_the_button_ends_a_run_at_the_end_of_a_step_with_whole_checkpoints(noteb
     finger = Finger(monitor, 5)  # the second of the two batches of step 3 is the sixth
     regular = RunCheckpoint(tmp_path / "run.ckpt", every_steps=100)
     trainer = train([finger, monitor, regular], 20, accumulate_grad_batches=2)
-    assert trainer.global_step == monitor.stopped_at == 3 and why_stopped(trainer) == "its stop button was pressed"
+    assert (
+        trainer.global_step == monitor.stopped_at == 3
+        and why_stopped(trainer) == "its stop button was pressed"
+    )
     for name in ("stopped", "run"):
         assert torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["global_step"] == 3
     plain = History(fetch_every=1)
     train([plain], 3, accumulate_grad_batches=2)
     assert (monitor.record.column("loss") == plain.record.column("loss")).all()
     assert len(notebook) == 2 and "step 3 of 20" in notebook[-1] and "<svg" in notebook[-1]
-    assert monitor.panel.button.disabled and "stopped after step 3" in monitor.panel.button.description
+    assert (
+        monitor.panel.button.disabled and "stopped after step 3" in monitor.panel.button.description
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -709,7 +832,9 @@ def test_a_monitor_can_be_used_again_and_starts_its_curves_anew(notebook):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_not_its_own(notebook):
+def test_a_monitor_forgets_a_run_that_broke_off_and_what_fails_between_runs_is_not_its_own(
+    notebook,
+):
     monitor = TrainingMonitor(every_seconds=1e9)
     with pytest.raises(KeyError, match="boom"):
         train([monitor, Breaks()], 6)
@@ -726,7 +851,11 @@ def test_outside_a_notebook_it_records_and_shows_nothing(monkeypatch, capsys):
     monkeypatch.setattr("IPython.display.display", lambda *a, **k: pytest.fail("displayed"))
     monitor = TrainingMonitor()
     assert train([monitor], 3).global_step == 3
-    assert monitor.panel is None and len(monitor.record.rows) == 3 and training_monitor.open_mail() is None
+    assert (
+        monitor.panel is None
+        and len(monitor.record.rows) == 3
+        and training_monitor.open_mail() is None
+    )
     assert "widget" not in capsys.readouterr().out.lower()
 
 
@@ -737,7 +866,9 @@ def test_a_foreign_kernel_gets_curves_and_a_line_that_says_how_to_stop(monkeypat
         kernel = SimpleNamespace(**{name: getattr(Kernel(), name) for name in ("shell_stream", "schedule_dispatch",
                                                                               "dispatch_shell", "session")})  # fmt: skip
     shown = []
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel)))
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=kernel))
+    )
     monkeypatch.setattr(MonitorPanel, "show", lambda panel: shown.append(panel))
     assert training_monitor.open_mail() is None
     monitor = TrainingMonitor()
@@ -776,8 +907,14 @@ def test_a_run_that_breaks_off_leaves_its_curves_and_says_so(notebook):
 def test_watching_costs_less_than_one_percent_of_a_step(notebook):
     def share() -> float:
         monitor, inside = TrainingMonitor(), 0.0
-        logged = {"train_loss": torch.tensor(3.0), "learning_rate": torch.tensor(1e-3), "gradient_norm": torch.ones(())}
-        trainer = SimpleNamespace(global_step=0, strategy=None, world_size=1, callback_metrics=logged, max_steps=100)
+        logged = {
+            "train_loss": torch.tensor(3.0),
+            "learning_rate": torch.tensor(1e-3),
+            "gradient_norm": torch.ones(()),
+        }
+        trainer = SimpleNamespace(
+            global_step=0, strategy=None, world_size=1, callback_metrics=logged, max_steps=100
+        )
         batch = {"attention_mask": torch.ones(16, 512, dtype=torch.long)}
         monitor.on_train_start(trainer, None)
         for trainer.global_step in range(1, 16):
@@ -815,7 +952,9 @@ def test_a_pause_of_nothing_is_refused(pause):
 
 
 def test_what_explorers_are_asked_wrongly_is_a_sentence():
-    with pytest.raises(ValueError, match="unknown argument 'warmup_step'; known are .*warmup_steps"):
+    with pytest.raises(
+        ValueError, match="unknown argument 'warmup_step'; known are .*warmup_steps"
+    ):
         design_schedule(100, 1e-3, warmup_step=5)
     with pytest.raises(ValueError, match="unknown argument 'total_steps'"):
         design_schedule(100, 1e-3, total_steps=5)

@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.explorers.precision import FLOAT_FORMATS, count_lost, get_format, largest_loss_scale, round_to
+from bertlab.explorers.precision import (
+    FLOAT_FORMATS,
+    count_lost,
+    get_format,
+    largest_loss_scale,
+    round_to,
+)
 
 IN_TORCH = ["float32", "bfloat16", "float16", "float8_e5m2", "float8_e4m3fn"]
 any_float32 = st.floats(width=32, allow_nan=False)
@@ -18,7 +24,12 @@ def test_the_figures_of_a_format_are_torchs(name):
     f, info = get_format(name), torch.finfo(getattr(torch, name))
     assert (f.largest, f.smallest_normal, f.epsilon) == (info.max, info.tiny, info.eps)
     assert 1 + f.exponent_bits + f.mantissa_bits == info.bits
-    assert f.smallest == torch.tensor(1, dtype=getattr(torch, f"int{info.bits}")).view(getattr(torch, name)).double()
+    assert (
+        f.smallest
+        == torch.tensor(1, dtype=getattr(torch, f"int{info.bits}"))
+        .view(getattr(torch, name))
+        .double()
+    )
 
 
 @pytest.mark.parametrize("name", IN_TORCH)
@@ -37,8 +48,18 @@ def test_ties_go_to_the_even_neighbour_and_the_edges_are_right():
     assert round_to(x, "bfloat16").tolist() == [1.0, 1 + 2 / 128, -1.0, 0.0]
     # float16 ends at 65504; half a step more is infinite. Its smallest number is 2**-24, half of it is 0.
     x = torch.tensor([65519.0, 65520.0, -1e30, 2.0**-24, 2.0**-25, 1.01 * 2.0**-25])
-    assert round_to(x, "float16").tolist() == [65504.0, math.inf, -math.inf, 2.0**-24, 0.0, 2.0**-24]
-    assert round_to(torch.tensor([math.inf, -math.inf]), "bfloat16").tolist() == [math.inf, -math.inf]
+    assert round_to(x, "float16").tolist() == [
+        65504.0,
+        math.inf,
+        -math.inf,
+        2.0**-24,
+        0.0,
+        2.0**-24,
+    ]
+    assert round_to(torch.tensor([math.inf, -math.inf]), "bfloat16").tolist() == [
+        math.inf,
+        -math.inf,
+    ]
     assert round_to(torch.tensor([math.nan]), "float16").isnan().all()
     assert round_to(torch.tensor([448.0, 1e6]), "float8_e4m3fn").isnan().tolist() == [False, True]
 
@@ -62,7 +83,11 @@ def test_the_largest_scale_overflows_nothing_and_twice_the_headroom_does():
     gradients = [torch.tensor([0.3, -0.011]), torch.tensor([[1e-7]])]
     scale = largest_loss_scale(gradients, headroom=1.0)
     assert math.log2(scale) == int(math.log2(scale))
-    assert count_lost(gradients, "float16", scale).overflow == 0 < count_lost(gradients, "float16", 2 * scale).overflow
+    assert (
+        count_lost(gradients, "float16", scale).overflow
+        == 0
+        < count_lost(gradients, "float16", 2 * scale).overflow
+    )
     assert largest_loss_scale(gradients) == scale / 16
 
 
@@ -76,7 +101,8 @@ NAN, ONE = torch.tensor([math.nan]), torch.ones(1)
 
 
 @pytest.mark.parametrize(
-    "gradients", [[], [None], [torch.zeros(2)], [torch.tensor([math.inf])], [NAN], [NAN, ONE], [ONE, NAN]]
+    "gradients",
+    [[], [None], [torch.zeros(2)], [torch.tensor([math.inf])], [NAN], [NAN, ONE], [ONE, NAN]],
 )
 def test_without_a_finite_gradient_there_is_no_scale(gradients):
     with pytest.raises(ValueError, match="backward"):

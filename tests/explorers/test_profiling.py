@@ -17,11 +17,24 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.train.stopping import NonFiniteGuard, SpikeGuard, TokenLimit
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.train.modules import PretrainingModule
-from bertlab.explorers.profiling import HostReadCounter, LayerPoint, Roofline, host_reads, kind_of_work
-from bertlab.explorers.profiling import measure_roofline, profile_step, record_operations, seconds_by_kind
+from bertlab.explorers.profiling import (
+    HostReadCounter,
+    LayerPoint,
+    Roofline,
+    host_reads,
+    kind_of_work,
+)
+from bertlab.explorers.profiling import (
+    measure_roofline,
+    profile_step,
+    record_operations,
+    seconds_by_kind,
+)
 from bertlab.train.trainer import make_trainer
 
-SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SHAPE = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
 
 
 def only(operations):
@@ -34,7 +47,9 @@ def test_products_are_counted_in_operations_and_bytes():
     found = only(record_operations(lambda: a @ b))
     assert (found.name, found.flops, found.bytes_moved) == ("mm", 2 * 6 * 5 * 4, 4 * (30 + 20 + 24))
     half = only(record_operations(lambda: a.T, repeats=2) + record_operations(lambda: a.bfloat16()))
-    assert half.bytes_moved == 30 * 4 + 30 * 2  # a cast reads four bytes and writes two; a view moves nothing
+    assert (
+        half.bytes_moved == 30 * 4 + 30 * 2
+    )  # a cast reads four bytes and writes two; a view moves nothing
 
 
 def test_a_lookup_moves_the_rows_it_takes_and_not_the_table():
@@ -58,7 +73,10 @@ def test_inference_mode_is_counted_like_no_grad_part_by_part(kind):
         model = BertLabForMaskedLM(modernbert_tiny(**SHAPE)).eval()
         forward = lambda: model(ids)  # noqa: E731
     else:
-        layer, x = torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True), torch.randn(2, 8, 32)
+        layer, x = (
+            torch.nn.TransformerEncoderLayer(32, 2, 48, batch_first=True),
+            torch.randn(2, 8, 32),
+        )
         model = torch.nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
         forward = lambda: model(x)  # noqa: E731
 
@@ -70,9 +88,13 @@ def test_inference_mode_is_counted_like_no_grad_part_by_part(kind):
     for mode in (torch.no_grad, torch.inference_mode):
         found = record_operations(lambda: under(mode))
         told[mode] = sum(o.flops for o in found)
-        assert {"addmm", "mm"} & {o.name for o in found} and not {"linear", "matmul"} & {o.name for o in found}
+        assert {"addmm", "mm"} & {o.name for o in found} and not {"linear", "matmul"} & {
+            o.name for o in found
+        }
         assert {o.layer for o in found} >= {o.layer for o in with_grad}
-        assert told[mode] == pytest.approx(sum(o.flops for o in with_grad), rel=0.02)  # but for a copy here and there
+        assert told[mode] == pytest.approx(
+            sum(o.flops for o in with_grad), rel=0.02
+        )  # but for a copy here and there
     with FlopCounterMode(display=False) as counter:
         forward()
     assert told[torch.no_grad] > counter.get_total_flops() > 0.5 * told[torch.no_grad]
@@ -92,7 +114,11 @@ def test_operations_know_their_layer_and_the_backward_pass():
     ids = torch.randint(64, (2, 8))
     found = record_operations(lambda: model(ids, labels=ids).loss.backward())
     layers = {o.layer.partition(".")[2] for o in found if not o.backward}
-    assert {"encoder.blocks.0.attention.qkv", "encoder.blocks.1.mlp.contract", "encoder.embeddings.tokens"} <= layers
+    assert {
+        "encoder.blocks.0.attention.qkv",
+        "encoder.blocks.1.mlp.contract",
+        "encoder.embeddings.tokens",
+    } <= layers
     forward = sum(o.flops for o in found if o.name in ("mm", "addmm") and not o.backward)
     backward = sum(o.flops for o in found if o.name in ("mm", "addmm") and o.backward)
     assert backward == 2 * forward  # each product has two in the backward pass
@@ -109,7 +135,9 @@ def test_flex_attention_is_recorded_as_its_products():
     ids = torch.randint(64, (2, 8))
     with torch.no_grad():
         found = [o for o in record_operations(lambda: model(ids)) if "flex" in o.name]
-    assert len(found) == 2 and all(o.flops == 2 * 2 * 2 * 2 * 8 * 8 * 16 for o in found)  # of two rows, two heads of 16
+    assert len(found) == 2 and all(
+        o.flops == 2 * 2 * 2 * 2 * 8 * 8 * 16 for o in found
+    )  # of two rows, two heads of 16
 
 
 @pytest.mark.parametrize("wait, name", [
@@ -119,16 +147,38 @@ def test_flex_attention_is_recorded_as_its_products():
 def test_what_waits_for_a_count_is_counted(wait, name):
     x = torch.tensor([1, 2, 3])
     assert host_reads(lambda: wait(x)) == {name: 1}
-    assert host_reads(lambda: x.index_put_((x > 1,), torch.tensor(0))) == {}  # one number needs no count
-    assert host_reads(lambda: torch.repeat_interleave(x, torch.ones(3, dtype=torch.long), output_size=3)) == {}
+    assert (
+        host_reads(lambda: x.index_put_((x > 1,), torch.tensor(0))) == {}
+    )  # one number needs no count
+    assert (
+        host_reads(
+            lambda: torch.repeat_interleave(x, torch.ones(3, dtype=torch.long), output_size=3)
+        )
+        == {}
+    )
 
 
-@pytest.mark.parametrize("name, kind", [
-    ("aten::addmm", "products"), ("mm", "products"), ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
-    ("aten::_softmax", "attention"), ("aten::_log_softmax", "loss"), ("aten::native_layer_norm_backward", "norms"),
-    ("aten::_fused_adamw_", "optimizer"), ("aten::gelu_backward", "activations"), ("aten::index_select", "lookups"),
-    ("aten::copy_", "copies"), ("aten::mul", "arithmetic"), ("aten::view", "bookkeeping"), ("squeeze_", "bookkeeping"), ("triton_poi_fused_add_3", "compiled"),
-    ("autograd::engine::evaluate_function: MmBackward0", "bookkeeping"), ("MmBackward0", "bookkeeping")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("aten::addmm", "products"),
+        ("mm", "products"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::_softmax", "attention"),
+        ("aten::_log_softmax", "loss"),
+        ("aten::native_layer_norm_backward", "norms"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::gelu_backward", "activations"),
+        ("aten::index_select", "lookups"),
+        ("aten::copy_", "copies"),
+        ("aten::mul", "arithmetic"),
+        ("aten::view", "bookkeeping"),
+        ("squeeze_", "bookkeeping"),
+        ("triton_poi_fused_add_3", "compiled"),
+        ("autograd::engine::evaluate_function: MmBackward0", "bookkeeping"),
+        ("MmBackward0", "bookkeeping"),
+    ],
+)
 def test_operations_are_sorted_into_kinds(name, kind):
     assert kind_of_work(name) == kind
 
@@ -143,8 +193,12 @@ def test_a_profile_names_the_work_counts_it_and_says_what_is_read():
     found = profile_step(lambda: (a @ a).relu().sum().item(), repeats=9)
     assert min(found.parts["products"], found.parts["activations"], found.seconds) > 0
     assert list(found.parts.values()) == sorted(found.parts.values(), reverse=True)
-    assert 4 <= found.num_operations <= 30  # four and what they call, in one step; in nine it is nine times as many
-    assert found.reads == {"_local_scalar_dense": 1} and "host reads: 1 x _local_scalar_dense" in str(found)
+    assert (
+        4 <= found.num_operations <= 30
+    )  # four and what they call, in one step; in nine it is nine times as many
+    assert found.reads == {
+        "_local_scalar_dense": 1
+    } and "host reads: 1 x _local_scalar_dense" in str(found)
 
 
 def test_the_roof_is_the_lower_of_two_ceilings():
@@ -216,7 +270,9 @@ class ReadsInside(Callback):
 def small_run(material, callbacks, row_length=64, objective="mlm", model=None, **options):
     texts, tokenizer = material
     shape = {name: value for name, value in SHAPE.items() if name != "vocab_size"}
-    module = PretrainingModule(shape, None, tokenizer, objective, scheduler_warmup_steps=2, **(model or {}))
+    module = PretrainingModule(
+        shape, None, tokenizer, objective, scheduler_warmup_steps=2, **(model or {})
+    )
     data = PretrainingDataModule(texts, tokenizer, objective, row_length, train_batch_size=4)
     make_trainer(6, callbacks=callbacks, **options).fit(module, data)
 
@@ -238,10 +294,20 @@ class Counting(TokenLimit):
 
 
 @pytest.mark.parametrize("objective", ["mlm", "enhanced_mlm", "diffusion"])
-def test_a_training_step_with_all_that_watches_it_reads_nothing_back(material, objective, monkeypatch):
+def test_a_training_step_with_all_that_watches_it_reads_nothing_back(
+    material, objective, monkeypatch
+):
     for user in ("model.heads", "train.steps"):
-        monkeypatch.setattr(f"bertlab.{user}.shapes_are_free", lambda values: False)  # as on a device
-    watchers = [NonFiniteGuard(), SpikeGuard(), Counting("1B"), History(fetch_every=100), ReadsInside()]
+        monkeypatch.setattr(
+            f"bertlab.{user}.shapes_are_free", lambda values: False
+        )  # as on a device
+    watchers = [
+        NonFiniteGuard(),
+        SpikeGuard(),
+        Counting("1B"),
+        History(fetch_every=100),
+        ReadsInside(),
+    ]
     small_run(material, watchers, objective=objective, precision="bf16-mixed", accelerator="cpu")
     assert watchers[-1].reads == [{}] * 6
 
@@ -259,7 +325,9 @@ class NoWaiting(Callback):
         torch.cuda.set_sync_debug_mode("error" if batch_idx >= 2 else "default")
 
     def on_exception(self, trainer, pl_module, exception):
-        torch.cuda.set_sync_debug_mode("default")  # or what cleans up fails, too, and hides the place
+        torch.cuda.set_sync_debug_mode(
+            "default"
+        )  # or what cleans up fails, too, and hides the place
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         torch.cuda.set_sync_debug_mode("default")  # logs and loggers may wait, every so many steps
@@ -277,7 +345,9 @@ def test_a_training_step_on_a_gpu_never_waits_and_its_losses_are_finite(material
     finally:
         torch.cuda.set_sync_debug_mode("default")
     history.fetch()
-    assert len(history.record.column("loss")) == 6 and all(map(math.isfinite, history.record.column("loss")))
+    assert len(history.record.column("loss")) == 6 and all(
+        map(math.isfinite, history.record.column("loss"))
+    )
 
 
 @pytest.mark.gpu
@@ -288,10 +358,29 @@ def test_batches_for_a_gpu_wait_in_pinned_memory(material):
     assert all(tensor.is_pinned() for tensor in next(iter(data.train_dataloader())).values())
 
 
-def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(material, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bertlab.data.corpus.embedded_corpus", lambda *_, **__: material[0])  # read once, above
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--small", "--rounds", "1", "--losses", "2", "--output", str(tmp_path / "gpu.json")])
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if "benchmarks" not in p])  # it stands alone
+def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(
+    material, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        "bertlab.data.corpus.embedded_corpus", lambda *_, **__: material[0]
+    )  # read once, above
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "gpu.py",
+            "--small",
+            "--rounds",
+            "1",
+            "--losses",
+            "2",
+            "--output",
+            str(tmp_path / "gpu.json"),
+        ],
+    )
+    monkeypatch.setattr(
+        sys, "path", [p for p in sys.path if "benchmarks" not in p]
+    )  # it stands alone
     runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"), run_name="__main__")
     found = json.loads((tmp_path / "gpu.json").read_text())
     for shape in ("BERT-base", "ModernBERT-base"):
@@ -300,21 +389,37 @@ def test_the_benchmark_for_gpus_runs_its_whole_path_on_a_cpu(material, tmp_path,
         assert ours["real_share"] > max(0.75, 2 * theirs["real_share"])
         # On a CPU the loss takes labels out by a mask, and its gradient is put back by the same one.
         assert ours["host_waits"].keys() <= {"index", "index_put"}
-        assert ours["mfu"] > 0 and math.isfinite(ours["last_loss"]) and ours["times_transformers"] > 0
+        assert (
+            ours["mfu"] > 0 and math.isfinite(ours["last_loss"]) and ours["times_transformers"] > 0
+        )
         # The cost of a token is 6 x the weights of the matrices it meets and a little for attention.
         assert ours["flops_per_token"] > 6 * 2 * (64 * 64 * 4 + 2 * 64 * 96)
-    narrow, bert = found["shapes"]["BERT-base"]["bertlab, stream in 16 bits"], found["shapes"]["BERT-base"]
-    assert narrow["last_loss"] != bert["bertlab"]["last_loss"] == pytest.approx(narrow["last_loss"], rel=0.01)
+    narrow, bert = (
+        found["shapes"]["BERT-base"]["bertlab, stream in 16 bits"],
+        found["shapes"]["BERT-base"],
+    )
+    assert (
+        narrow["last_loss"]
+        != bert["bertlab"]["last_loss"]
+        == pytest.approx(narrow["last_loss"], rel=0.01)
+    )
     assert bert["transformers, grouped"]["real_share"] == bert["bertlab"]["real_share"]
     assert len(found["ceiling_flops"]) == 3  # before, and behind either shape
-    assert "bertlab, stream in 16 bits" not in found["shapes"]["ModernBERT-base"]  # its stream is a sum that grows
+    assert (
+        "bertlab, stream in 16 bits" not in found["shapes"]["ModernBERT-base"]
+    )  # its stream is a sum that grows
     wide, thin = found["stream"]["held_out_loss"].values()
     assert len(set(wide)) == 3 and wide == pytest.approx(thin, rel=0.01) and wide != thin
-    assert found["track"]["steps"] > 0 and found["track"]["validation_loss"] < math.log(1024)  # less than it began with
+    assert found["track"]["steps"] > 0 and found["track"]["validation_loss"] < math.log(
+        1024
+    )  # less than it began with
     assert [(one["least"], one["side"]) for one in found["verdicts"]] == [
-        (least, side) for least in (0.45, 2.0) for side in ("bertlab", "bertlab, stream in 16 bits")]
+        (least, side) for least in (0.45, 2.0) for side in ("bertlab", "bertlab, stream in 16 bits")
+    ]
     for one, side in zip(found["verdicts"], ("bertlab", "bertlab, stream in 16 bits")):
-        assert one["value"] == found["shapes"]["BERT-base"][side]["mfu"] and one["reached"] == (one["value"] >= 0.45)
+        assert one["value"] == found["shapes"]["BERT-base"][side]["mfu"] and one["reached"] == (
+            one["value"] >= 0.45
+        )
     assert capsys.readouterr().out.count("reached (tiny shapes") == 4
 
 

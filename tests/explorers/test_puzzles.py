@@ -22,7 +22,10 @@ from bertlab.model.losses import bits_per_byte
 from bertlab.optim.schedulers import Schedule
 
 PAGE = ROOT / "nbs/course/puzzles.ipynb"
-CELLS = [(cell["cell_type"], sync.source_of(cell)) for cell in json.loads(PAGE.read_text("utf-8"))["cells"]]
+CELLS = [
+    (cell["cell_type"], sync.source_of(cell))
+    for cell in json.loads(PAGE.read_text("utf-8"))["cells"]
+]
 PROSE = "\n\n".join(source for kind, source in CELLS if kind == "markdown")
 ANSWERS: dict = {"np": np}
 for code in solutions(PROSE):
@@ -145,7 +148,11 @@ PAIRS = [(name, number) for name, wrong in WRONG.items() for number in range(len
 
 def test_there_are_four_puzzles_on_each_of_five_themes():
     themes = [puzzle.theme for puzzle in PUZZLES.values()]
-    assert len(PUZZLES) == 20 and all(themes.count(theme) == 4 for theme in set(themes)) and len(set(themes)) == 5
+    assert (
+        len(PUZZLES) == 20
+        and all(themes.count(theme) == 4 for theme in set(themes))
+        and len(set(themes)) == 5
+    )
     assert set(WRONG) == set(PUZZLES) and all(len(wrong) >= 2 for wrong in WRONG.values())
 
 
@@ -204,15 +211,32 @@ def test_what_is_wrong_in_its_own_way_is_described(answer, words):
 
 
 def test_a_factor_is_said_where_all_values_share_it():
-    assert "100 times" in check_puzzle(lambda s, T, f: 100 * ANSWERS["cosine_to_floor"](s, T, f), "cosine_to_floor")
+    assert "100 times" in check_puzzle(
+        lambda s, T, f: 100 * ANSWERS["cosine_to_floor"](s, T, f), "cosine_to_floor"
+    )
 
 
 @pytest.mark.parametrize(
     "name, answer, gives, right",
     [
-        ("bits_per_byte", lambda x, n: x.sum() / 0.69315 / n.sum(), "1.00988", "1.00989"),  # 7 / ln 2 / 10
-        ("cosine_to_floor", lambda s, T, f: f + (1 - f) * (1 + np.cos(3.14159 * s / T)) / 2, "0.550001", "0.55"),
-        ("turning_angles", lambda L, K, b: np.float16(index(L)[:, None] / b ** (index(0, K, 2) / K)), "0.09998", "0.1"),
+        (
+            "bits_per_byte",
+            lambda x, n: x.sum() / 0.69315 / n.sum(),
+            "1.00988",
+            "1.00989",
+        ),  # 7 / ln 2 / 10
+        (
+            "cosine_to_floor",
+            lambda s, T, f: f + (1 - f) * (1 + np.cos(3.14159 * s / T)) / 2,
+            "0.550001",
+            "0.55",
+        ),
+        (
+            "turning_angles",
+            lambda L, K, b: np.float16(index(L)[:, None] / b ** (index(0, K, 2) / K)),
+            "0.09998",
+            "0.1",
+        ),
     ],
 )
 def test_an_answer_that_is_nearly_right_is_told_where_and_by_how_little(name, answer, gives, right):
@@ -248,15 +272,24 @@ def test_loops_of_the_puzzles_agree_with_the_library():
     steps = np.arange(20)
     np.testing.assert_allclose(PUZZLES["rise"].loop(steps, 7), Schedule(warmup_steps=7).curve(20))
     nats, num_bytes = np.array([1.0, 2.5]), np.array([3, 1])
-    assert PUZZLES["bits_per_byte"].loop(nats, num_bytes) == pytest.approx(bits_per_byte(nats.sum(), num_bytes.sum()))
+    assert PUZZLES["bits_per_byte"].loop(nats, num_bytes) == pytest.approx(
+        bits_per_byte(nats.sum(), num_bytes.sum())
+    )
     for scores, answers in PUZZLES["cross_entropy"].cases:
-        losses = torch.nn.functional.cross_entropy(torch.tensor(scores), torch.tensor(answers), reduction="none")
-        np.testing.assert_allclose(PUZZLES["cross_entropy"].loop(scores, answers), losses.numpy(), atol=1e-9)
+        losses = torch.nn.functional.cross_entropy(
+            torch.tensor(scores), torch.tensor(answers), reduction="none"
+        )
+        np.testing.assert_allclose(
+            PUZZLES["cross_entropy"].loop(scores, answers), losses.numpy(), atol=1e-9
+        )
 
 
 def red_frames(figure) -> int:
     red = to_rgba(RED)
-    return sum(patch.get_edgecolor() == red and patch.get_linewidth() > 0 for patch in figure.axes[0].patches)
+    return sum(
+        patch.get_edgecolor() == red and patch.get_linewidth() > 0
+        for patch in figure.axes[0].patches
+    )
 
 
 @pytest.mark.parametrize("name", PUZZLES)
@@ -265,7 +298,10 @@ def test_a_drawing_frames_what_is_wrong_and_nothing_else(name):
     for answer, _ in WRONG[name]:
         figure = draw_puzzle(answer, name)
         with np.errstate(all="ignore"):
-            shapes = {np.shape(answer(*case)) == np.shape(PUZZLES[name].loop(*case)) for case in PUZZLES[name].cases}
+            shapes = {
+                np.shape(answer(*case)) == np.shape(PUZZLES[name].loop(*case))
+                for case in PUZZLES[name].cases
+            }
         assert red_frames(figure) > 0 or shapes != {True}
     draw_puzzle(does_nothing, name)
 
@@ -287,19 +323,27 @@ def test_a_right_answer_is_remembered_and_a_wrong_one_is_not(tmp_path, monkeypat
     try_puzzle(wrong)
     assert "everybody" in capsys.readouterr().out and progress() == {}
     try_puzzle(left_only)
-    assert capsys.readouterr().out == "left_only: right\n" and list(progress()["course/puzzles"]) == ["left_only"]
+    assert capsys.readouterr().out == "left_only: right\n" and list(
+        progress()["course/puzzles"]
+    ) == ["left_only"]
 
 
 def test_the_puzzles_need_no_torch():
     code = "import bertlab.explorers.puzzles, sys; print('torch' in sys.modules or 'lightning' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "False"
-    imports = [source for kind, source in CELLS if kind == "code" and re.match(r"(?:import|from) ", source)]
+    imports = [
+        source for kind, source in CELLS if kind == "code" and re.match(r"(?:import|from) ", source)
+    ]
     assert "torch" not in "".join(imports)
 
 
 def test_a_stand_in_for_no_room_that_real_rows_exceed_is_a_mistake():
-    wrong = lambda free, n: int(np.where(free >= n, free, 100).argmin()) if (free >= n).any() else -1  # noqa: E731
+    wrong = lambda free, n: (
+        int(np.where(free >= n, free, 100).argmin()) if (free >= n).any() else -1
+    )  # noqa: E731
     assert check_puzzle(wrong, "best_fit") != "right"
     with pytest.raises(ValueError, match="puzzle"):
         check_puzzle(partial(wrong, n=1))

@@ -23,7 +23,15 @@ MASK = TOKENIZER.mask_token_id
 
 @pytest.mark.parametrize("sampler", ["confidence", "remask", "ancestral"])
 def test_the_fates_of_all_places_follow_from_the_states(sampler):
-    writing = write(MODEL, TOKENIZER, ["the [MASK] sat [MASK] [MASK] [MASK] mat"], sampler=sampler, num_steps=9, remask=1.0, seed=3)[0]
+    writing = write(
+        MODEL,
+        TOKENIZER,
+        ["the [MASK] sat [MASK] [MASK] [MASK] mat"],
+        sampler=sampler,
+        num_steps=9,
+        remask=1.0,
+        seed=3,
+    )[0]
     seen = set()
     for step in range(10):
         now, before = writing.states[step][1:-1], writing.states[max(0, step - 1)][1:-1]
@@ -34,7 +42,9 @@ def test_the_fates_of_all_places_follow_from_the_states(sampler):
             assert cell.fate == right
             assert math.isnan(cell.confidence) == (right in ("given", "open"))
             token = before[i] if right == "taken back" else now[i]
-            assert cell.token == ("" if right == "open" else TOKENIZER.convert_ids_to_tokens(int(token)))
+            assert cell.token == (
+                "" if right == "open" else TOKENIZER.convert_ids_to_tokens(int(token))
+            )
             seen.add(right)
     assert ("taken back" in seen) == (sampler == "remask") and {"given", "open", "new"} <= seen
 
@@ -45,7 +55,9 @@ def test_each_step_is_drawn_with_its_words_and_their_confidence():
     drawn = step_html(TOKENIZER, writing, 1)
     sure = writing.confidence[1, place]
     word = TOKENIZER.convert_ids_to_tokens(int(writing.states[1, place]))
-    assert f"wrote <bdi>{word}</bdi> ({sure:.0%}); 1 open" in drawn.replace("&#x27;", "'").replace("&lt;", "<").replace("&gt;", ">")
+    assert f"wrote <bdi>{word}</bdi> ({sure:.0%}); 1 open" in drawn.replace("&#x27;", "'").replace(
+        "&lt;", "<"
+    ).replace("&gt;", ">")
     assert f"new, probability {sure:.1%}" in drawn
     with pytest.raises(ValueError, match="step must be from 0 to 2, got 3"):
         step_html(TOKENIZER, writing, 3)

@@ -24,7 +24,14 @@ from bertlab.model.heads import BertLabForMaskedLM
 
 # What ipywidgets 7.7.0 has: the traits of each of its widgets, and its functions. Colab stays with 7.7.
 OLD = json.loads((ROOT / "tests/explorers/ipywidgets_7_7.json").read_text())
-HANDS = {"press": "keys", "type": "keys", "click": "mouse", "drag": "mouse", "play": "mouse", "choose": "either"}
+HANDS = {
+    "press": "keys",
+    "type": "keys",
+    "click": "mouse",
+    "drag": "mouse",
+    "play": "mouse",
+    "choose": "either",
+}
 
 
 RATES = ["chosen", "hidden", "replaced", "kept"]
@@ -37,7 +44,9 @@ def report() -> dict:
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer(["the list of strings is sorted by the length of names"] * 9, vocab_size=120)
+    return train_tokenizer(
+        ["the list of strings is sorted by the length of names"] * 9, vocab_size=120
+    )
 
 
 def check_messages(report: dict) -> None:
@@ -65,20 +74,28 @@ def test_every_explorer_has_a_live_and_a_static_form_and_is_driven_by_keys_and_b
 
 
 def test_explorers_ask_ipywidgets_for_nothing_that_came_after_7_7(report):
-    for names, traits in report["asked"].items():  # of a class and its bases: newer styles have older ones below
+    for names, traits in report[
+        "asked"
+    ].items():  # of a class and its bases: newer styles have older ones below
         known = next(OLD[name] for name in names.split() if name in OLD)
-        assert set(traits) <= set(known), f"{names.split()[0]}: {set(traits) - set(known)} came later"
+        assert set(traits) <= set(known), (
+            f"{names.split()[0]}: {set(traits) - set(known)} came later"
+        )
     kinds = {kind for built in report["cases"].values() for kind in built["kinds"]}
     assert kinds - {"Explorer"} <= set(OLD)
     for path in (ROOT / "bertlab").glob("*/*.py"):
         used = set(re.findall(r"\bipywidgets\.(\w+)", path.read_text(encoding="utf-8")))
-        assert used <= {*OLD, *OLD["functions"]}, f"{path.name}: {used - {*OLD, *OLD['functions']}} came later"
+        assert used <= {*OLD, *OLD["functions"]}, (
+            f"{path.name}: {used - {*OLD, *OLD['functions']}} came later"
+        )
 
 
 def test_plots_and_explorers_share_one_palette():
     palette = {plots.BLUE, plots.ORANGE, plots.GREEN, plots.RED, plots.PURPLE, plots.GREY}
     for path in (ROOT / "bertlab").glob("*/*.py"):
-        code = re.sub(r"^# %%.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)  # ids of cells
+        code = re.sub(
+            r"^# %%.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE
+        )  # ids of cells
         found = set(re.findall(r"#[0-9a-fA-F]{6}\b", code))
         assert found == (palette if path.stem == "plots" else set()), path.name
     assert {*widgets.CURVE_COLOURS, *widgets.RATE_COLOURS.values()} <= palette
@@ -86,7 +103,10 @@ def test_plots_and_explorers_share_one_palette():
 
 def test_drawing_takes_a_small_part_of_the_second_in_which_an_explorer_answers(report):
     for name, built in report["cases"].items():
-        assert max(built["seconds"], default=0) < 0.5, (name, built["seconds"])  # of one core, whoever else runs
+        assert max(built["seconds"], default=0) < 0.5, (
+            name,
+            built["seconds"],
+        )  # of one core, whoever else runs
 
 
 class Reader(HTMLParser):
@@ -120,15 +140,25 @@ def test_static_forms_are_whole_small_and_fetch_nothing(report):
     for name, built in report["cases"].items():
         read = Reader(built["static"])
         assert read.wrong == [] and len(read.ids) == len(set(read.ids)), (name, read.wrong)
-        assert all(address.startswith("data:") for address in read.addresses), (name, read.addresses)
-        assert "url(" not in built["static"].replace("url(data:", "") and "@import" not in built["static"]
+        assert all(address.startswith("data:") for address in read.addresses), (
+            name,
+            read.addresses,
+        )
+        assert (
+            "url(" not in built["static"].replace("url(data:", "")
+            and "@import" not in built["static"]
+        )
         assert len(built["static"].encode()) <= 150_000, name
 
 
 def test_two_static_forms_on_a_page_share_no_name():
-    first, second = (widgets.static_steps([f"<p>{n}</p>", "<p>x</p>"], "Title", ["a", "b"]) for n in (1, 2))
+    first, second = (
+        widgets.static_steps([f"<p>{n}</p>", "<p>x</p>"], "Title", ["a", "b"]) for n in (1, 2)
+    )
     assert not set(Reader(first).ids) & set(Reader(second).ids)
-    assert widgets.static_steps(["<p>1</p>", "<p>x</p>"], "Title", ["a", "b"]) == first  # the same in each run
+    assert (
+        widgets.static_steps(["<p>1</p>", "<p>x</p>"], "Title", ["a", "b"]) == first
+    )  # the same in each run
 
 
 def test_a_static_form_above_150_kb_is_refused():
@@ -144,19 +174,32 @@ def test_a_static_form_above_150_kb_is_refused():
 def test_an_explorer_whose_steps_are_too_large_keeps_fewer_and_says_so():
     control = ipywidgets.IntText(0)
     steps = {f"step {n}": {"n": n} for n in range(9)}
-    explorer = widgets.explore({"n": control}, lambda n: f"<p>{n}</p>" + "x" * 40_000, steps, "Steps")
+    explorer = widgets.explore(
+        {"n": control}, lambda n: f"<p>{n}</p>" + "x" * 40_000, steps, "Steps"
+    )
     assert "Steps (3 of 9 steps" in explorer.static_html and len(explorer.static_html) <= 150_000
     assert re.findall(r"<p>(\d)</p>", explorer.static_html) == ["0", "4", "8"]
     assert explorer.children[-1].value.startswith("<p>0</p>")
-    one = widgets.explore({"n": control}, lambda n: "x" * 200_000, steps, "Steps")  # the live form is there all the same
-    assert 'role="alert"' in one.static_html and "150 KB at most" in one.static_html and len(one.children[-1].value) == 200_000
+    one = widgets.explore(
+        {"n": control}, lambda n: "x" * 200_000, steps, "Steps"
+    )  # the live form is there all the same
+    assert (
+        'role="alert"' in one.static_html
+        and "150 KB at most" in one.static_html
+        and len(one.children[-1].value) == 200_000
+    )
     small = widgets.explore({"n": control}, lambda n: f"<p>{n}</p>", steps, "Steps")
-    assert "<legend>Steps</legend>" in small.static_html and small.static_html.count("<figure>") == 9
+    assert (
+        "<legend>Steps</legend>" in small.static_html and small.static_html.count("<figure>") == 9
+    )
 
 
 def test_the_dial_takes_a_text_of_the_length_it_names(tokenizer):
     dial = widgets.mask_dial(tokenizer, " ".join(["the list of strings is sorted"] * 100))
-    assert re.search(r"\(\d of 7 steps", dial.static_html) and len(dial.static_html.encode()) <= 150_000
+    assert (
+        re.search(r"\(\d of 7 steps", dial.static_html)
+        and len(dial.static_html.encode()) <= 150_000
+    )
 
 
 def test_what_can_never_be_hidden_is_not_counted(tokenizer):
@@ -173,12 +216,22 @@ def test_a_typed_mask_is_read_as_in_training():
 
     from bertlab.data.tokenizers import read_plainly
 
-    letters = [("[PAD]", 0.0), ("[UNK]", 0.0), ("[MASK]", 0.0), *((one, -3.0) for one in "\u2581[MASK]catheo")]
+    letters = [
+        ("[PAD]", 0.0),
+        ("[UNK]", 0.0),
+        ("[MASK]", 0.0),
+        *((one, -3.0) for one in "\u2581[MASK]catheo"),
+    ]
     inner = Tokenizer(models.Unigram(letters, unk_id=1))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    unigram = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]")
+    unigram = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    )
     inputs, labels = widgets.mask_text(unigram, "the cat [MASK] the cat", 0.3, 0, "enhanced_mlm")
-    assert np.where(labels == -100, inputs, labels).tolist() == read_plainly(unigram, "the cat [MASK] the cat")["input_ids"]
+    assert (
+        np.where(labels == -100, inputs, labels).tolist()
+        == read_plainly(unigram, "the cat [MASK] the cat")["input_ids"]
+    )
     assert unigram.mask_token_id not in labels
 
 
@@ -188,7 +241,9 @@ def test_a_checkpoint_whose_tokenizer_has_no_mask_is_named(tokenizer):
     shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
     model = BertLabForMaskedLM(modernbert_tiny(vocab_size=len(tokenizer), **shape))
     with pytest.raises(ValueError, match="the tokenizer of 'two' has no mask token"):
-        fill_mask_box.ask_checkpoints({"one": (model, tokenizer), "two": (model, bare)}, "the [MASK]")
+        fill_mask_box.ask_checkpoints(
+            {"one": (model, tokenizer), "two": (model, bare)}, "the [MASK]"
+        )
 
 
 def test_what_a_user_typed_is_text_and_never_markup():
@@ -198,19 +253,33 @@ def test_what_a_user_typed_is_text_and_never_markup():
         assert "<img" not in text and "&lt;img" in text
     assert Reader(frame).wrong == []
     assert "<img" not in fill_mask_box.guess_rows([(evil, 0.5)])
-    assert "<img" not in widgets.answer(packing_explorers.packed_html, text=evil, capacity=9, packer="padded")
+    assert "<img" not in widgets.answer(
+        packing_explorers.packed_html, text=evil, capacity=9, packer="padded"
+    )
 
 
 def test_what_a_user_typed_runs_as_its_own_script_does(tokenizer):
-    assert '<td dir="auto" style="text-align:left">قط</td>' in fill_mask_box.guess_rows([("قط", 0.5)])
+    assert '<td dir="auto" style="text-align:left">قط</td>' in fill_mask_box.guess_rows(
+        [("قط", 0.5)]
+    )
     drawn = widgets.masked_html(tokenizer, "the cat sat on the mat", 0.9)
-    paragraph = drawn[:drawn.index("</p>")]
-    assert paragraph.startswith('<p dir="auto"') and "[CLS]</span>" not in paragraph and "[CLS]</bdi>" in paragraph
+    paragraph = drawn[: drawn.index("</p>")]
+    assert (
+        paragraph.startswith('<p dir="auto"')
+        and "[CLS]</span>" not in paragraph
+        and "[CLS]</bdi>" in paragraph
+    )
     assert "[MASK]</span>" not in paragraph, "it would say that the sentence runs to the right"
 
 
 def test_as_many_guesses_are_shown_as_were_asked_for(tokenizer):
-    config = modernbert_tiny(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1)
+    config = modernbert_tiny(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     checkpoints = {"one": (BertLabForMaskedLM(config), tokenizer)}
     explorer = fill_mask_box.compare_guesses(checkpoints, ["the [MASK]"], top_k=20)
     assert explorer.children[1].value == 20 and explorer.children[-1].value.count("<tr>") == 20
@@ -244,19 +313,25 @@ def test_a_typed_number_may_leave_the_slider_behind_and_is_never_pulled_back():
         assert slider.value == place and (typed.value == value or value != value)
     slider.value = 0.7
     assert typed.value == 0.7
-    slider.value = 0.1 + 0.2  # a hair above 0.3: an answer from the kernel would stop the mouse that drags it
+    slider.value = (
+        0.1 + 0.2
+    )  # a hair above 0.3: an answer from the kernel would stop the mouse that drags it
     assert typed.value == 0.3 and slider.value == 0.1 + 0.2 != 0.3
 
 
 def test_what_is_zero_but_for_rounding_is_written_as_zero():
     drawn = widgets.svg_chart({"lead": ([1, 2], [-2.8e-17, 0.1])}, "tried", "lead", "a curve")
     assert ">0<" in drawn and "e-17" not in drawn
-    assert "1e-12" in widgets.svg_chart({"tiny": ([1, 2], [1e-12, 3e-12])}, "tried", "lead", "small, and no rounding")
+    assert "1e-12" in widgets.svg_chart(
+        {"tiny": ([1, 2], [1e-12, 3e-12])}, "tried", "lead", "small, and no rounding"
+    )
 
 
 def test_a_chart_breaks_its_curve_where_a_value_is_missing_and_refuses_nothing_at_all():
     nan = float("nan")
-    drawn = widgets.svg_chart({"rate": ([0, 1, 2, 3], [0.0, 1.0, nan, 2.0])}, "steps", "rate", "a curve")
+    drawn = widgets.svg_chart(
+        {"rate": ([0, 1, 2, 3], [0.0, 1.0, nan, 2.0])}, "steps", "rate", "a curve"
+    )
     path = re.search(r'd="([^"]*)" fill="none" stroke="#0072B2"', drawn)[1]
     assert path == "M64 216L207.33 126M494 36"  # x from 64 to 494, y from 216 up to 36
     with pytest.raises(ValueError, match="no finite point"):
@@ -278,7 +353,12 @@ def test_the_packers_fill_rows_as_worked_out_by_hand():
     deal = packing_explorers.deal_documents
     assert deal(lengths, 100, "padded") == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert deal(lengths, 100, "next-fit") == [(0, 0), (1, 1), (2, 1), (3, 2)]
-    assert deal([60, 40, 50, 50], 100, "next-fit") == [(0, 0), (1, 0), (2, 1), (3, 1)]  # to the last position
+    assert deal([60, 40, 50, 50], 100, "next-fit") == [
+        (0, 0),
+        (1, 0),
+        (2, 1),
+        (3, 1),
+    ]  # to the last position
     assert deal(lengths, 100, "best-fit") == [(0, 0), (1, 1), (3, 1), (2, 0)]  # 60 + 40, 50 + 50
 
 
@@ -293,7 +373,9 @@ def test_a_visualiser_is_built_from_any_lengths_and_its_static_form_stays_small(
 @pytest.mark.parametrize("text", ["40 12 60 30", "40,12,60,30", "40 , 12 ,60;30"])
 def test_the_slider_reaches_every_document_however_their_lengths_are_separated(text):
     explorer = packing_explorers.packing_visualiser([5, 5])
-    controls = {child.description: child for child in explorer.children if hasattr(child, "description")}
+    controls = {
+        child.description: child for child in explorer.children if hasattr(child, "description")
+    }
     controls["lengths"].value = text
     assert controls["documents"].max == controls["deal"].max == 4
     assert "4 of 4 documents: 142 of 256" in explorer.children[-1].value  # 60 + 40 + 12, and 30
@@ -318,9 +400,13 @@ def test_a_figure_of_matplotlib_is_kept_with_a_palette_and_looks_the_same():
     figure.savefig(full := io.BytesIO(), format="png")
     small = figure._repr_png_()
     assert len(small) < 0.6 * len(full.getvalue())
-    drawn, kept = (np.asarray(Image.open(file).convert("RGB"), float) for file in (full, io.BytesIO(small)))
+    drawn, kept = (
+        np.asarray(Image.open(file).convert("RGB"), float) for file in (full, io.BytesIO(small))
+    )
     assert drawn.shape == kept.shape and (abs(drawn - kept).max(axis=2) > 32).mean() < 0.001
-    assert [0xD5, 0x5E, 0x00] in kept.astype(int).reshape(-1, 3).tolist()  # the palette's red, untouched
+    assert [0xD5, 0x5E, 0x00] in kept.astype(int).reshape(
+        -1, 3
+    ).tolist()  # the palette's red, untouched
 
 
 def test_a_notebook_keeps_a_figure_with_twice_the_pixels_of_the_size_at_which_it_shows_it():
@@ -343,7 +429,9 @@ def test_observed_rates_of_many_draws_come_close_to_the_requested_ones(tokenizer
         inputs, labels = widgets.mask_text(tokenizer, text, 0.3, draw, objective, unit)
         fates = widgets.token_fates(inputs, labels, tokenizer.mask_token_id)
         chosen = len(fates) - fates.count("plain")
-        observed.append([chosen / (len(fates) - 2), *(fates.count(fate) / chosen for fate in RATES[1:])])
+        observed.append(
+            [chosen / (len(fates) - 2), *(fates.count(fate) / chosen for fate in RATES[1:])]
+        )
         rates = widgets.asked_rates(tokenizer, 0.3, draw, objective)
         assert list(rates) == RATES and sum(rates.values()) - rates["chosen"] == pytest.approx(1)
         asked.append(list(rates.values()))
@@ -355,17 +443,28 @@ def test_observed_rates_of_many_draws_come_close_to_the_requested_ones(tokenizer
 
 
 def test_a_masked_sentence_tells_its_counts_in_words_and_in_bars():
-    drawn = widgets.rates_html({"chosen": (9, 18), "hidden": (0, 0)}, {"chosen": 0.25, "hidden": 0.8})
-    assert "chosen</span> 9 of 18: 50%, asked 25%" in drawn and "hidden</span> 0 of 0: 0%, asked 80%" in drawn
+    drawn = widgets.rates_html(
+        {"chosen": (9, 18), "hidden": (0, 0)}, {"chosen": 0.25, "hidden": 0.8}
+    )
+    assert (
+        "chosen</span> 9 of 18: 50%, asked 25%" in drawn
+        and "hidden</span> 0 of 0: 0%, asked 80%" in drawn
+    )
     assert re.findall(r'width="(\d+)" height="16"', drawn) == ["150", "0"]  # of 300 units
-    assert [float(x) for x in re.findall(r'd="M([\d.]+) [\d.]+L\1 ', drawn)] == [155, 320]  # 80 + 300 of them
+    assert [float(x) for x in re.findall(r'd="M([\d.]+) [\d.]+L\1 ', drawn)] == [
+        155,
+        320,
+    ]  # 80 + 300 of them
 
 
 def test_every_explorer_is_built_and_answers_nonsense_under_an_older_ipywidgets():
     python = os.environ.get("BERTLAB_LAB_PYTHON")
     if not python:
         pytest.skip("needs BERTLAB_LAB_PYTHON: the Python of an environment with ipywidgets 7.7")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests/explorers"]))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests/explorers"])),
+    }
     script = "import json, explorer_cases; print(json.dumps(explorer_cases.report_all()))"
     command = [python, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)

@@ -63,16 +63,35 @@ def asked(n, seed=0, unanswerable=False):
     for i in range(n):
         place, thing = str(rng.choice(PLACES)), str(rng.choice(TOOLS))
         context = f"the {thing} is in {place} " + "the file is here " * int(rng.integers(0, 6))
-        answers = [] if unanswerable and i % 3 == 0 else [{"text": place, "answer_start": context.find(place)}]
+        answers = (
+            []
+            if unanswerable and i % 3 == 0
+            else [{"text": place, "answer_start": context.find(place)}]
+        )
         rows.append({"question": "where is the " + thing, "context": context, "answers": answers})
     return rows
 
 
 def data_for(task="classification", train=None, val=None, test=None, **options):
-    windows = {"max_sequence_length": 16, "collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
-    options = {"max_sequence_length": 32, "train_batch_size": 8, "val_batch_size": 8, "test_batch_size": 8, **windows, **options}
+    windows = (
+        {"max_sequence_length": 16, "collator_kwargs": {"doc_stride": 4}}
+        if task == "question_answering"
+        else {}
+    )
+    options = {
+        "max_sequence_length": 32,
+        "train_batch_size": 8,
+        "val_batch_size": 8,
+        "test_batch_size": 8,
+        **windows,
+        **options,
+    }
     data = FinetuningDataModule(task, tokenizer(), **options)
-    make = {"classification": texts_of, "token_classification": tagged, "question_answering": asked}[task]
+    make = {
+        "classification": texts_of,
+        "token_classification": tagged,
+        "question_answering": asked,
+    }[task]
     data.set_datasets(train or make(48), val or make(19, 1), test or make(11, 2))
     return data
 
@@ -128,19 +147,26 @@ def test_each_task_is_learned(task, options, data_options, metric):
     assert values[f"val_{metric}"] > 0.9, values
     assert f"val_{metric}" == module.monitor or task == "question_answering"
     tested = trainer.test(module, data, verbose=False)[0]
-    assert tested[f"test_{metric}"] > 0.9 and {k[5:] for k in tested} == {k[4:] for k in values if k.startswith("val_")}
+    assert tested[f"test_{metric}"] > 0.9 and {k[5:] for k in tested} == {
+        k[4:] for k in values if k.startswith("val_")
+    }
 
 
 def test_a_number_is_learned():
     rows = [texts_of(n, seed, "number") for seed, n in enumerate((96, 19, 5))]
-    module, data = module_for(learning_rate=1e-2), data_for(train=rows[0], val=rows[1], test=rows[2])
+    module, data = (
+        module_for(learning_rate=1e-2),
+        data_for(train=rows[0], val=rows[1], test=rows[2]),
+    )
     values = logged(fit(module, data, 80))
     assert module.labels.problem_type == "regression" and module.labels.num_labels == 1
     assert values["val_pearson"] > 0.8 and module.monitor == "val_spearman"
     predicted = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
     truth = np.array([row["label"] for row in rows[1]])
     assert len(predicted) == 19
-    np.testing.assert_allclose(values["val_loss"], np.mean((predicted[:, 0].numpy() - truth) ** 2), rtol=1e-4)
+    np.testing.assert_allclose(
+        values["val_loss"], np.mean((predicted[:, 0].numpy() - truth) ** 2), rtol=1e-4
+    )
 
 
 # --- scores equal those of the libraries ----------------------------------------------------------
@@ -153,9 +179,14 @@ def test_scores_of_texts_equal_sklearns_on_the_same_predictions():
     trainer = fit(module, data, 3)
     values = logged(trainer)
     logits = torch.cat([batch["logits"] for batch in predict(module, data.val_dataloader())])
-    by_trainer = torch.cat([batch["logits"] for batch in trainer.predict(module, data.val_dataloader())])
+    by_trainer = torch.cat(
+        [batch["logits"] for batch in trainer.predict(module, data.val_dataloader())]
+    )
     assert torch.equal(by_trainer, logits)  # without the blank rows that fill the last batch
-    truth, guess = [data.label2id[row["label"]] for row in texts_of(19, 1)], logits.argmax(-1).numpy()
+    truth, guess = (
+        [data.label2id[row["label"]] for row in texts_of(19, 1)],
+        logits.argmax(-1).numpy(),
+    )
     expected = {
         "accuracy": metrics.accuracy_score(truth, guess),
         "f1_macro": metrics.f1_score(truth, guess, average="macro", zero_division=0),
@@ -180,7 +211,9 @@ def test_scores_of_entities_equal_seqevals_on_the_same_predictions():
     assert truth == [row["label"] for row in tagged(19, 1)]
     assert 0 < values["val_entity_f1"] < 1, "the comparison would say nothing"
     assert values["val_entity_f1"] == pytest.approx(metrics.f1_score(truth, guess), abs=1e-6)
-    assert values["val_entity_precision"] == pytest.approx(metrics.precision_score(truth, guess), abs=1e-6)
+    assert values["val_entity_precision"] == pytest.approx(
+        metrics.precision_score(truth, guess), abs=1e-6
+    )
 
 
 def in_pieces(n, seed=0):
@@ -194,25 +227,44 @@ def test_words_are_judged_once_however_many_of_their_sub_words_learn():
 
     found = []
     for every in (False, True):
-        data = data_for("token_classification", in_pieces(48), in_pieces(19, 1), in_pieces(5, 2),
-                        collator_kwargs={"label_all_subwords": every})
+        data = data_for(
+            "token_classification",
+            in_pieces(48),
+            in_pieces(19, 1),
+            in_pieces(5, 2),
+            collator_kwargs={"label_all_subwords": every},
+        )
         data.setup()
         module = module_for("token_classification", learning_rate=0.0)
         trainer = fit(module, data, 1)
         batch = next(iter(data.val_dataloader()))
         predict(module, [batch])
-        found.append((logged(trainer), evaluate_split(module, data).numbers, int((batch["labels"] >= 0).sum())))
+        found.append(
+            (
+                logged(trainer),
+                evaluate_split(module, data).numbers,
+                int((batch["labels"] >= 0).sum()),
+            )
+        )
     (few, table, pieces), (all_, all_table, all_pieces) = found
     assert all_pieces > 1.5 * pieces, "the words are in pieces"
     scores = [name for name in few if name.startswith("val_") and name != "val_loss"]
-    assert "val_entity_f1" in scores and [all_[name] for name in scores] == [few[name] for name in scores]
+    assert "val_entity_f1" in scores and [all_[name] for name in scores] == [
+        few[name] for name in scores
+    ]
     assert all_table == table
 
 
 def test_a_word_in_pieces_begins_an_entity_once_in_packed_rows_too():
     rows, counts = in_pieces(48), []
     for packing in (False, True):
-        data = data_for("token_classification", rows, rows[:2], collator_kwargs={"label_all_subwords": True}, packing=packing)
+        data = data_for(
+            "token_classification",
+            rows,
+            rows[:2],
+            collator_kwargs={"label_all_subwords": True},
+            packing=packing,
+        )
         data.setup()
         batch = data.collator(data.datasets["train"].rows)
         counts.append(int((batch["labels"] == data.label2id["B-PLACE"]).sum()))
@@ -229,14 +281,23 @@ def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
     trainer = fit(module, data, 8)
     rows, found = asked(19, 1), {}
     batches = predict(module, data.val_dataloader())
-    assert sum(len(b["example_index"]) for b in batches) == len(data.datasets["validation"]) > len(rows)
+    assert (
+        sum(len(b["example_index"]) for b in batches)
+        == len(data.datasets["validation"])
+        > len(rows)
+    )
     columns = ("start_logits", "end_logits", "offsets", "example_index")
     windows = [[one for batch in batches for one in batch[name].numpy()] for name in columns]
     for i, ranked in best_answers(*windows, [row["context"] for row in rows]).items():
         found[i] = next(answer.text for answer in ranked if answer.text)
     assert sorted(found) == list(range(19))
     for score in ("f1", "exact_match"):
-        expected = np.mean([score_answer(found[i], [row["answers"][0]["text"]], score) for i, row in enumerate(rows)])
+        expected = np.mean(
+            [
+                score_answer(found[i], [row["answers"][0]["text"]], score)
+                for i, row in enumerate(rows)
+            ]
+        )
         assert logged(trainer)[f"val_{score}"] == pytest.approx(expected, abs=1e-6)
 
 
@@ -244,23 +305,38 @@ def long_answers(n):
     "Questions whose answer has 40 words, and as many tokens."
     answer = " ".join(FRUIT * 10)
     context = f"the file is {answer} in oslo"
-    return [{"question": "what is here", "context": context, "answers": [{"text": answer, "answer_start": 12}]}] * n
+    return [
+        {
+            "question": "what is here",
+            "context": context,
+            "answers": [{"text": answer, "answer_start": 12}],
+        }
+    ] * n
 
 
 def test_an_answer_may_be_as_long_as_the_longest_of_training():
     options = {"max_sequence_length": 64, "collator_kwargs": {"doc_stride": 4}}
     data = data_for("question_answering", long_answers(9), long_answers(3), asked(3), **options)
     data.setup()
-    assert data.max_answer_tokens == len(tokenizer()(" ".join(FRUIT * 10), add_special_tokens=False)["input_ids"]) == 40
+    assert (
+        data.max_answer_tokens
+        == len(tokenizer()(" ".join(FRUIT * 10), add_special_tokens=False)["input_ids"])
+        == 40
+    )
     scores = make_scores("question_answering", None, data)
     for batch in data.val_dataloader():
         size = batch["input_ids"].shape[1]
-        sides = (torch.nn.functional.one_hot(batch[f"{side}_positions"].clamp(min=0), size) * 9.0 for side in ("start", "end"))
+        sides = (
+            torch.nn.functional.one_hot(batch[f"{side}_positions"].clamp(min=0), size) * 9.0
+            for side in ("start", "end")
+        )
         scores.update(SimpleNamespace(**dict(zip(("start_logits", "end_logits"), sides))), batch)
     assert scores.compute() == {"exact_match": 1, "f1": 1}
     short = data_for("question_answering", asked(9), long_answers(3), asked(3), **options)
     short.setup()
-    assert short.max_answer_tokens == 30, "what validation would need is nothing that training tells"
+    assert short.max_answer_tokens == 30, (
+        "what validation would need is nothing that training tells"
+    )
 
 
 def test_no_answer_may_win_only_where_training_has_questions_without_one():
@@ -283,7 +359,10 @@ def test_no_answer_may_win_only_where_training_has_questions_without_one():
 def test_accumulating_over_batches_equals_the_one_big_batch(task, options):
     runs = []
     for size, window in ((8, 1), (2, 4)):
-        module, data = module_for(task, optimizer_class="sgd", **options), data_for(task, train_batch_size=size, shuffle_train=False)
+        module, data = (
+            module_for(task, optimizer_class="sgd", **options),
+            data_for(task, train_batch_size=size, shuffle_train=False),
+        )
         fit(module, data, 3, accumulate_grad_batches=window)
         runs.append(weights(module))
     for key in runs[0]:
@@ -291,7 +370,10 @@ def test_accumulating_over_batches_equals_the_one_big_batch(task, options):
 
 
 def processed(task, **options):
-    module, data = module_for(task, optimizer_class="sgd"), data_for(task, shuffle_train=False, **options)
+    module, data = (
+        module_for(task, optimizer_class="sgd"),
+        data_for(task, shuffle_train=False, **options),
+    )
     return module, data
 
 
@@ -333,12 +415,19 @@ def test_what_is_frozen_does_not_move_and_all_else_does():
     fit(module, data, 5, callbacks=[Remember()])
     moved = {key for key, weight in weights(module).items() if not torch.equal(weight, start[key])}
     still = start.keys() - moved
-    assert still == set(module.frozen) == {key for key in start if key.startswith(("encoder.embeddings.", "encoder.blocks.0."))}
+    assert (
+        still
+        == set(module.frozen)
+        == {key for key in start if key.startswith(("encoder.embeddings.", "encoder.blocks.0."))}
+    )
 
 
 def test_a_layer_moves_by_its_own_rate():
     "With sign descent every weight moves by its rate, so rates can be read off the weights."
-    module, data = module_for(layer_decay=0.5, optimizer_class="lion", weight_decay=0.0, learning_rate=2**-8), data_for()
+    module, data = (
+        module_for(layer_decay=0.5, optimizer_class="lion", weight_decay=0.0, learning_rate=2**-8),
+        data_for(),
+    )
     start = {}
 
     class Remember(Callback):
@@ -346,8 +435,16 @@ def test_a_layer_moves_by_its_own_rate():
             start.update(weights(pl_module))
 
     trainer = fit(module, data, 1, callbacks=[Remember()])
-    moved = {key: (weight - start[key]).abs().max().item() for key, weight in weights(module).items()}
-    depth = {"encoder.embeddings": 3, "encoder.blocks.0": 2, "encoder.blocks.1": 1, "encoder.final_norm": 0, "task_head": 0}
+    moved = {
+        key: (weight - start[key]).abs().max().item() for key, weight in weights(module).items()
+    }
+    depth = {
+        "encoder.embeddings": 3,
+        "encoder.blocks.0": 2,
+        "encoder.blocks.1": 1,
+        "encoder.final_norm": 0,
+        "task_head": 0,
+    }
     for key, distance in moved.items():
         below = next(n for part, n in depth.items() if key.startswith(part + "."))
         assert distance == pytest.approx(2**-8 * 0.5**below, rel=1e-3), key
@@ -358,7 +455,11 @@ def test_norms_and_biases_are_spared_by_weight_decay():
     module, data = module_for(layer_decay=0.9, weight_decay=0.3), data_for()
     trainer = fit(module, data, 1)
     names = {p: name for name, p in module.model.named_parameters()}
-    decayed = {names[p]: group["weight_decay"] for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    decayed = {
+        names[p]: group["weight_decay"]
+        for group in trainer.optimizers[0].param_groups
+        for p in group["params"]
+    }
     assert len(decayed) == len(names)
     for name, decay in decayed.items():
         assert decay == (0.0 if "norm" in name or name.endswith("bias") else 0.3), name
@@ -379,29 +480,49 @@ def rates(kind, warmup, total, options=None):
 
 def test_schedules_are_what_their_names_say():
     np.testing.assert_allclose(rates("linear", 2, 6), [0, 0.5, 1, 0.75, 0.5, 0.25])
-    np.testing.assert_allclose(rates("cosine", 0, 4), [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
-    np.testing.assert_allclose(rates("polynomial", 0, 4, {"power": 2.0, "lr_end": 1e-9}), [1, 9 / 16, 4 / 16, 1 / 16], atol=1e-6)
+    np.testing.assert_allclose(
+        rates("cosine", 0, 4), [1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]
+    )
+    np.testing.assert_allclose(
+        rates("polynomial", 0, 4, {"power": 2.0, "lr_end": 1e-9}),
+        [1, 9 / 16, 4 / 16, 1 / 16],
+        atol=1e-6,
+    )
     for kind in ("constant", None):
-        np.testing.assert_allclose(rates(kind, 2, 5), [0, 0.5, 1, 1, 1])  # transformers' would not warm up
+        np.testing.assert_allclose(
+            rates(kind, 2, 5), [0, 0.5, 1, 1, 1]
+        )  # transformers' would not warm up
 
 
 def test_a_warmup_ratio_is_a_share_of_the_whole_run():
-    module, data, seen = module_for(scheduler_type="linear", warmup_ratio=0.3, learning_rate=1.0), data_for(), []
+    module, data, seen = (
+        module_for(scheduler_type="linear", warmup_ratio=0.3, learning_rate=1.0),
+        data_for(),
+        [],
+    )
 
     class Watch(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
-    trainer = make_trainer(9, precision="32-true", accelerator="cpu", callbacks=[Watch()], accumulate_grad_batches=2)
+    trainer = make_trainer(
+        9, precision="32-true", accelerator="cpu", callbacks=[Watch()], accumulate_grad_batches=2
+    )
     trainer.fit(module, data)
-    np.testing.assert_allclose(seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6)
+    np.testing.assert_allclose(
+        seen[::2], [0, 1 / 3, 2 / 3, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], atol=1e-6
+    )
 
 
 def rates_of(module):
     "The learning rate of each of five steps."
     seen, watch = [], Callback()
-    watch.on_train_batch_start = lambda trainer, *_: seen.append(trainer.optimizers[0].param_groups[0]["lr"])
-    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[watch]).fit(module, data_for())
+    watch.on_train_batch_start = lambda trainer, *_: seen.append(
+        trainer.optimizers[0].param_groups[0]["lr"]
+    )
+    make_trainer(5, precision="32-true", accelerator="cpu", callbacks=[watch]).fit(
+        module, data_for()
+    )
     return seen
 
 
@@ -447,7 +568,9 @@ class Rising(torch.optim.lr_scheduler.LambdaLR):
         super().__init__(optimizer, lambda step: min(1.0, step / warmup_steps))
 
 
-@pytest.mark.parametrize("own, rates", [(Sawtooth, [1.0, 0.5, 1.0, 0.5]), (Rising, [0.0, 0.5, 1.0, 1.0])])
+@pytest.mark.parametrize(
+    "own, rates", [(Sawtooth, [1.0, 0.5, 1.0, 0.5]), (Rising, [0.0, 0.5, 1.0, 1.0])]
+)
 def test_a_class_of_ones_own_gets_its_options_whatever_their_names(own, rates):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule, seen = finetuning_schedule(optimizer, own, 0, 10, {"warmup_steps": 2}), []
@@ -475,7 +598,9 @@ def test_the_test_split_is_scored_with_the_averaged_weights_too():
     rows = texts_of(20, seed=3)
     data = data_for(val=rows, test=rows)
     module = module_for(optimizer_class="splus", learning_rate=0.05)
-    trainer = make_trainer(6, precision="32-true", accelerator="cpu", val_check_steps=6, limit_val_batches=1.0)
+    trainer = make_trainer(
+        6, precision="32-true", accelerator="cpu", val_check_steps=6, limit_val_batches=1.0
+    )
     trainer.fit(module, data)
     val_loss = float(trainer.callback_metrics["val_loss"])
     [scores] = trainer.test(module, data, verbose=False)
@@ -509,16 +634,26 @@ def test_weighted_losses_are_torchs():
     logits, weights_C = torch.randn(6, 3), torch.tensor([0.2, 1.0, 5.0])
     labels = torch.tensor([0, 2, -100, 1, 1, 0])
     total, count = weighted_loss(logits, labels, weights_C)
-    torch.testing.assert_close(total / count, torch.nn.functional.cross_entropy(logits, labels, weights_C))
+    torch.testing.assert_close(
+        total / count, torch.nn.functional.cross_entropy(logits, labels, weights_C)
+    )
     several = torch.randint(0, 2, (6, 3)).float()
     total, count = weighted_loss(logits, several, weights_C)
-    torch.testing.assert_close(total / count, torch.nn.functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights_C))
+    torch.testing.assert_close(
+        total / count,
+        torch.nn.functional.binary_cross_entropy_with_logits(logits, several, pos_weight=weights_C),
+    )
     blank = several.clone()
     blank[2] = -100
     total, count = weighted_loss(logits, blank, weights_C)
     kept = [0, 1, 3, 4, 5]
     assert count == 15
-    torch.testing.assert_close(total / count, torch.nn.functional.binary_cross_entropy_with_logits(logits[kept], several[kept], pos_weight=weights_C))
+    torch.testing.assert_close(
+        total / count,
+        torch.nn.functional.binary_cross_entropy_with_logits(
+            logits[kept], several[kept], pos_weight=weights_C
+        ),
+    )
 
 
 def test_a_batch_whose_weights_add_up_to_less_than_one_is_still_a_mean():
@@ -533,7 +668,9 @@ def test_a_batch_whose_weights_add_up_to_less_than_one_is_still_a_mean():
 
 
 def test_balanced_weights_come_from_the_training_rows():
-    rows = [{"text": "the saw", "label": "tool"}] * 30 + [{"text": "the fig", "label": "fruit"}] * 10
+    rows = [{"text": "the saw", "label": "tool"}] * 30 + [
+        {"text": "the fig", "label": "fruit"}
+    ] * 10
     module = module_for(class_weights="balanced")
     fit(module, data_for(train=rows), 1)
     assert module.class_weights_C.tolist() == [3.0, 1.0]  # fruit, tool; only their ratio counts
@@ -544,17 +681,28 @@ def test_weights_of_classes_are_for_learning_and_the_loss_of_a_split_is_without_
     rows = [texts_of(n, seed, kind) for seed, n in enumerate((48, 19, 11))]
     found = []
     for weights_C in (None, [1.0, 7.0]):
-        module, data = module_for(class_weights=weights_C, learning_rate=0.0), data_for(train=rows[0], val=rows[1], test=rows[2])
+        module, data = (
+            module_for(class_weights=weights_C, learning_rate=0.0),
+            data_for(train=rows[0], val=rows[1], test=rows[2]),
+        )
         trainer = fit(module, data, 1)
         batch = next(iter(data.val_dataloader()))
         learned = module.label_loss(batch).mean().item()
-        found.append((logged(trainer)["val_loss"], trainer.test(module, data, verbose=False)[0]["test_loss"], learned))
+        found.append(
+            (
+                logged(trainer)["val_loss"],
+                trainer.test(module, data, verbose=False)[0]["test_loss"],
+                learned,
+            )
+        )
     assert found[0][:2] == found[1][:2] and found[0][2] != pytest.approx(found[1][2])
 
 
 def test_a_number_is_scored_as_the_saved_model_says_it_under_bfloat16():
     rows = [texts_of(n, seed, "number") for seed, n in enumerate((96, 64, 5))]
-    rows = [[{**row, "label": row["label"] + 2000} for row in split] for split in rows]  # here bfloat16 counts by eights
+    rows = [
+        [{**row, "label": row["label"] + 2000} for row in split] for split in rows
+    ]  # here bfloat16 counts by eights
     module, data = module_for(learning_rate=0.0), data_for(train=rows[0], val=rows[1], test=rows[2])
     module.settle(data.setup() or data)
     module.configure_model()
@@ -595,8 +743,18 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     ends, path = [], tmp_path / "half.ckpt"
     for start in (None, path):
         seed_everything(0 if start is None else 9)
-        module = module_for(scheduler_type="linear", layer_decay=0.8, freeze_layers=0, model_kwargs={"mlp_dropout": 0.1})
-        trainer = make_trainer(8, precision="32-true", accelerator="cpu", callbacks=[SaveAt(4, path)] if start is None else [])
+        module = module_for(
+            scheduler_type="linear",
+            layer_decay=0.8,
+            freeze_layers=0,
+            model_kwargs={"mlp_dropout": 0.1},
+        )
+        trainer = make_trainer(
+            8,
+            precision="32-true",
+            accelerator="cpu",
+            callbacks=[SaveAt(4, path)] if start is None else [],
+        )
         trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
         ends.append(weights(module))
     for key, weight in ends[0].items():
@@ -610,14 +768,20 @@ def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(t
         seed_everything(0 if start is None else 9)
         data, rows = data_for(), []
         callback = SaveAt(cut, path)
-        callback.on_train_batch_start = lambda trainer, module, batch, number, rows=rows: rows.append(batch["input_ids"].tolist())
+        callback.on_train_batch_start = lambda trainer, module, batch, number, rows=rows: (
+            rows.append(batch["input_ids"].tolist())
+        )
         if start is not None:
             callback.step = -1
         module = module_for(scheduler_type="linear")
-        trainer = make_trainer(100, max_epochs=3, precision="32-true", accelerator="cpu", callbacks=[callback])
+        trainer = make_trainer(
+            100, max_epochs=3, precision="32-true", accelerator="cpu", callbacks=[callback]
+        )
         trainer.fit(module, data, ckpt_path=start, weights_only=False)
         ends.append(weights(module)), seen.append(rows)
-    assert 3 < len(seen[0]) and len(seen[0]) % 3 == 0 and len(seen[0]) // 3 not in (1, cut), "within an epoch"
+    assert 3 < len(seen[0]) and len(seen[0]) % 3 == 0 and len(seen[0]) // 3 not in (1, cut), (
+        "within an epoch"
+    )
     assert seen[1] == seen[0][cut:]
     for key, weight in ends[0].items():
         assert torch.equal(weight, ends[1][key]), key
@@ -627,12 +791,17 @@ def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(t
 def test_a_resume_with_another_rate_goes_on_with_it(tmp_path, kind):
     rates, path = {}, tmp_path / "half.ckpt"
     for start, rate in ((None, 1e-3), (path, 1e-4)):
-        module, history = module_for(scheduler_type=kind, learning_rate=rate, layer_decay=0.8), History()
+        module, history = (
+            module_for(scheduler_type=kind, learning_rate=rate, layer_decay=0.8),
+            History(),
+        )
         callbacks = [history, SaveAt(4, path)] if start is None else [history]
         trainer = make_trainer(8, precision="32-true", accelerator="cpu", callbacks=callbacks)
         trainer.fit(module, data_for(), ckpt_path=start, weights_only=False)
         rates[rate] = history.record.column("learning_rate")[-4:]
-    assert rates[1e-4] == pytest.approx(rates[1e-3] / 10, abs=1e-7), "polynomial ends at 1e-7, whatever its peak"
+    assert rates[1e-4] == pytest.approx(rates[1e-3] / 10, abs=1e-7), (
+        "polynomial ends at 1e-7, whatever its peak"
+    )
 
 
 # --- refused before training ----------------------------------------------------------------------
@@ -661,7 +830,10 @@ def test_what_does_not_fit_the_data_is_refused_before_a_step(options, said):
 def test_padding_goes_no_further_than_the_positions_of_the_model():
     "Texts of 17 to 20 tokens; the next multiple of 8 is 24."
     rows = [{"text": " ".join(["apple"] * n), "label": "ab"[n % 2]} for n in (15, 16, 17, 18) * 4]
-    data, short = data_for(train=rows, val=rows, test=rows), {**CONFIG, "max_position_embeddings": 20}
+    data, short = (
+        data_for(train=rows, val=rows, test=rows),
+        {**CONFIG, "max_position_embeddings": 20},
+    )
     trainer = fit(FinetuningModule("classification", model_config_kwargs=short), data, 2)
     assert trainer.global_step == 2 and "val_loss" in trainer.callback_metrics
     assert {batch["input_ids"].shape[1] for batch in data.train_dataloader()} == {20}
@@ -671,7 +843,10 @@ def test_padding_goes_no_further_than_the_positions_of_the_model():
 
 
 def test_a_model_that_cannot_read_the_rows_is_refused():
-    for change, said in (({"vocab_size": 50}, "vocab_size is 50"), ({"max_position_embeddings": 4}, "max_position_embeddings")):
+    for change, said in (
+        ({"vocab_size": 50}, "vocab_size is 50"),
+        ({"max_position_embeddings": 4}, "max_position_embeddings"),
+    ):
         module = FinetuningModule("classification", model_config_kwargs={**CONFIG, **change})
         with pytest.raises(ValueError, match=said):
             fit(module, data_for(), 1)
@@ -684,7 +859,10 @@ def test_a_model_that_cannot_read_the_rows_is_refused():
     [
         ({"task": "ner"}, "task"),
         ({"scheduler_type": "step"}, "scheduler_type"),
-        ({"scheduler_type": "linear", "scheduler_kwargs": {"power": 2}}, "scheduler_kwargs has 'power'"),
+        (
+            {"scheduler_type": "linear", "scheduler_kwargs": {"power": 2}},
+            "scheduler_kwargs has 'power'",
+        ),
         ({"warmup_ratio": 1.0}, "warmup_ratio"),
         ({"warmup_ratio": 0.1, "warmup_steps": 3}, "not both"),
         ({"task": "question_answering", "class_weights": [1.0, 2.0]}, "class_weights need classes"),
@@ -728,14 +906,23 @@ def test_parts_of_ones_own_train_and_leave_a_checkpoint_that_safe_loading_reads(
     trainer = fit(module, data_for(), 3)
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     kept = torch.load(tmp_path / "own.ckpt", weights_only=True)["hyper_parameters"]
-    assert kept["optimizer_class"] == (f"{__name__}.Own" if "optimizer_class" in options else "adamw")
+    assert kept["optimizer_class"] == (
+        f"{__name__}.Own" if "optimizer_class" in options else "adamw"
+    )
     if "scheduler_kwargs" in options:
-        named = {"lr_lambda": f"{__name__}.steady"} if options["scheduler_kwargs"]["lr_lambda"] is steady else {}
+        named = (
+            {"lr_lambda": f"{__name__}.steady"}
+            if options["scheduler_kwargs"]["lr_lambda"] is steady
+            else {}
+        )
         assert kept["scheduler_type"] == LAMBDA and kept["scheduler_kwargs"] == named
     else:
         assert kept.get("scheduler_type") is None
     loaded = FinetuningModule.load_from_checkpoint(tmp_path / "own.ckpt")
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(module.model.parameters(), loaded.model.parameters()))
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(module.model.parameters(), loaded.model.parameters())
+    )
 
 
 def test_a_trained_module_refuses_data_whose_labels_have_other_numbers():
@@ -744,7 +931,10 @@ def test_a_trained_module_refuses_data_whose_labels_have_other_numbers():
     module = module_for()
     trainer = fit(module, data_for(), 3)
     other = data_for(label_names=["tool", "fruit"])
-    with pytest.raises(ValueError, match="the model answers with id2label=.*'fruit', 'tool'.*give the data module label_names"):
+    with pytest.raises(
+        ValueError,
+        match="the model answers with id2label=.*'fruit', 'tool'.*give the data module label_names",
+    ):
         trainer.validate(module, other, verbose=False)
     other.setup("validate")
     with pytest.raises(ValueError, match="the model answers with"):
@@ -766,7 +956,9 @@ def test_predictions_and_tables_are_of_the_averages_that_were_validated():
     assert not all(torch.allclose(a["logits"], b["logits"], atol=1e-3) for a, b in zip(raw, found))
     before = weights(module)
     evaluate_split(module, data)
-    assert all(torch.equal(value, module.model.state_dict()[name]) for name, value in before.items())
+    assert all(
+        torch.equal(value, module.model.state_dict()[name]) for name, value in before.items()
+    )
 
 
 def test_data_read_by_another_tokenizer_than_the_model_came_with_is_refused(tmp_path):
@@ -791,9 +983,15 @@ def test_pieces_that_are_added_in_spare_rows_of_a_model_are_read_and_others_are_
     more.add_tokens(["<entity>"])
     shape = {**CONFIG, "vocab_size": len(known) + 8}
     save_model(BertLabForMaskedLM(BertLabConfig(**shape)), known, tmp_path / "spare")
-    save_model(BertLabForMaskedLM(BertLabConfig(**{**shape, "vocab_size": len(known)})), known, tmp_path / "full")
+    save_model(
+        BertLabForMaskedLM(BertLabConfig(**{**shape, "vocab_size": len(known)})),
+        known,
+        tmp_path / "full",
+    )
     data = FinetuningDataModule("classification", more, max_sequence_length=32, train_batch_size=8)
-    data.set_datasets([{**row, "text": "<entity> " + row["text"]} for row in texts_of(24)], texts_of(8, 1))
+    data.set_datasets(
+        [{**row, "text": "<entity> " + row["text"]} for row in texts_of(24)], texts_of(8, 1)
+    )
     module = FinetuningModule("classification", str(tmp_path / "spare"), learning_rate=3e-3)
     fit(module, data, 2)
     assert module.model.encoder.embeddings.tokens.num_embeddings == len(known) + 8

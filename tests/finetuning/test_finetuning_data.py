@@ -15,7 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.data import FinetuningDataModule, LabelNames, group_rows, hold_out_texts, load_reading, write_reading
+from bertlab.finetuning.data import (
+    FinetuningDataModule,
+    LabelNames,
+    group_rows,
+    hold_out_texts,
+    load_reading,
+    write_reading,
+)
 from bertlab.finetuning.metrics import best_answers, choose_answer
 from bertlab.data.module import EpochBatches
 
@@ -29,11 +36,20 @@ def tokenizer():
 
 
 def rows_of(n: int, labels=("bad", "good")) -> list[dict]:
-    return [{"text": f"text number {i} " + "is good " * (i % 7), "label": labels[i % len(labels)]} for i in range(n)]
+    return [
+        {"text": f"text number {i} " + "is good " * (i % 7), "label": labels[i % len(labels)]}
+        for i in range(n)
+    ]
 
 
 def module(task="classification", source=None, **options):
-    options = {"max_sequence_length": 64, "train_batch_size": 4, "val_batch_size": 4, "test_batch_size": 4, **options}
+    options = {
+        "max_sequence_length": 64,
+        "train_batch_size": 4,
+        "val_batch_size": 4,
+        "test_batch_size": 4,
+        **options,
+    }
     return FinetuningDataModule(task, tokenizer(), source, **options)
 
 
@@ -45,7 +61,10 @@ def given_rows(train, val=None, test=None, task="classification", **options):
 
 
 def texts(batch) -> list[str]:
-    return [tokenizer().decode(ids[mask > 0], skip_special_tokens=True) for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
+    return [
+        tokenizer().decode(ids[mask > 0], skip_special_tokens=True)
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"])
+    ]
 
 
 # --- where data comes from ------------------------------------------------------------------------
@@ -86,7 +105,11 @@ def test_a_directory_with_a_file_for_each_split_is_read_by_split(tmp_path):
     data = module(source=str(tmp_path))
     data.prepare_data()
     data.setup()
-    assert {split: len(rows) for split, rows in data.datasets.items()} == {"train": 12, "validation": 5, "test": 3}
+    assert {split: len(rows) for split, rows in data.datasets.items()} == {
+        "train": 12,
+        "validation": 5,
+        "test": 3,
+    }
     assert data.note == ""
 
 
@@ -105,21 +128,37 @@ def test_a_directory_in_hub_form_has_configs_and_names_its_labels(tmp_path):
 def test_a_saved_dataset_keeps_the_names_and_the_order_of_its_labels(tmp_path):
     import datasets
 
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["up", "down", "never"])})
+    features = datasets.Features(
+        {
+            "text": datasets.Value("string"),
+            "label": datasets.ClassLabel(names=["up", "down", "never"]),
+        }
+    )
     rows = datasets.Dataset.from_list(rows_of(10, (0, 1)), features=features)
     datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / "saved"))
     data = module(source=str(tmp_path / "saved"))
     data.setup()
-    assert data.id2label == {0: "up", 1: "down", 2: "never"}, "a label of the list may be missing in the rows"
+    assert data.id2label == {0: "up", 1: "down", 2: "never"}, (
+        "a label of the list may be missing in the rows"
+    )
 
 
 def test_slices_take_the_rows_that_they_name(tmp_path):
     write(tmp_path / "train.csv", rows_of(20))
-    data = module(source=str(tmp_path), train_split="train[:50%]", val_split="train[15:]", test_split="train[10:12]+train[:1]")
+    data = module(
+        source=str(tmp_path),
+        train_split="train[:50%]",
+        val_split="train[15:]",
+        test_split="train[10:12]+train[:1]",
+    )
     data.setup()
     text = lambda split: [row["text"] for row in data.records[split]]
     every = [row["text"] for row in rows_of(20)]
-    assert text("train") == every[:10] and text("validation") == every[15:] and text("test") == every[10:12] + every[:1]
+    assert (
+        text("train") == every[:10]
+        and text("validation") == every[15:]
+        and text("test") == every[10:12] + every[:1]
+    )
 
 
 @pytest.mark.parametrize("split", ["train_split", "val_split", "test_split"])
@@ -156,7 +195,10 @@ def test_a_missing_validation_split_is_held_out_by_seed_and_said():
 
 
 @many
-@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=2, max_size=40), st.integers(0, 5))
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=2, max_size=40),
+    st.integers(0, 5),
+)
 def test_no_text_stands_on_both_sides_and_training_keeps_every_label(pairs, seed):
     texts, labels = [text for text, _ in pairs], [[label] for _, label in pairs]
     try:
@@ -170,7 +212,9 @@ def test_no_text_stands_on_both_sides_and_training_keeps_every_label(pairs, seed
 
 def test_questions_on_one_context_stay_together():
     rows = [question(i, f"Context {i % 5} is good.") for i in range(30)]
-    data = given_rows(rows, task="question_answering", validation_fraction=0.2, collator_kwargs={"doc_stride": 4})
+    data = given_rows(
+        rows, task="question_answering", validation_fraction=0.2, collator_kwargs={"doc_stride": 4}
+    )
     sides = [{row["context"] for row in data.records[split]} for split in ("train", "validation")]
     assert len(sides[1]) == 1 and not sides[0] & sides[1]
 
@@ -181,23 +225,37 @@ def paired(pairs, **options):
 
 
 def sides_of(data) -> list[set]:
-    return [{text for row in data.records[split] for text in (row["a"], row["b"])} for split in ("train", "validation")]
+    return [
+        {text for row in data.records[split] for text in (row["a"], row["b"])}
+        for split in ("train", "validation")
+    ]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_neither_text_of_a_pair_stands_on_both_sides(seed):
     # Four documents to a topic, and each pair of them in both orders: no first text alone keeps them apart.
-    pairs = [(f"text {t} {a}", f"text {t} {b}") for t in range(20) for a in range(4) for b in range(4) if a != b]
+    pairs = [
+        (f"text {t} {a}", f"text {t} {b}")
+        for t in range(20)
+        for a in range(4)
+        for b in range(4)
+        if a != b
+    ]
     data = paired(pairs, seed=seed)
     assert len(data.records["validation"]) == 24 and set.isdisjoint(*sides_of(data))
     assert "both sides" not in data.note and "in training, too" not in data.describe()
 
 
 def test_pairs_of_few_documents_are_turned_round_on_no_side_and_the_rest_is_said():
-    pairs = [(f"text {i % 40}", f"number {i // 40}") for i in range(120)] + [(f"number {i % 3}", f"text {i}") for i in range(40)]
+    pairs = [(f"text {i % 40}", f"number {i // 40}") for i in range(120)] + [
+        (f"number {i % 3}", f"text {i}") for i in range(40)
+    ]
     with pytest.warns(UserWarning, match="held out, by seed 0; [0-9]+ texts stand on both sides"):
         data = paired(pairs)
-    held, kept = ({frozenset((row["a"], row["b"])) for row in data.records[split]} for split in ("validation", "train"))
+    held, kept = (
+        {frozenset((row["a"], row["b"])) for row in data.records[split]}
+        for split in ("validation", "train")
+    )
     assert held and not held & kept
     shared = len(set.intersection(*sides_of(data)))
     assert shared and f"; {shared} texts stand on both sides" in data.describe()
@@ -216,30 +274,50 @@ def test_rows_of_two_groups_share_no_key_and_groups_are_no_larger_than_that(pair
 def test_rows_whose_texts_stand_in_training_are_counted():
     rows = rows_of(12)
     said = given_rows(rows, rows[:3] + [{"text": "text", "label": "bad"}], rows_of(1)).describe()
-    assert "  3 rows have a text that stands in training, too" in said.split("validation:")[1].split("test:")[0]
+    assert (
+        "  3 rows have a text that stands in training, too"
+        in said.split("validation:")[1].split("test:")[0]
+    )
     assert "  1 rows have" in said.split("test:")[1] and "too" not in said.split("validation:")[0]
     asked = [question(i, f"Context {i} is good.") for i in range(6)]
-    said = given_rows(asked, [question(9, "Context 2 is good.")], task="question_answering", collator_kwargs={"doc_stride": 4}).describe()
+    said = given_rows(
+        asked,
+        [question(9, "Context 2 is good.")],
+        task="question_answering",
+        collator_kwargs={"doc_stride": 4},
+    ).describe()
     assert "  1 rows have a context that stands in training, too" in said
 
 
 REGRESSION = {"collator_kwargs": {"problem_type": "regression"}}
 
 
-@pytest.mark.parametrize("price", [lambda i: i, lambda i: [i / 8, -1 - i / 8], lambda i: i / 8], ids=["whole", "lists", "fractions"])
+@pytest.mark.parametrize(
+    "price",
+    [lambda i: i, lambda i: [i / 8, -1 - i / 8], lambda i: i / 8],
+    ids=["whole", "lists", "fractions"],
+)
 def test_amounts_are_held_out_whatever_they_look_like(price):
-    rows = [{"text": f"text number {i} is good", "label": price(i) if i < 36 else price(7)} for i in range(40)]
+    rows = [
+        {"text": f"text number {i} is good", "label": price(i) if i < 36 else price(7)}
+        for i in range(40)
+    ]
     data = given_rows(rows, **REGRESSION)
     assert len(data.records["validation"]) == 4 and data.collator.problem_type == "regression"
     assert any(row["label"] != price(7) for row in data.records["validation"])
 
 
 def test_lists_of_amounts_in_a_table_are_regressed(tmp_path):
-    path = save(tmp_path / "train.csv", "text,label\n" + "".join(f'text {i},"[{i}, 0.5]"\n' for i in range(20)))
+    path = save(
+        tmp_path / "train.csv",
+        "text,label\n" + "".join(f'text {i},"[{i}, 0.5]"\n' for i in range(20)),
+    )
     data = module(source=path, **REGRESSION)
     data.setup()
     assert data.num_labels == 2 and len(data.records["validation"]) == 2
-    assert sorted(row["label"][0] for split in data.records.values() for row in split) == [*range(20)]
+    assert sorted(row["label"][0] for split in data.records.values() for row in split) == [
+        *range(20)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -254,20 +332,29 @@ def test_training_keeps_a_row_of_each_of_several_labels_that_are_marked_by_0_and
 
 @pytest.mark.parametrize(
     "labels, names, num_labels",
-    [(("z", "a", "m"), {0: "a", 1: "m", 2: "z"}, 3), ((5, 1, 3), {0: "1", 1: "3", 2: "5"}, 3), ((True, False), {0: "False", 1: "True"}, 2)],
+    [
+        (("z", "a", "m"), {0: "a", 1: "m", 2: "z"}, 3),
+        ((5, 1, 3), {0: "1", 1: "3", 2: "5"}, 3),
+        ((True, False), {0: "False", 1: "True"}, 2),
+    ],
 )
 def test_names_and_ids_are_sorted_and_numbered_from_0(labels, names, num_labels):
     data = given_rows(rows_of(12, labels), rows_of(3, labels))
     assert (data.id2label, data.num_labels) == (names, num_labels)
     assert data.label2id == {name: number for number, name in names.items()}
     batch = next(iter(data.val_dataloader()))
-    assert [names[number] for number in batch["labels"][:3].tolist()] == [str(label) for label in labels[:3]][: len(labels)] + [str(labels[0])] * (3 - len(labels))
+    assert [names[number] for number in batch["labels"][:3].tolist()] == [
+        str(label) for label in labels[:3]
+    ][: len(labels)] + [str(labels[0])] * (3 - len(labels))
 
 
 def test_fractions_are_regressed_and_lists_are_several_labels():
     amounts = given_rows(rows_of(8, (0.5, 2.5)), rows_of(2, (0.5, 2.5)))
     batch = next(iter(amounts.val_dataloader()))
-    assert amounts.collator.problem_type == "regression" and batch["labels"][:2].tolist() == [0.5, 2.5]
+    assert amounts.collator.problem_type == "regression" and batch["labels"][:2].tolist() == [
+        0.5,
+        2.5,
+    ]
     several = given_rows(rows_of(8, (["b", "a"], ["c"])), rows_of(2, (["b"], [])))
     batch = next(iter(several.val_dataloader()))
     assert batch["labels"][:2].tolist() == [[0, 1, 0], [0, 0, 0]]
@@ -275,18 +362,25 @@ def test_fractions_are_regressed_and_lists_are_several_labels():
 
 
 def test_word_labels_are_numbered_and_minus_100_stays():
-    rows = [{"text": ["text", "is", "good"], "label": ["O", "B", "I"]}, {"text": ["bad"], "label": ["O"]}] * 3
+    rows = [
+        {"text": ["text", "is", "good"], "label": ["O", "B", "I"]},
+        {"text": ["bad"], "label": ["O"]},
+    ] * 3
     data = given_rows(rows, rows[:2], task="token_classification")
     assert data.id2label == {0: "B", 1: "I", 2: "O"}
     assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, 2, 0, 1, -100]
-    ids = [{**row, "label": [-100 if label == "O" else 7 for label in row["label"]]} for row in rows]
+    ids = [
+        {**row, "label": [-100 if label == "O" else 7 for label in row["label"]]} for row in rows
+    ]
     data = given_rows(ids, ids[:2], task="token_classification")
     assert data.id2label == {0: "7"}
     assert next(iter(data.val_dataloader()))["labels"][0][:5].tolist() == [-100, -100, 0, 0, -100]
 
 
 def test_a_validation_label_not_seen_in_training_is_named_with_its_row():
-    with pytest.raises(ValueError, match="validation row 1: 'label' has the label 'ugly'.* 'bad', 'good'"):
+    with pytest.raises(
+        ValueError, match="validation row 1: 'label' has the label 'ugly'.* 'bad', 'good'"
+    ):
         given_rows(rows_of(8), [*rows_of(1), {"text": "text", "label": "ugly"}])
 
 
@@ -297,9 +391,15 @@ def test_labels_of_two_kinds_are_refused():
 
 @pytest.mark.parametrize("task", ["one class", "several classes"])
 def test_labels_that_only_spaces_tell_apart_are_refused(task):
-    labels = ["good", "bad", " good", "bad\t"] if task == "one class" else [["good"], ["bad"], [" good", "bad"], ["bad\t"]]
+    labels = (
+        ["good", "bad", " good", "bad\t"]
+        if task == "one class"
+        else [["good"], ["bad"], [" good", "bad"], ["bad\t"]]
+    )
     rows = [{"text": f"row {number}", "label": label} for number, label in enumerate(4 * labels)]
-    with pytest.raises(ValueError, match=r"the labels ' good' and 'bad' and 'bad\\t' and 'good' differ in spaces"):
+    with pytest.raises(
+        ValueError, match=r"the labels ' good' and 'bad' and 'bad\\t' and 'good' differ in spaces"
+    ):
         given_rows(rows)
     LabelNames.of([" good", " bad"])  # no two classes become one
     LabelNames.of([0, 1])
@@ -307,10 +407,14 @@ def test_labels_that_only_spaces_tell_apart_are_refused(task):
 
 def test_labels_that_differ_in_how_an_accent_is_written_are_refused_in_one_split_and_across_splits():
     composed, apart = "n\u00e9gatif", "ne\u0301gatif"
-    with pytest.raises(ValueError, match=r"the labels 'ne\\u0301gatif' and 'négatif' differ in .*accent"):
+    with pytest.raises(
+        ValueError, match=r"the labels 'ne\\u0301gatif' and 'négatif' differ in .*accent"
+    ):
         LabelNames.of([composed, apart, "positif"])
     names = LabelNames.of([composed, "positif"])
-    with pytest.raises(ValueError, match=r"row 3 has the label .*'ne\\u0301gatif' and 'négatif' differ in .*accent"):
+    with pytest.raises(
+        ValueError, match=r"row 3 has the label .*'ne\\u0301gatif' and 'négatif' differ in .*accent"
+    ):
         names.number(apart, "row 3")
     with pytest.raises(ValueError) as error:
         names.number("neutre", "row 3")
@@ -318,8 +422,14 @@ def test_labels_that_differ_in_how_an_accent_is_written_are_refused_in_one_split
     assert LabelNames.of([apart, "positif"]).number(apart, "") == 0  # it is the only one
 
 
-@pytest.mark.parametrize("test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]])
-@pytest.mark.parametrize("labels", [("bad", "good"), (["b", "a"], ["c"]), ([0, 1], [1, 1]), (0.5, 2.5)], ids=["one", "several", "marks", "amounts"])
+@pytest.mark.parametrize(
+    "test", [[{"text": "text is good"}], [{"text": "text is good", "label": -1}]]
+)
+@pytest.mark.parametrize(
+    "labels",
+    [("bad", "good"), (["b", "a"], ["c"]), ([0, 1], [1, 1]), (0.5, 2.5)],
+    ids=["one", "several", "marks", "amounts"],
+)
 def test_a_test_split_may_have_no_labels(labels, test):
     data = given_rows(rows_of(8, labels), rows_of(2, labels), test)
     batch = next(iter(data.test_dataloader()))
@@ -356,7 +466,9 @@ def test_a_bad_row_is_named_by_split_row_and_column(row, words, split):
     assert all(word in str(error.value) for word in [f"{name} row 3", *words]), error.value
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["a tokenizer is given", "a tokenizer is trained"])
+@pytest.mark.parametrize(
+    "own", [True, False], ids=["a tokenizer is given", "a tokenizer is trained"]
+)
 @pytest.mark.parametrize("task, bad", [
     ("classification", {"text": "a \ud800 b"}), ("classification", {"label": "\ud800"}),
     ("token_classification", {"text": ["the", "\ud800"], "label": ["O", "O"]}),
@@ -370,7 +482,9 @@ def test_half_of_a_surrogate_pair_is_a_bad_row(task, bad, own):
 
     def read(**options):
         stride = {"collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
-        data = FinetuningDataModule(task, tokenizer() if own else None, max_sequence_length=64, **stride, **options)
+        data = FinetuningDataModule(
+            task, tokenizer() if own else None, max_sequence_length=64, **stride, **options
+        )
         data.set_datasets(train=[*good[:5], {**good[5], **bad}, *good[6:]], val=good)
         data.setup()
         return data
@@ -378,7 +492,9 @@ def test_half_of_a_surrogate_pair_is_a_bad_row(task, bad, own):
     with pytest.raises(ValueError, match="train row 5: the column .* half of a surrogate pair"):
         read()
     data = read(bad_rows="skip")
-    assert len(data.records["train"]) == 7 and "half of a surrogate pair" in "".join(data.bad_rows.describe())
+    assert len(data.records["train"]) == 7 and "half of a surrogate pair" in "".join(
+        data.bad_rows.describe()
+    )
 
 
 def test_row_numbers_go_on_beyond_a_thousand():
@@ -410,7 +526,14 @@ def test_a_fraction_of_0_holds_nothing_out():
     assert list(data.records) == ["train"] and len(data.records["train"]) == 8 and data.note == ""
 
 
-@pytest.mark.parametrize("task, names", [("classification", []), ("classification", ["a", "b", "c"]), ("token_classification", ["a", "b"])])
+@pytest.mark.parametrize(
+    "task, names",
+    [
+        ("classification", []),
+        ("classification", ["a", "b", "c"]),
+        ("token_classification", ["a", "b"]),
+    ],
+)
 def test_more_names_of_texts_than_a_task_reads_are_refused(task, names):
     with pytest.raises(ValueError, match="text_column of .* takes one name"):
         module(task, text_column=names)
@@ -418,8 +541,20 @@ def test_more_names_of_texts_than_a_task_reads_are_refused(task, names):
 
 def test_one_name_in_a_list_is_one_column_and_two_are_question_and_context():
     assert given_rows(rows_of(8), rows_of(2), text_column=["text"]).text_columns == ["text"]
-    rows = [{"q": "text number", "where": "text is good", "answers": {"text": ["good"], "answer_start": [8]}}] * 4
-    data = given_rows(rows, rows, task="question_answering", text_column=["q", "where"], collator_kwargs={"doc_stride": 4})
+    rows = [
+        {
+            "q": "text number",
+            "where": "text is good",
+            "answers": {"text": ["good"], "answer_start": [8]},
+        }
+    ] * 4
+    data = given_rows(
+        rows,
+        rows,
+        task="question_answering",
+        text_column=["q", "where"],
+        collator_kwargs={"doc_stride": 4},
+    )
     assert (data.text_columns, data.context_column) == (["q", "where"], "where")
 
 
@@ -448,21 +583,29 @@ def epoch_of(data, epoch=0, rank=0, world_size=1):
 
 def test_an_epoch_reads_each_row_once_and_the_next_in_another_order():
     data = given_rows(rows_of(40), rows_of(2))
-    first, again, second = ([text for batch in epoch_of(data, epoch) for text in texts(batch)] for epoch in (0, 0, 1))
+    first, again, second = (
+        [text for batch in epoch_of(data, epoch) for text in texts(batch)] for epoch in (0, 0, 1)
+    )
     assert first == again != second
     assert sorted(first) == sorted(second) and len(set(first)) == 40
 
 
 def test_without_shuffling_rows_come_as_they_are():
     data = given_rows(rows_of(8), rows_of(2), shuffle_train=False)
-    assert [text for batch in epoch_of(data, 3) for text in texts(batch)] == [row["text"].strip() for row in rows_of(8)]
+    assert [text for batch in epoch_of(data, 3) for text in texts(batch)] == [
+        row["text"].strip() for row in rows_of(8)
+    ]
 
 
 def test_batches_hold_rows_of_like_length_and_less_padding():
     rng = np.random.default_rng(0)
     rows = [{"text": "good " * n, "label": "ab"[n % 2]} for n in rng.integers(1, 50, 400)]
     data = given_rows(rows, rows[:2])
-    padding = lambda batches: 1 - sum(b["attention_mask"].sum() for b in batches) / sum(b["attention_mask"].numel() for b in batches)
+    padding = lambda batches: (
+        1
+        - sum(b["attention_mask"].sum() for b in batches)
+        / sum(b["attention_mask"].numel() for b in batches)
+    )
     grouped = epoch_of(data)
     data.shuffle_train = False
     assert padding(grouped) < padding(epoch_of(data)) / 3
@@ -481,7 +624,9 @@ def test_ranks_read_disjoint_rows_and_equally_many(world_size):
     for rank in range(world_size):
         data.trainer = SimpleNamespace(global_rank=rank, world_size=world_size)
         batches = list(data.val_dataloader())
-        assert len(batches) == -(-11 // (4 * world_size)) and all(len(batch["labels"]) == 4 for batch in batches)
+        assert len(batches) == -(-11 // (4 * world_size)) and all(
+            len(batch["labels"]) == 4 for batch in batches
+        )
         for batch in batches:
             blank = batch["attention_mask"].sum(1) == 0
             assert (batch["labels"][blank] == -100).all() and (batch["labels"][~blank] >= 0).all()
@@ -520,7 +665,11 @@ def test_workers_that_nobody_waits_for_are_let_go_at_once():
 
 def test_fixed_shapes_are_fixed():
     data = given_rows(rows_of(24), rows_of(3), fixed_shapes=True)
-    shapes = {tuple(batch["input_ids"].shape) for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader}
+    shapes = {
+        tuple(batch["input_ids"].shape)
+        for loader in (data.train_dataloader(), data.val_dataloader())
+        for batch in loader
+    }
     assert shapes == {(4, 64)}
 
 
@@ -531,7 +680,13 @@ def question(i: int, context: str) -> dict:
 
 def test_questions_become_windows_at_setup_and_batches_keep_their_size():
     rows = [question(i, "bad " * 3 * i + "good " + "is " * 20) for i in range(9)]
-    data = given_rows(rows, rows, task="question_answering", max_sequence_length=32, collator_kwargs={"doc_stride": 6})
+    data = given_rows(
+        rows,
+        rows,
+        task="question_answering",
+        max_sequence_length=32,
+        collator_kwargs={"doc_stride": 6},
+    )
     assert len(data.datasets["train"]) > 12
     seen = []
     for batch in data.val_dataloader():
@@ -543,7 +698,11 @@ def test_questions_become_windows_at_setup_and_batches_keep_their_size():
                 assert rows[number]["context"][a:b] == "good"
                 seen.append(number)
             if number < 0:
-                assert first == -100 and (batch["offsets"][i] == -1).all() and batch["attention_mask"][i].sum() == 0
+                assert (
+                    first == -100
+                    and (batch["offsets"][i] == -1).all()
+                    and batch["attention_mask"][i].sum() == 0
+                )
     assert sorted(set(seen)) == list(range(9))
 
 
@@ -577,8 +736,18 @@ def test_lightning_trains_on_it_and_resumes_in_mid_epoch(tmp_path):
             return torch.optim.SGD(self.parameters(), 0.1)
 
     def fit(max_steps, path=None):
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-        trainer, reader = L.Trainer(max_steps=max_steps, default_root_dir=tmp_path, enable_checkpointing=False, **quiet), Reader()
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+        }
+        trainer, reader = (
+            L.Trainer(
+                max_steps=max_steps, default_root_dir=tmp_path, enable_checkpointing=False, **quiet
+            ),
+            Reader(),
+        )
         trainer.fit(reader, given_rows(rows_of(24), rows_of(2)), ckpt_path=path)
         trainer.save_checkpoint(tmp_path / f"{max_steps}.ckpt")
         return reader.read
@@ -596,7 +765,11 @@ def test_describe_counts_rows_labels_and_lengths_and_shows_rows():
     assert "train: 12 examples, 12 rows" in said and "validation: 3 examples" in said
     assert "bad: 8 (67%)" in said and "good: 4 (33%)" in said
     assert "| [CLS] text number 0" in said and said.count("|") == 1
-    bars = [int(line.split()[3 if line.split()[1] == "-" else 2].replace(",", "")) for line in said.split("validation")[0].splitlines() if " -" in line]
+    bars = [
+        int(line.split()[3 if line.split()[1] == "-" else 2].replace(",", ""))
+        for line in said.split("validation")[0].splitlines()
+        if " -" in line
+    ]
     assert sum(bars) == 12
 
 
@@ -606,7 +779,13 @@ def test_describe_counts_rows_labels_and_lengths_and_shows_rows():
 def conllu(*sentences: str) -> str:
     "Words and tags as in `good/ADJ is/AUX`."
     pairs = [[word.split("/") for word in sentence.split()] for sentence in sentences]
-    return "\n".join("".join(f"{i}\t{word}\t_\t{tag}\t{tag.lower()}" + "\t_" * 5 + "\n" for i, (word, tag) in enumerate(words, 1)) for words in pairs)
+    return "\n".join(
+        "".join(
+            f"{i}\t{word}\t_\t{tag}\t{tag.lower()}" + "\t_" * 5 + "\n"
+            for i, (word, tag) in enumerate(words, 1)
+        )
+        for words in pairs
+    )
 
 
 TAGGED = [f"text/NOUN is/AUX {word}/ADJ {i}/NUM" for i in range(6) for word in ("good", "bad")]
@@ -627,7 +806,11 @@ def test_a_directory_of_conllu_files_is_read_by_split_and_tagged_by_upos(tmp_pat
     for name, sentences in {"train": TAGGED, "dev": TAGGED[:2], "test": TAGGED[:1]}.items():
         save(tmp_path / f"x-ud-{name}.conllu", conllu(*sentences))
     data = tagger(tmp_path)
-    assert {split: len(rows) for split, rows in data.datasets.items()} == {"train": 12, "validation": 2, "test": 1}
+    assert {split: len(rows) for split, rows in data.datasets.items()} == {
+        "train": 12,
+        "validation": 2,
+        "test": 1,
+    }
     assert data.id2label == {0: "ADJ", 1: "AUX", 2: "NOUN", 3: "NUM"} and data.note == ""
     assert next(iter(data.val_dataloader()))["labels"][0][:6].tolist() == [-100, 2, 1, 0, 3, -100]
 
@@ -638,7 +821,9 @@ def test_a_column_is_named_or_counted_from_1(column, tmp_path):
     assert data.id2label == {0: "adj", 1: "aux", 2: "noun", 3: "num"}
 
 
-@pytest.mark.parametrize("column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "did you mean 'UPOS'")])
+@pytest.mark.parametrize(
+    "column, words", [(0, "from 1 to 10"), (11, "from 1 to 10"), ("UPSO", "did you mean 'UPOS'")]
+)
 def test_a_column_that_is_none_is_refused_with_those_near(column, words, tmp_path):
     with pytest.raises(ValueError, match=f"label_column.*{words}"):
         tagger(save(tmp_path / "train.conllu", conllu(*TAGGED)), label_column=column)
@@ -654,15 +839,31 @@ def test_conll2003_has_its_words_first_and_its_tags_last(tmp_path):
     sentences = [f"text N B-NP O\nnumber N I-NP B-X\n{i} N I-NP I-X" for i in range(10)]
     data = tagger(save(tmp_path / "all.txt", "\n\n".join(["-DOCSTART- -X- O O", *sentences])))
     assert data.id2label == {0: "B-X", 1: "I-X", 2: "O"}
-    assert tagger(str(tmp_path / "all.txt"), label_column="chunk").id2label == {0: "B-NP", 1: "I-NP"}
+    assert tagger(str(tmp_path / "all.txt"), label_column="chunk").id2label == {
+        0: "B-NP",
+        1: "I-NP",
+    }
 
 
 def test_words_and_labels_of_a_table_stand_between_spaces_or_in_lists(tmp_path):
     plain = "text,label\n" + "text is good,N V A\n" * 2 + "bad is text,A V N\n" * 2
-    lists = 'text,label\n' + '"[""text"", ""is"", ""good""]","[0, 1, 2]"\n' * 2 + '"[""bad""]","[0]"\n' * 2
-    assert tagger(save(tmp_path / "a.csv", plain), validation_fraction=0.5).records["train"][0]["label"][1] == "V"
+    lists = (
+        "text,label\n"
+        + '"[""text"", ""is"", ""good""]","[0, 1, 2]"\n' * 2
+        + '"[""bad""]","[0]"\n' * 2
+    )
+    assert (
+        tagger(save(tmp_path / "a.csv", plain), validation_fraction=0.5).records["train"][0][
+            "label"
+        ][1]
+        == "V"
+    )
     data = tagger(save(tmp_path / "b.csv", lists), validation_fraction=0.5)
-    assert data.records["train"][0]["text"] == ["text", "is", "good"] and data.id2label == {0: "0", 1: "1", 2: "2"}
+    assert data.records["train"][0]["text"] == ["text", "is", "good"] and data.id2label == {
+        0: "0",
+        1: "1",
+        2: "2",
+    }
 
 
 def test_dev_and_val_are_validation_by_any_of_these_names(tmp_path):
@@ -677,16 +878,27 @@ def test_dev_and_val_are_validation_by_any_of_these_names(tmp_path):
 
 
 def test_files_by_split_and_a_format_by_name(tmp_path):
-    train, dev = (save(tmp_path / f"{name}.dat", "text;label\n" + f"{name} is good;1\ntext is bad;0\n" * 3) for name in ("one", "two"))
-    data = module(source={"train": train, "dev": dev}, file_format="csv", reader_kwargs={"delimiter": ";"})
+    train, dev = (
+        save(tmp_path / f"{name}.dat", "text;label\n" + f"{name} is good;1\ntext is bad;0\n" * 3)
+        for name in ("one", "two")
+    )
+    data = module(
+        source={"train": train, "dev": dev}, file_format="csv", reader_kwargs={"delimiter": ";"}
+    )
     data.setup()
-    assert data.label2id == {"0": 0, "1": 1} and data.records["validation"][0]["text"] == "two is good"
+    assert (
+        data.label2id == {"0": 0, "1": 1} and data.records["validation"][0]["text"] == "two is good"
+    )
     with pytest.raises(ValueError, match="file_format.*conllu"):
         module(source=train, file_format="xml")
 
 
 def test_codes_of_a_table_keep_their_zeros_and_amounts_do_not(tmp_path):
-    path = save(tmp_path / "train.csv", "text,label\n" + "".join(f"text {i} is good,{('007', '7', '0101')[i % 3]}\n" for i in range(12)))
+    path = save(
+        tmp_path / "train.csv",
+        "text,label\n"
+        + "".join(f"text {i} is good,{('007', '7', '0101')[i % 3]}\n" for i in range(12)),
+    )
     data = module(source=path)
     data.setup()
     assert data.label2id == {"007": 0, "0101": 1, "7": 2}
@@ -698,24 +910,47 @@ def test_codes_of_a_table_keep_their_zeros_and_amounts_do_not(tmp_path):
 def test_two_columns_are_a_pair_and_several_are_several_labels(tmp_path):
     lines = "".join(f"text {i},is good,{i % 2},{int(i == 1)},0\n" for i in range(6))
     path = save(tmp_path / "train.csv", "a,b,odd,one,never\n" + lines)
-    data = module(source=path, text_column=["a", "b"], label_column=["odd", "one", "never"], validation_fraction=0.2)
+    data = module(
+        source=path,
+        text_column=["a", "b"],
+        label_column=["odd", "one", "never"],
+        validation_fraction=0.2,
+    )
     data.setup()
-    assert data.id2label == {0: "odd", 1: "one", 2: "never"} and data.collator.problem_type == "multi_label_classification"
-    row = next(row for row in data.datasets["train"].rows if tokenizer().decode(row["input_ids"]).startswith("[CLS] text 1"))
+    assert (
+        data.id2label == {0: "odd", 1: "one", 2: "never"}
+        and data.collator.problem_type == "multi_label_classification"
+    )
+    row = next(
+        row
+        for row in data.datasets["train"].rows
+        if tokenizer().decode(row["input_ids"]).startswith("[CLS] text 1")
+    )
     assert row["labels"].tolist() == [1, 1, 0]
     assert row["input_ids"].tolist() == tokenizer()("text 1", "is good")["input_ids"]
     with pytest.raises(ValueError, match="label_column has a column twice"):
         module(source=path, text_column="a", label_column=["odd", "one", 3]).setup()
     with pytest.raises(ValueError, match="train.csv line 3: the column 'one' holds '2'"):
-        module(source=save(tmp_path / "train.csv", "a,odd,one\ntext,1,0\nis,0,2\n"), text_column="a", label_column=["odd", "one"]).setup()
+        module(
+            source=save(tmp_path / "train.csv", "a,odd,one\ntext,1,0\nis,0,2\n"),
+            text_column="a",
+            label_column=["odd", "one"],
+        ).setup()
 
 
 def test_names_of_labels_may_be_given_in_the_order_of_their_ids():
     data = given_rows(rows_of(8, (0, 2)), rows_of(2, (0, 2)), label_names=["low", "middle", "high"])
-    assert data.id2label == {0: "low", 1: "middle", 2: "high"} and data.count_labels("train") == {"low": 4, "middle": 0, "high": 4}
+    assert data.id2label == {0: "low", 1: "middle", 2: "high"} and data.count_labels("train") == {
+        "low": 4,
+        "middle": 0,
+        "high": 4,
+    }
     named = given_rows(rows_of(8), rows_of(2), label_names=["good", "bad"])
     assert next(iter(named.val_dataloader()))["labels"][:2].tolist() == [1, 0]
-    with pytest.raises(ValueError, match="train row 0: 'label' has the label 'bad', which does not occur in label_names"):
+    with pytest.raises(
+        ValueError,
+        match="train row 0: 'label' has the label 'bad', which does not occur in label_names",
+    ):
         given_rows(rows_of(8), rows_of(2), label_names=["good", "worse"])
     with pytest.raises(ValueError, match="label_names has a name twice: low, low"):
         module(label_names=["low", "low"])
@@ -725,8 +960,15 @@ STARS = ["one", "two", "three", "four", "five"]
 
 
 def test_names_of_numbers_that_do_not_begin_at_0_go_from_the_smallest_to_the_largest():
-    data = given_rows(rows_of(20, (1, 2, 3, 4, 5)), rows_of(5, (1, 2, 3, 4, 5)), label_names=STARS, bad_rows="skip")
-    assert data.count_labels("train") == dict.fromkeys(STARS, 4) and "left out" not in data.describe()
+    data = given_rows(
+        rows_of(20, (1, 2, 3, 4, 5)),
+        rows_of(5, (1, 2, 3, 4, 5)),
+        label_names=STARS,
+        bad_rows="skip",
+    )
+    assert (
+        data.count_labels("train") == dict.fromkeys(STARS, 4) and "left out" not in data.describe()
+    )
     assert next(iter(data.val_dataloader()))["labels"].tolist() == [0, 1, 2, 3]
     tags = [{"text": ["text", "is", "good"], "label": [7, -100, 3]}] * 3
     data = given_rows(tags, tags[:1], task="token_classification", label_names=["three", "seven"])
@@ -741,15 +983,31 @@ def test_names_that_do_not_fit_the_numbers_are_refused(labels):
 
 def test_names_of_numbers_that_may_count_from_0_or_from_1_are_refused_until_a_mapping_says_which():
     labels = (1, 2, 3, 4)  # stars, of which nobody gave five
-    with pytest.raises(ValueError, match="has 5 names, .* the labels 1, 2, 3, 4, which may count from 0 or from 1: .* {1: 'one', 2: 'two', ...}"):
+    with pytest.raises(
+        ValueError,
+        match="has 5 names, .* the labels 1, 2, 3, 4, which may count from 0 or from 1: .* {1: 'one', 2: 'two', ...}",
+    ):
         given_rows(rows_of(20, labels), rows_of(4, labels), label_names=STARS)
-    for names in (dict(enumerate(STARS, 1)), {str(n): name for n, name in enumerate(STARS, 1)}):  # keys of JSON are text
+    for names in (
+        dict(enumerate(STARS, 1)),
+        {str(n): name for n, name in enumerate(STARS, 1)},
+    ):  # keys of JSON are text
         data = given_rows(rows_of(20, labels), rows_of(5, (*labels, 5)), label_names=names)
-        assert data.count_labels("train") == {**dict.fromkeys(STARS, 5), "five": 0} and data.count_labels("validation") == dict.fromkeys(STARS, 1)
+        assert data.count_labels("train") == {
+            **dict.fromkeys(STARS, 5),
+            "five": 0,
+        } and data.count_labels("validation") == dict.fromkeys(STARS, 1)
     named = given_rows(rows_of(8), rows_of(2), label_names={"good": "like", "bad": "dislike"})
-    assert named.id2label == {0: "like", 1: "dislike"} and named.datasets["validation"].rows[0]["labels"] == 1
-    with pytest.raises(ValueError, match="train row 3: 'label' has the label 4, .*label_names; known are 1, 2, 3"):
-        given_rows(rows_of(20, labels), rows_of(4, labels), label_names={1: "one", 2: "two", 3: "three"})
+    assert (
+        named.id2label == {0: "like", 1: "dislike"}
+        and named.datasets["validation"].rows[0]["labels"] == 1
+    )
+    with pytest.raises(
+        ValueError, match="train row 3: 'label' has the label 4, .*label_names; known are 1, 2, 3"
+    ):
+        given_rows(
+            rows_of(20, labels), rows_of(4, labels), label_names={1: "one", 2: "two", 3: "three"}
+        )
     with pytest.raises(ValueError, match="label_names has a name twice: low, low"):
         module(label_names={1: "low", 2: "low"})
 
@@ -757,9 +1015,17 @@ def test_names_of_numbers_that_may_count_from_0_or_from_1_are_refused_until_a_ma
 def test_ids_that_a_dataset_has_names_for_count_from_0_even_without_one():
     import datasets
 
-    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b", "c"])})
-    rows = datasets.Dataset.from_dict({"text": [f"text {i}" for i in range(8)], "label": [1, 2] * 4}, features)
-    assert given_rows(rows, rows, label_names=["x", "y", "z"]).count_labels("train") == {"x": 0, "y": 4, "z": 4}
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["a", "b", "c"])}
+    )
+    rows = datasets.Dataset.from_dict(
+        {"text": [f"text {i}" for i in range(8)], "label": [1, 2] * 4}, features
+    )
+    assert given_rows(rows, rows, label_names=["x", "y", "z"]).count_labels("train") == {
+        "x": 0,
+        "y": 4,
+        "z": 4,
+    }
 
 
 def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
@@ -767,7 +1033,11 @@ def test_lists_of_0_and_1_get_names_by_place_and_lists_of_ids_by_number():
     marks = ([0, 0, 1], [1, 0, 0], [0, 1, 1])
     data = given_rows(rows_of(12, marks), rows_of(3, marks), label_names=names)
     assert next(iter(data.val_dataloader()))["labels"][:3].tolist() == [*map(list, marks)]
-    assert data.id2label == dict(enumerate(names)) and data.count_labels("train") == {"low": 4, "middle": 4, "high": 8}
+    assert data.id2label == dict(enumerate(names)) and data.count_labels("train") == {
+        "low": 4,
+        "middle": 4,
+        "high": 8,
+    }
     data = given_rows(rows_of(12, ([0], [1, 2])), rows_of(2, ([0], [1, 2])), label_names=names)
     assert next(iter(data.val_dataloader()))["labels"][:2].tolist() == [[1, 0, 0], [0, 1, 1]]
 
@@ -787,25 +1057,36 @@ def test_lists_that_pandas_wrote_are_the_same_lists(tmp_path):
     numbers = [{**row, "label": [0, 1, 2]} for row in words]
     for rows, names in ((words, {0: "B", 1: "I", 2: "O"}), (numbers, {0: "0", 1: "1", 2: "2"})):
         data = tagger(table_of(tmp_path / "train.csv", rows))
-        assert sorted(row["text"] for split in data.records.values() for row in split) == sorted(row["text"] for row in rows)
+        assert sorted(row["text"] for split in data.records.values() for row in split) == sorted(
+            row["text"] for row in rows
+        )
         assert data.id2label == names
     several = module(source=table_of(tmp_path / "train.csv", rows_of(12, (["a", "b"], ["c"]))))
     several.setup()
     assert several.id2label == {0: "a", 1: "b", 2: "c"}
-    spans = [{"text": f"text {i}", "spans": [{"start": 0, "end": 4, "label": "X"}]} for i in range(12)]
-    found = module("span_classification", table_of(tmp_path / "train.csv", spans), max_sequence_length=16)
+    spans = [
+        {"text": f"text {i}", "spans": [{"start": 0, "end": 4, "label": "X"}]} for i in range(12)
+    ]
+    found = module(
+        "span_classification", table_of(tmp_path / "train.csv", spans), max_sequence_length=16
+    )
     found.setup()
     assert found.count_labels("train")["X"] == len(found.records["train"])
 
 
 @pytest.mark.parametrize("task", ["token_classification", "classification"])
-@pytest.mark.parametrize("cell", [np.array(["a", "b"]), np.array([0, 1]), "['a', b]"], ids=["names", "numbers", "half"])
+@pytest.mark.parametrize(
+    "cell", [np.array(["a", "b"]), np.array([0, 1]), "['a', b]"], ids=["names", "numbers", "half"]
+)
 def test_a_list_that_cannot_be_read_is_a_bad_row_and_no_class(tmp_path, task, cell):
     label = ["a", "b"] if task == "token_classification" else "a"
     rows = [{"text": ["text", f"{i}"], "label": label} for i in range(12)]
     rows[4] = {**rows[4], "label": cell}
     path = table_of(tmp_path / "train.csv", rows)
-    with pytest.raises(ValueError, match="train.csv line 6: the column 'label' holds .*, the text of a list: lists in tables are JSON"):
+    with pytest.raises(
+        ValueError,
+        match="train.csv line 6: the column 'label' holds .*, the text of a list: lists in tables are JSON",
+    ):
         module(task, path).setup()
     data = module(task, path, bad_rows="skip")
     data.setup()
@@ -825,7 +1106,10 @@ def test_words_in_brackets_are_no_list(tmp_path):
 @pytest.mark.parametrize("labels", ["01", ("[1, 0]", "[1, 1]")], ids=["numbers", "lists"])
 def test_a_table_and_json_lines_may_be_one_split(tmp_path, labels):
     rows = rows_of(12, [json.loads(one) for one in labels])
-    save(tmp_path / "train_1.csv", "text,label\n" + "".join(f'{row["text"]},"{row["label"]}"\n' for row in rows[:6]))
+    save(
+        tmp_path / "train_1.csv",
+        "text,label\n" + "".join(f'{row["text"]},"{row["label"]}"\n' for row in rows[:6]),
+    )
     save(tmp_path / "train_2.jsonl", "".join(json.dumps(row) + "\n" for row in rows[6:]))
     data = module(source=str(tmp_path))
     data.setup()
@@ -840,21 +1124,64 @@ BAD = {
     "an empty text": ("classification", {"text": " ", "label": "bad"}, "'text'.*not empty"),
     "no label": ("classification", {"text": "good", "label": None}, "'label' has no label"),
     "an empty label": ("classification", {"text": "good", "label": ""}, "'label' has no label"),
-    "a label that is NaN": ("classification", {"text": "good", "label": float("nan")}, "'label' has no label"),
+    "a label that is NaN": (
+        "classification",
+        {"text": "good", "label": float("nan")},
+        "'label' has no label",
+    ),
     "no such column": ("classification", {"text": "good", "lable": "bad"}, "has no column 'label'"),
     "a row that is none": ("classification", "good", "'good' is no dict"),
-    "more labels than words": ("token_classification", {"text": ["good"], "label": ["A", "B"]}, "2 labels for 1 words"),
-    "fewer labels than words": ("token_classification", {"text": ["is", "good"], "label": ["A"]}, "1 labels for 2 words"),
-    "a label for a sentence": ("token_classification", {"text": ["is"], "label": "A"}, "a label for each word"),
+    "more labels than words": (
+        "token_classification",
+        {"text": ["good"], "label": ["A", "B"]},
+        "2 labels for 1 words",
+    ),
+    "fewer labels than words": (
+        "token_classification",
+        {"text": ["is", "good"], "label": ["A"]},
+        "1 labels for 2 words",
+    ),
+    "a label for a sentence": (
+        "token_classification",
+        {"text": ["is"], "label": "A"},
+        "a label for each word",
+    ),
     "a word without label": ("token_classification", {"text": ["is"], "label": [None]}, "no label"),
-    "an answer outside": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["bad"], "answer_start": [60]}}, "'bad' at character 60.*nowhere in it"),
-    "an answer elsewhere": ("question_answering", {"question": "is", "context": "text is good", "answers": {"text": ["good"], "answer_start": [7]}}, "found at 8"),
-    "a question that fills the window": ("question_answering", {"question": "is " * 62, "context": "good", "answers": []}, "max_sequence_length"),
+    "an answer outside": (
+        "question_answering",
+        {
+            "question": "is",
+            "context": "text is good",
+            "answers": {"text": ["bad"], "answer_start": [60]},
+        },
+        "'bad' at character 60.*nowhere in it",
+    ),
+    "an answer elsewhere": (
+        "question_answering",
+        {
+            "question": "is",
+            "context": "text is good",
+            "answers": {"text": ["good"], "answer_start": [7]},
+        },
+        "found at 8",
+    ),
+    "a question that fills the window": (
+        "question_answering",
+        {"question": "is " * 62, "context": "good", "answers": []},
+        "max_sequence_length",
+    ),
 }
 FINE = {
     "classification": [{"text": f"text {i} is good", "label": "ab"[i % 2]} for i in range(8)],
     "token_classification": [{"text": ["text", str(i)], "label": ["A", "B"]} for i in range(8)],
-    "question_answering": [{"question": f"number {i}", "context": f"text {i} is good", "answers": {"text": ["good"], "answer_start": [10]}} for i in range(8)],
+    "question_answering": [
+        {
+            "question": f"number {i}",
+            "context": f"text {i} is good",
+            "answers": {"text": ["good"], "answer_start": [10]},
+        }
+        for i in range(8)
+    ],
 }
 
 
@@ -862,7 +1189,10 @@ FINE = {
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_bad_row_is_an_error_with_its_number_or_left_out_and_counted(name, split):
     task, row, words = BAD[name]
-    options = {"task": task, "collator_kwargs": {"doc_stride": 4} if task == "question_answering" else {}}
+    options = {
+        "task": task,
+        "collator_kwargs": {"doc_stride": 4} if task == "question_answering" else {},
+    }
     splits = {"train": FINE[task], "val": FINE[task]}
     splits[split] = [*FINE[task][:3], row, *FINE[task][3:]]
     full = {"train": "train", "val": "validation"}[split]
@@ -874,12 +1204,19 @@ def test_a_bad_row_is_an_error_with_its_number_or_left_out_and_counted(name, spl
 
 
 def test_a_label_that_training_lacks_is_left_out_by_choice():
-    train, val = rows_of(8), [*rows_of(2), {"text": "text", "label": "ugly"}, {"text": "good", "label": "good"}]
+    train, val = (
+        rows_of(8),
+        [*rows_of(2), {"text": "text", "label": "ugly"}, {"text": "good", "label": "good"}],
+    )
     data = given_rows(train, val, bad_rows="skip")
-    assert [row["text"] for row in data.records["validation"]][-1] == "good" and "'ugly'" in data.describe()
+    assert [row["text"] for row in data.records["validation"]][
+        -1
+    ] == "good" and "'ugly'" in data.describe()
     tagged = FINE["token_classification"]
     with pytest.raises(ValueError, match="validation row 1: 'label' has the label 'C'.*skip"):
-        given_rows(tagged, [tagged[0], {"text": ["is"], "label": ["C"]}], task="token_classification")
+        given_rows(
+            tagged, [tagged[0], {"text": ["is"], "label": ["C"]}], task="token_classification"
+        )
 
 
 def test_an_amount_that_is_a_text_is_refused_before_training():
@@ -892,7 +1229,9 @@ def test_an_amount_that_is_a_text_is_refused_before_training():
 
 def test_a_bad_line_of_a_file_is_named_even_when_it_is_held_out(tmp_path):
     good = "".join(f'"text {i},\nis good",{i / 4}\n' for i in range(6))
-    path = save(tmp_path / "a.csv", "text,label\n" + good + "number,high\n" + good.replace("text", "number"))
+    path = save(
+        tmp_path / "a.csv", "text,label\n" + good + "number,high\n" + good.replace("text", "number")
+    )
     with pytest.raises(ValueError, match="^a.csv line 14: .*'high'"):
         module(source=path).setup()
     data = module(source=path, bad_rows="skip")
@@ -905,7 +1244,9 @@ def test_lines_that_cannot_be_read_are_counted_with_the_others(tmp_path):
     with pytest.raises(ValueError, match="train.conllu line 3 has 11 columns"):
         tagger(save(tmp_path / "train.conllu", text))
     data = tagger(str(tmp_path / "train.conllu"), bad_rows="skip")
-    assert sum(map(len, data.records.values())) == 11 and "train: 1 rows left out" in data.describe()
+    assert (
+        sum(map(len, data.records.values())) == 11 and "train: 1 rows left out" in data.describe()
+    )
 
 
 def test_rows_of_which_none_is_good_are_an_error_in_any_case():
@@ -916,16 +1257,27 @@ def test_rows_of_which_none_is_good_are_an_error_in_any_case():
 
 
 def test_a_column_that_no_row_has_names_the_one_that_was_meant():
-    with pytest.raises(ValueError, match="text_column: there is no column 'sentense'; did you mean 'sentence'"):
+    with pytest.raises(
+        ValueError, match="text_column: there is no column 'sentense'; did you mean 'sentence'"
+    ):
         given_rows([{"sentence": "good", "label": 1}] * 3, text_column="sentense", bad_rows="skip")
 
 
 def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
-    rows = [*FINE["question_answering"][:2], {**FINE["question_answering"][2], "question": ""}, *FINE["question_answering"][3:]]
-    data = given_rows(rows, rows, task="question_answering", bad_rows="skip", collator_kwargs={"doc_stride": 4})
+    rows = [
+        *FINE["question_answering"][:2],
+        {**FINE["question_answering"][2], "question": ""},
+        *FINE["question_answering"][3:],
+    ]
+    data = given_rows(
+        rows, rows, task="question_answering", bad_rows="skip", collator_kwargs={"doc_stride": 4}
+    )
     for row in data.datasets["validation"].rows:
         example = data.records["validation"][int(row["example_index"])]
-        assert tokenizer()(example["question"], example["context"])["input_ids"] == row["input_ids"].tolist()
+        assert (
+            tokenizer()(example["question"], example["context"])["input_ids"]
+            == row["input_ids"].tolist()
+        )
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -933,37 +1285,62 @@ def test_a_skipped_row_keeps_its_neighbours_examples(tmp_path):
 
 def test_packed_rows_hold_each_sentence_once_with_its_labels():
     rng = np.random.default_rng(0)
-    rows = [{"text": ["text", str(i)] + ["good"] * int(n), "label": ["A", "B"] + ["C"] * int(n)} for i, n in enumerate(rng.integers(0, 20, 40))]
-    plain, packed = (given_rows(rows, rows[:3], task="token_classification", packing=p, train_batch_size=1) for p in (False, True))
+    rows = [
+        {"text": ["text", str(i)] + ["good"] * int(n), "label": ["A", "B"] + ["C"] * int(n)}
+        for i, n in enumerate(rng.integers(0, 20, 40))
+    ]
+    plain, packed = (
+        given_rows(rows, rows[:3], task="token_classification", packing=p, train_batch_size=1)
+        for p in (False, True)
+    )
     content = lambda ids, labels: (tuple(ids.tolist()), tuple(labels.tolist()))
-    expected = sorted(content(row["input_ids"], row["labels"]) for row in plain.datasets["train"].rows)
+    expected = sorted(
+        content(row["input_ids"], row["labels"]) for row in plain.datasets["train"].rows
+    )
     found, shapes = [], set()
     for batch in packed.train_dataloader():
         shapes.add(tuple(batch["input_ids"].shape))
-        ids, mask, labels, places = (batch[k][0] for k in ("input_ids", "attention_mask", "labels", "position_ids"))
+        ids, mask, labels, places = (
+            batch[k][0] for k in ("input_ids", "attention_mask", "labels", "position_ids")
+        )
         for number in range(1, int(mask.max()) + 1):
             found.append(content(ids[mask == number], labels[mask == number]))
             assert places[mask == number].tolist() == list(range(int((mask == number).sum())))
         assert (labels[mask == 0] == -100).all()
     assert sorted(found) == expected and shapes == {(1, 64)} and len(packed.datasets["train"]) < 15
-    assert len(packed.datasets["validation"]) == 3, "predictions are by sentence, and so are these rows"
+    assert len(packed.datasets["validation"]) == 3, (
+        "predictions are by sentence, and so are these rows"
+    )
 
 
 def test_packing_counts_the_labels_that_were_cut():
     rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
-    data = given_rows(rows, rows[:1], task="token_classification", packing=True, max_sequence_length=16, train_batch_size=1)
-    assert sum(int(row["num_dropped_labels"]) for row in data.datasets["train"].rows) == (30 - 14) + (40 - 14)
+    data = given_rows(
+        rows,
+        rows[:1],
+        task="token_classification",
+        packing=True,
+        max_sequence_length=16,
+        train_batch_size=1,
+    )
+    assert sum(int(row["num_dropped_labels"]) for row in data.datasets["train"].rows) == (
+        30 - 14
+    ) + (40 - 14)
 
 
 def test_packing_of_whole_texts_is_refused():
-    with pytest.raises(ValueError, match="packing=True needs a label a word: task is 'classification'"):
+    with pytest.raises(
+        ValueError, match="packing=True needs a label a word: task is 'classification'"
+    ):
         module(packing=True)
 
 
 # --- answers as text ------------------------------------------------------------------------------
 
 
-piece = st.sampled_from(["good", "bad", "text", "é", "naïve", "中文", "\U0001f600", "I\u0307", "ﬁ", "number", "e\u0301"])
+piece = st.sampled_from(
+    ["good", "bad", "text", "é", "naïve", "中文", "\U0001f600", "I\u0307", "ﬁ", "number", "e\u0301"]
+)
 gap = st.sampled_from([" ", "\t", "  ", "\n", "\u00a0", ", ", "\t\t"])
 
 
@@ -981,24 +1358,50 @@ def test_perfect_scores_give_the_answer_to_the_character(parts, data):
     first = data.draw(st.integers(0, len(parts) - 1))
     last = data.draw(st.integers(first, min(len(parts) - 1, first + 2)))
     begin, end = int(starts[first]), int(starts[last]) + len(parts[last][0])
-    record = {"question": "text good", "context": context, "answers": {"text": [context[begin:end]], "answer_start": [begin]}}
+    record = {
+        "question": "text good",
+        "context": context,
+        "answers": {"text": [context[begin:end]], "answer_start": [begin]},
+    }
     other = {"question": "bad", "context": "good text", "answers": []}
-    module = FinetuningDataModule("question_answering", reading_tokenizer(), max_sequence_length=48, val_batch_size=3, collator_kwargs={"doc_stride": 24})
+    module = FinetuningDataModule(
+        "question_answering",
+        reading_tokenizer(),
+        max_sequence_length=48,
+        val_batch_size=3,
+        collator_kwargs={"doc_stride": 24},
+    )
     module.set_datasets(train=[record, other], val=[other, record])
     module.setup()
     windows = []
     for batch in module.val_dataloader():
         for i in range(3):
-            scores = [torch.nn.functional.one_hot(batch[f"{side}_positions"][i].clamp(min=0), batch["input_ids"].shape[1]) * 9.0 for side in ("start", "end")]
+            scores = [
+                torch.nn.functional.one_hot(
+                    batch[f"{side}_positions"][i].clamp(min=0), batch["input_ids"].shape[1]
+                )
+                * 9.0
+                for side in ("start", "end")
+            ]
             windows.append((*scores, batch["offsets"][i], batch["example_index"][i]))
-    best = best_answers(*zip(*windows), module.records["validation"]["context"], max_answer_tokens=64)
+    best = best_answers(
+        *zip(*windows), module.records["validation"]["context"], max_answer_tokens=64
+    )
     assert choose_answer(best[0]).text == ""
     answer = choose_answer(best[1])
     assert (answer.text, answer.start, answer.stop) == (context[begin:end], begin, end)
 
 
 def test_questions_of_a_squad_file_reach_batches_and_keep_their_ids(tmp_path):
-    qas = [{"id": f"q{i}", "question": f"number {i}", "answers": [{"text": "good", "answer_start": 5 * i + 0}] if i < 2 else [], "is_impossible": i == 2} for i in range(3)]
+    qas = [
+        {
+            "id": f"q{i}",
+            "question": f"number {i}",
+            "answers": [{"text": "good", "answer_start": 5 * i + 0}] if i < 2 else [],
+            "is_impossible": i == 2,
+        }
+        for i in range(3)
+    ]
     data = [{"title": "T", "paragraphs": [{"context": "good good bad", "qas": qas}]}]
     for name in ("train-v2.0.json", "dev-v2.0.json"):
         save(tmp_path / name, json.dumps({"version": "v2.0", "data": data}))
@@ -1014,7 +1417,9 @@ def test_questions_of_a_squad_file_reach_batches_and_keep_their_ids(tmp_path):
 
 
 def test_texts_that_are_cut_are_counted_and_said():
-    rows = [{"text": "good " * n, "label": "ab"[n % 2]} for n in (3, 4, 61, 62, 63, 90)]  # 62 words and two special tokens fit
+    rows = [
+        {"text": "good " * n, "label": "ab"[n % 2]} for n in (3, 4, 61, 62, 63, 90)
+    ]  # 62 words and two special tokens fit
     data = given_rows(rows, rows[:2])
     assert data.num_cut == {"train": 2, "validation": 0}
     assert "2 texts have more than max_sequence_length=64 tokens" in data.describe()
@@ -1022,11 +1427,17 @@ def test_texts_that_are_cut_are_counted_and_said():
     assert given_rows(tags, tags[:1], task="token_classification").num_cut["train"] == 1
 
 
-@pytest.mark.parametrize("kind, size, words", [("unigram", 60, "天 地 人 大 小 上 下 左 右 中"), ("bpe", 290, "good bad text number")])
+@pytest.mark.parametrize(
+    "kind, size, words",
+    [("unigram", 60, "天 地 人 大 小 上 下 左 右 中"), ("bpe", 290, "good bad text number")],
+)
 def test_tagged_texts_that_are_cut_are_counted_as_their_rows_read_them(kind, size, words):
     "A plain call puts a sign before each word of Chinese, or takes from English words the spaces before them."
     words, space = words.split(), " " if kind == "bpe" else ""
-    texts = [[words[0], *(words[1 + (n + k) % (len(words) - 1)] for k in range(20 + n % 5))] for n in range(30)]
+    texts = [
+        [words[0], *(words[1 + (n + k) % (len(words) - 1)] for k in range(20 + n % 5))]
+        for n in range(30)
+    ]
     reads = train_tokenizer([space.join(text) for text in texts], size, kind=kind)
     rows = [{"text": text, "label": ["A"] * len(text)} for text in texts]
 
@@ -1043,43 +1454,84 @@ def test_tagged_texts_that_are_cut_are_counted_as_their_rows_read_them(kind, siz
 
 
 def test_every_word_of_a_tagged_text_is_scored_and_training_reads_beginnings(monkeypatch):
-    long = lambda n: {"text": ["good", "bad", "text", "number", ""][:n % 5 + 1] * 12, "label": ["A", "B", "C", "D", "E"][:n % 5 + 1] * 12}
+    long = lambda n: {
+        "text": ["good", "bad", "text", "number", ""][: n % 5 + 1] * 12,
+        "label": ["A", "B", "C", "D", "E"][: n % 5 + 1] * 12,
+    }
     rows = [long(n) for n in range(9)] + [{"text": ["good", " ", " "], "label": ["A", "B", "C"]}]
-    rows[4]["text"][-1] = rows[4]["text"][-6] = " "  # words without a token behind the last piece, and within
+    rows[4]["text"][-1] = rows[4]["text"][-6] = (
+        " "  # words without a token behind the last piece, and within
+    )
     data = given_rows(rows, rows, rows, task="token_classification", max_sequence_length=16)
     whole = given_rows(rows, rows, rows, task="token_classification", max_sequence_length=99)
-    assert len(data.datasets["train"]) == len(rows) and data.num_cut == {"train": 7, "validation": 0, "test": 0}
-    kept = lambda data, split: [int(one) for row in data.datasets[split].rows for one in row["labels"] if one >= 0]
+    assert len(data.datasets["train"]) == len(rows) and data.num_cut == {
+        "train": 7,
+        "validation": 0,
+        "test": 0,
+    }
+    kept = lambda data, split: [
+        int(one) for row in data.datasets[split].rows for one in row["labels"] if one >= 0
+    ]
     for split in ("validation", "test"):
-        assert kept(data, split) == kept(whole, split) and data.count_labels(split) == whole.count_labels(split)
+        assert kept(data, split) == kept(whole, split) and data.count_labels(
+            split
+        ) == whole.count_labels(split)
         assert max(len(row["input_ids"]) for row in data.datasets[split].rows) == 16
-        assert sum(row["num_dropped_labels"] for row in data.datasets[split].rows) == sum(words.isspace() or not words for row in rows
-                                                                                          for words in row["text"])
+        assert sum(row["num_dropped_labels"] for row in data.datasets[split].rows) == sum(
+            words.isspace() or not words for row in rows for words in row["text"]
+        )
         for number, cuts in data.pieces[split].items():
-            assert [first for first, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][1] == len(rows[number]["text"])
-    assert "7 texts have more than max_sequence_length=16 tokens; they are read in pieces, and every word counts" in data.describe()
+            assert [first for first, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][
+                1
+            ] == len(rows[number]["text"])
+    assert (
+        "7 texts have more than max_sequence_length=16 tokens; they are read in pieces, and every word counts"
+        in data.describe()
+    )
     assert "their ends are cut off" in data.describe(), "of training"
 
 
 def test_a_test_split_without_labels_has_a_row_a_text():
     rows = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 40)]
-    data = given_rows(rows, rows, [{"text": row["text"]} for row in rows], task="token_classification", max_sequence_length=16)
-    assert len(data.datasets["test"]) == 3 and data.num_cut["test"] == 2 and len(data.datasets["validation"]) == 1 + 3 + 3
+    data = given_rows(
+        rows,
+        rows,
+        [{"text": row["text"]} for row in rows],
+        task="token_classification",
+        max_sequence_length=16,
+    )
+    assert (
+        len(data.datasets["test"]) == 3
+        and data.num_cut["test"] == 2
+        and len(data.datasets["validation"]) == 1 + 3 + 3
+    )
 
 
 def test_labels_that_are_lost_are_counted_with_what_helps():
-    said = lambda data: [line for line in data.describe().splitlines() if " lost" in line or "no window" in line]
+    said = lambda data: [
+        line for line in data.describe().splitlines() if " lost" in line or "no window" in line
+    ]
     tags = [{"text": ["good"] * n, "label": ["A"] * n} for n in (5, 30, 3, 40)]
     for packing in (False, True):
-        data = given_rows(tags, tags[:1], task="token_classification", packing=packing, max_sequence_length=16)
+        data = given_rows(
+            tags, tags[:1], task="token_classification", packing=packing, max_sequence_length=16
+        )
         (line,) = said(data)
-        assert line.startswith("  42 labels are lost") and "raise max_sequence_length (now 16)" in line, "16 of 30 and 26 of 40"
+        assert (
+            line.startswith("  42 labels are lost") and "raise max_sequence_length (now 16)" in line
+        ), "16 of 30 and 26 of 40"
     answers = [[{"text": ("text " * n).strip(), "answer_start": 40}] for n in (2, 20)]
-    asked = [{"question": "good", "context": "bad " * 10 + "text " * 20, "answers": one} for one in answers]
+    asked = [
+        {"question": "good", "context": "bad " * 10 + "text " * 20, "answers": one}
+        for one in answers
+    ]
     windows = {"max_sequence_length": 16, "collator_kwargs": {"doc_stride": 4}}
     data = given_rows(asked, asked[:1], task="question_answering", **windows)
     (line,) = said(data)
-    assert line.startswith("  1 answers are whole in no window") and "raise doc_stride in collator_kwargs (now 4)" in line
+    assert (
+        line.startswith("  1 answers are whole in no window")
+        and "raise doc_stride in collator_kwargs (now 4)" in line
+    )
     assert said(given_rows(tags[:1], tags[:1], task="token_classification")) == []
 
 
@@ -1087,7 +1539,9 @@ def test_texts_that_are_cut_are_counted_a_few_at_a_time(monkeypatch):
     "A call of a fast tokenizer holds some 180 bytes a token."
     rows, calls = [{"text": "good " * 80, "label": "ab"[n % 2]} for n in range(250)], []
     kind, whole = type(reading_tokenizer()), type(reading_tokenizer()).__call__
-    note = lambda tokenizer, texts, **options: calls.append((len(texts), options)) or whole(tokenizer, texts, **options)
+    note = lambda tokenizer, texts, **options: (
+        calls.append((len(texts), options)) or whole(tokenizer, texts, **options)
+    )
     monkeypatch.setattr(kind, "__call__", note)
     assert given_rows(rows, [{"text": "good", "label": "a"}]).num_cut["train"] == 250
     assert [number for number, options in calls if not options.get("truncation")] == [100, 100, 50]
@@ -1097,7 +1551,10 @@ def test_without_a_tokenizer_one_is_trained_on_the_training_texts():
     data = FinetuningDataModule("classification", max_sequence_length=64, vocab_size=60)
     data.set_datasets(train=rows_of(20), val=[{"text": "zebra", "label": "bad"}])
     data.setup()
-    assert len(data.tokenizer) <= 60 and data.tokenizer("zebra")["input_ids"] != data.tokenizer("good")["input_ids"]
+    assert (
+        len(data.tokenizer) <= 60
+        and data.tokenizer("zebra")["input_ids"] != data.tokenizer("good")["input_ids"]
+    )
     assert data.texts() == [row["text"] for row in rows_of(20)]
 
 
@@ -1105,10 +1562,16 @@ NEWS = "".join(f'{1 + i % 3},"Title {i}, long","text number {i} is good"\n' for 
 
 
 def test_a_table_without_a_header_is_read_by_the_numbers_of_its_columns(tmp_path):
-    data = module(source=save(tmp_path / "train.csv", NEWS), header=False, text_column=[2, 3], label_column=1)
+    data = module(
+        source=save(tmp_path / "train.csv", NEWS), header=False, text_column=[2, 3], label_column=1
+    )
     data.setup()
     rows = [row for split in data.records.values() for row in split]
-    assert len(rows) == 12 and data.text_columns == ["2", "3"] and data.label2id == {"1": 0, "2": 1, "3": 2}
+    assert (
+        len(rows) == 12
+        and data.text_columns == ["2", "3"]
+        and data.label2id == {"1": 0, "2": 1, "3": 2}
+    )
     with pytest.raises(ValueError, match="text_column.*looks like data.*header=False"):
         module(source=str(tmp_path / "train.csv"), label_column=1).setup()
     with pytest.raises(ValueError, match="jsonl files have no reader_kwargs.*header"):
@@ -1116,27 +1579,47 @@ def test_a_table_without_a_header_is_read_by_the_numbers_of_its_columns(tmp_path
 
 
 def test_a_directory_remembers_how_its_rows_were_read(tmp_path):
-    data = given_rows([{"a": f"text {i}", "b": "good", "label": i % 2} for i in range(6)], text_column=["a", "b"])
+    data = given_rows(
+        [{"a": f"text {i}", "b": "good", "label": i % 2} for i in range(6)], text_column=["a", "b"]
+    )
     write_reading(data, tmp_path)
-    assert load_reading(tmp_path) == {"task": "classification", "text_columns": ["a", "b"], "max_sequence_length": 64}
+    assert load_reading(tmp_path) == {
+        "task": "classification",
+        "text_columns": ["a", "b"],
+        "max_sequence_length": 64,
+    }
     text = conllu(*TAGGED).replace("1\ttext", "1-2\ttextis" + "\t_" * 8 + "\n1\ttext")
     for how in ("split", "join"):
-        write_reading(tagger(save(tmp_path / "train.conllu", text), reader_kwargs={"multiword": how}), tmp_path)
+        write_reading(
+            tagger(save(tmp_path / "train.conllu", text), reader_kwargs={"multiword": how}),
+            tmp_path,
+        )
         assert load_reading(tmp_path).get("multiword", "split") == how
-    for damaged in ({"task": 3}, {**load_reading(tmp_path), "multiword": "cut"}, {**load_reading(tmp_path), "delimiter": ";;"}):
+    for damaged in (
+        {"task": 3},
+        {**load_reading(tmp_path), "multiword": "cut"},
+        {**load_reading(tmp_path), "delimiter": ";;"},
+    ):
         (tmp_path / "bertlab_reading.json").write_text(json.dumps(damaged))
         with pytest.raises(ValueError, match="bertlab_reading.json is damaged"):
             load_reading(tmp_path)
 
 
 def test_rows_that_a_run_is_scored_on_must_stay_the_same_as_well():
-    rows, differing = rows_of(12), lambda one, other: {name for name in one if one[name] != other[name]}
+    rows, differing = (
+        rows_of(12),
+        lambda one, other: {name for name in one if one[name] != other[name]},
+    )
     parts = ((0, 4), (0, 4), (1, 4), (0, 5))
-    known, again, val, test = (given_rows(rows, rows[v : v + 4], rows[t:8]).resume_identity() for v, t in parts)
+    known, again, val, test = (
+        given_rows(rows, rows[v : v + 4], rows[t:8]).resume_identity() for v, t in parts
+    )
     assert differing(known, again) == set() and {"validation rows", "test rows"} <= set(known)
     assert differing(known, val) == {"validation rows"} and differing(known, test) == {"test rows"}
     answers = [{"text": "good", "answer_start": 0}, {"text": "good", "answer_start": 5}]
-    asked = [{"question": "good", "context": "good good bad", "answers": answers[:n]} for n in (1, 2)]
+    asked = [
+        {"question": "good", "context": "good good bad", "answers": answers[:n]} for n in (1, 2)
+    ]
     options = {"task": "question_answering", "collator_kwargs": {"doc_stride": 4}}
     one, two = (given_rows(asked, [row], **options).resume_identity() for row in asked)
     assert differing(one, two) == {"validation rows"}, "a second right answer is in the texts alone"
@@ -1153,7 +1636,10 @@ def test_splits_that_number_their_labels_each_by_itself_are_read_by_name(tmp_pat
         datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=kinds)}))  # fmt: skip
     train, test = rows([0, 1, 2] * 4, names), rows([1, 0, 1], test_names)
     data = given_rows(train, val=rows([2, 1], ["legal", "billing", "other"]), test=test)
-    numbers = {split: [int(row["labels"]) for row in data.datasets[split].rows] for split in ("validation", "test")}
+    numbers = {
+        split: [int(row["labels"]) for row in data.datasets[split].rows]
+        for split in ("validation", "test")
+    }
     assert [data.id2label[n] for n in numbers["test"]] == ["other", "billing", "other"]
     assert [data.id2label[n] for n in numbers["validation"]] == ["other", "billing"]
     with pytest.raises(ValueError, match="label 'new'.*billing, legal, other"):
@@ -1165,9 +1651,18 @@ def test_splits_that_number_their_labels_each_by_itself_are_read_by_name(tmp_pat
 
 
 def test_how_rows_were_read_is_read_from_the_hub_too(tmp_path, monkeypatch):
-    (tmp_path / "kept.json").write_text(json.dumps({"task": "classification", "text_columns": ["review"], "max_sequence_length": 128}))
+    (tmp_path / "kept.json").write_text(
+        json.dumps(
+            {"task": "classification", "text_columns": ["review"], "max_sequence_length": 128}
+        )
+    )
     asked = []
-    monkeypatch.setattr("transformers.utils.cached_file", lambda *names, **_: asked.append(names) or str(tmp_path / "kept.json"))
-    assert load_reading("me/tagger")["text_columns"] == ["review"] and asked == [("me/tagger", "bertlab_reading.json")]
+    monkeypatch.setattr(
+        "transformers.utils.cached_file",
+        lambda *names, **_: asked.append(names) or str(tmp_path / "kept.json"),
+    )
+    assert load_reading("me/tagger")["text_columns"] == ["review"] and asked == [
+        ("me/tagger", "bertlab_reading.json")
+    ]
     monkeypatch.setattr("transformers.utils.cached_file", lambda *_, **__: None)
     assert load_reading("me/tagger") == {}

@@ -15,7 +15,15 @@ from bertlab.finetuning import runs
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
-from bertlab.finetuning.runs import FinetunedRun, ScoreLines, SeedResults, find_monitor, finetune, finetune_seeds, rank_metric
+from bertlab.finetuning.runs import (
+    FinetunedRun,
+    ScoreLines,
+    SeedResults,
+    find_monitor,
+    finetune,
+    finetune_seeds,
+    rank_metric,
+)
 from bertlab.finetuning.task_models import load_task_model
 from bertlab.train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
 from bertlab.optim.budgets import TimeBudgetLR
@@ -49,7 +57,9 @@ def test_a_run_without_gains_stops_early(tmp_path):
 
 
 def test_validations_within_an_epoch_are_counted_in_steps(tmp_path):
-    run = finetune(module_for(), data_for(), tmp_path, num_epochs=2, validations_per_epoch=2, **PLAIN)
+    run = finetune(
+        module_for(), data_for(), tmp_path, num_epochs=2, validations_per_epoch=2, **PLAIN
+    )
     assert [point["step"] for point in run.record.validation] == [3, 6, 9, 12]
 
 
@@ -66,40 +76,74 @@ class StopAfter(Callback):
         self.series.signals.asked |= self.step is None and trainer.current_epoch == 1
 
 
-def test_validations_are_as_many_as_asked_for_with_the_last_at_the_epochs_end_and_a_run_goes_on_between_them(tmp_path):
-    more = {"num_epochs": 2, "validations_per_epoch": 3, "limit_train_batches": 5, "monitor": "val_loss", **PLAIN}
+def test_validations_are_as_many_as_asked_for_with_the_last_at_the_epochs_end_and_a_run_goes_on_between_them(
+    tmp_path,
+):
+    more = {
+        "num_epochs": 2,
+        "validations_per_epoch": 3,
+        "limit_train_batches": 5,
+        "monitor": "val_loss",
+        **PLAIN,
+    }
     whole = finetune(module_for(), data_for(), tmp_path / "whole", **more)
     assert [point["step"] for point in whole.record.validation] == [2, 3, 5, 7, 8, 10]
     for step in (4, 7):  # between two validations, and at one
         series = CheckpointSeries(tmp_path / f"{step}" / "checkpoints")
         with pytest.raises(RunInterrupted):
-            finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[StopAfter(series, step), series], **more)
+            finetune(
+                module_for(),
+                data_for(),
+                tmp_path / f"{step}",
+                callbacks=[StopAfter(series, step), series],
+                **more,
+            )
         again = finetune(module_for(), data_for(), tmp_path / f"{step}", callbacks=[CheckpointSeries(series.directory)],
                          checkpoint=find_checkpoint(series.directory), **more)  # fmt: skip
-        assert again.record.validation == whole.record.validation and again.metrics == whole.metrics, step
+        assert (
+            again.record.validation == whole.record.validation and again.metrics == whole.metrics
+        ), step
 
 
 def test_validations_are_spread_over_whole_steps_and_more_of_them_than_steps_are_refused(tmp_path):
-    assert runs.validation_places(6, 3) == [2, 4, 6] and runs.validation_places(98, 49) == list(range(2, 99, 2))
-    assert runs.validation_places(11, 4) == [3, 6, 8, 11] and runs.validation_places(11, 3, window=2) == [4, 8, 11]
-    with pytest.raises(ValueError, match="validations_per_epoch=7 is more than the 6 optimizer steps"):
+    assert runs.validation_places(6, 3) == [2, 4, 6] and runs.validation_places(98, 49) == list(
+        range(2, 99, 2)
+    )
+    assert runs.validation_places(11, 4) == [3, 6, 8, 11] and runs.validation_places(
+        11, 3, window=2
+    ) == [4, 8, 11]
+    with pytest.raises(
+        ValueError, match="validations_per_epoch=7 is more than the 6 optimizer steps"
+    ):
         finetune(module_for(), data_for(), tmp_path, num_epochs=1, validations_per_epoch=7, **PLAIN)
 
 
 @pytest.mark.parametrize("name", ["bertlab.optim.budgets.TimeBudgetLR", TimeBudgetLR])
 def test_a_schedule_that_the_clock_ends_needs_a_run_that_the_clock_ends(tmp_path, name):
     clock = dict(scheduler_type=name, scheduler_kwargs={"budget": "1h"})
-    with pytest.raises(ValueError, match="num_epochs=2 end this run.*budget='1h'.*take a schedule in steps"):
+    with pytest.raises(
+        ValueError, match="num_epochs=2 end this run.*budget='1h'.*take a schedule in steps"
+    ):
         finetune(module_for(**clock), data_for(), tmp_path, num_epochs=2, **PLAIN)
     assert not list(tmp_path.iterdir())
-    run = finetune(module_for(**clock), data_for(), tmp_path, num_epochs=1, callbacks=[TimeLimit("1h")], **PLAIN)
+    run = finetune(
+        module_for(**clock),
+        data_for(),
+        tmp_path,
+        num_epochs=1,
+        callbacks=[TimeLimit("1h")],
+        **PLAIN,
+    )
     assert run.metrics["val_loss"] > 0
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, interrupted):
     "It was killed behind its training, or stopped by a signal in the validation that ended it."
-    series, more = CheckpointSeries(tmp_path / "checkpoints"), {"num_epochs": 9, "patience": 1, **PLAIN}
+    series, more = (
+        CheckpointSeries(tmp_path / "checkpoints"),
+        {"num_epochs": 9, "patience": 1, **PLAIN},
+    )
     module = lambda: module_for(learning_rate=0.0)
     if interrupted:
         with pytest.raises(RunInterrupted):
@@ -116,8 +160,17 @@ def test_a_run_whose_patience_was_spent_takes_no_step_when_it_goes_on(tmp_path, 
 
 def test_a_run_does_not_go_on_under_another_monitor(tmp_path):
     "Lightning would forget which weights were best so far."
-    finetune(module_for(), data_for(), tmp_path, num_epochs=1, callbacks=[CheckpointSeries(tmp_path / "checkpoints")], **PLAIN)
-    with pytest.raises(ValueError, match="kept the best weights by val_accuracy, and monitor is val_loss now"):
+    finetune(
+        module_for(),
+        data_for(),
+        tmp_path,
+        num_epochs=1,
+        callbacks=[CheckpointSeries(tmp_path / "checkpoints")],
+        **PLAIN,
+    )
+    with pytest.raises(
+        ValueError, match="kept the best weights by val_accuracy, and monitor is val_loss now"
+    ):
         finetune(module_for(), data_for(), tmp_path, num_epochs=2, monitor="val_loss", checkpoint=find_checkpoint(tmp_path / "checkpoints"),
                  callbacks=[CheckpointSeries(tmp_path / "checkpoints")], **PLAIN)  # fmt: skip
 
@@ -139,9 +192,16 @@ def test_a_finished_run_is_saved_for_pipelines(tmp_path):
         assert torch.equal(loaded.state_dict()[key], weight), key
 
 
-@pytest.mark.parametrize("shape", [{"norm": "rms"}, {"attention_positions": "alibi"}, {"num_key_value_heads": 1}])
-def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_so_before(shape, tmp_path):
-    module, data = FinetuningModule("classification", model_config_kwargs={**CONFIG, **shape}), data_for()
+@pytest.mark.parametrize(
+    "shape", [{"norm": "rms"}, {"attention_positions": "alibi"}, {"num_key_value_heads": 1}]
+)
+def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_so_before(
+    shape, tmp_path
+):
+    module, data = (
+        FinetuningModule("classification", model_config_kwargs={**CONFIG, **shape}),
+        data_for(),
+    )
     find_monitor(module, data)
     module.configure_model()
     assert "written as BertLabForSequenceClassification" in module.describe()
@@ -149,12 +209,17 @@ def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_
     predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
     texts = [row["text"] for row in data.records["test"].rows]
     logits = torch.cat([batch["logits"] for batch in predict(module, data.test_dataloader())])
-    said = [predictor.labels.index(row["predicted_label"]) for row in predict_rows(predictor, texts).rows]
+    said = [
+        predictor.labels.index(row["predicted_label"])
+        for row in predict_rows(predictor, texts).rows
+    ]
     assert said == logits.argmax(-1).tolist()
 
 
 def test_a_saved_tokenizer_reads_as_much_as_the_model(tmp_path):
-    run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN)
+    run = finetune(
+        module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN
+    )
     made = load_tokenizer(run.save_for_pipeline(tmp_path / "model"))
     assert made.model_max_length == run.module.config.max_position_embeddings
 
@@ -164,7 +229,9 @@ def test_seeds_differ_in_head_and_order_but_not_in_what_is_held_out(tmp_path):
     data.given.pop("validation")
     options = {"task": "classification", "model_config_kwargs": CONFIG, "learning_rate": 1e-3}
     seen = []
-    results = finetune_seeds(options, data, tmp_path, seeds=(1, 2), after_seed=seen.append, num_epochs=1, **PLAIN)
+    results = finetune_seeds(
+        options, data, tmp_path, seeds=(1, 2), after_seed=seen.append, num_epochs=1, **PLAIN
+    )
     assert [one.seeds for one in seen] == [(1,), (1, 2)] and results.best_seed in (1, 2)
     assert float(results.best.metrics["val_loss"]) in results.values("val_loss")
     held = [row["text"] for row in data.records["validation"].rows]
@@ -183,36 +250,74 @@ def test_mean_and_deviation_are_those_of_the_sample():
     assert results.deviation() == {"f1": pytest.approx(np.sqrt(0.08 / 2))}
     assert "0.700" in results.table() and "0.200" in results.table()
     baselines = {"majority": {"f1": 0.25}}
-    assert results.table(baselines).splitlines()[0].split() == ["metric", "mean", "std", "seed", "0", "seed", "1", "seed", "2", "majority"]
+    assert results.table(baselines).splitlines()[0].split() == [
+        "metric",
+        "mean",
+        "std",
+        "seed",
+        "0",
+        "seed",
+        "1",
+        "seed",
+        "2",
+        "majority",
+    ]
     assert results.table(baselines).splitlines()[1].endswith("0.250")
 
 
 def test_a_single_seed_has_no_deviation_and_its_table_no_nan():
     one = SeedResults((0,), ({"f1": 0.5},))
-    assert one.deviation() == {} and "nan" not in one.table() and one.table().split() == ["metric", "seed", "0", "f1", "0.500"]
+    assert (
+        one.deviation() == {}
+        and "nan" not in one.table()
+        and one.table().split() == ["metric", "seed", "0", "f1", "0.500"]
+    )
 
 
 def test_scores_and_seconds_are_said_after_each_validation(tmp_path):
     said = []
-    finetune(module_for(), data_for(), tmp_path, num_epochs=2, callbacks=[ScoreLines(said.append)], **PLAIN)
+    finetune(
+        module_for(),
+        data_for(),
+        tmp_path,
+        num_epochs=2,
+        callbacks=[ScoreLines(said.append)],
+        **PLAIN,
+    )
     assert [line.split(":")[0] for line in said] == ["epoch 1, step 6", "epoch 2, step 12"]
-    assert all("val_accuracy 0." in line or "val_accuracy 1." in line for line in said) and all(line.endswith(" s") for line in said)
+    assert all("val_accuracy 0." in line or "val_accuracy 1." in line for line in said) and all(
+        line.endswith(" s") for line in said
+    )
 
 
-@pytest.mark.parametrize("monitor, values", [("val_spearman", [math.nan, 0.9, 0.95, math.nan]), ("val_loss", [math.nan, 0.3, 0.2])])
+@pytest.mark.parametrize(
+    "monitor, values",
+    [("val_spearman", [math.nan, 0.9, 0.95, math.nan]), ("val_loss", [math.nan, 0.3, 0.2])],
+)
 def test_a_seed_with_an_undefined_metric_is_not_the_best(tmp_path, monkeypatch, monitor, values):
     scores = iter(values)
     monkeypatch.setattr(runs, "finetune", lambda module, data, *args, **options: FinetunedRun(
         module, {monitor: next(scores)}, None, 0, False, data))  # fmt: skip
-    results = finetune_seeds({"task": "classification", "model_config_kwargs": CONFIG}, data_for(), tmp_path, range(len(values)), monitor=monitor)
+    results = finetune_seeds(
+        {"task": "classification", "model_config_kwargs": CONFIG},
+        data_for(),
+        tmp_path,
+        range(len(values)),
+        monitor=monitor,
+    )
     assert results.best_seed == 2 and results.best.metrics[monitor] == values[2]
 
 
 def test_an_undefined_metric_leaves_the_choice_and_the_patience_to_the_loss(tmp_path):
     "The right values are all the same, so that no correlation with them is defined."
-    rows, val = texts_of(96, 0, "number"), [{**row, "label": 1.5} for row in texts_of(19, 1, "number")]
+    rows, val = (
+        texts_of(96, 0, "number"),
+        [{**row, "label": 1.5} for row in texts_of(19, 1, "number")],
+    )
     data = data_for(train=rows, val=val, test=val)
-    run = finetune(module_for(learning_rate=3e-4), data, tmp_path, num_epochs=3, patience=1, **PLAIN)
+    run = finetune(
+        module_for(learning_rate=3e-4), data, tmp_path, num_epochs=3, patience=1, **PLAIN
+    )
     assert all(math.isnan(point["val_spearman"]) for point in run.record.validation)
     losses = {point["step"]: point["val_loss"] for point in run.record.validation}
     assert list(losses.values()) == sorted(losses.values(), reverse=True) and len(losses) == 3
@@ -220,15 +325,25 @@ def test_an_undefined_metric_leaves_the_choice_and_the_patience_to_the_loss(tmp_
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_loss_that_falls_is_a_gain_where_the_metric_is_undefined_but_a_defined_metric_is_better(tmp_path, resumed):
+def test_a_loss_that_falls_is_a_gain_where_the_metric_is_undefined_but_a_defined_metric_is_better(
+    tmp_path, resumed
+):
     points = [(0.3, 2.0), (math.nan, 1.0), (math.nan, 0.5), (math.nan, 0.6)]
-    trainer = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=bool), should_stop=False)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(reduce_boolean_decision=bool), should_stop=False
+    )
     checkpoint, found = runs.BestCheckpoint(tmp_path, "val_spearman", patience=1), []
     for spearman, loss in points:
-        trainer.callback_metrics = {"val_spearman": torch.tensor(spearman), "val_loss": torch.tensor(loss)}
+        trainer.callback_metrics = {
+            "val_spearman": torch.tensor(spearman),
+            "val_loss": torch.tensor(loss),
+        }
         found.append((checkpoint.check_monitor_top_k(trainer), trainer.should_stop))
         if resumed:
-            state, checkpoint = checkpoint.state_dict(), runs.BestCheckpoint(tmp_path, "val_spearman", patience=1)
+            state, checkpoint = (
+                checkpoint.state_dict(),
+                runs.BestCheckpoint(tmp_path, "val_spearman", patience=1),
+            )
             checkpoint.load_state_dict(state)
     assert found == [(True, False), (False, False), (False, False), (False, True)]
 
@@ -242,13 +357,19 @@ def test_a_checkpoint_without_a_rank_goes_on_from_its_best_score(tmp_path):
     for accuracy, best in ((0.6, False), (0.8, True)):
         new = runs.BestCheckpoint(tmp_path, "val_accuracy")
         new.load_state_dict(state)
-        trainer.callback_metrics = {"val_accuracy": torch.tensor(accuracy), "val_loss": torch.tensor(0.5)}
+        trainer.callback_metrics = {
+            "val_accuracy": torch.tensor(accuracy),
+            "val_loss": torch.tensor(0.5),
+        }
         assert new.check_monitor_top_k(trainer) == best
 
 
 def test_a_ruined_model_is_behind_an_undefined_metric_and_that_behind_a_defined_one():
     points = [(1.0, math.nan), (math.nan, 0.9), (math.nan, 0.2), (-0.1, 0.9), (0.5, 0.9)]
-    ranks = [rank_metric("val_spearman", {"val_spearman": value, "val_loss": loss}) for value, loss in points]
+    ranks = [
+        rank_metric("val_spearman", {"val_spearman": value, "val_loss": loss})
+        for value, loss in points
+    ]
     assert ranks == sorted(ranks) and len(set(ranks)) == 5
     losses = [rank_metric("val_loss", {"val_loss": loss}) for loss in (math.nan, 0.9, 0.2)]
     assert losses == sorted(losses) and len(set(losses)) == 3
@@ -259,14 +380,22 @@ class Burst(FinetuningModule):
 
     def label_loss(self, batch):
         parts = super().label_loss(batch)
-        return parts._replace(loss_sum=parts.loss_sum * math.inf) if self.trainer.global_step == 2 else parts
+        return (
+            parts._replace(loss_sum=parts.loss_sum * math.inf)
+            if self.trainer.global_step == 2
+            else parts
+        )
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_a_run(tmp_path):
     module = Burst("classification", model_config_kwargs=CONFIG, learning_rate=3e-3)
     run = finetune(module, data_for(), tmp_path, num_epochs=2, **PLAIN)
     assert all(weight.isfinite().all() for weight in weights(module).values())
-    assert math.isfinite(run.metrics["val_loss"]) and not run.stopped_early and run.record.column("step")[-1] == 12
+    assert (
+        math.isfinite(run.metrics["val_loss"])
+        and not run.stopped_early
+        and run.record.column("step")[-1] == 12
+    )
 
 
 def test_a_guard_of_ones_own_is_the_only_one(tmp_path):
@@ -298,7 +427,11 @@ def test_a_ruined_model_has_no_score_and_is_not_the_best(tmp_path):
     first, ruined = run.record.validation
     assert first["val_accuracy"] < 1 and run.best_step == first["step"] == 10
     assert run.metrics["val_accuracy"] == first["val_accuracy"]
-    assert ruined.pop("step") == 20 and all(map(math.isnan, ruined.values())) and set(ruined) == set(first) - {"step"}
+    assert (
+        ruined.pop("step") == 20
+        and all(map(math.isnan, ruined.values()))
+        and set(ruined) == set(first) - {"step"}
+    )
 
 
 @pytest.mark.parametrize("seeds", [(), (1, 1)])
@@ -321,22 +454,36 @@ def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "best.ckpt").write_text("weights")
     old = made(tmp_path / "old")
-    old.best_model_path, old.best_model_score = str(tmp_path / "old" / "best.ckpt"), torch.tensor(0.5)
-    old.best_k_models, old.kth_best_model_path, old.kth_value = {old.best_model_path: torch.tensor(0.5)}, old.best_model_path, torch.tensor(0.5)
+    old.best_model_path, old.best_model_score = (
+        str(tmp_path / "old" / "best.ckpt"),
+        torch.tensor(0.5),
+    )
+    old.best_k_models, old.kth_best_model_path, old.kth_value = (
+        {old.best_model_path: torch.tensor(0.5)},
+        old.best_model_path,
+        torch.tensor(0.5),
+    )
     state = old.state_dict()
     shutil.move(tmp_path / "old", tmp_path / "new")
     new = made(tmp_path / "new")
     new.load_state_dict(state)
     moved = str(tmp_path / "new" / "best.ckpt")
-    assert new.best_model_path == new.kth_best_model_path == moved and new.best_k_models == {moved: torch.tensor(0.5)}
+    assert new.best_model_path == new.kth_best_model_path == moved and new.best_k_models == {
+        moved: torch.tensor(0.5)
+    }
     elsewhere = made(tmp_path / "elsewhere")  # to which nobody has brought the weights
     elsewhere.load_state_dict(state)
     assert elsewhere.best_model_path == state["best_model_path"]
 
 
 def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
-    finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_for_pipeline(tmp_path / "model")
-    theirs, rows = load_tokenizer(tmp_path / "model"), {"train": texts_of(48, 0), "val": texts_of(12, 1)}
+    finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_for_pipeline(
+        tmp_path / "model"
+    )
+    theirs, rows = (
+        load_tokenizer(tmp_path / "model"),
+        {"train": texts_of(48, 0), "val": texts_of(12, 1)},
+    )
     bare = FinetuningDataModule("classification", max_sequence_length=16)
     bare.set_datasets(**rows)
     module = FinetuningModule("classification", str(tmp_path / "model"))
@@ -345,5 +492,13 @@ def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
     own = FinetuningDataModule("classification", max_sequence_length=16, vocab_size=60)
     own.set_datasets(**rows)
     own.setup()
-    with pytest.raises(ValueError, match="trained a tokenizer of its own.*pretrained_tokenizer_name_or_path"):
-        finetune(FinetuningModule("classification", str(tmp_path / "model")), own, tmp_path / "other", num_epochs=1, **PLAIN)
+    with pytest.raises(
+        ValueError, match="trained a tokenizer of its own.*pretrained_tokenizer_name_or_path"
+    ):
+        finetune(
+            FinetuningModule("classification", str(tmp_path / "model")),
+            own,
+            tmp_path / "other",
+            num_epochs=1,
+            **PLAIN,
+        )

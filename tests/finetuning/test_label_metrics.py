@@ -38,7 +38,10 @@ def feed(metrics, preds, target) -> None:
         metric.update(preds, target)
 
 
-@given(st.integers(2, 5), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
+@given(
+    st.integers(2, 5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40),
+)
 @BATCHES
 @pytest.mark.filterwarnings("ignore")  # scikit-learn warns about labels that do not occur
 def test_label_scores_are_scikit_learns(num_labels, pairs):
@@ -49,7 +52,9 @@ def test_label_scores_are_scikit_learns(num_labels, pairs):
 
 
 @pytest.mark.filterwarnings("ignore:A single label")
-@pytest.mark.parametrize("true, predicted", [([1, 1], [1, 1]), ([1, 1], [0, 0]), ([0, 1], [1, 1]), ([2], [2])])
+@pytest.mark.parametrize(
+    "true, predicted", [([1, 1], [1, 1]), ([1, 1], [0, 0]), ([0, 1], [1, 1]), ([2], [2])]
+)
 def test_where_nothing_varies_the_correlation_is_0_as_in_scikit_learn(true, predicted):
     metrics = score_labels(3)
     feed(metrics, torch.tensor(predicted), torch.tensor(true))
@@ -98,7 +103,11 @@ def test_decisions_are_scikit_learns_even_if_all_logits_lie_between_0_and_1():
     for scores in (logits, np.abs(logits)):  # the second could be mistaken for probabilities
         metrics = score_decisions(3)
         for row in range(4):  # one text a batch: what decides must not depend on the batch
-            feed(metrics, torch.from_numpy(scores[row : row + 1]), torch.from_numpy(true[row : row + 1]))
+            feed(
+                metrics,
+                torch.from_numpy(scores[row : row + 1]),
+                torch.from_numpy(true[row : row + 1]),
+            )
         expected = sklearn_scores(true, (scores > 0).astype(int))
         assert values_of(metrics) == pytest.approx(expected, abs=1e-6)
 
@@ -110,8 +119,12 @@ def test_ignored_decisions_and_rows_count_for_nothing():
     metrics = score_decisions(2)
     feed(metrics, decided, target)
     values = values_of(metrics)
-    assert values["accuracy"] == 0.5  # the first text's only question is right; the second has a wrong one
-    assert values["f1_micro"] == pytest.approx(2 * 2 / (2 * 2 + 1))  # 2 hits, 1 false alarm, no miss
+    assert (
+        values["accuracy"] == 0.5
+    )  # the first text's only question is right; the second has a wrong one
+    assert values["f1_micro"] == pytest.approx(
+        2 * 2 / (2 * 2 + 1)
+    )  # 2 hits, 1 false alarm, no miss
     assert values["precision_macro"] == pytest.approx((1 / 2 + 1) / 2)
     assert values["recall_macro"] == 1
     assert values["mcc"] == pytest.approx(sk.matthews_corrcoef([1, 0, 1], [1, 1, 1]))
@@ -121,7 +134,11 @@ def test_a_label_that_nobody_has_scores_0_among_decisions_as_in_scikit_learn():
     true = np.array([[1, 0], [1, 0]])
     metrics = score_decisions(2)
     feed(metrics, torch.from_numpy(true), torch.from_numpy(true))
-    assert metrics["f1_macro"].compute() == 0.5 == sk.f1_score(true, true, average="macro", zero_division=0)
+    assert (
+        metrics["f1_macro"].compute()
+        == 0.5
+        == sk.f1_score(true, true, average="macro", zero_division=0)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=30))
@@ -147,15 +164,21 @@ def test_correlations_far_from_zero():
     assert metrics["pearson"].compute().item() == pytest.approx(
         stats.pearsonr(predicted.numpy(), true.numpy()).statistic, abs=1e-6
     )
-    assert metrics["spearman"].compute().item() == pytest.approx(0.8)  # ranks 1 2 3 4 and 1 3 2 4, 1 - 6 * 2 / 60
+    assert metrics["spearman"].compute().item() == pytest.approx(
+        0.8
+    )  # ranks 1 2 3 4 and 1 3 2 4, 1 - 6 * 2 / 60
 
 
 def test_a_change_of_minus_hundred_per_cent_is_a_number_to_correlate():
     true, predicted = torch.tensor([-100.0, 0.0, 50.0, 10.0]), torch.tensor([30.0, 10.0, 20.0, 0.0])
     metrics = score_values()
     feed(metrics, predicted, true)
-    assert metrics["pearson"].compute().item() == pytest.approx(stats.pearsonr(predicted.numpy(), true.numpy()).statistic, abs=1e-6)
-    assert metrics["spearman"].compute().item() == pytest.approx(stats.spearmanr(predicted.numpy(), true.numpy()).statistic, abs=1e-6)
+    assert metrics["pearson"].compute().item() == pytest.approx(
+        stats.pearsonr(predicted.numpy(), true.numpy()).statistic, abs=1e-6
+    )
+    assert metrics["spearman"].compute().item() == pytest.approx(
+        stats.spearmanr(predicted.numpy(), true.numpy()).statistic, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("wrong", [1, 4])
@@ -164,7 +187,9 @@ def test_correlations_of_predictions_that_are_no_numbers_are_undefined(wrong):
     predicted[:wrong] = torch.nan
     metrics = score_values()
     feed(metrics, predicted, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert all(np.isnan(value) for value in values_of(metrics).values()), "in their order they would have a rank each"
+    assert all(np.isnan(value) for value in values_of(metrics).values()), (
+        "in their order they would have a rank each"
+    )
     metrics = score_values()
     feed(metrics, torch.tensor([1.0, torch.inf, 3.0]), torch.tensor([1.0, 3.0, 2.0]))
     assert metrics["spearman"].compute() == 1, "what is too large still has a place"

@@ -12,7 +12,14 @@ from bertlab.data.rows import IGNORED
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import LabelNames
 from bertlab.finetuning.metrics import AnswerText, best_answers, choose_answer
-from bertlab.finetuning.files import choose_reader, find_split_files, guess_format, load_hub, read_labelled, split_called
+from bertlab.finetuning.files import (
+    choose_reader,
+    find_split_files,
+    guess_format,
+    load_hub,
+    read_labelled,
+    split_called,
+)
 
 CONLLU = """\
 # sent_id = a-1
@@ -110,14 +117,25 @@ def test_an_unknown_reader_option_is_refused(tmp_path):
         rows_of(path, delimiter=",")
 
 
-words = st.lists(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Zs"]), min_size=1, max_size=6), min_size=1, max_size=6)
+words = st.lists(
+    st.text(
+        st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp", "Zs"]),
+        min_size=1,
+        max_size=6,
+    ),
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(words, min_size=1, max_size=5))
 def test_any_words_come_back_as_they_were_written(tmp_path_factory, sentences):
     path = tmp_path_factory.mktemp("words") / "a.conllu"
-    lines = ["".join(f"{i}\t{word}\t_\tX" + "\t_" * 6 + "\n" for i, word in enumerate(sentence, 1)) for sentence in sentences]
+    lines = [
+        "".join(f"{i}\t{word}\t_\tX" + "\t_" * 6 + "\n" for i, word in enumerate(sentence, 1))
+        for sentence in sentences
+    ]
     path.write_bytes("\n".join(lines).encode())
     assert rows_of(path)["FORM"] == sentences
 
@@ -135,7 +153,10 @@ def test_docstart_lines_are_no_words_and_a_hash_is_one(separator, tmp_path):
 
 def test_two_columns_are_words_and_tags(tmp_path):
     rows = rows_of(save(tmp_path / "a.bio", "New York\tB-LOC\nis\tO\n\nBonn\tB-LOC\n"))
-    assert rows.rows == [{"word": ["New York", "is"], "tag": ["B-LOC", "O"]}, {"word": ["Bonn"], "tag": ["B-LOC"]}]
+    assert rows.rows == [
+        {"word": ["New York", "is"], "tag": ["B-LOC", "O"]},
+        {"word": ["Bonn"], "tag": ["B-LOC"]},
+    ]
 
 
 def test_a_space_that_does_not_break_and_one_of_an_ideograph_s_width_stay_in_their_word(tmp_path):
@@ -147,7 +168,9 @@ def test_a_space_that_does_not_break_and_one_of_an_ideograph_s_width_stay_in_the
 @pytest.mark.parametrize("lines", [
     "北京\u3000B-LOC\n好\u3000O\n", "北京\u00a0B-LOC\n好 \u00a0O\n", "北京 \u00a0B-LOC\n好 \u00a0O\n", "北京\tB-LOC\u00a0\n好\tO \n",
     " 北京 B-LOC\u00a0\n好  O\u3000\n"])  # fmt: skip
-def test_labels_have_no_space_of_any_kind_and_wide_spaces_part_columns_where_nothing_else_does(lines, tmp_path):
+def test_labels_have_no_space_of_any_kind_and_wide_spaces_part_columns_where_nothing_else_does(
+    lines, tmp_path
+):
     rows = rows_of(save(tmp_path / "a.conll", lines))
     assert rows.rows == [{"word": ["北京", "好"], "tag": ["B-LOC", "O"]}]
 
@@ -169,15 +192,31 @@ def test_a_line_with_other_columns_is_named(tmp_path):
 
 def squad(*questions, context="a b a") -> dict:
     made = [{"id": str(i), "question": "q?", **question} for i, question in enumerate(questions)]
-    return {"version": "v2.0", "data": [{"title": "T", "paragraphs": [{"context": context, "qas": made}]}]}
+    return {
+        "version": "v2.0",
+        "data": [{"title": "T", "paragraphs": [{"context": context, "qas": made}]}],
+    }
 
 
 def test_questions_are_taken_out_of_their_paragraphs(tmp_path):
-    whole = squad({"answers": [{"text": "a", "answer_start": 4}], "is_impossible": False}, {"answers": [], "is_impossible": True})
-    whole["data"] += squad({"id": "z", "answers": [{"text": "x", "answer_start": 0}]}, context="x")["data"]
+    whole = squad(
+        {"answers": [{"text": "a", "answer_start": 4}], "is_impossible": False},
+        {"answers": [], "is_impossible": True},
+    )
+    whole["data"] += squad({"id": "z", "answers": [{"text": "x", "answer_start": 0}]}, context="x")[
+        "data"
+    ]
     rows = rows_of(save(tmp_path / "dev.json", json.dumps(whole)))
-    assert rows["answers"] == [{"text": ["a"], "answer_start": [4]}, {"text": [], "answer_start": []}, {"text": ["x"], "answer_start": [0]}]
-    assert rows["id"] == ["0", "1", "z"] and rows["context"] == ["a b a", "a b a", "x"] and rows["title"] == ["T"] * 3
+    assert rows["answers"] == [
+        {"text": ["a"], "answer_start": [4]},
+        {"text": [], "answer_start": []},
+        {"text": ["x"], "answer_start": [0]},
+    ]
+    assert (
+        rows["id"] == ["0", "1", "z"]
+        and rows["context"] == ["a b a", "a b a", "x"]
+        and rows["title"] == ["T"] * 3
+    )
     assert rows.places[2] == "dev.json question 3"
 
 
@@ -208,7 +247,10 @@ def test_json_that_is_no_squad_says_so(tmp_path):
 def test_a_row_of_a_table_knows_its_first_line(tmp_path):
     path = save(tmp_path / "a.csv", 'text,label\n"two\nlines",x\n\nlast,y\n')
     rows = rows_of(path)
-    assert rows.places == ["a.csv line 2", "a.csv line 5"] and rows["text"] == ["two\nlines", "last"]
+    assert rows.places == ["a.csv line 2", "a.csv line 5"] and rows["text"] == [
+        "two\nlines",
+        "last",
+    ]
 
 
 def test_a_row_with_too_many_cells_is_named_and_may_be_left_out(tmp_path):
@@ -221,7 +263,12 @@ def test_a_row_with_too_many_cells_is_named_and_may_be_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"text": "a"}\n\n{"text": "b"}\n', '[{"text": "a"}, {"text": "b"}]', '{"version": "1", "data": [{"text": "a"}, {"text": "b"}]}']
+    "text",
+    [
+        '{"text": "a"}\n\n{"text": "b"}\n',
+        '[{"text": "a"}, {"text": "b"}]',
+        '{"version": "1", "data": [{"text": "a"}, {"text": "b"}]}',
+    ],
 )
 def test_json_is_lines_a_list_or_a_list_called_data(text, tmp_path):
     assert rows_of(save(tmp_path / "a.json", text))["text"] == ["a", "b"]
@@ -244,7 +291,10 @@ def test_a_broken_line_of_json_is_named_and_may_be_left_out(tmp_path):
         (["NA", "null", " "], ["NA", "null", None]),
         (['["a", "b"]', "[]", ""], [["a", "b"], [], None]),
         (["['a', \"isn't\"]", "[]"], [["a", "isn't"], []]),  # as pandas writes lists
-        (["['a' 'b']", "[0 1]"], ["['a' 'b']", "[0 1]"]),  # arrays stay texts, which are refused later
+        (
+            ["['a' 'b']", "[0 1]"],
+            ["['a' 'b']", "[0 1]"],
+        ),  # arrays stay texts, which are refused later
         (["[{1, 2}]", "['" + "[" * 300], ["[{1, 2}]", "['" + "[" * 300]),
         (["-1", "1e3"], [-1, 1000.0]),
         (["1_0"], ["1_0"]),
@@ -281,24 +331,44 @@ def test_a_format_is_known_by_name_and_contents(name, text, expected, tmp_path):
 
 @pytest.mark.parametrize(
     "name, split",
-    [("dev", "validation"), ("val.csv", "validation"), ("en_ewt-ud-test.conllu", "test"), ("eng.testa", "validation"), ("train-v2.0.json", "train"), ("latest.csv", None), ("contest", None)],
+    [
+        ("dev", "validation"),
+        ("val.csv", "validation"),
+        ("en_ewt-ud-test.conllu", "test"),
+        ("eng.testa", "validation"),
+        ("train-v2.0.json", "train"),
+        ("latest.csv", None),
+        ("contest", None),
+    ],
 )
 def test_split_names_are_understood_as_words(name, split):
     assert split_called(name) == split
 
 
 def test_a_directory_gives_files_by_split_and_ignores_the_rest(tmp_path):
-    for name in ("en-train.conllu", "en-dev.conllu", "notes.txt", "README.md", ".train.conllu", "other.conllu"):
+    for name in (
+        "en-train.conllu",
+        "en-dev.conllu",
+        "notes.txt",
+        "README.md",
+        ".train.conllu",
+        "other.conllu",
+    ):
         save(tmp_path / name, CONLLU if name.endswith("u") else "words of mine")
     found = find_split_files(tmp_path)
-    assert {split: [path.name for path in paths] for split, paths in found.items()} == {"train": ["en-train.conllu"], "validation": ["en-dev.conllu"]}
+    assert {split: [path.name for path in paths] for split, paths in found.items()} == {
+        "train": ["en-train.conllu"],
+        "validation": ["en-dev.conllu"],
+    }
 
 
 def test_a_directory_without_split_names_is_for_training_and_files_may_be_named_by_split(tmp_path):
     for name in ("a.csv", "b.csv"):
         save(tmp_path / name, f"text,label\n{name},x\n")
     assert read_labelled(find_split_files(tmp_path)["train"])["text"] == ["a.csv", "b.csv"]
-    assert find_split_files({"train": str(tmp_path / "a.csv"), "dev": tmp_path / "b.csv"}).keys() == {"train", "validation"}
+    assert find_split_files(
+        {"train": str(tmp_path / "a.csv"), "dev": tmp_path / "b.csv"}
+    ).keys() == {"train", "validation"}
 
 
 def test_an_unknown_format_lists_the_known(tmp_path):
@@ -311,34 +381,52 @@ def test_an_unknown_format_lists_the_known(tmp_path):
 
 def test_the_threshold_decides_between_an_answer_and_none():
     answers = [AnswerText("", 5.0, 0, 0), AnswerText("fox", 4.0, 2, 5)]
-    assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == ["", "", "fox", "fox"]
+    assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == [
+        "",
+        "",
+        "fox",
+        "fox",
+    ]
     assert choose_answer(answers[::-1], -2).text == "" and choose_answer(answers[:1], 3).text == ""
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
     context = "The capital of France is  Paris ."
-    made = train_tokenizer([context] * 9, 300, kind=kind)(context, add_special_tokens=False, return_offsets_mapping=True)
+    made = train_tokenizer([context] * 9, 300, kind=kind)(
+        context, add_special_tokens=False, return_offsets_mapping=True
+    )
     offsets = [(-1, -1), *made["offset_mapping"]]
-    score = [1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0 for a, b in offsets[1:]]
-    found = best_answers([[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1)[0]
+    score = [
+        1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
+        for a, b in offsets[1:]
+    ]
+    found = best_answers(
+        [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
+    )[0]
     assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
 
 
 def test_the_empty_answer_stays_in_a_short_list():
     offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
-    found = best_answers([[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2)
+    found = best_answers(
+        [[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2
+    )
     assert [answer.text for answer in found[0]] == ["c", "bc", ""]
 
 
 def test_a_paragraph_without_a_context_is_said_to_lack_it(tmp_path):
     whole = squad({"answers": []})
     whole["data"][0]["paragraphs"][0]["text"] = whole["data"][0]["paragraphs"][0].pop("context")
-    with pytest.raises(ValueError, match=r"has no 'context'; .* those of its paragraph \['qas', 'text'\]"):
+    with pytest.raises(
+        ValueError, match=r"has no 'context'; .* those of its paragraph \['qas', 'text'\]"
+    ):
         rows_of(save(tmp_path / "a.json", json.dumps(whole)), "squad")
 
 
 def test_a_file_has_no_configurations(tmp_path):
     path = save(tmp_path / "a.csv", "text,label\na,b\n")
-    with pytest.raises(ValueError, match="is a file, and dataset_config_name='en' is for datasets of a hub"):
+    with pytest.raises(
+        ValueError, match="is a file, and dataset_config_name='en' is for datasets of a hub"
+    ):
         load_hub(str(path), "en")

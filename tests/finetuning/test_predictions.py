@@ -16,7 +16,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from test_finetuning import FRUIT, asked, data_for, long_answers, module_for, predict, tagged, texts_of, tokenizer
+from test_finetuning import (
+    FRUIT,
+    asked,
+    data_for,
+    long_answers,
+    module_for,
+    predict,
+    tagged,
+    texts_of,
+    tokenizer,
+)
 from transformers import DistilBertConfig, DistilBertForSequenceClassification, pipeline
 
 from bertlab.finetuning import evaluations as ev
@@ -25,7 +35,14 @@ from bertlab.data.rows import IGNORED
 from bertlab.finetuning.data import READING, write_reading
 from bertlab.finetuning.metrics import score_decisions
 from bertlab.finetuning.files import read_labelled
-from bertlab.finetuning.predictions import PredictionOptions, as_conllu, check_output, load_predictor, predict_file, predict_rows
+from bertlab.finetuning.predictions import (
+    PredictionOptions,
+    as_conllu,
+    check_output,
+    load_predictor,
+    predict_file,
+    predict_rows,
+)
 from bertlab.finetuning.predictions import read_input, write_predictions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -56,7 +73,9 @@ def test_labels_are_those_of_the_module(trained):
     found = predict_rows(load_predictor(directory), rows, options=ALL).rows
     for one, logits in zip(found, logits_of(module, data), strict=True):
         shares = logits.softmax(-1).tolist()
-        assert [one["probabilities"][name] for name in ("fruit", "tool")] == pytest.approx(shares, abs=1e-5)
+        assert [one["probabilities"][name] for name in ("fruit", "tool")] == pytest.approx(
+            shares, abs=1e-5
+        )
         assert one["predicted_label"] == ("fruit", "tool")[int(np.argmax(shares))]
         assert one["probability"] == max(one["probabilities"].values())
 
@@ -66,7 +85,9 @@ def test_tags_are_those_of_the_module_at_first_sub_words(trained):
     rows = data.records["test"].rows
     found = predict_rows(load_predictor(directory), rows).rows
     names, logits = list(data.id2label.values()), logits_of(module, data)
-    for row, one, scores, encoded in zip(rows, found, logits, data.datasets["test"].rows, strict=True):
+    for row, one, scores, encoded in zip(
+        rows, found, logits, data.datasets["test"].rows, strict=True
+    ):
         firsts = [place for place, label in enumerate(encoded["labels"]) if label != -100]
         assert one["predicted_tags"] == [names[int(scores[place].argmax())] for place in firsts]
         assert len(one["predicted_tags"]) == len(row["text"])
@@ -85,7 +106,10 @@ def test_answers_are_those_of_the_module_and_stand_where_they_say(trained):
     theirs = scores.answers()
     for number, (row, one) in enumerate(zip(rows, found, strict=True)):
         assert one["predicted_answer"] == theirs[number]
-        assert row["context"][one["predicted_start"] : one["predicted_stop"]] == one["predicted_answer"]
+        assert (
+            row["context"][one["predicted_start"] : one["predicted_stop"]]
+            == one["predicted_answer"]
+        )
         assert "" not in [best["answer"] for best in one["n_best"]] and len(one["n_best"]) <= 7
 
 
@@ -93,8 +117,13 @@ def test_a_pipeline_of_transformers_says_the_same(trained):
     directory = trained["classification"][2]
     texts = ["the apple is here", "the saw saw drill is here"]
     ours = predict_rows(load_predictor(directory), texts).rows
-    for one, other in zip(ours, pipeline("text-classification", str(directory), device="cpu")(texts)):
-        assert (one["predicted_label"], one["probability"]) == (other["label"], pytest.approx(other["score"], abs=1e-5))
+    for one, other in zip(
+        ours, pipeline("text-classification", str(directory), device="cpu")(texts)
+    ):
+        assert (one["predicted_label"], one["probability"]) == (
+            other["label"],
+            pytest.approx(other["score"], abs=1e-5),
+        )
 
 
 def test_a_family_that_bertlab_cannot_convert_works_as_transformers_wrote_it(tmp_path):
@@ -105,7 +134,9 @@ def test_a_family_that_bertlab_cannot_convert_works_as_transformers_wrote_it(tmp
     tokenizer().save_pretrained(tmp_path)
     predictor = load_predictor(tmp_path)
     assert predictor.max_sequence_length == 32, "positions end before the tokenizer does"
-    found = predict_rows(predictor, ["the apple", "the saw is here"], options=PredictionOptions(batch_size=1)).rows
+    found = predict_rows(
+        predictor, ["the apple", "the saw is here"], options=PredictionOptions(batch_size=1)
+    ).rows
     for text, one in zip(("the apple", "the saw is here"), found):
         ids = tokenizer()(text, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad():
@@ -115,12 +146,20 @@ def test_a_family_that_bertlab_cannot_convert_works_as_transformers_wrote_it(tmp
 
 @pytest.mark.parametrize("there, taken", [(["cuda", "mps"], "cuda"), (["mps"], "mps"), ([], "cpu")])
 def test_a_model_goes_to_the_device_that_training_would_take(tmp_path, monkeypatch, there, taken):
-    config = DistilBertConfig(vocab_size=len(tokenizer()), dim=16, hidden_dim=32, n_layers=1, n_heads=2)
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer()), dim=16, hidden_dim=32, n_layers=1, n_heads=2
+    )
     DistilBertForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     asked = []
-    monkeypatch.setattr("bertlab.finetuning.predictions.count_devices", lambda kind: int(kind in [*there, "cpu"]))
-    monkeypatch.setattr(DistilBertForSequenceClassification, "to", lambda model, device: asked.append(device) or model)
+    monkeypatch.setattr(
+        "bertlab.finetuning.predictions.count_devices", lambda kind: int(kind in [*there, "cpu"])
+    )
+    monkeypatch.setattr(
+        DistilBertForSequenceClassification,
+        "to",
+        lambda model, device: asked.append(device) or model,
+    )
     load_predictor(tmp_path)
     assert asked == [taken]
 
@@ -131,11 +170,15 @@ def test_order_and_batches_change_nothing(trained, order, size):
     predictor = load_predictor_once(trained["classification"][2])
     texts = [" ".join(FRUIT * n) for n in range(1, 8)] + ["  "]
     alone = [predict_rows(predictor, [text]).rows[0] for text in texts]
-    found = predict_rows(predictor, [texts[n] for n in order], options=PredictionOptions(batch_size=size))
+    found = predict_rows(
+        predictor, [texts[n] for n in order], options=PredictionOptions(batch_size=size)
+    )
     assert found.num_blank == 1
     for place, number in enumerate(order):
         assert found.rows[place]["predicted_label"] == alone[number]["predicted_label"]
-        assert found.rows[place]["probability"] == pytest.approx(alone[number]["probability"], abs=1e-5)
+        assert found.rows[place]["probability"] == pytest.approx(
+            alone[number]["probability"], abs=1e-5
+        )
 
 
 LOADED = {}
@@ -167,14 +210,20 @@ def test_every_word_of_a_long_text_has_its_tag(trained):
 def test_words_of_a_table_may_be_lists_that_pandas_wrote_and_no_arrays(trained, tmp_path):
     import pandas
 
-    predictor, words = load_predictor_once(trained["token_classification"][2]), ["the", "apple", "isn't", "here"]
+    predictor, words = (
+        load_predictor_once(trained["token_classification"][2]),
+        ["the", "apple", "isn't", "here"],
+    )
     expected = predict_rows(predictor, [words]).rows
     for shown in (words, json.dumps(words), " ".join(words)):
         pandas.DataFrame({"text": [shown]}).to_csv(tmp_path / "in.csv", index=False)
         told, _ = predict_file(predictor, tmp_path / "in.csv")
         assert told[0]["predicted_tags"] == expected[0]["predicted_tags"]
     pandas.DataFrame({"text": [words, np.array(words)]}).to_csv(tmp_path / "in.csv", index=False)
-    with pytest.raises(ValueError, match="in.csv line 3: the column 'text' holds .*the text of a list: lists in tables are JSON"):
+    with pytest.raises(
+        ValueError,
+        match="in.csv line 3: the column 'text' holds .*the text of a list: lists in tables are JSON",
+    ):
         predict_file(predictor, tmp_path / "in.csv")
     (tmp_path / "in.txt").write_text("['the' apple]\n")  # a line of code, say
     assert len(predict_file(predictor, tmp_path / "in.txt")[0][0]["predicted_tags"]) == 2
@@ -183,7 +232,10 @@ def test_words_of_a_table_may_be_lists_that_pandas_wrote_and_no_arrays(trained, 
 def test_words_without_tokens_have_no_tag(trained):
     predictor = load_predictor_once(trained["token_classification"][2])
     found = predict_rows(predictor, [["the", "\u200b", "apple"], [], [" "]])
-    assert found.rows[0]["predicted_tags"][1] is None and None not in found.rows[0]["predicted_tags"][::2]
+    assert (
+        found.rows[0]["predicted_tags"][1] is None
+        and None not in found.rows[0]["predicted_tags"][::2]
+    )
     assert found.num_blank == 2 and found.rows[1]["predicted_tags"] == []
 
 
@@ -192,7 +244,9 @@ def test_an_answer_at_the_end_of_a_long_context_can_be_found(trained):
     context = "the file is here " * 40 + "the saw is in oslo"
     rows = [{"question": "where is the saw", "context": context}, {"question": "where " * 50, "context": context},
             {"question": "where", "context": "\n"}]  # fmt: skip
-    found = predict_rows(predictor, rows, options=PredictionOptions(num_best=400, all_probabilities=True))
+    found = predict_rows(
+        predictor, rows, options=PredictionOptions(num_best=400, all_probabilities=True)
+    )
     assert max(best["stop"] for best in found.rows[0]["n_best"]) > len(context) - 20
     assert (found.num_long, found.num_blank) == (1, 1) and found.rows[2]["predicted_answer"] is None
 
@@ -206,23 +260,41 @@ def test_no_answer_wins_by_more_than_the_threshold(trained):
 
 
 @pytest.mark.parametrize("unanswerable, threshold", [(False, math.inf), (True, 0.0)])
-def test_questions_follow_the_rule_and_the_windows_of_training(trained, tmp_path, unanswerable, threshold):
-    data = data_for("question_answering", *(asked(12, seed, unanswerable) for seed in range(3)), collator_kwargs={"doc_stride": 2})
+def test_questions_follow_the_rule_and_the_windows_of_training(
+    trained, tmp_path, unanswerable, threshold
+):
+    data = data_for(
+        "question_answering",
+        *(asked(12, seed, unanswerable) for seed in range(3)),
+        collator_kwargs={"doc_stride": 2},
+    )
     data.setup()
     shutil.copytree(trained["question_answering"][2], tmp_path / "model")
     write_reading(data, tmp_path / "model")
     predictor = load_predictor(tmp_path / "model")
-    assert predictor.null_threshold == threshold == ev.make_scores("question_answering", None, data).null_threshold
-    assert predictor.collate(["question", "context"]).doc_stride == 2 and load_predictor(tmp_path / "model", 24).doc_stride is None
+    assert (
+        predictor.null_threshold
+        == threshold
+        == ev.make_scores("question_answering", None, data).null_threshold
+    )
+    assert (
+        predictor.collate(["question", "context"]).doc_stride == 2
+        and load_predictor(tmp_path / "model", 24).doc_stride is None
+    )
     rows = data.records["test"].rows
-    told, by_hand = (predict_rows(predictor, rows, options=PredictionOptions(null_threshold=t)).rows for t in (None, threshold))
+    told, by_hand = (
+        predict_rows(predictor, rows, options=PredictionOptions(null_threshold=t)).rows
+        for t in (None, threshold)
+    )
     assert told == by_hand
     never = dataclasses.replace(predictor, null_threshold=-math.inf)
     assert {one["predicted_answer"] for one in predict_rows(never, rows).rows} == {""}
     reading = json.loads((tmp_path / "model" / READING).read_text())
     old = {name: reading[name] for name in ("task", "text_columns", "max_sequence_length")}
     (tmp_path / "model" / READING).write_text(json.dumps(old))
-    assert load_predictor(tmp_path / "model").null_threshold == 0.0, "an old directory says nothing of it"
+    assert load_predictor(tmp_path / "model").null_threshold == 0.0, (
+        "an old directory says nothing of it"
+    )
     (tmp_path / "model" / READING).write_text(json.dumps({**reading, "always_answered": "yes"}))
     with pytest.raises(ValueError, match="is damaged"):
         load_predictor(tmp_path / "model")
@@ -246,47 +318,81 @@ def test_answers_are_as_long_as_training_has_shown_them(trained, tmp_path):
     (tmp_path / "model" / READING).write_text(json.dumps(reading))
     assert longest() == 30, "an old directory says nothing of it"
     for damaged in (0, -3, "40", True, 2.5, None):
-        (tmp_path / "model" / READING).write_text(json.dumps({**reading, "max_answer_tokens": damaged}))
+        (tmp_path / "model" / READING).write_text(
+            json.dumps({**reading, "max_answer_tokens": damaged})
+        )
         with pytest.raises(ValueError, match="is damaged"):
             load_predictor(tmp_path / "model")
 
 
 def test_a_single_answer_that_is_told_is_the_one_that_won(trained):
-    predictor = dataclasses.replace(load_predictor_once(trained["question_answering"][2]), null_threshold=math.inf)
-    one, five = (predict_rows(predictor, asked(12), options=PredictionOptions(num_best=n)).rows for n in (1, 5))
-    assert [row["predicted_answer"] for row in one] == [row["predicted_answer"] for row in five] and all(row["predicted_answer"] for row in one)
+    predictor = dataclasses.replace(
+        load_predictor_once(trained["question_answering"][2]), null_threshold=math.inf
+    )
+    one, five = (
+        predict_rows(predictor, asked(12), options=PredictionOptions(num_best=n)).rows
+        for n in (1, 5)
+    )
+    assert [row["predicted_answer"] for row in one] == [
+        row["predicted_answer"] for row in five
+    ] and all(row["predicted_answer"] for row in one)
 
 
 @pytest.mark.parametrize("threshold", [0.0, math.inf])
 def test_the_probability_of_an_answer_does_not_depend_on_how_many_are_told(trained, threshold):
-    predictor = dataclasses.replace(load_predictor_once(trained["question_answering"][2]), null_threshold=threshold)
+    predictor = dataclasses.replace(
+        load_predictor_once(trained["question_answering"][2]), null_threshold=threshold
+    )
     rows = [{**row, "context": f"{row['context']} and {row['context']}"} for row in asked(6)]
-    told = {n: predict_rows(predictor, rows, options=PredictionOptions(num_best=n, all_probabilities=True)).rows for n in (1, 5, 20, 100)}
+    told = {
+        n: predict_rows(
+            predictor, rows, options=PredictionOptions(num_best=n, all_probabilities=True)
+        ).rows
+        for n in (1, 5, 20, 100)
+    }
     for one, *others in zip(*told.values()):
         assert all(other["probability"] == one["probability"] for other in others)
-        few, twenty, many = ({(best["start"], best["stop"]): best["probability"] for best in row["n_best"]} for row in others)
+        few, twenty, many = (
+            {(best["start"], best["stop"]): best["probability"] for best in row["n_best"]}
+            for row in others
+        )
         assert few.items() <= twenty.items() <= many.items() and len(few) < len(twenty) < len(many)
-        shares = sorted(share for place, share in many.items() if place != (0, 0))[-20:] + [many.get((0, 0), 0)]
+        shares = sorted(share for place, share in many.items() if place != (0, 0))[-20:] + [
+            many.get((0, 0), 0)
+        ]
         assert sum(shares) == pytest.approx(1) and ((0, 0) in many) == (threshold < math.inf)
 
 
 def test_numbers_and_several_labels(tmp_path):
     for kind in ("number", "tags"):
         module = module_for()
-        data = data_for(train=texts_of(48, 0, kind), val=texts_of(19, 1, kind), test=texts_of(11, 2, kind))
+        data = data_for(
+            train=texts_of(48, 0, kind), val=texts_of(19, 1, kind), test=texts_of(11, 2, kind)
+        )
         run = finetune(module, data, tmp_path / kind, num_epochs=1, limit_train_batches=2, **PLAIN)
-        found = predict_rows(load_predictor(run.save_for_pipeline(tmp_path / f"{kind}-model")), data.records["test"].rows).rows
+        found = predict_rows(
+            load_predictor(run.save_for_pipeline(tmp_path / f"{kind}-model")),
+            data.records["test"].rows,
+        ).rows
         for one, logits in zip(found, logits_of(module, data), strict=True):
             if kind == "number":
                 assert one == {"predicted_value": pytest.approx(logits.item(), abs=1e-5)}
             else:
-                assert list(one["probabilities"].values()) == pytest.approx(logits.sigmoid().tolist(), abs=1e-5)
-                assert one["predicted_labels"] == [n for n, x in zip(data.label2id, logits) if x > 0]
+                assert list(one["probabilities"].values()) == pytest.approx(
+                    logits.sigmoid().tolist(), abs=1e-5
+                )
+                assert one["predicted_labels"] == [
+                    n for n, x in zip(data.label2id, logits) if x > 0
+                ]
 
 
 def test_each_form_of_file_comes_back_as_it_went_in(trained, tmp_path):
     predictor = load_predictor_once(trained["classification"][2])
-    rows = [{"text": 'the "apple", is\there', "n": "1"}, {"text": "", "n": "2"}, {"text": "the saw ünd", "n": "3"}]
+    rows = [
+        {"text": 'the "apple", is\there', "n": "1"},
+        {"text": "", "n": "2"},
+        {"text": "the saw ünd", "n": "3"},
+    ]
     for ending in ("csv", "tsv", "jsonl", "parquet"):
         write_predictions(rows, tmp_path / f"in.{ending}")
         told, found = predict_file(predictor, tmp_path / f"in.{ending}", tmp_path / f"out.{ending}")
@@ -294,8 +400,14 @@ def test_each_form_of_file_comes_back_as_it_went_in(trained, tmp_path):
         assert form == ending and found.num_blank == 1 and len(again) == 3
         for row, before, now in zip(rows, told, again):
             assert {"text": now["text"], "n": now["n"]} == row
-            assert now["predicted_label"] == before["predicted_label"] or ending in ("csv", "tsv") and now["predicted_label"] == ""
-    assert [row["predicted_label"] for row in told] == [row["predicted_label"] for row in predict_rows(predictor, rows).rows]
+            assert (
+                now["predicted_label"] == before["predicted_label"]
+                or ending in ("csv", "tsv")
+                and now["predicted_label"] == ""
+            )
+    assert [row["predicted_label"] for row in told] == [
+        row["predicted_label"] for row in predict_rows(predictor, rows).rows
+    ]
 
 
 CONLLU = """# sent_id = 1
@@ -313,11 +425,15 @@ def test_conllu_keeps_its_columns_and_gets_tags_in_misc(trained, tmp_path):
     told, _ = predict_file(predictor, tmp_path / "in.conllu", tmp_path / "out.conllu")
     tags = told[0]["predicted_tags"]
     expected = CONLLU.replace("SpaceAfter=No", f"SpaceAfter=No|Predicted={tags[1]}")
-    expected = expected.replace("det\t_\t_", f"det\t_\tPredicted={tags[0]}").replace("cop\t_\t_", f"cop\t_\tPredicted={tags[2]}")
+    expected = expected.replace("det\t_\t_", f"det\t_\tPredicted={tags[0]}").replace(
+        "cop\t_\t_", f"cop\t_\tPredicted={tags[2]}"
+    )
     assert (tmp_path / "out.conllu").read_text() == expected and IGNORED not in told[0]["FORM"]
     with pytest.raises(ValueError, match="CoNLL-U"):
         write_predictions([{"text": ["a"], "predicted_tags": ["O"]}], tmp_path / "no.conllu")
-    assert "lines" in told[0] and "lines" not in predict_file(predictor, tmp_path / "in.conllu")[0][0]
+    assert (
+        "lines" in told[0] and "lines" not in predict_file(predictor, tmp_path / "in.conllu")[0][0]
+    )
 
 
 WITH_ALL = """# newdoc id = weblog
@@ -332,18 +448,26 @@ WITH_ALL = """# newdoc id = weblog
 """
 
 
-@pytest.mark.parametrize("multiword, tagged", [("split", ["1\t", "2\t", "3\t"]), ("join", ["1-2\t", "3\t"])])
+@pytest.mark.parametrize(
+    "multiword, tagged", [("split", ["1\t", "2\t", "3\t"]), ("join", ["1-2\t", "3\t"])]
+)
 def test_conllu_keeps_comments_ranges_and_empty_nodes(multiword, tagged, tmp_path):
     (tmp_path / "in.conllu").write_text(WITH_ALL * 2, encoding="utf-8")
     rows = read_labelled([tmp_path / "in.conllu"], multiword=multiword)
     told = [{**row, "predicted_tags": [f"T{n}" for n in range(len(tagged))]} for row in rows]
     written = as_conllu(told).splitlines()
     bare = [line.replace("|Predicted", "\tPredicted").split("\tPredicted=")[0] for line in written]
-    assert bare == [line.removesuffix("\t_") if line.startswith(tuple(tagged)) else line for line in (WITH_ALL * 2).splitlines()]
+    assert bare == [
+        line.removesuffix("\t_") if line.startswith(tuple(tagged)) else line
+        for line in (WITH_ALL * 2).splitlines()
+    ]
     assert [line.split("\t")[-1].split("|")[-1] for line in written if "Predicted" in line] == [
         f"Predicted=T{n}" for n in range(len(tagged))] * 2  # fmt: skip
     plain = as_conllu([{key: cells for key, cells in told[0].items() if key != "lines"}])
-    assert plain.startswith("# sent_id = a-1\n# text = Vámonos al mar.\n1") and plain.count("\n") == 2 + len(tagged) + 1
+    assert (
+        plain.startswith("# sent_id = a-1\n# text = Vámonos al mar.\n1")
+        and plain.count("\n") == 2 + len(tagged) + 1
+    )
 
 
 def test_a_model_that_has_learned_joined_words_reads_joined_words(trained, tmp_path, monkeypatch):
@@ -353,21 +477,36 @@ def test_a_model_that_has_learned_joined_words_reads_joined_words(trained, tmp_p
     (tmp_path / "in.conllu").write_text(WITH_ALL, encoding="utf-8")
     predictor = load_predictor(directory)
     (row,), _ = predict_file(predictor, tmp_path / "in.conllu", tmp_path / "out.conllu")
-    assert predict_file(predictor, tmp_path / "in.conllu")[0][0]["XPOS"] == ["_+_", "_"], "as it stands in the file"
+    assert predict_file(predictor, tmp_path / "in.conllu")[0][0]["XPOS"] == ["_+_", "_"], (
+        "as it stands in the file"
+    )
     assert row["FORM"] == ["Vámonos", "mar"]
-    assert len(row["predicted_tags"]) == 2  # of the words, and not of the comment that is called text
+    assert (
+        len(row["predicted_tags"]) == 2
+    )  # of the words, and not of the comment that is called text
     for task, columns in (("token_classification", "text"), ("classification", None)):
         with pytest.raises(ValueError, match="no.conllu: CoNLL-U takes a tag for each.*'text'"):
-            predict_file(load_predictor_once(trained[task][2]), tmp_path / "in.conllu", tmp_path / "no.conllu", columns)
+            predict_file(
+                load_predictor_once(trained[task][2]),
+                tmp_path / "in.conllu",
+                tmp_path / "no.conllu",
+                columns,
+            )
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(WITH_ALL.encode())))
     assert predict_file(predictor, "-")[0][0]["FORM"] == ["Vámonos", "mar"]
-    written = [line.split("\t")[0] for line in (tmp_path / "out.conllu").read_text().splitlines() if "Predicted=" in line]
+    written = [
+        line.split("\t")[0]
+        for line in (tmp_path / "out.conllu").read_text().splitlines()
+        if "Predicted=" in line
+    ]
     assert written == ["1-2", "3"]
 
 
 def test_lines_stay_lines_and_blank_ones_keep_their_place(trained, tmp_path):
     (tmp_path / "a.txt").write_text("the apple is here\n\nthe saw is here\n")
-    told, found = predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "a.txt")
+    told, found = predict_file(
+        load_predictor_once(trained["classification"][2]), tmp_path / "a.txt"
+    )
     assert [row["text"] for row in told] == ["the apple is here", "", "the saw is here"]
     assert found.num_blank == 1 and told[1]["predicted_label"] is None
 
@@ -375,18 +514,25 @@ def test_lines_stay_lines_and_blank_ones_keep_their_place(trained, tmp_path):
 @pytest.mark.parametrize("line, warned", [
     ("张三在北京大学", True), ("张 三 在 北京", False), ("the apple is here", False), ("apple", False), ("京", False),
 ])  # fmt: skip
-def test_a_line_without_spaces_that_gets_a_single_tag_is_warned_about(trained, tmp_path, line, warned):
+def test_a_line_without_spaces_that_gets_a_single_tag_is_warned_about(
+    trained, tmp_path, line, warned
+):
     (tmp_path / "a.txt").write_text(f"{line}\n\n", encoding="utf-8")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        told, _ = predict_file(load_predictor_once(trained["token_classification"][2]), tmp_path / "a.txt")
+        told, _ = predict_file(
+            load_predictor_once(trained["token_classification"][2]), tmp_path / "a.txt"
+        )
     assert len(told[0]["predicted_tags"]) == len(line.split())
     assert any("1 lines have no space" in str(one.message) for one in seen) == warned
 
 
 def test_half_of_a_surrogate_pair_in_a_word_is_refused_by_its_row(trained):
     with pytest.raises(ValueError, match="row 1.*half of a surrogate pair"):
-        predict_rows(load_predictor_once(trained["token_classification"][2]), [["the", "apple"], ["the", "\ud800"]])
+        predict_rows(
+            load_predictor_once(trained["token_classification"][2]),
+            [["the", "apple"], ["the", "\ud800"]],
+        )
 
 
 def test_labels_that_the_font_lacks_are_numbers_in_pictures_and_warn_of_nothing():
@@ -437,7 +583,11 @@ def test_a_mistake_is_found_before_the_model_is_asked(trained, tmp_path, options
 def test_a_column_of_a_prediction_is_not_written_over(trained, tmp_path):
     (tmp_path / "in.csv").write_text("text,probability\nthe apple,0.3\n")
     with pytest.raises(ValueError, match="in.csv has the columns .'probability'.*rename"):
-        predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "in.csv", tmp_path / "out.csv")
+        predict_file(
+            load_predictor_once(trained["classification"][2]),
+            tmp_path / "in.csv",
+            tmp_path / "out.csv",
+        )
     assert not (tmp_path / "out.csv").exists()
 
 
@@ -452,7 +602,10 @@ def test_a_carriage_return_stays_in_its_cell(tmp_path, ending):
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
 def test_line_ends_of_a_table_are_the_same_on_windows(tmp_path, monkeypatch, ending):
     "Text mode has its own there, in cells as well."
-    monkeypatch.setattr("pathlib.Path.write_text", lambda path, text, **_: path.write_bytes(text.replace("\n", "\r\n").encode()))
+    monkeypatch.setattr(
+        "pathlib.Path.write_text",
+        lambda path, text, **_: path.write_bytes(text.replace("\n", "\r\n").encode()),
+    )
     rows = [{"text": "one\ntwo"}, {"text": "one\r\ntwo"}]
     again, _ = read_input(write_predictions(rows, tmp_path / f"out.{ending}"))
     assert [row["text"] for row in again] == [row["text"] for row in rows]
@@ -471,10 +624,15 @@ def test_nothing_is_written_over_unless_asked_and_the_input_never(trained, tmp_p
     predictor, source = load_predictor_once(trained["classification"][2]), tmp_path / "in.csv"
     source.write_text("text\nthe apple\n")
     (tmp_path / "out.csv").write_text("mine")
-    for output, overwrite, message in ((tmp_path / "out.csv", False, "is there already"), (source, True, "is the file that is read")):
+    for output, overwrite, message in (
+        (tmp_path / "out.csv", False, "is there already"),
+        (source, True, "is the file that is read"),
+    ):
         with pytest.raises(ValueError, match=message):
             predict_file(predictor, source, output, overwrite=overwrite)
-    assert source.read_text() == "text\nthe apple\n" and (tmp_path / "out.csv").read_text() == "mine"
+    assert (
+        source.read_text() == "text\nthe apple\n" and (tmp_path / "out.csv").read_text() == "mine"
+    )
     predict_file(predictor, source, tmp_path / "out.csv", overwrite=True)
     assert "predicted_label" in (tmp_path / "out.csv").read_text()
     os.symlink(source, tmp_path / "link.csv")
@@ -484,26 +642,47 @@ def test_nothing_is_written_over_unless_asked_and_the_input_never(trained, tmp_p
 
 def test_a_table_without_a_header_is_predicted_by_numbers(trained, tmp_path):
     (tmp_path / "in.csv").write_text("1,the apple is here\n2,the saw\n")
-    told, _ = predict_file(load_predictor_once(trained["classification"][2]), tmp_path / "in.csv", columns=2, header=False)
-    expected = predict_rows(load_predictor_once(trained["classification"][2]), ["the apple is here", "the saw"]).rows
+    told, _ = predict_file(
+        load_predictor_once(trained["classification"][2]),
+        tmp_path / "in.csv",
+        columns=2,
+        header=False,
+    )
+    expected = predict_rows(
+        load_predictor_once(trained["classification"][2]), ["the apple is here", "the saw"]
+    ).rows
     assert [row["predicted_label"] for row in told] == [row["predicted_label"] for row in expected]
 
 
 def test_a_table_is_predicted_with_the_delimiter_of_its_training(trained, tmp_path, monkeypatch):
     rows = texts_of(24)
-    (tmp_path / "train.csv").write_text("said;label\n" + "".join(f"{row['text']};{row['label']}\n" for row in rows))
+    (tmp_path / "train.csv").write_text(
+        "said;label\n" + "".join(f"{row['text']};{row['label']}\n" for row in rows)
+    )
     data = data_for()
-    data.given, data.source, data.reader_kwargs = {}, (tmp_path / "train.csv", None), {"delimiter": ";"}
+    data.given, data.source, data.reader_kwargs = (
+        {},
+        (tmp_path / "train.csv", None),
+        {"delimiter": ";"},
+    )
     data.columns_given = "said", None
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
     predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
-    expected = [{"said": row["text"], **one} for row, one in zip(rows, predict_rows(predictor, [row["text"] for row in rows]).rows)]
-    said = lambda told: [{name: value for name, value in row.items() if name not in ("label", "more")} for row in told]  # noqa: E731
+    expected = [
+        {"said": row["text"], **one}
+        for row, one in zip(rows, predict_rows(predictor, [row["text"] for row in rows]).rows)
+    ]
+    said = lambda told: [
+        {name: value for name, value in row.items() if name not in ("label", "more")}
+        for row in told
+    ]  # noqa: E731
     assert said(predict_file(predictor, tmp_path / "train.csv")[0]) == expected
     for mark in ",|":  # the usual one is known by the first line, another is asked for
         text = "".join(f"{row['said']}{mark}1\n" for row in expected)
         (tmp_path / "other.csv").write_text(f"said{mark}more\n{text}")
-        told, _ = predict_file(predictor, tmp_path / "other.csv", delimiter=None if mark == "," else mark)
+        told, _ = predict_file(
+            predictor, tmp_path / "other.csv", delimiter=None if mark == "," else mark
+        )
         assert said(told) == expected
     (tmp_path / "alone.csv").write_text("said\nthe apple, the saw\n")  # a single column
     assert predict_file(predictor, tmp_path / "alone.csv")[0][0]["said"] == "the apple, the saw"
@@ -513,13 +692,17 @@ def test_a_table_is_predicted_with_the_delimiter_of_its_training(trained, tmp_pa
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
     assert said(predict_file(predictor, "-", file_format="csv")[0]) == expected
     (tmp_path / "in.jsonl").write_text('{"said": "the apple"}\n')
-    with pytest.raises(ValueError, match="delimiter=';' is for tables, .*in.jsonl is read as jsonl: leave it out"):
+    with pytest.raises(
+        ValueError, match="delimiter=';' is for tables, .*in.jsonl is read as jsonl: leave it out"
+    ):
         predict_file(predictor, tmp_path / "in.jsonl", delimiter=";")
 
 
 def test_a_batch_is_padded_to_its_longest_text_and_no_further(trained):
     predictor, widths = load_predictor(trained["classification"][2]), []
-    predictor.model.register_forward_pre_hook(lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    predictor.model.register_forward_pre_hook(
+        lambda m, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
     predict_rows(predictor, ["the apple", "the saw is here"])
     assert widths == [8]
 
@@ -533,7 +716,10 @@ def test_a_directory_remembers_the_length_and_the_columns_of_its_training(traine
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
     predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
     assert predictor.max_sequence_length == 16 and predictor.text_columns == ("said",)
-    assert predict_rows(predictor, rows[:3]).rows == predict_rows(predictor, [row["said"] for row in rows[:3]]).rows
+    assert (
+        predict_rows(predictor, rows[:3]).rows
+        == predict_rows(predictor, [row["said"] for row in rows[:3]]).rows
+    )
     assert load_predictor(tmp_path / "model", 20).max_sequence_length == 20
 
 
@@ -548,7 +734,12 @@ def test_a_model_of_pairs_refuses_single_texts(trained, tmp_path):
         with pytest.raises(ValueError, match="pairs of texts, from the columns"):
             predict_rows(predictor, given, columns)
     told = predict_rows(predictor, rows[:4]).rows
-    assert told == predict_rows(predictor, [{"x": row["a"], "y": row["b"]} for row in rows[:4]], ["x", "y"]).rows
+    assert (
+        told
+        == predict_rows(
+            predictor, [{"x": row["a"], "y": row["b"]} for row in rows[:4]], ["x", "y"]
+        ).rows
+    )
 
 
 def test_a_row_without_text_is_named_by_its_line(trained, tmp_path):
@@ -559,10 +750,15 @@ def test_a_row_without_text_is_named_by_its_line(trained, tmp_path):
 
 def test_what_is_piped_in_is_known_by_its_first_lines(trained, monkeypatch):
     predictor = load_predictor_once(trained["classification"][2])
-    for piped in ('{"text": "the apple is here", "id": 7}\n{"text": " ", "id": 8}\n', "the apple is here\n\n"):
+    for piped in (
+        '{"text": "the apple is here", "id": 7}\n{"text": " ", "id": 8}\n',
+        "the apple is here\n\n",
+    ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
         told, found = predict_file(predictor, "-")
-        assert [row["text"].strip() for row in told] == ["the apple is here", ""] and told[1]["predicted_label"] is None
+        assert [row["text"].strip() for row in told] == ["the apple is here", ""] and told[1][
+            "predicted_label"
+        ] is None
         assert "2 rows, 1 blank" in found.describe(predictor.task)
 
 
@@ -593,7 +789,9 @@ def test_a_table_has_a_row_a_label_and_means_without_labels_that_nobody_names():
     assert [row["f1"] for row in rows] == pytest.approx([2 / 3, 2 / 3, 0, 2 / 3, 2 / 3])
     assert [row["support"] for row in rows] == [2, 1, 0, 3, 3]
     several = ev.label_table([[1, 0], [1, 1]], [[1, 1], [0, 1]], ["a", "b"])
-    assert [row["precision"] for row in several[:2]] == [1, 0.5] and [row["recall"] for row in several[:2]] == [0.5, 1]
+    assert [row["precision"] for row in several[:2]] == [1, 0.5] and [
+        row["recall"] for row in several[:2]
+    ] == [0.5, 1]
 
 
 def test_the_mean_over_several_labels_a_text_is_the_metrics_macro():
@@ -601,7 +799,9 @@ def test_the_mean_over_several_labels_a_text_is_the_metrics_macro():
     mean = ev.label_table(gold, said, ["a", "b", "never"])[3]
     metric = score_decisions(3)["f1_macro"]
     metric.update(torch.tensor(said), torch.tensor(gold))
-    assert mean["label"] == "mean of labels" and mean["f1"] == pytest.approx(2 / 3) == pytest.approx(float(metric.compute()))
+    assert mean["label"] == "mean of labels" and mean["f1"] == pytest.approx(
+        2 / 3
+    ) == pytest.approx(float(metric.compute()))
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
@@ -637,12 +837,20 @@ def test_labels_with_dollars_are_drawn_as_they_stand(tmp_path):
         for name, figure in found.figures.items():
             assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
             if name != "calibration":
-                assert {one.get_text().split(" (")[0] for one in figure.axes[0].get_xticklabels()} == {*names}
+                assert {
+                    one.get_text().split(" (")[0] for one in figure.axes[0].get_xticklabels()
+                } == {*names}
 
 
 def test_answers_are_grouped_by_the_words_of_the_shortest():
-    rows = ev.answer_lengths([["in oslo", "oslo"], [], ["a b c d e"], ["rome"]], ["oslo", "x", "b c", ""])
-    assert [(row["words"], row["support"]) for row in rows] == [("none", 1), ("1", 2), ("4 to 7", 1)]
+    rows = ev.answer_lengths(
+        [["in oslo", "oslo"], [], ["a b c d e"], ["rome"]], ["oslo", "x", "b c", ""]
+    )
+    assert [(row["words"], row["support"]) for row in rows] == [
+        ("none", 1),
+        ("1", 2),
+        ("4 to 7", 1),
+    ]
     assert rows[1]["exact_match"] == 0.5 and rows[0]["f1"] == 0.0
     assert rows[2]["f1"] == pytest.approx(2 * 2 / (2 + 4)), "an article is no word"
 
@@ -668,17 +876,29 @@ def test_the_evaluation_of_a_split_agrees_with_its_metrics(trained, tmp_path, ta
 
 
 def test_several_labels_and_numbers_are_evaluated():
-    gold, probability = np.array([[1, 0], [1, 1], [0, 0]]), np.array([[0.9, 0.2], [0.8, 0.3], [0.6, 0.1]])
+    gold, probability = (
+        np.array([[1, 0], [1, 1], [0, 0]]),
+        np.array([[0.9, 0.2], [0.8, 0.3], [0.6, 0.1]]),
+    )
     found = ev.evaluate_decisions(gold, probability, ["a", "b"]).numbers
-    assert found["exact_match"] == pytest.approx(1 / 3) and found["table"][0]["precision"] == pytest.approx(2 / 3)
+    assert found["exact_match"] == pytest.approx(1 / 3) and found["table"][0][
+        "precision"
+    ] == pytest.approx(2 / 3)
     values = ev.evaluate_values([1.0, 2.0], [2.0, 0.0]).numbers
-    assert values["mean_absolute_error"] == 1.5 and values["root_mean_squared_error"] == pytest.approx(math.sqrt(2.5))
+    assert values["mean_absolute_error"] == 1.5 and values[
+        "root_mean_squared_error"
+    ] == pytest.approx(math.sqrt(2.5))
 
 
 def test_parquet_keeps_lists(trained, tmp_path):
     told = predict_rows(load_predictor_once(trained["token_classification"][2]), tagged(2)).rows
     write_predictions(told, tmp_path / "t.parquet")
-    again = datasets.load_dataset("parquet", data_files=str(tmp_path / "t.parquet"), split="train", cache_dir=str(tmp_path / "c"))
+    again = datasets.load_dataset(
+        "parquet",
+        data_files=str(tmp_path / "t.parquet"),
+        split="train",
+        cache_dir=str(tmp_path / "c"),
+    )
     assert again[0]["predicted_tags"] == told[0]["predicted_tags"]
 
 
@@ -689,7 +909,9 @@ def test_a_blank_first_row_takes_no_column_from_the_others(trained, tmp_path, ta
             [{"text": []}, {**tagged(1)[0], "id": 7}], "question_answering": [{"question": "", "context": "a"}, {**asked(1)[0], "id": 7}]}[task]  # fmt: skip
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     told, _ = predict_file(predictor, tmp_path / "in.jsonl", tmp_path / "out.parquet", options=ALL)
-    assert set(told[0]) == set(told[1]) - {*rows[1]} | {*rows[0]}, "a blank row has the columns of the others"
+    assert set(told[0]) == set(told[1]) - {*rows[1]} | {*rows[0]}, (
+        "a blank row has the columns of the others"
+    )
     again, _ = read_input(tmp_path / "out.parquet")
     assert [row["id"] for row in again] == [None, 7] and set(again.columns) == set(told[1])
     name = "n_best" if task == "question_answering" else "probabilities"
@@ -697,24 +919,40 @@ def test_a_blank_first_row_takes_no_column_from_the_others(trained, tmp_path, ta
 
 
 def test_parquet_takes_a_column_of_several_kinds_as_texts(tmp_path):
-    rows = [{"text": "a", "code": 7, "tags": ["x"]}, {"text": "b", "code": "x7", "tags": None}, {"text": "c", "tags": {"y": 1}}]
+    rows = [
+        {"text": "a", "code": 7, "tags": ["x"]},
+        {"text": "b", "code": "x7", "tags": None},
+        {"text": "c", "tags": {"y": 1}},
+    ]
     write_predictions(rows, tmp_path / "out.parquet")
-    back = datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"), cache_dir=str(tmp_path)).to_list()
-    assert [row["code"] for row in back] == ["7", "x7", None] and [row["text"] for row in back] == ["a", "b", "c"]
+    back = datasets.Dataset.from_parquet(
+        str(tmp_path / "out.parquet"), cache_dir=str(tmp_path)
+    ).to_list()
+    assert [row["code"] for row in back] == ["7", "x7", None] and [row["text"] for row in back] == [
+        "a",
+        "b",
+        "c",
+    ]
     assert [row["tags"] for row in back] == ['["x"]', None, '{"y": 1}']
 
 
-def test_what_a_file_cannot_hold_is_written_as_text_or_refused_before_the_model_is_asked(trained, tmp_path, monkeypatch):
+def test_what_a_file_cannot_hold_is_written_as_text_or_refused_before_the_model_is_asked(
+    trained, tmp_path, monkeypatch
+):
     import datetime
 
     predictor = load_predictor_once(trained["classification"][2])
     rows = [{"text": "the apple is here", "day": datetime.date(2026, 11, 26), "meta": {}}]
-    datasets.Dataset.from_list([{key: row[key] for key in ("text", "day")} for row in rows]).to_parquet(str(tmp_path / "in.parquet"))
+    datasets.Dataset.from_list(
+        [{key: row[key] for key in ("text", "day")} for row in rows]
+    ).to_parquet(str(tmp_path / "in.parquet"))
     predict_file(predictor, tmp_path / "in.parquet", tmp_path / "out.csv")
     assert "2026-11-26" in (tmp_path / "out.csv").read_text()
     write_predictions(rows, tmp_path / "out.parquet")
     assert datasets.Dataset.from_parquet(str(tmp_path / "out.parquet"))[0]["meta"] == "{}"
     (tmp_path / "half.jsonl").write_text('{"text": "a", "title": "\\ud83d"}\n')
-    monkeypatch.setattr("bertlab.finetuning.predictions.predict_rows", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.setattr(
+        "bertlab.finetuning.predictions.predict_rows", lambda *_, **__: pytest.fail("it began")
+    )
     with pytest.raises(ValueError, match="half.jsonl.*line 1 holds half of a surrogate"):
         predict_file(predictor, tmp_path / "half.jsonl", tmp_path / "told.jsonl")

@@ -19,7 +19,12 @@ from bertlab.finetuning.data import FinetuningDataModule, find_overlaps
 from bertlab.finetuning.evaluations import evaluate_split
 from bertlab.finetuning.metrics import SpanScore, count_spans, find_spans, merge_spans
 from bertlab.finetuning.module import FinetuningModule
-from bertlab.finetuning.predictions import PredictionOptions, load_predictor, predict_file, predict_rows
+from bertlab.finetuning.predictions import (
+    PredictionOptions,
+    load_predictor,
+    predict_file,
+    predict_rows,
+)
 from bertlab.finetuning.runs import finetune
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.huggingface import describe_saving
@@ -70,19 +75,29 @@ def rows_of(n, seed=0, filler=0):
 
 
 def data_for(train=None, val=None, test=None, **options):
-    options = {"max_sequence_length": 16, "train_batch_size": 8, "val_batch_size": 8, "test_batch_size": 8, **options}
+    options = {
+        "max_sequence_length": 16,
+        "train_batch_size": 8,
+        "val_batch_size": 8,
+        "test_batch_size": 8,
+        **options,
+    }
     data = FinetuningDataModule("span_classification", tokenizer(), **options)
     data.set_datasets(train or rows_of(12), val or rows_of(12), test or rows_of(5, 2))
     return data
 
 
 def module_for(**options):
-    return FinetuningModule("span_classification", model_config_kwargs=CONFIG, **{"learning_rate": 5e-3, **options})
+    return FinetuningModule(
+        "span_classification", model_config_kwargs=CONFIG, **{"learning_rate": 5e-3, **options}
+    )
 
 
 def fit(module, data, steps, **options):
     seed_everything(0)
-    trainer = make_trainer(steps, **{"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options})
+    trainer = make_trainer(
+        steps, **{"precision": "32-true", "accelerator": "cpu", "val_check_steps": steps, **options}
+    )
     trainer.fit(module, data)
     return trainer
 
@@ -98,8 +113,15 @@ def weights(module):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spans")
-    data = data_for(rows_of(24, filler=4), rows_of(10, 1, 4), rows_of(9, 2, 4), collator_kwargs={"doc_stride": 6})
-    run = finetune(module_for(), data, folder / "run", num_epochs=25, precision="32-true", accelerator="cpu")
+    data = data_for(
+        rows_of(24, filler=4),
+        rows_of(10, 1, 4),
+        rows_of(9, 2, 4),
+        collator_kwargs={"doc_stride": 6},
+    )
+    run = finetune(
+        module_for(), data, folder / "run", num_epochs=25, precision="32-true", accelerator="cpu"
+    )
     return run, data, run.save_for_pipeline(folder / "model")
 
 
@@ -108,19 +130,37 @@ def trained(tmp_path_factory):
 
 def test_spans_that_nest_cross_and_share_borders_come_back_to_the_letter():
     text = "The bank of Rome, and Lima."
-    given = [(4, 16, "ORG"), (12, 16, "LOC"), (12, 16, "CITY"), (4, 26, "LIST"), (9, 21, "ODD"), (22, 26, "LOC")]
+    given = [
+        (4, 16, "ORG"),
+        (12, 16, "LOC"),
+        (12, 16, "CITY"),
+        (4, 26, "LIST"),
+        (9, 21, "ODD"),
+        (22, 26, "LOC"),
+    ]
     row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in given]}
     names = sorted({label for *_, label in given})
     assert read_spans(row, "spans", text, 0) == given
-    numbered = {"text": text, "spans": [{**one, "label": names.index(one["label"])} for one in row["spans"]]}
+    numbered = {
+        "text": text,
+        "spans": [{**one, "label": names.index(one["label"])} for one in row["spans"]],
+    }
     collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=64)
     batch, found = collator([numbered]), set()
     for first, last, label in batch["labels"][0].tolist():
         if label >= 0:
-            found.add((batch["offsets"][0, first, 0].item(), batch["offsets"][0, last, 1].item(), names[label]))
+            found.add(
+                (
+                    batch["offsets"][0, first, 0].item(),
+                    batch["offsets"][0, last, 1].item(),
+                    names[label],
+                )
+            )
     assert found == set(given)
     assert batch["labels"].shape == (1, 8, 3) and batch["labels"].dtype == torch.int64
-    assert find_overlaps(given).tolist() == [True] * 6 and find_overlaps([(0, 2), (2, 4)]).tolist() == [False, False]
+    assert find_overlaps(given).tolist() == [True] * 6 and find_overlaps(
+        [(0, 2), (2, 4)]
+    ).tolist() == [False, False]
 
 
 def test_a_span_is_a_label_of_exactly_those_windows_that_hold_it_whole():
@@ -130,7 +170,7 @@ def test_a_span_is_a_label_of_exactly_those_windows_that_hold_it_whole():
         stride = int(rng.integers(0, room))
         tokens, windows, begin = [(2 * n, 2 * n + 1) for n in range(size)], [], 0
         while True:
-            windows.append(np.array([(-1, -1), *tokens[begin:begin + room], (-1, -1)]))
+            windows.append(np.array([(-1, -1), *tokens[begin : begin + room], (-1, -1)]))
             if begin + room >= size:
                 break
             begin += room - stride
@@ -139,23 +179,36 @@ def test_a_span_is_a_label_of_exactly_those_windows_that_hold_it_whole():
         placed, moved = place_spans(windows, [(2 * first, 2 * last + 1, 7)], stride)
         assert not moved and any(map(len, placed)), "no cut parts so few tokens"
         for window, labels in zip(windows, placed):
-            whole = all(token in map(tuple, window) for token in tokens[first:last + 1])
+            whole = all(token in map(tuple, window) for token in tokens[first : last + 1])
             assert len(labels) == whole
             for a, b, label in labels:
                 assert (window[a, 0], window[b, 1], label) == (2 * first, 2 * last + 1, 7)
 
 
 def test_windows_hold_the_whole_text_and_remember_their_row():
-    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=10, doc_stride=3, label_column=None)
+    collator = SpanClassificationCollator.from_tokenizer(
+        tokenizer(), max_sequence_length=10, doc_stride=3, label_column=None
+    )
     texts = ["the bank of rome " * 6, "rome"]
     windows = collator.encode([{"text": text} for text in texts])
     assert [one["example_index"] for one in windows].count(1) == 1 and len(windows) > 3
     for number, text in enumerate(texts):
-        seen = {tuple(o) for w in windows if w["example_index"] == number for o in w["offsets"].tolist() if o[0] >= 0}
-        whole = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        seen = {
+            tuple(o)
+            for w in windows
+            if w["example_index"] == number
+            for o in w["offsets"].tolist()
+            if o[0] >= 0
+        }
+        whole = tokenizer()(text, add_special_tokens=False, return_offsets_mapping=True)[
+            "offset_mapping"
+        ]
         assert seen == set(whole)
     batch = collator(windows)
-    assert torch.equal(batch["special_tokens_mask"] == 0, batch["offsets"][..., 0] >= 0) and "labels" not in batch
+    assert (
+        torch.equal(batch["special_tokens_mask"] == 0, batch["offsets"][..., 0] >= 0)
+        and "labels" not in batch
+    )
 
 
 @pytest.mark.parametrize("text, marked", [
@@ -169,7 +222,9 @@ def test_offsets_are_exact_in_every_script(text, marked):
     row = {"text": text, "spans": [dict(zip(("start", "end", "label"), one)) for one in spans]}
     collator = SpanClassificationCollator.from_tokenizer(own, max_sequence_length=64)
     encoded = collator.encode([row])[0]
-    back = {(encoded["offsets"][a, 0], encoded["offsets"][b, 1], c) for a, b, c in encoded["labels"]}
+    back = {
+        (encoded["offsets"][a, 0], encoded["offsets"][b, 1], c) for a, b, c in encoded["labels"]
+    }
     whole_words = {one for one in spans if one in back}
     assert len(back) == len(spans) and len(spans) - len(whole_words) == encoded["num_moved_labels"]
     assert encoded["num_moved_labels"] == 0, [text[a:b] for a, b, _ in back]
@@ -177,15 +232,28 @@ def test_offsets_are_exact_in_every_script(text, marked):
 
 def test_letters_keep_their_accents_and_leave_spaces():
     text = "e\u0301 x\u0302\u0303 "
-    assert fit_offsets(text, [(0, 1), (2, 4), (3, 6), (6, 7), (-1, -1)]).tolist() == [[0, 2], [3, 6], [3, 6], [7, 7], [-1, -1]]
+    assert fit_offsets(text, [(0, 1), (2, 4), (3, 6), (6, 7), (-1, -1)]).tolist() == [
+        [0, 2],
+        [3, 6],
+        [3, 6],
+        [7, 7],
+        [-1, -1],
+    ]
 
 
 def test_a_span_within_a_token_is_widened_and_counted():
     collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=32)
-    one = collator.encode([{"text": "the museum", "spans": [{"start": 5, "end": 9, "label": 0}]}])[0]
+    one = collator.encode([{"text": "the museum", "spans": [{"start": 5, "end": 9, "label": 0}]}])[
+        0
+    ]
     first, last, _ = one["labels"][0]
-    assert (one["offsets"][first, 0], one["offsets"][last, 1]) == (4, 10) and one["num_moved_labels"] == 1
-    rows = [text_of("the", ("A", "museum")), {"text": "the museum", "spans": [{"start": 5, "end": 9, "label": "A"}]}]
+    assert (one["offsets"][first, 0], one["offsets"][last, 1]) == (4, 10) and one[
+        "num_moved_labels"
+    ] == 1
+    rows = [
+        text_of("the", ("A", "museum")),
+        {"text": "the museum", "spans": [{"start": 5, "end": 9, "label": "A"}]},
+    ]
     data = data_for(rows, rows, rows, train_batch_size=1)
     data.setup()
     assert "1 spans begin or end within a token" in data.describe()
@@ -223,18 +291,25 @@ def test_a_bad_span_is_refused_in_one_sentence_that_names_the_row(spans, message
 def test_a_span_that_no_window_holds_is_refused_with_what_to_raise():
     long = text_of("it is here and", ("LONG", *["rome"] * 16), "is here")
     ids = len(tokenizer()("rome " * 16, add_special_tokens=False)["input_ids"])
-    with pytest.raises(ValueError, match=f"train row 2: .*{ids} tokens.*raise doc_stride to {ids - 1}, and max_sequence_length to {ids + 2}"):
+    with pytest.raises(
+        ValueError,
+        match=f"train row 2: .*{ids} tokens.*raise doc_stride to {ids - 1}, and max_sequence_length to {ids + 2}",
+    ):
         data_for([*rows_of(2), long]).setup()
     skipping = data_for([*rows_of(2), long], bad_rows="skip")
     skipping.setup()
     assert len(skipping.records["train"]) == 2
-    enough = data_for([*rows_of(2), long], max_sequence_length=ids + 2, collator_kwargs={"doc_stride": ids - 1})
+    enough = data_for(
+        [*rows_of(2), long], max_sequence_length=ids + 2, collator_kwargs={"doc_stride": ids - 1}
+    )
     enough.setup()
     assert enough.label2id == {"LOC": 0, "LONG": 1, "ORG": 2}
 
 
 def test_labels_that_training_does_not_know_are_refused():
-    with pytest.raises(ValueError, match="validation row 0.*'CITY', which does not occur in training"):
+    with pytest.raises(
+        ValueError, match="validation row 0.*'CITY', which does not occur in training"
+    ):
         data_for(val=[text_of("the", ("CITY", "rome"))]).setup()
     with pytest.raises(ValueError, match="no row to train on has a label"):
         data_for(train=[text_of("the rome")] * 3, val=[text_of("rome")]).setup()
@@ -245,10 +320,16 @@ def test_labels_that_training_does_not_know_are_refused():
 
 
 def test_rows_of_ids_bring_their_own_spans_and_wrong_places_are_refused():
-    collator = SpanClassificationCollator.from_tokenizer(tokenizer(), max_sequence_length=16, num_labels=2, max_spans=2)
+    collator = SpanClassificationCollator.from_tokenizer(
+        tokenizer(), max_sequence_length=16, num_labels=2, max_spans=2
+    )
     ids = tokenizer()("the bank of rome")["input_ids"]
-    batch = collator([{"input_ids": ids, "spans": [[1, 2, 0], [2, 2, 1]]}, {"input_ids": ids[:3], "spans": []}])
-    assert batch["labels"].tolist() == [[[1, 2, 0], [2, 2, 1]], [[-100] * 3] * 2] and batch["input_ids"].shape == (2, 16)
+    batch = collator(
+        [{"input_ids": ids, "spans": [[1, 2, 0], [2, 2, 1]]}, {"input_ids": ids[:3], "spans": []}]
+    )
+    assert batch["labels"].tolist() == [[[1, 2, 0], [2, 2, 1]], [[-100] * 3] * 2] and batch[
+        "input_ids"
+    ].shape == (2, 16)
     assert batch["special_tokens_mask"][1].tolist() == [1, 0, 0] + [1] * 13
     for spans, message in (([[0, 2, 0]], "no span begins"), ([[3, 2, 0]], "no span begins"), ([[1, 2, 5]], "label 5"),
                            ([[1, 1, 0]] * 3, "max_spans is 2")):  # fmt: skip
@@ -267,19 +348,31 @@ def test_shapes_are_fixed_where_they_are_asked_to_be():
 def test_a_column_that_datasets_keeps_is_read_with_its_names(tmp_path):
     import datasets
 
-    rows = [{**row, "spans": [{**one, "label": ["LOC", "ORG"].index(one["label"])} for one in row["spans"]]} for row in rows_of(8)]
+    rows = [
+        {
+            **row,
+            "spans": [{**one, "label": ["LOC", "ORG"].index(one["label"])} for one in row["spans"]],
+        }
+        for row in rows_of(8)
+    ]
     spans = datasets.List({"start": datasets.Value("int32"), "end": datasets.Value("int32"),
                            "label": datasets.ClassLabel(names=["LOC", "ORG"])})  # fmt: skip
-    kept = datasets.Dataset.from_list(rows, features=datasets.Features({"text": datasets.Value("string"), "spans": spans}))
+    kept = datasets.Dataset.from_list(
+        rows, features=datasets.Features({"text": datasets.Value("string"), "spans": spans})
+    )
     kept.to_parquet(str(tmp_path / "train.parquet"))
-    data = FinetuningDataModule("span_classification", tokenizer(), str(tmp_path / "train.parquet"), max_sequence_length=16)
+    data = FinetuningDataModule(
+        "span_classification", tokenizer(), str(tmp_path / "train.parquet"), max_sequence_length=16
+    )
     data.setup()
     assert data.label2id == {"LOC": 0, "ORG": 1}
     data.set_datasets(train=kept, val=kept)
     data.setup()
     assert data.label2id == {"LOC": 0, "ORG": 1} and data.spans("train")[0]
     other = datasets.List({**spans.feature, "label": datasets.ClassLabel(names=["ORG", "LOC"])})
-    held = datasets.Dataset.from_list(rows, features=datasets.Features({"text": datasets.Value("string"), "spans": other}))
+    held = datasets.Dataset.from_list(
+        rows, features=datasets.Features({"text": datasets.Value("string"), "spans": other})
+    )
     data.set_datasets(train=kept, val=held)
     with pytest.raises(ValueError, match="number their labels in another way in validation"):
         data.setup()
@@ -297,7 +390,9 @@ def loss_by_hand(scores_BCLL, labels, documents_BL, special_BL):
             for c in range(scores_BCLL.shape[1]):
                 spans = {(i, j) for i, j, label in labels[b].tolist() if label == c and i >= 0}
                 cells = [(i, j) for i in at for j in at if i <= j]
-                wrong = sum(math.exp(scores_BCLL[b, c, i, j]) for i, j in cells if (i, j) not in spans)
+                wrong = sum(
+                    math.exp(scores_BCLL[b, c, i, j]) for i, j in cells if (i, j) not in spans
+                )
                 right = sum(math.exp(-scores_BCLL[b, c, i, j]) for i, j in cells if (i, j) in spans)
                 total, count = total + math.log1p(wrong) + math.log1p(right), count + 1
     return total, count
@@ -313,8 +408,12 @@ def test_the_loss_is_that_of_a_plain_loop_and_so_is_its_gradient():
     labels[1, :2] = torch.tensor([[0, 1, 0], [3, 5, 0]])
     found = span_loss(scores, labels, allowed_spans(documents, special), documents)
     expected, count = loss_by_hand(scores.detach(), labels, documents, special)
-    assert found[0].item() == pytest.approx(expected, rel=1e-12) and found[1].item() == count == 2 * 6
-    assert torch.autograd.gradcheck(lambda s: span_loss(s, labels, allowed_spans(documents, special), documents)[0], scores)
+    assert (
+        found[0].item() == pytest.approx(expected, rel=1e-12) and found[1].item() == count == 2 * 6
+    )
+    assert torch.autograd.gradcheck(
+        lambda s: span_loss(s, labels, allowed_spans(documents, special), documents)[0], scores
+    )
 
 
 def test_scores_far_from_zero_neither_overflow_nor_vanish():
@@ -324,7 +423,10 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
     scores.requires_grad_()
     total, _ = span_loss(scores, labels, allowed_spans(documents), documents)
     total.backward()
-    assert total.item() == pytest.approx(10000.0) and scores.grad[0, 0, 0, :2].tolist() == [-1.0, 1.0]
+    assert total.item() == pytest.approx(10000.0) and scores.grad[0, 0, 0, :2].tolist() == [
+        -1.0,
+        1.0,
+    ]
     assert scores.grad.isfinite().all() and not scores.grad[0, 0, 2:].any()
 
 
@@ -332,17 +434,29 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish():
 def test_a_packed_document_is_computed_as_if_it_were_alone(make):
     torch.manual_seed(0)
     model = BertLabForSpanClassification(make(vocab_size=60, num_labels=3, **SIZES)).eval()
-    parts, labels = [torch.randint(8, 60, (1, n)) for n in (5, 7)], [[[0, 4, 0], [2, 2, 2]], [[1, 3, 1]]]
+    parts, labels = (
+        [torch.randint(8, 60, (1, n)) for n in (5, 7)],
+        [[[0, 4, 0], [2, 2, 2]], [[1, 3, 1]]],
+    )
     row = torch.cat([*parts, torch.zeros(1, 2, dtype=torch.int64)], 1)
     documents = torch.tensor([[1] * 5 + [2] * 7 + [0] * 2])
     packed = model(row, documents, labels=torch.tensor([[*labels[0], [6, 8, 1]]]))
-    alone = [model(part, torch.ones_like(part), labels=torch.tensor([one])) for part, one in zip(parts, labels)]
-    torch.testing.assert_close(packed.loss_sum, alone[0].loss_sum + alone[1].loss_sum, atol=1e-4, rtol=1e-5)
+    alone = [
+        model(part, torch.ones_like(part), labels=torch.tensor([one]))
+        for part, one in zip(parts, labels)
+    ]
+    torch.testing.assert_close(
+        packed.loss_sum, alone[0].loss_sum + alone[1].loss_sum, atol=1e-4, rtol=1e-5
+    )
     assert packed.num_labels == 6
     for where, one in ((slice(0, 5), alone[0]), (slice(5, 12), alone[1])):
-        torch.testing.assert_close(packed.logits[:, :, where, where], one.logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            packed.logits[:, :, where, where], one.logits, atol=1e-4, rtol=1e-4
+        )
     lowest = torch.finfo(torch.float32).min
-    assert (packed.logits[:, :, :5, 5:] == lowest).all() and (packed.logits[..., 12:] == lowest).all()
+    assert (packed.logits[:, :, :5, 5:] == lowest).all() and (
+        packed.logits[..., 12:] == lowest
+    ).all()
     assert (packed.logits[0, 0, 3, :3] == lowest).all()  # ends before their beginnings
     grads = [torch.autograd.grad(total, list(model.parameters())) for total in
              (packed.loss_sum, alone[0].loss_sum + alone[1].loss_sum)]  # fmt: skip
@@ -351,10 +465,16 @@ def test_a_packed_document_is_computed_as_if_it_were_alone(make):
 
 
 def test_special_tokens_begin_and_end_nothing():
-    model = BertLabForSpanClassification(modernbert_tiny(vocab_size=60, cls_token_id=2, sep_token_id=3, num_labels=1, **SIZES)).eval()
+    model = BertLabForSpanClassification(
+        modernbert_tiny(vocab_size=60, cls_token_id=2, sep_token_id=3, num_labels=1, **SIZES)
+    ).eval()
     ids = torch.tensor([[2, 9, 10, 3]])
     for out in (model(ids), model(ids, special_tokens_mask=torch.tensor([[1, 0, 0, 1]]))):
-        assert (out.logits[0, 0] > torch.finfo(torch.float32).min).nonzero().tolist() == [[1, 1], [1, 2], [2, 2]]
+        assert (out.logits[0, 0] > torch.finfo(torch.float32).min).nonzero().tolist() == [
+            [1, 1],
+            [1, 2],
+            [2, 2],
+        ]
 
 
 # --- windows are merged ---------------------------------------------------------------------------
@@ -364,12 +484,26 @@ def test_windows_merged_equal_one_window():
     "A field of scores that depends on the tokens alone is cut, found, shuffled and merged."
     torch.manual_seed(0)
     L, room, shared = 50, 14, 5
-    field, offsets = torch.randn(1, 3, L, L).triu(), torch.stack([torch.arange(L), torch.arange(L) + 1], 1)
-    field.masked_fill_(~torch.ones(L, L, dtype=torch.bool).triu() | torch.ones(L, L, dtype=torch.bool).triu(shared + 1), -1.0)
+    field, offsets = (
+        torch.randn(1, 3, L, L).triu(),
+        torch.stack([torch.arange(L), torch.arange(L) + 1], 1),
+    )
+    field.masked_fill_(
+        ~torch.ones(L, L, dtype=torch.bool).triu()
+        | torch.ones(L, L, dtype=torch.bool).triu(shared + 1),
+        -1.0,
+    )
     whole = merge_spans(*find_spans(field, offsets[None], torch.tensor([4])))
     starts = [*range(0, L - shared, room - shared)]
     for order in (starts, starts[::-1]):
-        parts = [find_spans(field[..., a:a + room, a:a + room], offsets[None, a:a + room], torch.tensor([4])) for a in order]
+        parts = [
+            find_spans(
+                field[..., a : a + room, a : a + room],
+                offsets[None, a : a + room],
+                torch.tensor([4]),
+            )
+            for a in order
+        ]
         merged = merge_spans(*map(torch.cat, zip(*parts)))
         assert torch.equal(merged[0], whole[0]) and torch.equal(merged[1], whole[1])
     assert sum(len(one) for one, _ in parts) > len(whole[0]), "some spans were seen twice"
@@ -378,12 +512,19 @@ def test_windows_merged_equal_one_window():
 def test_the_larger_score_wins_and_nothing_stays_nothing():
     spans = torch.tensor([[0, 3, 5, 1], [0, 3, 5, 0], [0, 3, 5, 1], [1, 3, 5, 1]])
     found, scores = merge_spans(spans, torch.tensor([0.5, 1.0, 2.0, 0.25]))
-    assert found.tolist() == [[0, 3, 5, 0], [0, 3, 5, 1], [1, 3, 5, 1]] and scores.tolist() == [1.0, 2.0, 0.25]
+    assert found.tolist() == [[0, 3, 5, 0], [0, 3, 5, 1], [1, 3, 5, 1]] and scores.tolist() == [
+        1.0,
+        2.0,
+        0.25,
+    ]
     assert len(merge_spans(torch.empty(0, 4, dtype=torch.int64), torch.empty(0))[0]) == 0
 
 
 def test_blank_rows_and_places_outside_the_text_say_nothing():
-    scores, offsets = torch.ones(2, 1, 3, 3), torch.tensor([[[-1, -1], [0, 4], [4, 4]]]).expand(2, -1, -1)
+    scores, offsets = (
+        torch.ones(2, 1, 3, 3),
+        torch.tensor([[[-1, -1], [0, 4], [4, 4]]]).expand(2, -1, -1),
+    )
     found, _ = find_spans(scores, offsets, torch.tensor([-1, 6]))
     assert found.tolist() == [[6, 0, 4, 0]]
 
@@ -450,13 +591,26 @@ def test_two_processes_train_and_score_as_one(tmp_path):
 def test_a_directory_says_the_same_as_its_module(trained):
     run, data, folder = trained
     predictor = load_predictor(folder)
-    assert (predictor.task, predictor.labels, predictor.doc_stride) == ("span_classification", ("LOC", "ORG"), 6)
-    assert "BertLabForSpanClassification, which loads where bertlab is imported" in describe_saving(run.module.model)
+    assert (predictor.task, predictor.labels, predictor.doc_stride) == (
+        "span_classification",
+        ("LOC", "ORG"),
+        6,
+    )
+    assert "BertLabForSpanClassification, which loads where bertlab is imported" in describe_saving(
+        run.module.model
+    )
     rows = data.records["test"].rows
     told = predict_rows(predictor, rows).rows
     for row, one in zip(rows, told):
-        assert all(row["text"][s["start"]:s["end"]] == s["text"] and s["score"] > 0 for s in one["predicted_spans"])
-    said = [(n, s["start"], s["end"], data.label2id[s["label"]]) for n, one in enumerate(told) for s in one["predicted_spans"]]
+        assert all(
+            row["text"][s["start"] : s["end"]] == s["text"] and s["score"] > 0
+            for s in one["predicted_spans"]
+        )
+    said = [
+        (n, s["start"], s["end"], data.label2id[s["label"]])
+        for n, one in enumerate(told)
+        for s in one["predicted_spans"]
+    ]
     true = [(n, *span) for n, spans in enumerate(data.spans("test")) for span in spans]
     f1 = 2 * len(set(said) & set(true)) / (len(said) + len(true))
     assert f1 == pytest.approx(run.metrics["test_span_f1"], abs=1e-6) and f1 > 0.5
@@ -478,19 +632,27 @@ def test_a_text_of_one_window_needs_no_other(trained):
     short, wide = (predict_rows(load_predictor(trained[2], length), rows) for length in (16, 64))
     assert short.num_long == wide.num_long == 0
     for a, b in zip(short.rows, wide.rows):
-        assert [{**s, "score": 0} for s in a["predicted_spans"]] == [{**s, "score": 0} for s in b["predicted_spans"]]
+        assert [{**s, "score": 0} for s in a["predicted_spans"]] == [
+            {**s, "score": 0} for s in b["predicted_spans"]
+        ]
 
 
 def test_a_file_of_lines_comes_back_with_spans(trained, tmp_path):
     predictor = load_predictor(trained[2])
     rows = [*rows_of(2, 3), {"text": " "}, {"text": "東京 🙂 rome"}]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (tmp_path / "in.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    )
     for ending in ("jsonl", "csv", "parquet"):
         told, found = predict_file(predictor, tmp_path / "in.jsonl", tmp_path / f"out.{ending}")
     again = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert again == told and found.num_blank == 1 and again[2]["predicted_spans"] == []
     assert [{k: v for k, v in row.items() if k != "predicted_spans"} for row in again] == rows
-    assert all(set(span) == {"start", "end", "text", "label", "score"} for row in again for span in row["predicted_spans"])
+    assert all(
+        set(span) == {"start", "end", "text", "label", "score"}
+        for row in again
+        for span in row["predicted_spans"]
+    )
     assert sum(len(row["predicted_spans"]) for row in again) > 2
 
 
@@ -501,8 +663,17 @@ def test_the_evaluation_agrees_with_the_metrics(trained, tmp_path):
     numbers = json.loads((tmp_path / "evaluation.json").read_text())
     for name in ("precision", "recall", "f1"):
         assert numbers[name] == pytest.approx(run.metrics[f"test_span_{name}"], abs=1e-6)
-    assert [row["label"] for row in numbers["table"]] == ["LOC", "ORG", "mean of labels", "all spans"]
-    assert numbers["num_overlapping"] == 18 and numbers["num_alone"] == 9 and (tmp_path / "spans.png").is_file()
+    assert [row["label"] for row in numbers["table"]] == [
+        "LOC",
+        "ORG",
+        "mean of labels",
+        "all spans",
+    ]
+    assert (
+        numbers["num_overlapping"] == 18
+        and numbers["num_alone"] == 9
+        and (tmp_path / "spans.png").is_file()
+    )
 
 
 def test_what_a_person_is_told_of_the_data(trained):
@@ -512,7 +683,11 @@ def test_what_a_person_is_told_of_the_data(trained):
 
 
 def test_a_dictionary_knows_what_is_always_the_same():
-    rows = [text_of("the", ("ORG", "bank of", ("LOC", "rome")), "and rome"), text_of(("LOC", "rome")), text_of("it is here")]
+    rows = [
+        text_of("the", ("ORG", "bank of", ("LOC", "rome")), "and rome"),
+        text_of(("LOC", "rome")),
+        text_of("it is here"),
+    ]
     data = data_for(rows * 2, rows, rows)
     data.setup()
     found = compute_baselines(data)
@@ -545,14 +720,24 @@ def test_a_directory_is_fine_tuned_further_with_its_head(trained):
     assert other.fresh == ["task_head.classifier.bias", "task_head.classifier.weight"]
 
 
-def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_same_result(tmp_path, capsys):
+def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_same_result(
+    tmp_path, capsys
+):
     from bertlab.cli.main import main
 
-    for split, rows in (("train", rows_of(24, 0, 3)), ("validation", rows_of(8, 1, 3)), ("test", rows_of(6, 2, 3))):
+    for split, rows in (
+        ("train", rows_of(24, 0, 3)),
+        ("validation", rows_of(8, 1, 3)),
+        ("test", rows_of(6, 2, 3)),
+    ):
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer().save_pretrained(tmp_path / "tok")
-    model = json.dumps({key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"})
-    files = json.dumps({split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation", "test")})
+    model = json.dumps(
+        {key: value for key, value in CONFIG.items() if value is not None and key != "vocab_size"}
+    )
+    files = json.dumps(
+        {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "validation", "test")}
+    )
     run = tmp_path / "run"
     words = ["finetune", "--model.task", "span_classification", "--data.dataset_name_or_path", files,
              "--data.pretrained_tokenizer_name_or_path", str(tmp_path / "tok"), "--data.max_sequence_length", "16",
@@ -561,15 +746,24 @@ def test_the_commands_go_from_a_file_to_spans_and_a_stopped_run_goes_on_to_the_s
              "--run.num_epochs", "8", "--run.checkpoint_every_steps", "20", "--run.progress", "none", "--run.output", str(run)]  # fmt: skip
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "written as BertLabForSpanClassification" in said and "of which overlap another" in said and "bag of words" in said
+    assert (
+        "written as BertLabForSpanClassification" in said
+        and "of which overlap another" in said
+        and "bag of words" in said
+    )
     metrics = json.loads((run / "metrics.json").read_text())
-    assert metrics["monitor"] == "val_span_f1" and metrics["baselines"]["bag of words"]["test_span_f1"] > 0.5
+    assert (
+        metrics["monitor"] == "val_span_f1"
+        and metrics["baselines"]["bag of words"]["test_span_f1"] > 0.5
+    )
     told = tmp_path / "told.jsonl"
     assert main(["predict", str(run), str(tmp_path / "test.jsonl"), "--output", str(told)]) == 0
     rows = [json.loads(line) for line in told.read_text().splitlines()]
     found, true = ({(n, s["start"], s["end"], s["label"]) for n, row in enumerate(rows) for s in row[name]}
                    for name in ("predicted_spans", "spans"))  # fmt: skip
-    assert 2 * len(found & true) / (len(found) + len(true)) == pytest.approx(metrics["runs"][0]["test_span_f1"], abs=1e-6)
+    assert 2 * len(found & true) / (len(found) + len(true)) == pytest.approx(
+        metrics["runs"][0]["test_span_f1"], abs=1e-6
+    )
     # What a run leaves that was killed after its last checkpoint and before its numbers.
     for name in ("metrics.json", "config.json", "model.safetensors"):
         (run / name).unlink()

@@ -175,7 +175,12 @@ ANSWERS = [  # answer, gold ones, exact match, F1; worked by hand
     ("The Eiffel Tower!", ["Eiffel Tower"], 1, 1),
     ("eiffel   tower in Paris", ["Eiffel Tower"], 0, 2 * 2 / (4 + 2)),
     ("in 1889", ["1889", "the year 1889", "March 1889"], 0, 2 * 1 / (2 + 1)),
-    ("to be or not to be", ["to be to be to be"], 0, 2 * 4 / (6 + 6)),  # "to" and "be" count twice each
+    (
+        "to be or not to be",
+        ["to be to be to be"],
+        0,
+        2 * 4 / (6 + 6),
+    ),  # "to" and "be" count twice each
     ("", [], 1, 1),  # SQuAD 2.0: unanswerable, and nothing was answered
     ("Paris", [], 0, 0),
     ("", ["Paris"], 0, 0),
@@ -210,7 +215,15 @@ def test_answers_are_scored_as_squads_rules_say(answer, golds):
         assert metric.compute().item() == pytest.approx(expected)
 
 
-@given(*[st.text(alphabet=st.one_of(st.characters(max_codepoint=127), st.sampled_from("a the,.-'")), max_size=20)] * 2)
+@given(
+    *[
+        st.text(
+            alphabet=st.one_of(st.characters(max_codepoint=127), st.sampled_from("a the,.-'")),
+            max_size=20,
+        )
+    ]
+    * 2
+)
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold):
     def words(text):
@@ -229,6 +242,7 @@ def test_answers_in_ascii_score_as_by_the_formula_of_squads_script(answer, gold)
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
     "Punctuation of category P goes; an ideograph is a token, and what stands between ideographs is cut at spaces."
+
     def tokens(text):  # noqa: E306
         bare = "".join(c for c in text.lower() if not unicodedata.category(c).startswith("P"))
         return "".join(f" {c} " if "\u4e00" <= c <= "\u9fa5" else c for c in bare).split()
@@ -237,7 +251,8 @@ def test_answers_in_chinese_score_as_mlqas_script_has_it(answer, gold):
     assert score_answer(answer, [gold], "exact_match") == float(ours == theirs)
     same = (Counter(ours) & Counter(theirs)).total()
     assert score_answer(answer, [gold]) == pytest.approx(
-        2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs))
+        2 * same / (len(ours) + len(theirs)) if ours and theirs else float(ours == theirs)
+    )
 
 
 @pytest.mark.parametrize("answer, gold, exact, overlap", [
@@ -268,7 +283,9 @@ def test_answer_scores_are_torchmetrics_squad_on_recorded_predictions():
                    for i, (_, golds) in enumerate(answerable)])  # fmt: skip
     expected = theirs.compute()
     for score, metric in get_metrics_for_task("question_answering").items():
-        metric.update([answer for answer, _ in answerable], [{"text": golds} for _, golds in answerable])
+        metric.update(
+            [answer for answer, _ in answerable], [{"text": golds} for _, golds in answerable]
+        )
         assert 100 * metric.compute().item() == pytest.approx(expected[score].item(), rel=1e-5)
 
 
@@ -281,18 +298,27 @@ def test_the_mean_is_over_questions_not_over_batches():
 
 
 def test_two_empty_answers_agree_and_an_empty_one_with_a_full_one_does_not():
-    assert score_answer("", ["the"]) == 1 and score_answer("", ["x"]) == 0 == score_answer("x", [""])
+    assert score_answer("", ["the"]) == 1 and score_answer("", ["x"]) == 0 == score_answer(
+        "x", [""]
+    )
 
 
 def shards() -> dict[str, tuple[dict, list]]:
     "Task -> options, and batches of unequal size; rank 0 gets all but the last, rank 1 the last."
     draw = torch.Generator().manual_seed(0)
     sizes = (5, 1, 9)
-    labels = [(torch.randn(n, 4, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes]
-    tokens = [(torch.randn(n, 6, 5, generator=draw), torch.randint(5, (n, 6), generator=draw)) for n in sizes]
+    labels = [
+        (torch.randn(n, 4, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes
+    ]
+    tokens = [
+        (torch.randn(n, 6, 5, generator=draw), torch.randint(5, (n, 6), generator=draw))
+        for n in sizes
+    ]
     for _, target in tokens:
         target[:, 4] = -100
-    decisions = [(torch.randn(n, 3, generator=draw), torch.randint(2, (n, 3), generator=draw)) for n in sizes]
+    decisions = [
+        (torch.randn(n, 3, generator=draw), torch.randint(2, (n, 3), generator=draw)) for n in sizes
+    ]
     values = [(torch.randn(n, generator=draw), torch.randn(n, generator=draw)) for n in sizes]
     answers = [(["a b", "c"], [["b"], ["c", "d"]]), (["x"], [[]]), (["b a c"], [["c b"]])]
     return {
@@ -348,14 +374,20 @@ def test_each_task_has_its_metrics():
     multi = get_metrics_for_task("classification", 3, problem_type="multi_label_classification")
     assert list(multi) == labels
     assert list(get_metrics_for_task("token_classification", 9)) == labels
-    assert list(get_metrics_for_task("token_classification", 5, label_names=NAMES)) == labels + entities
+    assert (
+        list(get_metrics_for_task("token_classification", 5, label_names=NAMES))
+        == labels + entities
+    )
     assert list(get_metrics_for_task("question_answering")) == ["exact_match", "f1"]
     regression = get_metrics_for_task("classification", 1, problem_type="regression")
     assert list(regression) == ["pearson", "spearman"]
 
 
 def test_metrics_do_not_share_their_counts():
-    one, two = get_metrics_for_task("token_classification", 5, label_names=NAMES), get_metrics_for_task("classification", 5)
+    one, two = (
+        get_metrics_for_task("token_classification", 5, label_names=NAMES),
+        get_metrics_for_task("classification", 5),
+    )
     one["entity_f1"].update(ids_of("B-PER"), ids_of("B-PER"))
     assert one["entity_recall"].counts_3T.sum() == 0
     one["accuracy"].update(torch.tensor([1]), torch.tensor([1]))
@@ -374,19 +406,61 @@ def test_forward_answers_for_the_batch_and_a_reset_forgets():
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"task": "ner"}, "task='ner' is unknown.*classification, token_classification, question_answering"),
-        ({"task": "classification", "num_labels": 1}, "num_labels must be 2 or more, got 1.*regression"),
+        (
+            {"task": "ner"},
+            "task='ner' is unknown.*classification, token_classification, question_answering",
+        ),
+        (
+            {"task": "classification", "num_labels": 1},
+            "num_labels must be 2 or more, got 1.*regression",
+        ),
         ({"task": "token_classification", "num_labels": 0}, "num_labels must be 2 or more"),
-        ({"task": "classification", "problem_type": "regresion"}, "problem_type='regresion' is unknown; did you mean 'regression'"),
-        ({"task": "classification", "problem_type": "regression"}, "num_labels must be 1 for regression"),
-        ({"task": "classification", "num_labels": 1, "problem_type": "multi_label_classification"}, "2 or more"),
-        ({"task": "token_classification", "num_labels": 5, "problem_type": "regression"}, "problem_type='regression'"),
-        ({"task": "token_classification", "num_labels": 4, "label_names": NAMES}, "name 5 labels, but num_labels=4"),
-        ({"task": "classification", "num_labels": 5, "label_names": NAMES}, "label_names belong to token"),
-        ({"task": "token_classification", "num_labels": 2, "label_names": ["O", "PER"]}, "IOB2.*'PER'"),
-        ({"task": "token_classification", "num_labels": 2, "label_names": ["O", "O"]}, "no entity type"),
+        (
+            {"task": "classification", "problem_type": "regresion"},
+            "problem_type='regresion' is unknown; did you mean 'regression'",
+        ),
+        (
+            {"task": "classification", "problem_type": "regression"},
+            "num_labels must be 1 for regression",
+        ),
+        (
+            {
+                "task": "classification",
+                "num_labels": 1,
+                "problem_type": "multi_label_classification",
+            },
+            "2 or more",
+        ),
+        (
+            {"task": "token_classification", "num_labels": 5, "problem_type": "regression"},
+            "problem_type='regression'",
+        ),
+        (
+            {"task": "token_classification", "num_labels": 4, "label_names": NAMES},
+            "name 5 labels, but num_labels=4",
+        ),
+        (
+            {"task": "classification", "num_labels": 5, "label_names": NAMES},
+            "label_names belong to token",
+        ),
+        (
+            {"task": "token_classification", "num_labels": 2, "label_names": ["O", "PER"]},
+            "IOB2.*'PER'",
+        ),
+        (
+            {"task": "token_classification", "num_labels": 2, "label_names": ["O", "O"]},
+            "no entity type",
+        ),
         ({"task": "token_classification", "num_labels": 2, "label_names": "OB"}, "must be a list"),
-        ({"task": "token_classification", "num_labels": 5, "label_names": NAMES, "entity_mode": "lax"}, "mode='lax'"),
+        (
+            {
+                "task": "token_classification",
+                "num_labels": 5,
+                "label_names": NAMES,
+                "entity_mode": "lax",
+            },
+            "mode='lax'",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_answered(options, words):

@@ -24,7 +24,11 @@ from bertlab.finetuning.task_models import (
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
 TOKENIZER = train_tokenizer([WORDS] * 30, 120)
 TINY = modernbert_tiny(
-    vocab_size=len(TOKENIZER), hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=48
+    vocab_size=len(TOKENIZER),
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=48,
 )
 LABELS = TaskLabels(2, ("fruit", "tool"), "single_label_classification")
 FRESH = ["task_head.classifier.bias", "task_head.classifier.weight"]
@@ -57,25 +61,39 @@ def test_both_kinds_of_directory_give_the_same_encoder_and_head(pretrained):
         assert sorted(fresh) == FRESH and loaded.config.id2label == {0: "fruit", 1: "tool"}
         state = loaded.state_dict()
         for key, weight in model.state_dict().items():
-            name = key.replace("head.dense", "task_head.dense").replace("head.norm", "task_head.norm")
+            name = key.replace("head.dense", "task_head.dense").replace(
+                "head.norm", "task_head.norm"
+            )
             if name in state:
                 assert torch.equal(state[name], weight), key
-        assert {k for k in state if k.startswith("encoder.")} == {k for k in model.state_dict() if k.startswith("encoder.")}
+        assert {k for k in state if k.startswith("encoder.")} == {
+            k for k in model.state_dict() if k.startswith("encoder.")
+        }
 
 
-@pytest.mark.parametrize("task", [task for task in TASK_MODELS if task != "span_classification"])  # theirs has none
+@pytest.mark.parametrize(
+    "task", [task for task in TASK_MODELS if task != "span_classification"]
+)  # theirs has none
 @pytest.mark.parametrize("kind", ["Bert", "Roberta", "ModernBert"])
-def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(tmp_path, kind, task):
-    config = getattr(transformers, f"{kind}Config")(**SMALL, bos_token_id=2, cls_token_id=2, eos_token_id=3, sep_token_id=3, pad_token_id=0)
+def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
+    tmp_path, kind, task
+):
+    config = getattr(transformers, f"{kind}Config")(
+        **SMALL, bos_token_id=2, cls_token_id=2, eos_token_id=3, sep_token_id=3, pad_token_id=0
+    )
     shaken(getattr(transformers, f"{kind}ForMaskedLM")(config)).save_pretrained(tmp_path / "mlm")
     labels = LABELS if task == "classification" else TaskLabels(2)
     ours, fresh = load_task_model(task, tmp_path / "mlm", labels)
     # Their own class, with the weights that were drawn here: equal scores mean equal everything else.
     save_for_pipeline(ours, tmp_path / "saved", TOKENIZER)
     head = TASK_MODELS[task].__name__.removeprefix("BertLab")
-    theirs, report = getattr(transformers, kind + head).from_pretrained(tmp_path / "mlm", num_labels=2, output_loading_info=True)
+    theirs, report = getattr(transformers, kind + head).from_pretrained(
+        tmp_path / "mlm", num_labels=2, output_loading_info=True
+    )
     saved = getattr(transformers, kind + head).from_pretrained(tmp_path / "saved")
-    assert len(fresh) == len(report["missing_keys"]) and all(key.startswith("task_head.") for key in fresh)
+    assert len(fresh) == len(report["missing_keys"]) and all(
+        key.startswith("task_head.") for key in fresh
+    )
     for key, weight in theirs.state_dict().items():
         if key not in report["missing_keys"] and not key.endswith("position_ids"):
             assert torch.equal(saved.state_dict()[key], weight), key
@@ -86,16 +104,26 @@ def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(t
 
 
 def test_a_classifier_that_answered_to_other_names_is_forgotten_and_the_same_one_kept(tmp_path):
-    old = shaken(BertLabForSequenceClassification(BertLabConfig(**{**TINY.to_diff_dict(), **LABELS.settings()})))
+    old = shaken(
+        BertLabForSequenceClassification(
+            BertLabConfig(**{**TINY.to_diff_dict(), **LABELS.settings()})
+        )
+    )
     old.save_pretrained(tmp_path)
     kept, fresh = load_task_model("classification", tmp_path, LABELS)
-    assert fresh == [] and torch.equal(kept.task_head.classifier.weight, old.task_head.classifier.weight)
+    assert fresh == [] and torch.equal(
+        kept.task_head.classifier.weight, old.task_head.classifier.weight
+    )
     for labels in (TaskLabels(2, ("tool", "fruit")), TaskLabels(3)):
         anew, fresh = load_task_model("classification", tmp_path, labels)
-        assert sorted(fresh) == FRESH and anew.task_head.classifier.out_features == labels.num_labels
+        assert (
+            sorted(fresh) == FRESH and anew.task_head.classifier.out_features == labels.num_labels
+        )
         assert torch.equal(anew.task_head.dense.weight, old.task_head.dense.weight)
         if labels.num_labels == 2:
-            assert not torch.equal(anew.task_head.classifier.weight, old.task_head.classifier.weight)
+            assert not torch.equal(
+                anew.task_head.classifier.weight, old.task_head.classifier.weight
+            )
     other, fresh = load_task_model("token_classification", tmp_path, TaskLabels(2))
     assert sorted(fresh) == FRESH and isinstance(other, BertLabForTokenClassification)
 
@@ -110,11 +138,18 @@ def test_a_loaded_model_can_be_saved_and_loaded_again(pretrained, tmp_path):
 
 
 def test_options_reach_the_model(pretrained):
-    options = {"classifier_dropout": 0.3, "mlp_dropout": 0.2, "classifier_pooling": "cls", "attn_implementation": "eager"}
+    options = {
+        "classifier_dropout": 0.3,
+        "mlp_dropout": 0.2,
+        "classifier_pooling": "cls",
+        "attn_implementation": "eager",
+    }
     for kind in ("ours", "theirs"):
         model, _ = build_task_model("classification", pretrained[1] / kind, LABELS, options)
         assert model.task_head.dropout.p == 0.3 and model.config._attn_implementation == "eager"
-        assert {m.p for m in model.encoder.blocks[0].mlp.modules() if isinstance(m, torch.nn.Dropout)} == {0.2}
+        assert {
+            m.p for m in model.encoder.blocks[0].mlp.modules() if isinstance(m, torch.nn.Dropout)
+        } == {0.2}
         assert model.config.classifier_pooling == "cls"
 
 
@@ -131,7 +166,10 @@ def test_an_encoder_with_holes_is_refused(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["encoder.blocks.1.attention.qkv.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="lacks weights of its own encoder, such as 'encoder.blocks.1.attention.qkv.weight'"):
+    with pytest.raises(
+        ValueError,
+        match="lacks weights of its own encoder, such as 'encoder.blocks.1.attention.qkv.weight'",
+    ):
         load_task_model("classification", tmp_path, LABELS)
 
 
@@ -149,16 +187,23 @@ def test_a_source_that_is_none_is_refused(name, kwargs, said):
 def test_user_and_data_agree_on_labels_or_the_user_is_told():
     nothing = {"num_labels": None, "id2label": None, "problem_type": None}
     found = {"num_labels": 2, "id2label": ("a", "b"), "problem_type": "single_label_classification"}
-    assert settle_labels("classification", nothing, found) == TaskLabels(2, ("a", "b"), "single_label_classification")
+    assert settle_labels("classification", nothing, found) == TaskLabels(
+        2, ("a", "b"), "single_label_classification"
+    )
     assert settle_labels("question_answering", nothing, {"num_labels": None}) == TaskLabels(2)
     assert settle_labels("classification", {**nothing, "num_labels": 4}, {}).names == ()
-    for change, said in (({"num_labels": 3}, "num_labels=3, but the data has 2"), ({"id2label": ("b", "a")}, "id2label")):
+    for change, said in (
+        ({"num_labels": 3}, "num_labels=3, but the data has 2"),
+        ({"id2label": ("b", "a")}, "id2label"),
+    ):
         with pytest.raises(ValueError, match=said):
             settle_labels("classification", {**nothing, **change}, found)
     with pytest.raises(ValueError, match="num_labels is None"):
         settle_labels("classification", nothing, {})
     with pytest.raises(ValueError, match="id2label names 3"):
-        settle_labels("classification", {**nothing, "num_labels": 2, "id2label": ("a", "b", "c")}, {})
+        settle_labels(
+            "classification", {**nothing, "num_labels": 2, "id2label": ("a", "b", "c")}, {}
+        )
 
 
 # --- layers ---------------------------------------------------------------------------------------
@@ -186,7 +231,9 @@ def test_rates_fall_by_one_factor_a_layer_and_end_at_the_heads(rate, decay, num_
 
 def test_every_weight_is_in_one_group_with_the_rate_of_its_depth():
     model = fresh_model()
-    hparams = SimpleNamespace(optimizer_class="adamw", learning_rate=1.0, layer_decay=0.5, weight_decay=0.1)
+    hparams = SimpleNamespace(
+        optimizer_class="adamw", learning_rate=1.0, layer_decay=0.5, weight_decay=0.1
+    )
     groups, names = finetuning_groups(model, hparams), {p: n for n, p in model.named_parameters()}
     found = {names[p]: group.get("lr", 1.0) for group in groups for p in group["params"]}
     assert sum(len(group["params"]) for group in groups) == len(names) == len(found)
@@ -220,10 +267,19 @@ def test_reinit_begins_the_top_anew_and_leaves_the_rest(tmp_path):
     model, _ = load_task_model("classification", tmp_path, LABELS)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     anew = reinit_top(model, 2)
-    changed = {key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])}
-    expected = {k for k in before if k.startswith(("encoder.blocks.1.", "encoder.blocks.2.", "encoder.final_norm."))}
+    changed = {
+        key for key, weight in model.state_dict().items() if not torch.equal(weight, before[key])
+    }
+    expected = {
+        k
+        for k in before
+        if k.startswith(("encoder.blocks.1.", "encoder.blocks.2.", "encoder.final_norm."))
+    }
     assert changed == set(anew) == expected
-    assert model.encoder.final_norm.weight.eq(1).all() and model.encoder.blocks[1].mlp_norm.weight.eq(1).all()
+    assert (
+        model.encoder.final_norm.weight.eq(1).all()
+        and model.encoder.blocks[1].mlp_norm.weight.eq(1).all()
+    )
     widths = {key: fresh_model().state_dict()[key].std() for key in expected if "norm" not in key}
     for key, width in widths.items():
         assert model.state_dict()[key].std() == pytest.approx(width.item(), rel=0.15), key
@@ -235,7 +291,9 @@ def test_reinit_narrows_what_deepnorm_narrows_though_transformers_marks_it_as_lo
     shaken(BertLabForMaskedLM(config)).save_pretrained(tmp_path)
     model, fresh = BertLabForMaskedLM.from_pretrained(tmp_path), BertLabForMaskedLM(config)
     reinit_top(model, 1)
-    narrow, expected = (one.encoder.blocks[2].attention.out.weight.std().item() for one in (model, fresh))
+    narrow, expected = (
+        one.encoder.blocks[2].attention.out.weight.std().item() for one in (model, fresh)
+    )
     assert narrow == pytest.approx(expected, rel=0.2)
 
 
@@ -279,26 +337,44 @@ def save_all(source, folder):
 
 @torch.no_grad()
 def test_pipelines_load_what_was_saved_where_bertlab_is_not(tmp_path):
-    shaken(transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))).save_pretrained(tmp_path / "mlm-bert")
+    shaken(transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))).save_pretrained(
+        tmp_path / "mlm-bert"
+    )
     shaken(BertLabForMaskedLM(TINY)).save_pretrained(tmp_path / "mlm-modernbert")
-    made = {kind: save_all(tmp_path / f"mlm-{kind}", tmp_path / kind) for kind in ("bert", "modernbert")}
-    run = subprocess.run([sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True)
+    made = {
+        kind: save_all(tmp_path / f"mlm-{kind}", tmp_path / kind) for kind in ("bert", "modernbert")
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path)], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     everything = json.loads(run.stdout.splitlines()[-1])
     for kind, models in made.items():
-        found, ids = everything[kind], TOKENIZER("the apple is here", return_tensors="pt")["input_ids"]
+        found, ids = (
+            everything[kind],
+            TOKENIZER("the apple is here", return_tensors="pt")["input_ids"],
+        )
         score = models["classification"](ids).logits.softmax(-1)[0]
         assert found["text-classification"][0]["label"] == TAGS[score.argmax()]
-        assert found["text-classification"][0]["score"] == pytest.approx(score.max().item(), abs=1e-4)
+        assert found["text-classification"][0]["score"] == pytest.approx(
+            score.max().item(), abs=1e-4
+        )
         tags = models["token_classification"](ids).logits[0].argmax(-1)
         shown = [TAGS.index(one["entity"]) for one in found["token-classification"]]
-        assert shown == [int(tag) for tag in tags[1:-1] if tag]  # the pipeline leaves O and special tokens out
+        assert shown == [
+            int(tag) for tag in tags[1:-1] if tag
+        ]  # the pipeline leaves O and special tokens out
         pair = TOKENIZER("where", "in oslo", return_tensors="pt")["input_ids"]
         ours = models["question_answering"](pair).start_logits[0]
         torch.testing.assert_close(torch.tensor(found["answers"]), ours, atol=1e-4, rtol=1e-3)
 
 
 def test_what_no_other_library_has_is_written_in_our_class(tmp_path):
-    config = BertLabConfig(**{**TINY.to_diff_dict(), "norm": "dynamic_tanh", "classifier_pooling": "mean"})
+    config = BertLabConfig(
+        **{**TINY.to_diff_dict(), "norm": "dynamic_tanh", "classifier_pooling": "mean"}
+    )
     place = save_for_pipeline(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
-    assert type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__ == "DynamicTanhNorm"
+    assert (
+        type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__
+        == "DynamicTanhNorm"
+    )

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from bertlab.finetuning import baselines
 from bertlab.finetuning.baselines import (
-    AnswerWords, bag_of_words_baseline, compute_baselines, describe_draw, majority_baseline, own_task, score_predictions, score_spans,
+    AnswerWords,
+    bag_of_words_baseline,
+    compute_baselines,
+    describe_draw,
+    majority_baseline,
+    own_task,
+    score_predictions,
+    score_spans,
     tag_words,
 )
 from bertlab.data.tokenizers import train_tokenizer
@@ -25,12 +32,32 @@ from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers
 from bertlab.finetuning.metrics import get_metrics_for_task
 from bertlab.finetuning.tasks import (
-    AREAS, SHARES, TASK_RECIPES, Task, area_rows, class_of, describe_task, divide_rows, load_task, module_of,
-    place_group, question_rows, row_text, thin_out,
+    AREAS,
+    SHARES,
+    TASK_RECIPES,
+    Task,
+    area_rows,
+    class_of,
+    describe_task,
+    divide_rows,
+    load_task,
+    module_of,
+    place_group,
+    question_rows,
+    row_text,
+    thin_out,
 )
 from bertlab.model.config import BertLabConfig
 from bertlab.model.task_heads import text_loss
-from bertlab.finetuning.tasks import ask_about, clip, label_code, label_words, list_entry, parse_functions, stdlib_functions
+from bertlab.finetuning.tasks import (
+    ask_about,
+    clip,
+    label_code,
+    label_words,
+    list_entry,
+    parse_functions,
+    stdlib_functions,
+)
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
 SMALL = {"train": 250, "validation": 60, "test": 80}
@@ -90,7 +117,11 @@ def test_names_are_told_apart_by_what_they_do():
 
 def test_words_in_strings_are_strings_and_the_docstring_is_left_out():
     labelled = kinds_of('def f():\n    """Doc of f."""\n    return "if x" + f"{f}"\n')
-    assert ("if", "string") in labelled and ("Doc", "string") not in labelled and ("return", "keyword") in labelled
+    assert (
+        ("if", "string") in labelled
+        and ("Doc", "string") not in labelled
+        and ("return", "keyword") in labelled
+    )
 
 
 def test_a_method_is_read_as_it_stands_even_with_a_string_left_of_it():
@@ -108,7 +139,9 @@ def test_keywords_and_numbers_are_those_of_the_tokenizer():
             continue
         tokens = list(tokenize.generate_tokens(io.StringIO(function.code).readline))
         words, kinds = label_code(function.code)
-        keywords = [t.string for t in tokens if t.type == tokenize.NAME and keyword.iskeyword(t.string)]
+        keywords = [
+            t.string for t in tokens if t.type == tokenize.NAME and keyword.iskeyword(t.string)
+        ]
         assert [w for w, k in zip(words, kinds) if k == "keyword"] == keywords
         numbers = [t.string for t in tokens if t.type == tokenize.NUMBER]
         assert [w for w, k in zip(words, kinds) if k == "number"] == numbers
@@ -119,7 +152,9 @@ def test_keywords_and_numbers_are_those_of_the_tokenizer():
 
 
 def test_words_of_documentation_follow_the_signature():
-    function = parsed('def load(path, a=1):\n    "Load a path or a Path. Raise ValueError, open the list."\n')
+    function = parsed(
+        'def load(path, a=1):\n    "Load a path or a Path. Raise ValueError, open the list."\n'
+    )
     labelled = dict(zip(*label_words(function)))
     assert labelled["path"] == "parameter" and labelled["ValueError"] == labelled["load"] == "name"
     assert labelled["a"] == labelled["Path"] == labelled["open"] == labelled["list"] == "word"
@@ -128,7 +163,9 @@ def test_words_of_documentation_follow_the_signature():
 def asked(code: str) -> dict[str, str | None]:
     function = parsed(code)
     line = list_entry(function)[0]
-    return {question: line[slice(*span)] if span else None for _, question, span in ask_about(function)}
+    return {
+        question: line[slice(*span)] if span else None for _, question, span in ask_about(function)
+    }
 
 
 def test_questions_have_the_answers_that_stand_in_the_line():
@@ -169,7 +206,10 @@ def test_clipping_keeps_the_beginning(text, size):
 
 
 @many
-@given(st.lists(st.tuples(st.sampled_from("abcdefgh"), st.text("xyz ", max_size=12)), max_size=40), st.integers(0, 5))
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.text("xyz ", max_size=12)), max_size=40),
+    st.integers(0, 5),
+)
 def test_groups_stay_together_and_nothing_comes_twice(pairs, seed):
     rows = [{"text": text, "source": f"{group}:f{n}"} for n, (group, text) in enumerate(pairs)]
     splits, dropped = divide_rows(rows, seed, SMALL, module_of)
@@ -218,8 +258,12 @@ def test_a_task_is_a_function_of_its_seed(name):
 def test_the_data_module_takes_a_task_as_it_is(name):
     task = small(name)
     tokenizer = train_tokenizer([row_text(row) for row in task.train], 600)
-    data = FinetuningDataModule(task.kind, tokenizer, max_sequence_length=task.max_sequence_length,
-                                collator_kwargs={"doc_stride": 16} if task.kind.startswith("q") else None)
+    data = FinetuningDataModule(
+        task.kind,
+        tokenizer,
+        max_sequence_length=task.max_sequence_length,
+        collator_kwargs={"doc_stride": 16} if task.kind.startswith("q") else None,
+    )
     data.set_datasets(**task.splits)
     data.setup()
     batch = next(iter(data.train_dataloader()))
@@ -234,10 +278,15 @@ def test_the_data_module_takes_a_task_as_it_is(name):
 
 def test_areas_share_no_module_and_no_text_names_one():
     modules = [module for names in AREAS.values() for module in names.split()]
-    assert len(modules) == len(set(modules)) == len(" ".join(AREAS.values()).split()) and len(AREAS) == 12
+    assert (
+        len(modules) == len(set(modules)) == len(" ".join(AREAS.values()).split())
+        and len(AREAS) == 12
+    )
     names = {"asyncio", "tkinter", "email", "unittest", "json", "urllib"}
     for row in area_rows(max_per_area=60):
-        words = {word for part in row["text"].lower().split("_") for word in fingerprint(part).split()}
+        words = {
+            word for part in row["text"].lower().split("_") for word in fingerprint(part).split()
+        }
         assert not words & names
     shown = " ".join(row["text"] for row in area_rows(hide_names=False, max_per_area=60)).lower()
     assert any(name in shown for name in names)
@@ -247,7 +296,9 @@ def test_every_answer_stands_at_its_place_and_no_answer_is_right_too_often():
     rows = question_rows()
     answered = 0
     for number, row in enumerate(rows):
-        spans = read_answers(row, "answers", row["context"], number)  # raises where the place is wrong
+        spans = read_answers(
+            row, "answers", row["context"], number
+        )  # raises where the place is wrong
         assert len(spans) == len(row["answers"]["text"]) <= 1
         answered += len(spans)
         name = row["question"].removesuffix("?").split()[-1 if row["kind"] == "default" else -2]
@@ -260,12 +311,22 @@ def test_every_answer_stands_at_its_place_and_no_answer_is_right_too_often():
 def test_thinning_counts_against_the_other_answers():
     row = lambda n, text: {"question": str(n), "context": "", "kind": "k",
                            "answers": {"text": [text] if text else []}}  # fmt: skip
-    rows = [row(n, "None") for n in range(100)] + [row(100 + n, "") for n in range(40)] + [row(999, "x")] * 1
+    rows = (
+        [row(n, "None") for n in range(100)]
+        + [row(100 + n, "") for n in range(40)]
+        + [row(999, "x")] * 1
+    )
     kept = Counter(tuple(r["answers"]["text"]) for r in thin_out(rows, 0.5))
-    assert kept == {("None",): 20, (): 40, ("x",): 1}  # 41 others halved; 101 halved is more than there are
+    assert kept == {
+        ("None",): 20,
+        (): 40,
+        ("x",): 1,
+    }  # 41 others halved; 101 halved is more than there are
 
 
-@pytest.mark.parametrize("wrong", [{"name": "docstrings"}, {"name": "doc-words", "sizes": {"dev": 3}}])
+@pytest.mark.parametrize(
+    "wrong", [{"name": "docstrings"}, {"name": "doc-words", "sizes": {"dev": 3}}]
+)
 def test_a_wrong_name_is_answered_by_the_known_ones(wrong):
     with pytest.raises(ValueError, match="docstring-area|validation"):
         load_task(**wrong)
@@ -294,9 +355,15 @@ def test_the_majority_is_the_most_frequent_label_and_an_answer_only_where_it_sta
     rows = [{"text": "x", "label": label} for label in "aab"]
     assert majority_baseline(task_of("classification", rows, rows)).predictions == ["a"] * 3
     tags = [{"text": ["x", "y"], "label": ["n", "v"]}, {"text": ["z"], "label": ["v"]}]
-    assert majority_baseline(task_of("token_classification", tags, tags)).predictions == [["v", "v"], ["v"]]
-    say = lambda context, *texts: {"question": "What?", "context": context, "answers": {
-        "text": list(texts), "answer_start": [context.find(text) for text in texts]}}
+    assert majority_baseline(task_of("token_classification", tags, tags)).predictions == [
+        ["v", "v"],
+        ["v"],
+    ]
+    say = lambda context, *texts: {
+        "question": "What?",
+        "context": context,
+        "answers": {"text": list(texts), "answer_start": [context.find(text) for text in texts]},
+    }
     rows = [say("x=None", "None"), say("y=None", "None"), say("z")]
     made = majority_baseline(task_of("question_answering", rows, rows))
     assert made.predictions == ["None", "None", ""] and made.scores["exact_match"] == 1
@@ -309,8 +376,11 @@ def test_a_table_knows_words_then_shapes_then_nothing():
 
 
 def test_spans_stay_in_their_line_and_within_the_longest_answer():
-    row = {"question": "What is the default of x in f?", "context": "f(x=1): a b\ng(y): c",
-           "answers": {"text": ["1"], "answer_start": [4]}}
+    row = {
+        "question": "What is the default of x in f?",
+        "context": "f(x=1): a b\ng(y): c",
+        "answers": {"text": ["1"], "answer_start": [4]},
+    }
     features, spans = score_spans(row, AnswerWords([row]), max_words=3)
     texts = [row["context"][slice(*span)] for span in spans]
     assert features.shape == (3, len(spans)) and len(set(spans)) == len(spans)
@@ -321,7 +391,11 @@ def test_spans_stay_in_their_line_and_within_the_longest_answer():
 
 
 def test_spans_are_those_of_a_loop_over_words_in_its_order():
-    row = {"question": "where is b ?", "context": "a b .\n\nc d e f\ng", "answers": {"text": ["d e"], "answer_start": [9]}}
+    row = {
+        "question": "where is b ?",
+        "context": "a b .\n\nc d e f\ng",
+        "answers": {"text": ["d e"], "answer_start": [9]},
+    }
     features, spans = score_spans(row, AnswerWords([row]), max_words=2, reach=1)
     texts = ["a", "a b", "b", "b .", ".", "c", "c d", "d", "d e", "e", "e f", "f", "g"]
     assert [row["context"][slice(*span)] for span in spans] == texts
@@ -331,30 +405,69 @@ def test_spans_are_those_of_a_loop_over_words_in_its_order():
 
 def test_a_bag_of_words_counts_letters_where_no_spaces_are_written():
     draw = np.random.default_rng(0)
-    filler = lambda n: "".join(draw.choice(list("天地人大小上下左右中国朋友今明昨早晚来去")) for _ in range(n))  # noqa: E731
+    filler = lambda n: "".join(
+        draw.choice(list("天地人大小上下左右中国朋友今明昨早晚来去")) for _ in range(n)
+    )  # noqa: E731
+
     def rows(count):  # noqa: E306
         nouns = {"food": "饭", "sport": "球"}
-        return [{"text": f"{filler(6)}{nouns[label]}{filler(5)},{filler(4)}。", "label": label}
-                for label in draw.choice([*nouns], count).tolist()]
+        return [
+            {"text": f"{filler(6)}{nouns[label]}{filler(5)},{filler(4)}。", "label": label}
+            for label in draw.choice([*nouns], count).tolist()
+        ]
 
-    task = Task("zh", "classification", "", "text", "label", ("food", "sport"), "accuracy", rows(120), rows(40), rows(60))
-    assert bag_of_words_baseline(task).scores["accuracy"] > 0.95 > 0.8 > majority_baseline(task).scores["accuracy"]
-    row = {"question": "首都是哪里?", "context": "我们的首都是北京。", "answers": {"text": ["北京"], "answer_start": [6]}}
-    spans = [row["context"][slice(*span)] for span in score_spans(row, AnswerWords([row]), max_words=2)[1]]
+    task = Task(
+        "zh",
+        "classification",
+        "",
+        "text",
+        "label",
+        ("food", "sport"),
+        "accuracy",
+        rows(120),
+        rows(40),
+        rows(60),
+    )
+    assert (
+        bag_of_words_baseline(task).scores["accuracy"]
+        > 0.95
+        > 0.8
+        > majority_baseline(task).scores["accuracy"]
+    )
+    row = {
+        "question": "首都是哪里?",
+        "context": "我们的首都是北京。",
+        "answers": {"text": ["北京"], "answer_start": [6]},
+    }
+    spans = [
+        row["context"][slice(*span)]
+        for span in score_spans(row, AnswerWords([row]), max_words=2)[1]
+    ]
     assert "北京" in spans and "京。" in spans and not any(len(span) > 2 for span in spans)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_words_of_the_tasks_own_rows_are_what_they_were(name):
     "So that baselines of English text keep their scores."
+
     def texts_in(value):  # noqa: E306
         if isinstance(value, str):
             yield value
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        for part in (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else ()
+        ):
             yield from texts_in(part)
 
     for text in texts_in([small(name).train, small(name).validation, small(name).test]):
-        assert split_words(text, signs=True) == [m[0] for m in word_pattern(signs=True).finditer(text)] == re.findall(r"\w+|[^\w\s]", text)
+        assert (
+            split_words(text, signs=True)
+            == [m[0] for m in word_pattern(signs=True).finditer(text)]
+            == re.findall(r"\w+|[^\w\s]", text)
+        )
 
 
 def test_the_question_baseline_scores_a_text_once_whatever_the_threshold(monkeypatch):
@@ -370,7 +483,9 @@ def test_a_bag_of_words_beats_the_majority_and_does_not_look_at_test_labels(name
     task = small(name)
     bag = bag_of_words_baseline(task)
     assert bag.scores[task.metric] > majority_baseline(task).scores[task.metric] + 0.05
-    assert len(bag.predictions) == len(task.test) and all(0 <= score <= 1 for score in bag.scores.values())
+    assert len(bag.predictions) == len(task.test) and all(
+        0 <= score <= 1 for score in bag.scores.values()
+    )
     blind = [{**row, task.label_column: task.test[0][task.label_column]} for row in task.test]
     if task.kind == "token_classification":
         blind = [{**row, "label": ["word"] * len(row["text"])} for row in task.test]
@@ -384,7 +499,11 @@ def test_a_bag_of_words_beats_the_majority_and_does_not_look_at_test_labels(name
 def own_data(kind, rows, **options):
     tokenizer = train_tokenizer(["red fish blue dog one two is a what where"] * 9, 80)
     data = FinetuningDataModule(kind, tokenizer, max_sequence_length=32, **options)
-    data.set_datasets(train=rows, val=rows[:10], test=[{**row, "label": -1} for row in rows[:4]] if kind == "classification" else None)
+    data.set_datasets(
+        train=rows,
+        val=rows[:10],
+        test=[{**row, "label": -1} for row in rows[:4]] if kind == "classification" else None,
+    )
     data.setup()
     return data
 
@@ -406,15 +525,24 @@ def test_a_change_of_minus_hundred_per_cent_is_a_number_for_baselines_and_models
     task = own_task(data)
     assert [row["label"] for row in task.test] == [row["label"] for row in rows[:10]]
     said = [change[row["text"].split()[0]] for row in task.test]
-    assert score_predictions(task, said) == pytest.approx({"pearson": 1, "spearman": 1}), "no prediction is blotted out"
+    assert score_predictions(task, said) == pytest.approx({"pearson": 1, "spearman": 1}), (
+        "no prediction is blotted out"
+    )
     batch, real = next(iter(data.val_dataloader())), 10
     config = BertLabConfig(num_labels=1, problem_type="regression", vocab_size=80)
-    total, count = text_loss(config, torch.zeros(len(batch["labels"]), 1), batch["labels"], batch["attention_mask"].any(1))
+    total, count = text_loss(
+        config,
+        torch.zeros(len(batch["labels"]), 1),
+        batch["labels"],
+        batch["attention_mask"].any(1),
+    )
     assert count == real and total == sum(value**2 for value in said)
 
 
 def test_of_many_rows_some_are_drawn_by_lot_because_files_are_sorted_by_label():
-    rows = [{"text": "red fish", "label": "fish"}] * 60 + [{"text": "blue dog", "label": "dog"}] * 40
+    rows = [{"text": "red fish", "label": "fish"}] * 60 + [
+        {"text": "blue dog", "label": "dog"}
+    ] * 40
     data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
     data.set_datasets(train=rows[40:], val=rows[40:], test=rows)
     data.setup()
@@ -424,23 +552,42 @@ def test_of_many_rows_some_are_drawn_by_lot_because_files_are_sorted_by_label():
     assert labels == sorted(labels, reverse=True), "in the order of the file"
     assert own_task(data, 50) == task, "the same lots each time"
     assert own_task(data, 100).test == own_task(data).test and len(own_task(data).test) == 100
-    assert describe_draw(data, 50) == ("baselines take 50 of 60 train rows, 50 of 60 validation rows, 50 of 100 test rows, "
-                                       "drawn by lot")
-    assert describe_draw(data, 60) == "baselines take 60 of 100 test rows, drawn by lot" and describe_draw(data) == ""
-    assert compute_baselines(data, 50)["majority"]["test_accuracy"] == pytest.approx(labels.count("dog") / 50)
+    assert describe_draw(data, 50) == (
+        "baselines take 50 of 60 train rows, 50 of 60 validation rows, 50 of 100 test rows, "
+        "drawn by lot"
+    )
+    assert (
+        describe_draw(data, 60) == "baselines take 60 of 100 test rows, drawn by lot"
+        and describe_draw(data) == ""
+    )
+    assert compute_baselines(data, 50)["majority"]["test_accuracy"] == pytest.approx(
+        labels.count("dog") / 50
+    )
 
 
 def test_pairs_of_texts_with_names_get_both_opponents_by_the_metrics_of_the_module():
-    rows = [{"a": "red fish" if i % 3 else "blue dog", "b": "one", "label": "fish" if i % 3 else "dog"} for i in range(30)]
+    rows = [
+        {"a": "red fish" if i % 3 else "blue dog", "b": "one", "label": "fish" if i % 3 else "dog"}
+        for i in range(30)
+    ]
     data = own_data("classification", rows, text_column=["a", "b"])
     assert own_task(data).train[0] == {"text": "blue dog one", "label": "dog"}
     found = compute_baselines(data)
-    assert found["majority"]["val_accuracy"] == pytest.approx(0.6) and found["bag of words"]["val_accuracy"] == 1
+    assert (
+        found["majority"]["val_accuracy"] == pytest.approx(0.6)
+        and found["bag of words"]["val_accuracy"] == 1
+    )
     assert {"val_f1_macro", "val_mcc"} <= set(found["majority"])
 
 
 def test_several_labels_and_numbers_get_both_opponents():
-    rows = [{"text": "red fish" if i % 2 else "blue dog is", "label": ["red", "fish"] if i % 2 else ["dog"]} for i in range(30)]
+    rows = [
+        {
+            "text": "red fish" if i % 2 else "blue dog is",
+            "label": ["red", "fish"] if i % 2 else ["dog"],
+        }
+        for i in range(30)
+    ]
     data = FinetuningDataModule("classification", vocab_size=40, max_sequence_length=32)
     data.set_datasets(train=rows, val=rows[:10])
     data.setup()
@@ -450,19 +597,30 @@ def test_several_labels_and_numbers_get_both_opponents():
     data.set_datasets(train=rows, val=rows[:10])
     data.setup()
     found = compute_baselines(data)
-    assert found["bag of words"]["val_spearman"] > 0.8 and found["majority"] == {}, "a constant has no correlation"
+    assert found["bag of words"]["val_spearman"] > 0.8 and found["majority"] == {}, (
+        "a constant has no correlation"
+    )
 
 
 def test_tags_in_iob2_are_scored_as_entities_and_words_without_a_label_are_left_out():
-    rows = [{"text": ["red", "fish", "is", "a", "dog"], "label": ["B-X", "I-X", "O", -100, "B-Y"]} for _ in range(12)]
+    rows = [
+        {"text": ["red", "fish", "is", "a", "dog"], "label": ["B-X", "I-X", "O", -100, "B-Y"]}
+        for _ in range(12)
+    ]
     data = own_data("token_classification", rows)
-    assert own_task(data).train[0] == {"text": ["red", "fish", "is", "dog"], "label": ["B-X", "I-X", "O", "B-Y"]}
+    assert own_task(data).train[0] == {
+        "text": ["red", "fish", "is", "dog"],
+        "label": ["B-X", "I-X", "O", "B-Y"],
+    }
     assert compute_baselines(data)["bag of words"]["val_entity_f1"] == 1
 
 
 def test_questions_of_ones_own_get_both_opponents():
     answer = lambda word: [{"text": word, "answer_start": 5}]  # noqa: E731
-    rows = [{"question": "what is a dog", "context": f"a is {word} dog", "answers": answer(word)} for word in ["red", "one", "two"] * 4]
+    rows = [
+        {"question": "what is a dog", "context": f"a is {word} dog", "answers": answer(word)}
+        for word in ["red", "one", "two"] * 4
+    ]
     data = own_data("question_answering", rows, collator_kwargs={"doc_stride": 4})
     assert set(compute_baselines(data)) == {"majority", "bag of words"}
     assert 0 < compute_baselines(data)["majority"]["val_exact_match"] < 1
@@ -478,18 +636,31 @@ def test_a_single_validation_row_leaves_both_opponents_of_numbers_without_a_scor
 
 def test_a_sentence_without_a_label_on_any_word_is_no_obstacle():
     known = {"text": ["red", "fish"], "label": ["ADJ", "NOUN"]}
-    data = own_data("token_classification", [{"text": ["a", "dog"], "label": [-100, -100]}, *[known] * 11])
+    data = own_data(
+        "token_classification", [{"text": ["a", "dog"], "label": [-100, -100]}, *[known] * 11]
+    )
     assert compute_baselines(data)["bag of words"]["val_accuracy"] == 1
 
 
 def test_models_and_opponents_are_judged_by_the_same_words_of_texts_that_are_longer_than_a_row():
-    rows = [{"text": ["red", "fish", "is", "a", "dog"] * n, "label": ["B-X", "I-X", "O", "O", "B-Y"] * n} for n in (1, 9, 14)]
+    rows = [
+        {
+            "text": ["red", "fish", "is", "a", "dog"] * n,
+            "label": ["B-X", "I-X", "O", "O", "B-Y"] * n,
+        }
+        for n in (1, 9, 14)
+    ]
     data = own_data("token_classification", rows * 4)
     task, names = own_task(data), data.labels.names
-    judged = [[names[one] for one in row["labels"].tolist() if one >= 0] for row in data.datasets["validation"].rows]
+    judged = [
+        [names[one] for one in row["labels"].tolist() if one >= 0]
+        for row in data.datasets["validation"].rows
+    ]
     assert [row["label"] for row in task.test] == judged and len(judged) > 10
     assert sum(map(len, judged)) == sum(len(row["label"]) for row in (rows * 4)[:10]), "every word"
-    assert len(task.train) == 12 and {row["text"][-1] for row in task.train} == {"dog"}, "opponents learn from whole texts"
+    assert len(task.train) == 12 and {row["text"][-1] for row in task.train} == {"dog"}, (
+        "opponents learn from whole texts"
+    )
 
 
 def many_labels(num_labels: int, several: bool) -> Task:
@@ -499,17 +670,35 @@ def many_labels(num_labels: int, several: bool) -> Task:
     def rows(num: int) -> list[dict]:
         labels = [f"label{n % num_labels}" for n in range(num)]
         common = rng.integers(0, 900, (num, 6))
-        texts = [f"{one}a {one}b " + " ".join(f"word{n}" for n in words) for one, words in zip(labels, common)]
-        return [{"text": text, "label": [one] if several else one} for text, one in zip(texts, labels)]
+        texts = [
+            f"{one}a {one}b " + " ".join(f"word{n}" for n in words)
+            for one, words in zip(labels, common)
+        ]
+        return [
+            {"text": text, "label": [one] if several else one} for text, one in zip(texts, labels)
+        ]
 
     names = tuple(f"label{n}" for n in range(num_labels))
     problem = "multi_label_classification" if several else None
-    return Task("many", "classification", "", "text", "label", names, "f1_macro", rows(6 * num_labels), rows(num_labels), rows(num_labels),
-                problem_type=problem)
+    return Task(
+        "many",
+        "classification",
+        "",
+        "text",
+        "label",
+        names,
+        "f1_macro",
+        rows(6 * num_labels),
+        rows(num_labels),
+        rows(num_labels),
+        problem_type=problem,
+    )
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_of_very_many_labels_a_bag_of_words_learns_by_a_few_passes_and_is_the_same_each_time(several, monkeypatch):
+def test_of_very_many_labels_a_bag_of_words_learns_by_a_few_passes_and_is_the_same_each_time(
+    several, monkeypatch
+):
     from sklearn.linear_model import LogisticRegression
 
     task = many_labels(300 if not several else 60, several)
@@ -523,5 +712,7 @@ def test_of_very_many_labels_a_bag_of_words_learns_by_a_few_passes_and_is_the_sa
 def test_with_few_labels_the_regression_goes_to_its_minimum(monkeypatch):
     from sklearn.linear_model import SGDClassifier
 
-    monkeypatch.setattr(SGDClassifier, "fit", lambda *_, **__: pytest.fail("there is time for the minimum"))
+    monkeypatch.setattr(
+        SGDClassifier, "fit", lambda *_, **__: pytest.fail("there is time for the minimum")
+    )
     assert bag_of_words_baseline(many_labels(12, False)).scores["accuracy"] > 0.9

@@ -42,18 +42,33 @@ def classes(root: Path) -> dict[str, Found]:
 
 
 def read_class(node: ast.ClassDef, place: str) -> Found:
-    bases = [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
+    bases = [
+        base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases
+    ]
     read = Found(place, bases)
     for statement in node.body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             read.sets.add(statement.name)
-        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-        read.sets |= {n.id for target in targets if target is not None for n in ast.walk(target) if isinstance(n, ast.Name)}
+        targets = (
+            statement.targets
+            if isinstance(statement, ast.Assign)
+            else [getattr(statement, "target", None)]
+        )
+        read.sets |= {
+            n.id
+            for target in targets
+            if target is not None
+            for n in ast.walk(target)
+            if isinstance(n, ast.Name)
+        }
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute) and getattr(inner.value, "id", None) == "self":
             (read.reads if isinstance(inner.ctx, ast.Load) else read.sets).add(inner.attr)
         # `vars(self).update(...)`, `register_buffer("x", ...)`: the name is a string
-        if isinstance(inner, ast.Call) and getattr(inner.func, "attr", "") in ("register_buffer", "register_parameter"):
+        if isinstance(inner, ast.Call) and getattr(inner.func, "attr", "") in (
+            "register_buffer",
+            "register_parameter",
+        ):
             read.sets.add(getattr(inner.args[0], "value", ""))
     return read
 
@@ -94,7 +109,9 @@ def test_no_class_stands_on_more_than_two_of_ours():
 def test_a_class_with_one_child_is_rare_and_has_its_reason():
     found = classes(ROOT)
     alone = {name for name in found if len(children(name, found)) == 1}
-    assert alone - ONE_CHILD.keys() == set(), "part of its child, or named in ONE_CHILD with a reason"
+    assert alone - ONE_CHILD.keys() == set(), (
+        "part of its child, or named in ONE_CHILD with a reason"
+    )
     assert ONE_CHILD.keys() - alone == set(), "has no longer one child: take it out of ONE_CHILD"
     assert len(alone) <= 12
 
@@ -117,7 +134,10 @@ class E(D): pass
 """
 
 
-@pytest.mark.parametrize("name, tall, only, read", [("A", 0, True, {"x", "own"}), ("C", 2, True, set()), ("E", 4, False, set())])
+@pytest.mark.parametrize(
+    "name, tall, only, read",
+    [("A", 0, True, {"x", "own"}), ("C", 2, True, set()), ("E", 4, False, set())],
+)
 def test_a_ladder_is_found(name, tall, only, read, tmp_path):
     (tmp_path / "bertlab/core").mkdir(parents=True)
     (tmp_path / "bertlab/core/x.py").write_text(LADDER)

@@ -28,7 +28,12 @@ def prose_of(path) -> list[str]:
 
 
 def test_every_page_of_the_course_is_on_the_map():
-    linked = set(re.findall(r"\]\((?:\.\./walkthroughs/)?([\w.]+\.ipynb)\)", "\n".join(prose_of(COURSE / "index.ipynb"))))
+    linked = set(
+        re.findall(
+            r"\]\((?:\.\./walkthroughs/)?([\w.]+\.ipynb)\)",
+            "\n".join(prose_of(COURSE / "index.ipynb")),
+        )
+    )
     pages = {path.name for path in COURSE.glob("*.ipynb")} - {"index.ipynb"}
     assert pages <= linked, f"not on the map: {pages - linked}"
 
@@ -58,20 +63,27 @@ def is_import(node: ast.stmt) -> bool:
 
 def defines(node: ast.stmt) -> bool:
     "Functions, and constants in capitals."
-    named = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).strip("()").replace(", ", "").isupper()
+    named = (
+        isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]).strip("()").replace(", ", "").isupper()
+    )
     return isinstance(node, ast.FunctionDef) or named
 
 
 def load(page: str, *needed: str) -> tuple[dict, str]:
     "What the cells with these definitions define, and the folded solutions of the page."
     path = (ROOT / "nbs" if "/" in page else COURSE) / f"{page}.ipynb"
-    space = dict.fromkeys(("train_rows", "tuning", "held_out"))  # which functions of the pages have as defaults
+    space = dict.fromkeys(
+        ("train_rows", "tuning", "held_out")
+    )  # which functions of the pages have as defaults
     for cell in cells_of(path):
         source = sync.source_of(cell)
         if cell["cell_type"] != "code" or "eval: false" in source:
             continue
         wanted = any(name in source for name in needed)
-        body = [node for node in ast.parse(source).body if is_import(node) or wanted and defines(node)]
+        body = [
+            node for node in ast.parse(source).body if is_import(node) or wanted and defines(node)
+        ]
         exec(compile(ast.Module(body, []), str(path), "exec"), space)
     return space, "\n".join(code for text in prose_of(path) for code in solutions(text))
 
@@ -124,8 +136,20 @@ CARDS = ("NAMES, NUMBERS, CARDS", "def find_number")
 
 
 WRONG = [
-    ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_AFTER, "before the softmax"),
-    ("01_inside_the_encoder", "masked_weights", ("def attend(", "def masked_weights"), MASK_QUERIES, "queries"),
+    (
+        "01_inside_the_encoder",
+        "masked_weights",
+        ("def attend(", "def masked_weights"),
+        MASK_AFTER,
+        "before the softmax",
+    ),
+    (
+        "01_inside_the_encoder",
+        "masked_weights",
+        ("def attend(", "def masked_weights"),
+        MASK_QUERIES,
+        "queries",
+    ),
     ("01_inside_the_encoder", "find_number", CARDS, HEARS_ITSELF, "hears itself"),
     ("torch_refresher", "gradients", ("def gradients",), ONE_CALL, "add up"),
     ("torch_refresher", "gradients", ("def gradients",), NEVER_FORGETS, "must be gone"),
@@ -140,12 +164,19 @@ WRONG = [
 
 
 @pytest.mark.parametrize("page, exercise, needed, wrong, hint", WRONG)
-def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(page, exercise, needed, wrong, hint):
+def test_a_check_knows_the_right_answer_and_names_the_mistake_of_a_wrong_one(
+    page, exercise, needed, wrong, hint
+):
     space, answers = load(page, *needed)
-    words_N, chars_N = torch.tensor([0.2, 0.5, 0.9]), torch.tensor([1.5, 3.0, 6.0])  # what the refresher measures
+    words_N, chars_N = (
+        torch.tensor([0.2, 0.5, 0.9]),
+        torch.tensor([1.5, 3.0, 6.0]),
+    )  # what the refresher measures
     space |= {"words_N": words_N, "chars_N": chars_N, "by_hand": (-2 * chars_N * words_N).mean()}
     check = space[f"check_{exercise}"]
-    said = lambda: check(*[space[exercise]] * len(signature(check).parameters))  # some find the answer by its name
+    said = lambda: check(
+        *[space[exercise]] * len(signature(check).parameters)
+    )  # some find the answer by its name
     assert said() == "not attempted"
     exec(answers, space)
     assert said() == "right"
@@ -189,25 +220,49 @@ def test_every_check_is_remembered_under_the_name_of_its_page(path):
 
 
 def test_the_map_knows_every_page_and_how_many_checks_it_has():
-    source = next(sync.source_of(cell) for cell in cells_of(COURSE / "index.ipynb") if "CHECKS = {" in sync.source_of(cell))
+    source = next(
+        sync.source_of(cell)
+        for cell in cells_of(COURSE / "index.ipynb")
+        if "CHECKS = {" in sync.source_of(cell)
+    )
     known = next(ast.literal_eval(node.value) for node in ast.parse(source).body
                  if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CHECKS")  # fmt: skip
     for page, count in known.values():
         path = ROOT / "nbs" / f"{page}.ipynb"
         assert count == (len(PUZZLES) if page == "course/puzzles" else len(checks_of(path))), page
-    assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {page for page, _ in known.values()}
+    assert {key_of(path) for path in COURSE.glob("*.ipynb") if checks_of(path)} <= {
+        page for page, _ in known.values()
+    }
 
 
 def test_the_table_of_the_final_project_says_which_seed_the_clock_ended():
     result = json.loads((ROOT / "benchmarks/results/final_project.json").read_text())
-    source = next(sync.source_of(cell) for cell in cells_of(COURSE / "final_project.ipynb") if "def reference_table" in sync.source_of(cell))
-    body = [node for node in ast.parse(source).body if getattr(node, "name", "") in ("verdict_of", "reference_table")]
-    exec(compile(ast.Module(body, []), "final_project", "exec"), space := {"np": np, "claim": lambda *_: None})
+    source = next(
+        sync.source_of(cell)
+        for cell in cells_of(COURSE / "final_project.ipynb")
+        if "def reference_table" in sync.source_of(cell)
+    )
+    body = [
+        node
+        for node in ast.parse(source).body
+        if getattr(node, "name", "") in ("verdict_of", "reference_table")
+    ]
+    exec(
+        compile(ast.Module(body, []), "final_project", "exec"),
+        space := {"np": np, "claim": lambda *_: None},
+    )
     for found in result["recipes"].values():
         for one in found["seeds"]:
-            one["steps"] = 4321 if found["recipe"]["trainer"]["max_steps"] > 4321 and one["seed"] == 1 else one["planned_steps"]
+            one["steps"] = (
+                4321
+                if found["recipe"]["trainer"]["max_steps"] > 4321 and one["seed"] == 1
+                else one["planned_steps"]
+            )
     table = space["reference_table"](result)
-    assert "The clock ended seed 1 of *record* after 4,321 steps" in table and table.count("The clock ended") == 1
+    assert (
+        "The clock ended seed 1 of *record* after 4,321 steps" in table
+        and table.count("The clock ended") == 1
+    )
     planned = result["recipes"]["record"]["recipe"]["trainer"]["max_steps"]
     assert f"| {planned:,} |" in table and "4,321 |" not in table
 
@@ -216,6 +271,11 @@ def test_every_check_is_tried_with_two_wrong_answers():
     tried = [(page if "/" in page else f"course/{page}", exercise) for page, exercise, *_ in WRONG]
     for path in sorted([*COURSE.glob("*.ipynb"), *(ROOT / "nbs/walkthroughs").glob("*.ipynb")]):
         for check in checks_of(path):
-            if check == "project":  # it is the judge of the final project, which the tests of the race try
+            if (
+                check == "project"
+            ):  # it is the judge of the final project, which the tests of the race try
                 continue
-            assert tried.count((key_of(path), check.removeprefix("check_"))) >= 2, (path.stem, check)
+            assert tried.count((key_of(path), check.removeprefix("check_"))) >= 2, (
+                path.stem,
+                check,
+            )

@@ -26,7 +26,13 @@ reveal_type(module)
 reveal_type(trainer)
 reveal_type(bertlab.data.packing.deal_lengths)
 """
-TYPES = ["Corpus", "PretrainingDataModule", "PretrainingModule", "Trainer", "(counts: list[int], capacity: int | None"]
+TYPES = [
+    "Corpus",
+    "PretrainingDataModule",
+    "PretrainingModule",
+    "Trainer",
+    "(counts: list[int], capacity: int | None",
+]
 
 
 def check_types(tmp_path: Path, script: str) -> list[dict]:
@@ -35,7 +41,15 @@ def check_types(tmp_path: Path, script: str) -> list[dict]:
     path.write_text(script)
     settings = {"extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        str(path),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     return json.loads(done.stdout)["generalDiagnostics"]
 
@@ -50,7 +64,9 @@ def test_a_type_checker_knows_every_name_and_signature_of_a_first_script(tmp_pat
 
 @pytest.mark.slow
 def test_a_type_checker_finds_a_misspelt_name_and_argument(tmp_path):
-    found = check_types(tmp_path, "import bertlab\nbertlab.PretrainingModul()\nbertlab.make_trainer(max_step=1)\n")
+    found = check_types(
+        tmp_path, "import bertlab\nbertlab.PretrainingModul()\nbertlab.make_trainer(max_step=1)\n"
+    )
     errors = [entry["message"] for entry in found if entry["severity"] == "error"]
     assert any("PretrainingModul" in message for message in errors)
     assert any("max_step" in message for message in errors)
@@ -63,7 +79,9 @@ def test_a_type_checker_knows_every_public_name(tmp_path):
     lines = "\n".join(f"reveal_type(bertlab.{name})" for name in bertlab._PLACES)
     found = check_types(tmp_path, f"import bertlab\n{lines}\n")
     assert [entry["message"] for entry in found if entry["severity"] == "error"] == []
-    unknown = [entry["message"] for entry in found if "Unknown" in entry["message"].removesuffix('"')[-9:]]
+    unknown = [
+        entry["message"] for entry in found if "Unknown" in entry["message"].removesuffix('"')[-9:]
+    ]
     assert unknown == []
 
 
@@ -81,5 +99,7 @@ def test_threads_that_wait_are_asked_to_spin_briefly_unless_somebody_says_otherw
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     environment |= {"GOMP_SPINCOUNT": before} if before else {}
     words = [sys.executable, "-c", "import os, bertlab; print(os.environ['GOMP_SPINCOUNT'])"]
-    found = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    found = subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert found.stdout.strip() == after

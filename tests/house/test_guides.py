@@ -36,7 +36,10 @@ FRAME = [
 
 
 def frame(left_out: str = "", put: str = "") -> list[str]:
-    cells = [{"cell_type": kind, "source": text.replace(left_out, put) if left_out else text} for kind, text in FRAME]
+    cells = [
+        {"cell_type": kind, "source": text.replace(left_out, put) if left_out else text}
+        for kind, text in FRAME
+    ]
     return lint.lint_frame(cells, "guide")
 
 

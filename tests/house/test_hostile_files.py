@@ -28,10 +28,25 @@ from bertlab.cli.main import main
 from bertlab.cli.pretrain import find_model, trainer_options
 from bertlab.core.files import check_run_directory, recover_directory, written_directory
 from bertlab.core.names import find_object
-from bertlab.core.reading import check_beside, parse_json, parse_yaml, read_json, read_text, read_yaml
+from bertlab.core.reading import (
+    check_beside,
+    parse_json,
+    parse_yaml,
+    read_json,
+    read_text,
+    read_yaml,
+)
 from bertlab.data.cache import tokenize_documents
 from bertlab.data.readers import TABLES, read_texts
-from bertlab.data.shards import HEADER_BYTES, MAGIC, MANIFEST, StaleCache, finish_shards, open_shards, write_shard
+from bertlab.data.shards import (
+    HEADER_BYTES,
+    MAGIC,
+    MANIFEST,
+    StaleCache,
+    finish_shards,
+    open_shards,
+    write_shard,
+)
 from bertlab.data.sources import find_documents
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.finetuning.data import load_reading
@@ -247,10 +262,14 @@ MODELS = {  # what is wrong with a directory: what makes it so
 }  # fmt: skip
 LABELS = TaskLabels(2, ("no", "yes"), "single_label_classification")
 READERS = {  # who reads a directory with a model
-    "from_huggingface": ("theirs", from_huggingface), "load_encoder": ("ours", load_encoder),
+    "from_huggingface": ("theirs", from_huggingface),
+    "load_encoder": ("ours", load_encoder),
     "load_predictor": ("classifier", load_predictor),
     "load_task_model": ("theirs", lambda place: load_task_model("classification", place, LABELS)),
-    "PretrainingModule": ("ours", lambda place: PretrainingModule(pretrained_model_name_or_path=str(place))),
+    "PretrainingModule": (
+        "ours",
+        lambda place: PretrainingModule(pretrained_model_name_or_path=str(place)),
+    ),
 }
 
 
@@ -284,7 +303,12 @@ def test_the_program_answers_a_bent_model_in_one_line(place, capfd, wrong):
 
 
 def test_a_shape_alone_is_measured_before_anything_is_built(place):
-    rewrite(place / "ours" / "config.json", hidden_size=10**5, num_attention_heads=100, intermediate_size=10**6)
+    rewrite(
+        place / "ours" / "config.json",
+        hidden_size=10**5,
+        num_attention_heads=100,
+        intermediate_size=10**6,
+    )
     assert "parameters" in answer_of(lambda: read_shape(place / "ours"))
 
 
@@ -334,7 +358,9 @@ def test_a_bent_tokenizer_is_one_sentence(place, wrong):
     TOKENIZERS[wrong](directory)
     try:
         answer_of(lambda: load_tokenizer(directory), directory / "was run")
-    except pytest.fail.Exception:  # the library mends it, such as a mask that BERT always has: then it must work
+    except (
+        pytest.fail.Exception
+    ):  # the library mends it, such as a mask that BERT always has: then it must work
         tokenizer = load_tokenizer(directory)
         ids = tokenizer(TEXTS[0])["input_ids"]
         assert wrong in ("no mask", "a special token that is a number")
@@ -346,7 +372,9 @@ def test_a_bent_tokenizer_is_one_sentence(place, wrong):
     pretrained_model_name_or_path=str(place))], ids=["load_predictor", "PretrainingModule"])  # fmt: skip
 def test_a_vocabulary_that_is_larger_than_the_model_is_one_sentence(place, read):
     name = "classifier" if read is load_predictor else "theirs"
-    train_tokenizer([" ".join(TEXTS), "x y z 0 1 2 3 4 5 6 7 8 9"], 400).save_pretrained(place / name)
+    train_tokenizer([" ".join(TEXTS), "x y z 0 1 2 3 4 5 6 7 8 9"], 400).save_pretrained(
+        place / name
+    )
     assert "vocab_size" in answer_of(lambda: read(place / name))
 
 
@@ -365,7 +393,9 @@ def checkpoint_of(place):
 
 
 def change_state(path, **changes):
-    torch.save({**read_torch_file(path), **changes}, path.with_suffix(".new"))  # the old one is mapped
+    torch.save(
+        {**read_torch_file(path), **changes}, path.with_suffix(".new")
+    )  # the old one is mapped
     path.with_suffix(".new").replace(path)
 
 
@@ -381,13 +411,17 @@ CHECKPOINTS = {
     "a bomb": put_zip_bomb,
     "cut": lambda p: p.write_bytes(p.read_bytes()[:5000]),
     "text": lambda p: p.write_text("weights, honest"),
-    "a plain pickle": lambda p: p.write_bytes(pickle.dumps({"global_step": 4, "trap": Trap(p.parent / "was run")})),
+    "a plain pickle": lambda p: p.write_bytes(
+        pickle.dumps({"global_step": 4, "trap": Trap(p.parent / "was run")})
+    ),
     "a list": lambda p: torch.save([1, 2], p),
     "steps that are text": lambda p: change_state(p, global_step="many"),
     "steps below none": lambda p: change_state(p, global_step=-5),
     "weights that are a list": lambda p: change_state(p, state_dict=[1]),
     "callbacks that are a list": lambda p: change_state(p, callbacks=[1]),
-    "a tensor without numbers": lambda p: change_state(p, extra=torch.zeros(1).expand(10**6, 10**6)),
+    "a tensor without numbers": lambda p: change_state(
+        p, extra=torch.zeros(1).expand(10**6, 10**6)
+    ),
     "a path that climbs": climbing,
 }
 
@@ -412,10 +446,16 @@ LATER = {  # what is read only when a run goes on: part, and what it becomes
     "weights by other names": dict(state_dict={"model.nothing": torch.zeros(3)}),
     "optimizer states of nothing": dict(optimizer_states=[{}]),
     "optimizer states that are text": dict(optimizer_states=["adam"]),
-    "optimizer states of other shapes": dict(optimizer_states=[{"state": {0: {"step": "x"}}, "param_groups": []}]),
+    "optimizer states of other shapes": dict(
+        optimizer_states=[{"state": {0: {"step": "x"}}, "param_groups": []}]
+    ),
     "loops of nobody": dict(loops={"fit_loop": 3}),
-    "rows of nobody": dict(loops={"fit_loop": {"state_dict": {"combined_loader": [{"delivered": "all"}]}}}),
-    "rows without a number": dict(loops={"fit_loop": {"state_dict": {"combined_loader": [{"read": 3}]}}}),
+    "rows of nobody": dict(
+        loops={"fit_loop": {"state_dict": {"combined_loader": [{"delivered": "all"}]}}}
+    ),
+    "rows without a number": dict(
+        loops={"fit_loop": {"state_dict": {"combined_loader": [{"read": 3}]}}}
+    ),
     "a schedule of nobody": dict(lr_schedulers=["later"]),
 }
 
@@ -466,7 +506,9 @@ def test_a_marker_that_is_none_makes_no_model(place, marker):
     answer_of(lambda: find_model(place / "run"))
 
 
-@pytest.mark.parametrize("link", ["tokenizer/tokenizer.json", "metrics.json", "checkpoints", "logs/metrics.csv"])
+@pytest.mark.parametrize(
+    "link", ["tokenizer/tokenizer.json", "metrics.json", "checkpoints", "logs/metrics.csv"]
+)
 def test_a_run_does_not_write_through_a_link_that_leads_out_of_it(place, capfd, link):
     outside = place.parent / "precious"
     path = place / "run" / link
@@ -479,7 +521,9 @@ def test_a_run_does_not_write_through_a_link_that_leads_out_of_it(place, capfd, 
     path.parent.mkdir(exist_ok=True)
     path.symlink_to(outside)
     before = contents(place.parent)
-    assert "leads out" in answer_of_program(capfd, "pretrain", "--resume", place / "run", "--trainer.max_steps", "6")
+    assert "leads out" in answer_of_program(
+        capfd, "pretrain", "--resume", place / "run", "--trainer.max_steps", "6"
+    )
     assert contents(place.parent) == before
 
 
@@ -512,7 +556,9 @@ NPZ = {
 
 @pytest.mark.parametrize("wrong", NPZ)
 def test_bent_histograms_are_one_sentence(tmp_path, wrong, monkeypatch):
-    monkeypatch.setattr("bertlab.train.histograms._MOST_BYTES", 1 << 20)  # else the bomb takes long to make
+    monkeypatch.setattr(
+        "bertlab.train.histograms._MOST_BYTES", 1 << 20
+    )  # else the bomb takes long to make
     NPZ[wrong](tmp_path / "histograms.npz")
     answer_of(lambda: read_histograms(tmp_path / "histograms.npz"), tmp_path / "was run")
 
@@ -525,7 +571,9 @@ def test_bent_results_of_fine_tuning_are_one_sentence(tmp_path, text):
     answer_of(lambda: _read_runs(tmp_path / "metrics.json", "val_loss"))
 
 
-@pytest.mark.parametrize("text", ["3", "{}", '{"task": 3, "text_columns": [], "max_sequence_length": 8}', "[" * 50_000])
+@pytest.mark.parametrize(
+    "text", ["3", "{}", '{"task": 3, "text_columns": [], "max_sequence_length": 8}', "[" * 50_000]
+)
 def test_a_bent_note_of_how_rows_are_read_is_one_sentence(place, text):
     (place / "classifier" / "bertlab_reading.json").write_text(text)
     answer_of(lambda: load_reading(place / "classifier"))
@@ -536,7 +584,9 @@ def test_a_bent_note_of_how_rows_are_read_is_one_sentence(place, text):
 
 def laughs(levels=9, width=9):
     lines = ["l0: &l0 [ha]"]
-    return "\n".join(lines + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * width)}]" for n in range(1, levels + 1)])
+    return "\n".join(
+        lines + [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * width)}]" for n in range(1, levels + 1)]
+    )
 
 
 RECIPES = {
@@ -570,8 +620,12 @@ def test_a_bent_recipe_is_one_sentence(tmp_path, wrong, reader):
 
 
 @pytest.mark.parametrize("command", ["pretrain", "finetune", "demo", "distill", "validate"])
-@pytest.mark.parametrize("wrong", ["an object of Python", "a bomb", "a name twice", "brackets without end"])
-def test_the_program_answers_a_bent_recipe_in_one_line(tmp_path, capfd, monkeypatch, command, wrong):
+@pytest.mark.parametrize(
+    "wrong", ["an object of Python", "a bomb", "a name twice", "brackets without end"]
+)
+def test_the_program_answers_a_bent_recipe_in_one_line(
+    tmp_path, capfd, monkeypatch, command, wrong
+):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPES[wrong].replace("TRAP", str(tmp_path / "was run")))
@@ -579,11 +633,15 @@ def test_the_program_answers_a_bent_recipe_in_one_line(tmp_path, capfd, monkeypa
     assert "recipe.yaml" in line and sorted(os.listdir(tmp_path)) == ["recipe.yaml"]
 
 
-@pytest.mark.parametrize("text", ["[]", "stages: 3", "stages: [3]", laughs(), "!!python/name:os.system"])
+@pytest.mark.parametrize(
+    "text", ["[]", "stages: 3", "stages: [3]", laughs(), "!!python/name:os.system"]
+)
 def test_a_run_of_stages_does_not_go_on_from_a_bent_note(tmp_path, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.yaml").write_text(text)
-    (tmp_path / "stages.yaml").write_text("stages: [{data: {train_dataset_name_or_path: nowhere.txt}, steps: 3}]")
+    (tmp_path / "stages.yaml").write_text(
+        "stages: [{data: {train_dataset_name_or_path: nowhere.txt}, steps: 3}]"
+    )
     stages = load_stages(tmp_path / "stages.yaml")
     answer_of(lambda: train_stages(stages, tmp_path / "run", resume=True))
 
@@ -614,15 +672,21 @@ def test_a_recipe_builds_parts_of_a_run_and_calls_nothing_else(tmp_path, tool):
 def test_parts_of_a_run_are_built_and_own_ones_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_watch.py").write_text(
-        "from lightning.pytorch.callbacks import Callback\nclass Watch(Callback):\n    def __init__(self, n): self.n = n\n")
+        "from lightning.pytorch.callbacks import Callback\nclass Watch(Callback):\n    def __init__(self, n): self.n = n\n"
+    )
     asked = [{"class_path": "own_watch.Watch", "init_args": {"n": 3}}, "LearningRateMonitor"]
     built = trainer_options({"callbacks": asked})["callbacks"]
     assert built[0].n == 3 and type(built[1]).__name__ == "LearningRateMonitor"
 
 
-@pytest.mark.parametrize("name", ["os.system", "subprocess.run", "builtins.eval", "shutil.rmtree", "runpy.run_path"])
+@pytest.mark.parametrize(
+    "name", ["os.system", "subprocess.run", "builtins.eval", "shutil.rmtree", "runpy.run_path"]
+)
 def test_no_part_of_a_run_is_one_of_pythons_tools(name):
-    for work in (lambda: find_object(name, "collator"), lambda: get_optimizer(name, [torch.nn.Parameter(torch.ones(2))])):
+    for work in (
+        lambda: find_object(name, "collator"),
+        lambda: get_optimizer(name, [torch.nn.Parameter(torch.ones(2))]),
+    ):
         assert "Python itself" in answer_of(work)
 
 
@@ -707,14 +771,22 @@ CACHES = {
     "a document before the first": lambda d: forge_content(d, before_the_first),
     "a document beyond the last": lambda d: forge_content(d, beyond_the_last),
     "an id of no word": lambda d: forge_content(d, no_word),
-    "a shard elsewhere": lambda d: forge_manifest(d, lambda m: m["shards"][0].update(file="../../secret.shard")),
-    "blocks elsewhere": lambda d: forge_manifest(d, lambda m: m["blocks"].update(file="/etc/passwd")),
-    "more blocks than there are": lambda d: forge_manifest(d, lambda m: m["blocks"].update(count=10**12)),
+    "a shard elsewhere": lambda d: forge_manifest(
+        d, lambda m: m["shards"][0].update(file="../../secret.shard")
+    ),
+    "blocks elsewhere": lambda d: forge_manifest(
+        d, lambda m: m["blocks"].update(file="/etc/passwd")
+    ),
+    "more blocks than there are": lambda d: forge_manifest(
+        d, lambda m: m["blocks"].update(count=10**12)
+    ),
     "shards that are text": lambda d: forge_manifest(d, lambda m: m.update(shards="all")),
     "a manifest that is nested": lambda d: (d / MANIFEST).write_text("[" * 5000),
     "cut": lambda d: (d / SHARD).write_bytes((d / SHARD).read_bytes()[:300]),
     "a pickle": lambda d: (d / SHARD).write_bytes(pickle.dumps(Trap(d.parent / "was run"))),
-    "pickled blocks": lambda d: next(d.glob("blocks-*.npy")).write_bytes(pickle.dumps(Trap(d.parent / "was run"))),
+    "pickled blocks": lambda d: next(d.glob("blocks-*.npy")).write_bytes(
+        pickle.dumps(Trap(d.parent / "was run"))
+    ),
 }
 
 
@@ -727,7 +799,11 @@ def test_a_forged_cache_is_built_anew_though_its_checksums_fit(cache, wrong):
         open_shards(path, num_ids=len(tokenizer)).verify()
     with pytest.warns(UserWarning, match="built anew"):
         documents = tokenize_documents(TEXTS[:9], tokenizer, cache_dir=path.parent, num_proc=1)
-    assert (path / SHARD).read_bytes() == want and len(documents) == 9 and not (path.parent / "was run").exists()
+    assert (
+        (path / SHARD).read_bytes() == want
+        and len(documents) == 9
+        and not (path.parent / "was run").exists()
+    )
 
 
 # ---- texts and tables -----------------------------------------------------------------------------
@@ -786,7 +862,9 @@ def test_a_directory_of_data_runs_no_script(tmp_path, script):
     folder.mkdir()
     (folder / "README.md").write_text("---\nconfigs: []\n---\n")
     (folder / script).write_text(f"import os; os.mkdir({str(tmp_path / 'was run')!r})")
-    answer_of(lambda: list(find_documents(str(folder), "text", "auto", Counter())), tmp_path / "was run")
+    answer_of(
+        lambda: list(find_documents(str(folder), "text", "auto", Counter())), tmp_path / "was run"
+    )
 
 
 # ---- the readers themselves -----------------------------------------------------------------------
@@ -795,7 +873,9 @@ def test_a_directory_of_data_runs_no_script(tmp_path, script):
 def test_random_damage_to_a_config_or_a_recipe_is_answered_in_one_sentence():
     draw = random.Random(0)
     config = json.dumps(modernbert_tiny().to_diff_dict(), indent=1).encode()
-    recipe = yaml.safe_dump({"model": {"a": [1, 2.5, None, "x"]}, "steps": 3, "rate": 1e-3, "on": True}).encode()
+    recipe = yaml.safe_dump(
+        {"model": {"a": [1, 2.5, None, "x"]}, "steps": 3, "rate": 1e-3, "on": True}
+    ).encode()
     for data, parse in ((config, parse_json), (recipe, parse_yaml)):
         for _ in range(1500):
             bent = bytearray(data)
@@ -807,7 +887,9 @@ def test_random_damage_to_a_config_or_a_recipe_is_answered_in_one_sentence():
                 assert str(error).startswith("given is not") and "\n" not in str(error)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../a", "/a", "a/b", "a\\b", "C:a", "a\0", None, 3, ["a"]])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../a", "/a", "a/b", "a\\b", "C:a", "a\0", None, 3, ["a"]]
+)
 def test_a_name_in_a_file_has_no_direction(name):
     answer_of(lambda: check_beside(name, "given"))
     assert check_beside("model-00001-of-00002.safetensors", "given")
@@ -829,7 +911,11 @@ def test_more_than_a_file_may_have_is_not_read(tmp_path):
 
 
 def names_and_texts(directory):
-    return {str(path.relative_to(directory)): path.read_text() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_text()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def put_old(directory):
@@ -853,7 +939,9 @@ def replace_it(directory):
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "by two renames"])
-def test_what_a_user_has_put_into_a_model_stays_when_it_is_replaced(tmp_path, monkeypatch, exchange):
+def test_what_a_user_has_put_into_a_model_stays_when_it_is_replaced(
+    tmp_path, monkeypatch, exchange
+):
     if not exchange:
         monkeypatch.setattr("bertlab.core.files._exchange", lambda one, other: False)
     directory = tmp_path / "model"
@@ -865,7 +953,9 @@ def test_what_a_user_has_put_into_a_model_stays_when_it_is_replaced(tmp_path, mo
 
 
 @pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "by two renames"])
-def test_a_kill_at_each_rename_leaves_the_old_model_or_the_new_one_and_all_of_the_users_files(tmp_path, exchange):
+def test_a_kill_at_each_rename_leaves_the_old_model_or_the_new_one_and_all_of_the_users_files(
+    tmp_path, exchange
+):
     "The child dies at its n-th rename, link or removal, before it or after it, until it has none left to die at."
     import signal
     import sys
@@ -903,10 +993,15 @@ def test_a_kill_at_each_rename_leaves_the_old_model_or_the_new_one_and_all_of_th
         recover_directory(directory)  # as whoever reads or writes a model does first
         found = names_and_texts(directory)
         assert {name: text for name, text in found.items() if name in MINE} == MINE, (at, found)
-        assert {name: text for name, text in found.items() if name in NEW} in (OLD, NEW), (at, found)
+        assert {name: text for name, text in found.items() if name in NEW} in (OLD, NEW), (
+            at,
+            found,
+        )
         outcomes.append((visible, found["weights"]))
         replace_it(directory)
-        assert names_and_texts(directory) == NEW | MINE and os.listdir(directory.parent) == ["model"]
+        assert names_and_texts(directory) == NEW | MINE and os.listdir(directory.parent) == [
+            "model"
+        ]
         if os.WIFEXITED(status):
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -919,7 +1014,9 @@ def test_a_model_whose_replacement_was_killed_is_read_again(place):
     model = load_encoder(place / "ours")
     (place / "ours").rename(place / ".ours.replaced")  # what a kill between two renames leaves
     again = load_encoder(place / "ours")
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values())
+    )
 
 
 def test_save_model_replaces_a_model_whole_and_keeps_where_the_process_stands(place, monkeypatch):
@@ -929,7 +1026,10 @@ def test_save_model_replaces_a_model_whole_and_keeps_where_the_process_stands(pl
     monkeypatch.chdir(place / "ours")
     save_model(model, tokenizer, ".")
     assert (place / "ours").stat().st_ino != inode and Path("NOTES.md").read_text() == "mine"
-    assert Path("config.json").exists() and sorted(p.name for p in place.iterdir() if p.name[0] == ".") == []
+    assert (
+        Path("config.json").exists()
+        and sorted(p.name for p in place.iterdir() if p.name[0] == ".") == []
+    )
 
 
 def test_a_place_that_cannot_move_is_written_file_by_file(place, monkeypatch):
@@ -985,7 +1085,10 @@ def graph(place):
     head = numpy_helper.from_array(rng.normal(size=(8, 200)).astype(np.float32), "head")
     nodes = [helper.make_node("Gather", ["table", "input_ids"], ["x"]),
              helper.make_node("MatMul", ["x", "head"], ["logits"])]  # fmt: skip
-    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["B", "L"]) for name in ("input_ids", "attention_mask")]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["B", "L"])
+        for name in ("input_ids", "attention_mask")
+    ]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["B", "L", 200])]
     made = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs, [table, head]),
                              opset_imports=[helper.make_opsetid("", 20)], ir_version=10)  # fmt: skip
@@ -1016,7 +1119,9 @@ def hidden_tensor(graph, where):
     "A weight somewhere in the file: beside the graph, in an attribute, a branch, a function, a sparse weight."
     from onnx import TensorProto, helper
 
-    small = helper.make_tensor("small", TensorProto.FLOAT, [2], np.zeros(2, np.float32).tobytes(), raw=True)
+    small = helper.make_tensor(
+        "small", TensorProto.FLOAT, [2], np.zeros(2, np.float32).tobytes(), raw=True
+    )
     constant = helper.make_node("Constant", [], ["small_out"], value=small)
     if where == "weights":
         return graph.graph.initializer[0]
@@ -1024,11 +1129,17 @@ def hidden_tensor(graph, where):
         graph.graph.node.append(constant)
         return graph.graph.node[-1].attribute[0].t
     if where == "branch":
-        inner = helper.make_graph([constant], "inner", [], [helper.make_tensor_value_info("small_out", 1, [2])])
-        graph.graph.node.append(helper.make_node("If", ["attention_mask"], ["y"], then_branch=inner, else_branch=inner))
+        inner = helper.make_graph(
+            [constant], "inner", [], [helper.make_tensor_value_info("small_out", 1, [2])]
+        )
+        graph.graph.node.append(
+            helper.make_node("If", ["attention_mask"], ["y"], then_branch=inner, else_branch=inner)
+        )
         return graph.graph.node[-1].attribute[0].g.node[0].attribute[0].t
     if where == "function":
-        function = helper.make_function("own", "f", [], ["small_out"], [constant], [helper.make_opsetid("", 20)])
+        function = helper.make_function(
+            "own", "f", [], ["small_out"], [constant], [helper.make_opsetid("", 20)]
+        )
         graph.functions.append(function)
         return graph.functions[0].node[0].attribute[0].t
     graph.graph.sparse_initializer.add().values.CopyFrom(small)
@@ -1037,7 +1148,9 @@ def hidden_tensor(graph, where):
 
 @pytest.mark.parametrize("where", ["weights", "attribute", "branch", "function", "sparse weight"])
 @pytest.mark.parametrize("location", ["../secret", "{place}/secret", "secret", ""])
-def test_an_onnx_file_that_names_another_file_is_refused_and_that_file_is_not_opened(graph, place, where, location):
+def test_an_onnx_file_that_names_another_file_is_refused_and_that_file_is_not_opened(
+    graph, place, where, location
+):
     # Whoever opens a pipe that nobody writes to waits for ever.
     for secret in (place / "secret", place / "theirs/secret"):
         os.mkfifo(secret)
@@ -1101,7 +1214,9 @@ def test_flipped_bits_of_an_onnx_file_end_in_an_answer_or_in_a_sentence(graph, p
     for _ in range(60):
         bent = bytearray(whole)
         for _ in range(rng.choice([1, 4])):
-            place_of_bit = rng.choice([rng.randrange(len(bent)), rng.randrange(300), len(bent) - 1 - rng.randrange(300)])
+            place_of_bit = rng.choice(
+                [rng.randrange(len(bent)), rng.randrange(300), len(bent) - 1 - rng.randrange(300)]
+            )
             bent[place_of_bit] ^= 1 << rng.randrange(8)
         (place / "theirs/model.onnx").write_bytes(bent)
         try:

@@ -14,7 +14,9 @@ import yaml
 from conftest import ROOT
 
 NOTEBOOKS = sync.notebooks(ROOT)
-MODULES = sorted(path for path in (ROOT / "bertlab").glob("*/*.py") if not path.name.startswith("_"))
+MODULES = sorted(
+    path for path in (ROOT / "bertlab").glob("*/*.py") if not path.name.startswith("_")
+)
 # A chapter imports only the chapters that stand here beside it.
 MAY_IMPORT = {
     "core": set(),
@@ -44,7 +46,21 @@ def name_of(path: Path) -> str:
 
 def text_files(root: Path) -> list[Path]:
     "Every text file of the project, generated or not."
-    kinds = {".py", ".ipynb", ".md", ".toml", ".ini", ".yml", ".css", ".txt", ".sh", ".cfg", ".json", ".yaml", ""}
+    kinds = {
+        ".py",
+        ".ipynb",
+        ".md",
+        ".toml",
+        ".ini",
+        ".yml",
+        ".css",
+        ".txt",
+        ".sh",
+        ".cfg",
+        ".json",
+        ".yaml",
+        "",
+    }
     skip = re.compile(
         r"^(\.git|\.venv.*|\..*cache|\.hypothesis|_proc|_docs|build|dist|.*\.egg-info|__pycache__|bertlab-demo.*|lightning_logs|nbdev\.yml)$"
     )
@@ -88,7 +104,9 @@ def imports_of(source: str, chapter: str = "") -> list[tuple[str, bool]]:
                 names = [f"{base}.{alias.name}" for alias in child.names] if whole else [base]
                 found.extend((name, inside) for name in names)
             elif isinstance(child, ast.Attribute) and getattr(child.value, "id", None) == "bertlab":
-                found.append((f"bertlab.{child.attr}", inside))  # the lazy names of the package count as imports
+                found.append(
+                    (f"bertlab.{child.attr}", inside)
+                )  # the lazy names of the package count as imports
             function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             visit(child, inside or function)
 
@@ -109,11 +127,17 @@ def broken_chapters(module: str, source: str, number_of: dict[str, int]) -> list
                 problems.append(f"imports {name}, which no notebook exports to")
             elif (other := target.partition(".")[0]) == chapter:
                 if number_of[target] >= number_of[module]:
-                    problems.append(f"number {number_of[module]} imports {target}, number {number_of[target]}")
+                    problems.append(
+                        f"number {number_of[module]} imports {target}, number {number_of[target]}"
+                    )
             elif other not in MAY_IMPORT[chapter]:
-                problems.append(f"{chapter} imports {target}; it may import {sorted(MAY_IMPORT[chapter])}")
+                problems.append(
+                    f"{chapter} imports {target}; it may import {sorted(MAY_IMPORT[chapter])}"
+                )
         if top in {"lightning", "pytorch_lightning"} and chapter in WITHOUT_LIGHTNING:
-            problems.append(f"{chapter} imports {name}; Lightning is not for {sorted(WITHOUT_LIGHTNING)}")
+            problems.append(
+                f"{chapter} imports {name}; Lightning is not for {sorted(WITHOUT_LIGHTNING)}"
+            )
         if top == "torch_xla" and not (inside and module == "train.xla"):
             problems.append(f"{module} imports {name}; only inside functions of train.xla")
         if top in {"torch", "transformers", "lightning", "datasets"} and module == "core.plots":
@@ -139,7 +163,11 @@ SMALL_HOUSE = {"core.plots": 3, "data.corpus": 4, "data.packing": 10, "data.modu
     "module, source, word",
     [
         ("data.packing", "from ..train.trainer import make_trainer", "data imports train.trainer"),
-        ("data.packing", "from bertlab.train.trainer import make_trainer", "data imports train.trainer"),
+        (
+            "data.packing",
+            "from bertlab.train.trainer import make_trainer",
+            "data imports train.trainer",
+        ),
         ("data.packing", "def f():\n    from ..train import trainer", "data imports train.trainer"),
         ("data.packing", "import bertlab.data.packing", "number 10 imports data.packing"),
         ("data.packing", "from .module import x", "number 10 imports data.module, number 16"),
@@ -195,7 +223,9 @@ def flaws(source: str, filename: str) -> list[str]:
 
     class Reporter:
         def flake(self, message):
-            harmless = isinstance(message, messages.UnusedVariable) or isinstance(message, messages.RedefinedWhileUnused)
+            harmless = isinstance(message, messages.UnusedVariable) or isinstance(
+                message, messages.RedefinedWhileUnused
+            )
             if not harmless:
                 found.append(str(message))
 
@@ -214,14 +244,18 @@ def test_exported_code_has_no_undefined_name(path):
     assert flaws(path.read_text(encoding="utf-8"), name_of(path)) == []
 
 
-@pytest.mark.parametrize("source", ["def f():\n    return nowhere", "from os import *\nf = join", "import os\n"])
+@pytest.mark.parametrize(
+    "source", ["def f():\n    return nowhere", "from os import *\nf = join", "import os\n"]
+)
 def test_an_undefined_name_is_found(source):
     assert flaws(source, "x.py")
 
 
 def in_fresh_python(code: str) -> str:
     "What a piece of code prints in an interpreter of its own."
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -236,7 +270,9 @@ listed = sum(len(names.split()) for names in bertlab._FACE.values())
 chapters = [getattr(bertlab, name).__name__ for name in bertlab._CHAPTERS]
 print(json.dumps([listed, len(places), wrong, undocumented, chapters, dir(bertlab)]))
 """
-    listed, count, wrong, undocumented, chapters, shown = json.loads(in_fresh_python(code).splitlines()[-1])
+    listed, count, wrong, undocumented, chapters, shown = json.loads(
+        in_fresh_python(code).splitlines()[-1]
+    )
     assert listed == count, "a name is listed twice"
     assert 100 <= count <= 140 and (wrong, undocumented) == ([], [])
     assert chapters == [f"bertlab.{name}" for name in sync.CHAPTERS]
@@ -245,7 +281,12 @@ print(json.dumps([listed, len(places), wrong, undocumented, chapters, dir(bertla
 
 
 def test_tab_shows_no_name_that_fails_when_touched():
-    assert in_fresh_python("import bertlab\nfor name in dir(bertlab): getattr(bertlab, name)\nprint('all')") == "all\n"
+    assert (
+        in_fresh_python(
+            "import bertlab\nfor name in dir(bertlab): getattr(bertlab, name)\nprint('all')"
+        )
+        == "all\n"
+    )
 
 
 def test_an_unknown_name_is_an_attribute_error_that_suggests_a_known_one():
@@ -257,7 +298,16 @@ def test_an_unknown_name_is_an_attribute_error_that_suggests_a_known_one():
         bertlab.PretrainingModul
 
 
-HEAVY = {"torch", "transformers", "lightning", "datasets", "matplotlib", "numpy", "pandas", "IPython"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "lightning",
+    "datasets",
+    "matplotlib",
+    "numpy",
+    "pandas",
+    "IPython",
+}
 
 
 def heavy_after(code: str, *arguments: str) -> set[str]:
@@ -273,7 +323,10 @@ def test_import_bertlab_loads_nothing_heavy():
     assert heavy_after("import bertlab, sys; dir(bertlab)") == set()
 
 
-@pytest.mark.parametrize("chapter", ["core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli"])
+@pytest.mark.parametrize(
+    "chapter",
+    ["core", "data", "model", "optim", "train", "finetuning", "embeddings", "explorers", "cli"],
+)
 def test_the_front_page_of_a_chapter_lists_the_parts_that_it_has(chapter):
     from bertlab.core.plots import part_table, read_parts
 
@@ -287,7 +340,9 @@ def test_a_citation_names_the_version_and_the_licence_that_are_here():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert f"version = {cited['version']}\n" in (ROOT / "settings.ini").read_text(encoding="utf-8")
     assert cited["authors"] == [{"name": "The bertlab authors"}]
-    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'license = "{cited["license"]}"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("--version",)])
@@ -342,7 +397,9 @@ def test_sync_twice_changes_nothing_more(tree):
 
 
 def run_sync(tree: Path) -> None:
-    done = subprocess.run([sys.executable, "scripts/sync.py"], cwd=tree, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "scripts/sync.py"], cwd=tree, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -355,7 +412,12 @@ def test_the_public_address_stands_in_settings_alone(tree):
     run_sync(tree)
 
     # Not one place keeps the old address, so each was generated ...
-    traces = [old.git_url, old.site_url, f"{old.user}/{old.repo}/blob", f"{old.user}/{old.repo}.git"]
+    traces = [
+        old.git_url,
+        old.site_url,
+        f"{old.user}/{old.repo}/blob",
+        f"{old.user}/{old.repo}.git",
+    ]
     left = [
         f"{path.relative_to(tree)}: {trace}"
         for path in text_files(tree)
@@ -371,7 +433,10 @@ def test_the_public_address_stands_in_settings_alone(tree):
         assert "git+https://github.com/somebody/elsewhere@trunk" in text, path
     readme = (tree / "README.md").read_text(encoding="utf-8")
     assert "github.com/somebody/elsewhere" in readme
-    assert 'Homepage = "https://github.com/somebody/elsewhere"' in (tree / "pyproject.toml").read_text()
+    assert (
+        'Homepage = "https://github.com/somebody/elsewhere"'
+        in (tree / "pyproject.toml").read_text()
+    )
 
 
 def test_an_empty_place_is_filled_and_a_filled_one_is_filled_anew():
@@ -399,14 +464,25 @@ def test_the_readme_is_the_index_without_its_hidden_cells(tmp_path):
         return {"cell_type": "code", "source": source, "outputs": list(outputs)}
 
     cells = [
-        {"cell_type": "markdown", "source": "# Title\n[page](10_x.ipynb#y) [up](../LICENSE) [far](https://a.b)"},
+        {
+            "cell_type": "markdown",
+            "source": "# Title\n[page](10_x.ipynb#y) [up](../LICENSE) [far](https://a.b)",
+        },
         code("#| hide\nsecret = 1"),
-        code("#| fig-alt: 'x'\n1 + 1", {"output_type": "execute_result", "data": {"text/plain": "2"}}),
+        code(
+            "#| fig-alt: 'x'\n1 + 1", {"output_type": "execute_result", "data": {"text/plain": "2"}}
+        ),
         code(
             '#| fig-alt: "A dot"\ndraw()',
-            {"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "<Figure>"}},
+            {
+                "output_type": "display_data",
+                "data": {"image/png": "AAAA", "text/plain": "<Figure>"},
+            },
         ),
-        code("print('a\\n```')", {"output_type": "stream", "name": "stdout", "text": ["a\n", "```\n"]}),
+        code(
+            "print('a\\n```')",
+            {"output_type": "stream", "name": "stdout", "text": ["a\n", "```\n"]},
+        ),
     ]
     (tmp_path / "nbs").mkdir()
     (tmp_path / "nbs/index.ipynb").write_text(json.dumps({"cells": cells}))
@@ -435,15 +511,27 @@ def good_notebook() -> dict:
         return {"cell_type": "markdown", "source": text, "metadata": {}}
 
     def code(text, *outputs):
-        return {"cell_type": "code", "source": text, "metadata": {}, "outputs": list(outputs), "execution_count": None}
+        return {
+            "cell_type": "code",
+            "source": text,
+            "metadata": {},
+            "outputs": list(outputs),
+            "execution_count": None,
+        }
 
     def shown(value="2"):
-        return {"output_type": "execute_result", "data": {"text/plain": value}, "execution_count": None}
+        return {
+            "output_type": "execute_result",
+            "data": {"text/plain": value},
+            "execution_count": None,
+        }
 
     figure = {"output_type": "display_data", "data": {"image/png": "AAAA"}, "metadata": {}}
     cells = [
         code("#| default_exp x"),
-        markdown("# Title\n> What it is.\n\n**You can now** a. **Before**: b. **Takes** 1 minute. [Open in Colab](c)"),
+        markdown(
+            "# Title\n> What it is.\n\n**You can now** a. **Before**: b. **Takes** 1 minute. [Open in Colab](c)"
+        ),
         code(f"#| hide\n#| eval: false\n{sync.SETUP_MARK}"),
         code("#| export\nimport os"),
         markdown("## Why\n\nBecause."),
@@ -454,7 +542,9 @@ def good_notebook() -> dict:
         code('#| fig-alt: "Two"\ndraw()', figure),
         markdown("## What goes wrong\n\nThis."),
         code("check()", shown("'not attempted'")),
-        markdown("## Exercises\n\n1. a\n2. b\n\n<details>s</details>\n\n3. c\n\n## Recap\n\nRecall: a? b? c?"),
+        markdown(
+            "## Exercises\n\n1. a\n2. b\n\n<details>s</details>\n\n3. c\n\n## Recap\n\nRecall: a? b? c?"
+        ),
         markdown("**References** A (2020)."),
     ]
     for number, cell in enumerate(cells):
@@ -477,7 +567,6 @@ def test_the_lint_accepts_a_good_notebook(tmp_path):
 
 HEAD = "#| export\n"
 FAULTS = {
-    "line too wide": (6, {"source": "x = '" + "a" * 96 + "'"}, "a line of 102 characters"),
     "import among code": (6, {"source": "import os\nos.sep"}, "imports share a cell"),
     "import inside a lesson's function": (6, {"source": "def g():\n    import os\ng()"}, "imports share a cell"),
     "nothing displayed": (6, {"outputs": []}, "displays nothing"),
@@ -532,7 +621,10 @@ def requirements() -> tuple[set[str], dict[str, set[str]]]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
     def names(block: str) -> set[str]:
-        return {name.lower().replace("_", "-") for name in re.findall(r'^\s*"([A-Za-z][\w-]*)', block, re.MULTILINE)}
+        return {
+            name.lower().replace("_", "-")
+            for name in re.findall(r'^\s*"([A-Za-z][\w-]*)', block, re.MULTILINE)
+        }
 
     runtime = re.search(r"^dependencies = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)[1]
     extras_text = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
@@ -541,8 +633,16 @@ def requirements() -> tuple[set[str], dict[str, set[str]]]:
     return names(runtime), extras
 
 
-PACKAGE_OF = {"yaml": "pyyaml", "IPython": "ipython", "PIL": "pillow", "torch_xla": "torch-xla", "mpl_toolkits": "matplotlib",
-              "sklearn": "scikit-learn", "streaming": "streaming-community", "google": "protobuf"}
+PACKAGE_OF = {
+    "yaml": "pyyaml",
+    "IPython": "ipython",
+    "PIL": "pillow",
+    "torch_xla": "torch-xla",
+    "mpl_toolkits": "matplotlib",
+    "sklearn": "scikit-learn",
+    "streaming": "streaming-community",
+    "google": "protobuf",
+}
 # In an extra; flash-attn is taken where somebody has built it; ipython comes with ipywidgets.
 ELSEWHERE = {"torch-xla", "pytorch-optimizer", "triton", "flash-attn", "ipython", "datatrove", "loguru", "streaming-community",
              "mteb", "optuna", "peft", "ray", "sentence-transformers", "onnx", "onnxruntime", "protobuf", "trackio"}  # fmt: skip
@@ -568,14 +668,26 @@ BROUGHT_ALONG = {"pandas", "zmq", "jupyter_client", "IPython", "mpl_toolkits"}
 def test_pages_can_be_staged_with_the_docs_extra_alone():
     "Staging runs every cell that imports; exported cells import inside functions what is optional."
     runtime, extras = requirements()
-    allowed = {name.replace("-", "_") for name in runtime | extras["docs"]} | BROUGHT_ALONG | {"bertlab", "yaml", "PIL", "sklearn"}
+    allowed = (
+        {name.replace("-", "_") for name in runtime | extras["docs"]}
+        | BROUGHT_ALONG
+        | {"bertlab", "yaml", "PIL", "sklearn"}
+    )
     found = []
     for path in NOTEBOOKS:
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
-            if cell["cell_type"] != "code" or sync.is_setup(sync.source_of(cell)) or lint.exported(cell):
+            if (
+                cell["cell_type"] != "code"
+                or sync.is_setup(sync.source_of(cell))
+                or lint.exported(cell)
+            ):
                 continue
             marks = sync.directives(sync.source_of(cell))
-            names = {name.split(".")[0] for node in lint.statements(cell) for name, _ in imports_of(ast.unparse(node))}
+            names = {
+                name.split(".")[0]
+                for node in lint.statements(cell)
+                for name, _ in imports_of(ast.unparse(node))
+            }
             missing = names - allowed - sys.stdlib_module_names
             if missing and marks.get("eval") != "false":
                 found.append(f"{id_of(path)}: {sorted(missing)}")
@@ -585,14 +697,22 @@ def test_pages_can_be_staged_with_the_docs_extra_alone():
 def test_the_constraints_name_every_direct_requirement_once_for_each_python():
     from packaging.requirements import Requirement
 
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     parsed = [Requirement(line) for line in lines]
     runtime, extras = requirements()
     for python in ("3.10", "3.11", "3.12", "3.13"):
-        active = [r for r in parsed if r.marker is None or r.marker.evaluate({"python_version": python})]
+        active = [
+            r for r in parsed if r.marker is None or r.marker.evaluate({"python_version": python})
+        ]
         names = [r.name for r in active]
         assert len(names) == len(set(names)), f"a package twice for Python {python}"
-        assert (runtime | extras["dev"] | extras["docs"]) - {"bertlab", "docs"} - set(names) == set(), python
+        assert (runtime | extras["dev"] | extras["docs"]) - {"bertlab", "docs"} - set(
+            names
+        ) == set(), python
         assert {str(r.specifier) for r in active if r.name == "torch"} == {"==2.13.0"}
 
 
@@ -601,7 +721,9 @@ def test_make_names_no_python_that_is_too_old_or_too_new(tmp_path):
     for version, word in {"3.9.18": "3.9.18", "3.14.0": "3.14.0"}.items():
         major, minor, _ = version.split(".")
         supported = 0 if 10 <= int(minor) <= 13 else 1
-        fake.write_text(f'#!/bin/sh\ncase "$2" in *sys.exit*) exit {supported};; *print*) echo {version};; esac\n')
+        fake.write_text(
+            f'#!/bin/sh\ncase "$2" in *sys.exit*) exit {supported};; *print*) echo {version};; esac\n'
+        )
         fake.chmod(0o755)
         for name in ("scripts", "pyproject.toml", "constraints.txt", "Makefile"):
             if not (tmp_path / name).exists():
@@ -624,5 +746,7 @@ def test_the_workflows_call_make_on_every_python():
     site = yaml.safe_load((ROOT / ".github/workflows/site.yml").read_text())
     build = site["jobs"]["build"]
     made = ['make docs PYTHON=python DOCS_ARGS="--train"']  # with a model in its live pages
-    assert [step["run"] for step in build["steps"] if "run" in step] == made and build["timeout-minutes"] >= 60
+    assert [step["run"] for step in build["steps"] if "run" in step] == made and build[
+        "timeout-minutes"
+    ] >= 60
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test"

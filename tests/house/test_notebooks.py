@@ -24,7 +24,9 @@ from conftest import ROOT
 from forks import forked
 
 TIMEOUT = 600  # seconds a notebook; most take a few
-LONGEST = 1800  # at full length, of which the final project takes ten minutes of two cores that it shares
+LONGEST = (
+    1800  # at full length, of which the final project takes ten minutes of two cores that it shares
+)
 NOTEBOOKS = sync.notebooks(ROOT)
 
 
@@ -54,16 +56,22 @@ def with_solutions(notebook: dict) -> tuple[dict, set[str]]:
         cells.append(cell)
         source = sync.source_of(cell)
         if cell["cell_type"] == "code" and "not attempted" in source:
-            checks |= {name: n for name, n in functions(source).items() if name.startswith("check_")}
+            checks |= {
+                name: n for name, n in functions(source).items() if name.startswith("check_")
+            }
         if cell["cell_type"] != "markdown":
             continue
         for solution in solutions(source):
             asserts = []
-            for name in functions(solution).keys() & {check.removeprefix("check_") for check in checks}:
+            for name in functions(solution).keys() & {
+                check.removeprefix("check_") for check in checks
+            }:
                 call = f"check_{name}({name if checks.pop(f'check_{name}') else ''})"
                 asserts.append(f"assert {call} == 'right', {call}")
             code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-            cells.append({**code, "id": f"solution{len(cells)}", "source": "\n".join([solution, *asserts])})
+            cells.append(
+                {**code, "id": f"solution{len(cells)}", "source": "\n".join([solution, *asserts])}
+            )
     return {**notebook, "cells": cells}, set(checks)
 
 
@@ -82,7 +90,9 @@ def quick_line(line: str) -> str:
         changed, count = re.subn(rf"^(\s*{name.strip()} =) .*$", rf"\g<1>{value}", found["line"])
         assert count == 1, f"`{name}` is not what {line!r} sets"
         return changed
-    changed, count = re.subn(rf"\b{name}(\s*)=(\s*)[^\s,()]+", rf"{name}\g<1>=\g<2>{value}", found["line"])
+    changed, count = re.subn(
+        rf"\b{name}(\s*)=(\s*)[^\s,()]+", rf"{name}\g<1>=\g<2>{value}", found["line"]
+    )
     assert count == 1, f"`{name}` is not set once in {line!r}"
     return changed
 
@@ -103,7 +113,9 @@ def run_here(path: str, flags: str, output: str) -> None:
     "Run a notebook with nbdev's test runner in this process, what it prints going to a file."
     os.setsid()  # so that a notebook that hangs is ended with all that it started
     os.chdir(ROOT)
-    multiprocessing.set_start_method(None, force=True)  # the usual one for what the notebook itself starts
+    multiprocessing.set_start_method(
+        None, force=True
+    )  # the usual one for what the notebook itself starts
     with open(output, "wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -130,7 +142,11 @@ def run(path: Path, notebook: dict, flags: str = "", timeout: float = TIMEOUT) -
     return process.exitcode, printed
 
 
-PASSED = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bertlab" / "notebooks-passed"
+PASSED = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    / "bertlab"
+    / "notebooks-passed"
+)
 
 
 def modules_of(source: str, chapter: str = "") -> set[Path]:
@@ -179,7 +195,9 @@ def key_of(notebook: dict, named: Path) -> str:
             pass
     files = everything_imported(parsed) | {ROOT / "constraints.txt", Path(__file__)}
     if any("benchmarks" in cell for cell in cells):
-        files |= {path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".yaml")}
+        files |= {
+            path for path in (ROOT / "benchmarks").rglob("*") if path.suffix in (".json", ".yaml")
+        }
     if any("configs" in cell for cell in cells):
         files |= set((ROOT / "configs").rglob("*.yaml"))
     for text in (*cells, *(path.read_text(encoding="utf-8") for path in sorted(files))):
@@ -187,7 +205,9 @@ def key_of(notebook: dict, named: Path) -> str:
     return digest.hexdigest()
 
 
-def check_notebook(path: Path, tmp_path: Path, change=lambda notebook: notebook, timeout: float = TIMEOUT) -> None:
+def check_notebook(
+    path: Path, tmp_path: Path, change=lambda notebook: notebook, timeout: float = TIMEOUT
+) -> None:
     notebook, unsolved = with_solutions(json.loads(path.read_text(encoding="utf-8")))
     assert unsolved == set(), "no folded solution defines the function that these checks are for"
     notebook = change(notebook)
@@ -277,7 +297,10 @@ ASKED = EXERCISE.replace("def check_double():", "def check_double(double):").rep
 )
 def test_a_wrong_solution_or_a_failing_cell_is_found(exercise, answer, passes, flags, tmp_path):
     folded = f"<details><summary>Solution</summary>\n\n```python\ndef double(x):\n    return {answer}\n```\n</details>"
-    failing = [("code", "#| eval: false\n1 / 0"), ("code", "#| slow\n1 / 0")]  # neither runs without its flag
+    failing = [
+        ("code", "#| eval: false\n1 / 0"),
+        ("code", "#| slow\n1 / 0"),
+    ]  # neither runs without its flag
     notebook, unsolved = with_solutions(small(("code", exercise), ("markdown", folded), *failing))
     assert unsolved == set()
     status, printed = run(tmp_path / "small.ipynb", notebook, flags)
@@ -285,7 +308,9 @@ def test_a_wrong_solution_or_a_failing_cell_is_found(exercise, answer, passes, f
 
 
 def test_a_check_without_a_solution_is_found():
-    _, unsolved = with_solutions(small(("code", EXERCISE), ("markdown", "<details>think</details>")))
+    _, unsolved = with_solutions(
+        small(("code", EXERCISE), ("markdown", "<details>think</details>"))
+    )
     assert unsolved == {"check_double"}
 
 
@@ -296,7 +321,9 @@ def test_a_notebook_runs_again_when_its_code_or_what_it_imports_has_changed(tmp_
     for name, text in {"a": "from .b import x", "b": "x = 1", "c": "y = 1"}.items():
         (tmp_path / f"bertlab/data/{name}.py").write_text(text)
 
-    def key(code: str = "%matplotlib inline\nfrom bertlab.data.a import x", words: str = "words") -> str:
+    def key(
+        code: str = "%matplotlib inline\nfrom bertlab.data.a import x", words: str = "words"
+    ) -> str:
         return key_of(small(("code", code), ("markdown", words)), Path("x.ipynb"))
 
     first = key()

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bertlab.cli.speedrun import TRACKS, arrived, check_log, load_speedrun, recipe_sha256, speedrun_config
+from bertlab.cli.speedrun import (
+    TRACKS,
+    arrived,
+    check_log,
+    load_speedrun,
+    recipe_sha256,
+    speedrun_config,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "benchmarks" / "records").glob("*.yaml"))
@@ -49,7 +56,9 @@ def test_a_log_is_of_its_recipe_and_the_table_beside_it_says_what_it_says(path):
     assert recipe_sha256(log["recipe"]) == log["recipe_sha256"]
     row = read(path.with_name("laptop.json"))["rows"][name]
     assert row["losses"] == [one["validation_loss"] for one in log["attempts"]]
-    assert row["seconds"] == [pytest.approx(one["train_seconds"], abs=0.01) for one in log["attempts"]]
+    assert row["seconds"] == [
+        pytest.approx(one["train_seconds"], abs=0.01) for one in log["attempts"]
+    ]
 
 
 def test_the_record_stands_up_to_its_check_and_the_control_does_not_arrive():
@@ -69,7 +78,13 @@ def race(tmp_path, monkeypatch):
     def child(_, case, threads):
         asked.append(case)
         loss = 4 + case["recipe"].get("model", {}).get("learning_rate", 0)
-        run = {"seed": case["round"], "validation_loss": loss, "bits_per_byte": 3.0, "train_seconds": 60.0, "steps": 10}
+        run = {
+            "seed": case["round"],
+            "validation_loss": loss,
+            "bits_per_byte": 3.0,
+            "train_seconds": 60.0,
+            "steps": 10,
+        }
         return {"recipe": case["recipe"], "attempts": [run]}
 
     def main(*words):
@@ -97,7 +112,9 @@ def test_a_recipe_that_has_changed_runs_anew_and_the_others_are_kept(race, tmp_p
     assert log["recipe"] == {"model": {"learning_rate": 0.5}}
 
 
-def test_other_text_of_the_same_name_is_asked_anew_and_text_that_is_not_there_is_refused(race, tmp_path, capsys):
+def test_other_text_of_the_same_name_is_asked_anew_and_text_that_is_not_there_is_refused(
+    race, tmp_path, capsys
+):
     (tmp_path / "text.txt").write_text("one")
     words = ["--text", str(tmp_path / "text.txt"), "--output", str(tmp_path / "other.json")]
     race()
@@ -122,7 +139,10 @@ def test_a_part_of_the_race_leaves_the_table_as_it_is(race, tmp_path):
     assert race("--only", "second") == (3, whole)
     assert race("--rounds", "1") == (0, whole)
     assert race("--only", "second", "--output", str(tmp_path / "elsewhere.json")) == (0, whole)
-    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["rows"]) == ["first_demo", "second"]
+    assert list(json.loads((tmp_path / "elsewhere.json").read_text())["rows"]) == [
+        "first_demo",
+        "second",
+    ]
     assert (tmp_path / "second.log.json").exists()
     assert race()[1] == {**whole, "second": [4.5, 4.5, 4.5]}
 
@@ -135,6 +155,11 @@ def test_all_recipes_run_in_turns(tmp_path):
     done = subprocess.run([sys.executable, script, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "laptop.json").read_text())["rows"]
-    assert list(rows) == ["first_demo", "muon_two_layers"] and rows["first_demo"]["share_of_base"] == [1.0]
+    assert list(rows) == ["first_demo", "muon_two_layers"] and rows["first_demo"][
+        "share_of_base"
+    ] == [1.0]
     log = json.loads((tmp_path / "muon_two_layers.log.json").read_text())
-    assert check_log(log) == ["a record needs the seeds 0, 1, 2 and so on, none left out; it has [0]", "seed 0 did not arrive"]
+    assert check_log(log) == [
+        "a record needs the seeds 0, 1, 2 and so on, none left out; it has [0]",
+        "seed 0 did not arrive",
+    ]

@@ -39,7 +39,9 @@ def make_docs(copy: Path, python: Path | str = sys.executable) -> subprocess.Com
     if python != sys.executable:  # what is beside this test must not be seen
         environment.pop("PYTHONPATH", None)
     command = [str(python), "scripts/docs.py"]
-    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=400
+    )
 
 
 def closure(names: list[str]) -> set[str]:  # of distributions
@@ -53,7 +55,10 @@ def closure(names: list[str]) -> set[str]:  # of distributions
     seen = set()
     while waiting:
         one = waiting.pop()
-        name, key = canonicalize_name(one.name), (canonicalize_name(one.name), frozenset(one.extras))
+        name, key = (
+            canonicalize_name(one.name),
+            (canonicalize_name(one.name), frozenset(one.extras)),
+        )
         if key in seen:
             continue
         seen.add(key)
@@ -63,7 +68,9 @@ def closure(names: list[str]) -> set[str]:  # of distributions
             continue
         found.add(name)
         for need in map(Requirement, needs):
-            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *one.extras)):
+            if need.marker is None or any(
+                need.marker.evaluate({"extra": extra}) for extra in ("", *one.extras)
+            ):
                 waiting.append(need)
     return found
 
@@ -77,10 +84,16 @@ def docs_alone(folder: Path) -> Path:  # its Python
     venv.create(folder, with_pip=False)
     python = folder / "bin/python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    target = Path(subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.strip())
+    target = Path(
+        subprocess.run(
+            [python, "-c", ask], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     for name in closure([*project["dependencies"], *project["optional-dependencies"]["docs"]]):
         here = distribution(name)
-        for top in {file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0] for file in here.files or () if file.parts[0] not in ("..", "__pycache__")
+        }:
             link = target / top
             if not link.exists():
                 link.symlink_to(here.locate_file(top))
@@ -91,15 +104,22 @@ def test_the_site_is_staged_in_an_environment_with_the_docs_extra_alone(tmp_path
     "What a notebook imports while it is staged must be there where the site's workflow installs `.[docs]`."
     python = docs_alone(tmp_path / "alone")
     absent = "import importlib.util as u; print([n for n in {!r} if u.find_spec(n)])"
-    for names, there in ((["nbdev", "torch", "lightning"], True), (["pytest", "bitsandbytes", "hypothesis"], False)):
-        said = subprocess.run([python, "-c", absent.format(names)], capture_output=True, text=True, check=True).stdout
+    for names, there in (
+        (["nbdev", "torch", "lightning"], True),
+        (["pytest", "bitsandbytes", "hypothesis"], False),
+    ):
+        said = subprocess.run(
+            [python, "-c", absent.format(names)], capture_output=True, text=True, check=True
+        ).stdout
         assert said.strip() == str(names if there else [])
     copy = tmp_path / "copy"
     copy.mkdir()
     sync.copy_sources(ROOT, copy)
     done = make_docs(copy, python)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
-    staged = {path.relative_to(copy / "_proc").as_posix() for path in (copy / "_proc").rglob("*.ipynb")}
+    staged = {
+        path.relative_to(copy / "_proc").as_posix() for path in (copy / "_proc").rglob("*.ipynb")
+    }
     assert staged == set(NOTEBOOKS)
 
 
@@ -109,7 +129,9 @@ def staged_text(site: Path, name: str) -> str:
 
 
 def test_every_notebook_is_staged_with_its_badge_and_all_of_its_first_cell(site):
-    found = {path.relative_to(site / "_proc").as_posix() for path in (site / "_proc").rglob("*.ipynb")}
+    found = {
+        path.relative_to(site / "_proc").as_posix() for path in (site / "_proc").rglob("*.ipynb")
+    }
     assert found == set(NOTEBOOKS)
     for name in NOTEBOOKS:
         text = staged_text(site, name)
@@ -121,7 +143,9 @@ def test_every_notebook_is_staged_with_its_badge_and_all_of_its_first_cell(site)
 def test_hidden_and_exported_cells_do_not_reach_the_site(site):
     for name in NOTEBOOKS:
         cells = json.loads((site / "_proc" / name).read_text(encoding="utf-8"))["cells"]
-        heads = [sync.directives(sync.source_of(cell)) for cell in cells if cell["cell_type"] == "code"]
+        heads = [
+            sync.directives(sync.source_of(cell)) for cell in cells if cell["cell_type"] == "code"
+        ]
         assert not [head for head in heads if {"hide", "export", "default_exp"} & head.keys()], name
 
 
@@ -132,11 +156,19 @@ def test_the_site_loads_nothing_from_elsewhere(site):
     assert themes == {"default", "site/light.scss", "site/dark.scss"}  # others fetch fonts
     assert html["html-math-method"] == "mathml" and html["code-overflow"] == "scroll"
     assert config["website"]["search"] is True
-    remote = re.compile(r"@import|url\(\s*[\"']?(?:https?:)?//|<script[^>]*src=|<link[^>]*href=.https?:")
-    for path in [*(site / "_proc").rglob("*.css"), *(site / "_proc").rglob("*.scss"), *(site / "_proc").rglob("*.yml")]:
+    remote = re.compile(
+        r"@import|url\(\s*[\"']?(?:https?:)?//|<script[^>]*src=|<link[^>]*href=.https?:"
+    )
+    for path in [
+        *(site / "_proc").rglob("*.css"),
+        *(site / "_proc").rglob("*.scss"),
+        *(site / "_proc").rglob("*.yml"),
+    ]:
         assert not remote.search(path.read_text()), path
     for name in NOTEBOOKS:
-        assert not re.search(r"<(?:script|img|iframe)[^>]*src=.https?:", staged_text(site, name)), name
+        assert not re.search(r"<(?:script|img|iframe)[^>]*src=.https?:", staged_text(site, name)), (
+            name
+        )
 
 
 def test_the_configuration_is_one_file_at_the_top_and_no_setting_is_written_twice():
@@ -156,12 +188,18 @@ def test_the_reference_has_every_public_name_every_command_and_every_key(site):
         chapter = module.split(".")[1]
         text = qmd(site, f"reference/api/{chapter}.qmd")
         for name in names:
-            assert f"[`{name}`](../../{docs.notebook_of(module)}#{reference.anchor(name)})" in text, name
+            assert (
+                f"[`{name}`](../../{docs.notebook_of(module)}#{reference.anchor(name)})" in text
+            ), name
     for name, command in reference.commands().items():
         text = qmd(site, reference.command_file(name))
         for key in command.options():
             last = key.lstrip("*")
-            assert last in text or last.rpartition(".")[2].upper() in text or command.titles.get(last, "?") in text, key
+            assert (
+                last in text
+                or last.rpartition(".")[2].upper() in text
+                or command.titles.get(last, "?") in text
+            ), key
     for name in reference.configured():
         text = qmd(site, reference.settings_file(name))
         rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| .*\|$", text, flags=re.MULTILINE)
@@ -170,18 +208,29 @@ def test_the_reference_has_every_public_name_every_command_and_every_key(site):
 
 def test_a_signature_is_shown_as_it_is_written(site):
     for name in NOTEBOOKS:
-        for head in re.findall(r"^### .*\.name\}\n\n```python\n(.*?)^```", staged_text(site, name), re.M | re.S):
+        for head in re.findall(
+            r"^### .*\.name\}\n\n```python\n(.*?)^```", staged_text(site, name), re.M | re.S
+        ):
             assert "__main__." not in head and "](" not in head, (name, head)
             assert not re.search(r"\(\*args, \*\*kwargs\)", head), (name, head)
     shown = staged_text(site, "model/03_attention.ipynb")
-    assert "documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to" in shown
+    assert (
+        "documents_BL: Tensor,  # 0 for padding, 1, 2, ... for the document a token belongs to"
+        in shown
+    )
     assert '<details class="code"><summary>Code</summary>' in shown
 
 
 def test_names_are_linked_outside_code_alone_and_never_a_common_word():
-    shown = {module.notebook: {reference.anchor(name) for name in module.found} for module in reference.modules().values()}
+    shown = {
+        module.notebook: {reference.anchor(name) for name in module.found}
+        for module in reference.modules().values()
+    }
     link = lambda text: reference.add_links(text, "train/13_trainer.ipynb", shown)
-    assert link("see `plan_best_fit`") == "see [`plan_best_fit`](../data/11_packing.ipynb#plan_best_fit)"
+    assert (
+        link("see `plan_best_fit`")
+        == "see [`plan_best_fit`](../data/11_packing.ipynb#plan_best_fit)"
+    )
     assert link("see `make_trainer()`") == "see [`make_trainer()`](#make_trainer)"
     for same in ("to `fit`, to `overlap`, to `share`", "```python\n`plan_best_fit`\n```", "# The `plan_best_fit`",
                  "[the `plan_best_fit` of old](x.md)", "`` `plan_best_fit` ``", "`no_such_name`"):  # fmt: skip
@@ -189,7 +238,9 @@ def test_names_are_linked_outside_code_alone_and_never_a_common_word():
 
 
 def test_a_list_behind_a_line_of_text_becomes_a_list():
-    assert reference.separate_lists("**You can** -\n- run\n- walk") == "**You can** -\n\n- run\n- walk"
+    assert (
+        reference.separate_lists("**You can** -\n- run\n- walk") == "**You can** -\n\n- run\n- walk"
+    )
     for same in ("- one\n- two", "```\ntext\n- no list\n```", "a\n\n1. b\n2. c", "a - b\nc"):
         assert reference.separate_lists(same) == same
 
@@ -198,8 +249,13 @@ def test_figures_of_the_first_page_are_those_of_the_benchmarks(site):
     text = qmd(site, "index.qmd")
     demo = json.loads((ROOT / "benchmarks/results/demo.json").read_text())
     assert f"{demo['median']['seconds']:.0f} s" in text and demo["processor"] in text
-    assert text.count('class="figure"') == 3 and "git clone" in text and "pip install" in text and "colab" in text
-    assert 'data-live' not in text  # no model was named
+    assert (
+        text.count('class="figure"') == 3
+        and "git clone" in text
+        and "pip install" in text
+        and "colab" in text
+    )
+    assert "data-live" not in text  # no model was named
 
 
 def test_llms_txt_names_every_page(site):
@@ -230,20 +286,28 @@ console.log(JSON.stringify(questions.map((question) => pages(question).slice(0, 
 """
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the search outside of a browser")
+@pytest.mark.skipif(
+    shutil.which("node") is None, reason="needs node, which runs the search outside of a browser"
+)
 def test_the_search_answers_twenty_questions(site):
-    asked = json.dumps({"entries": landing.search_entries(site / "_proc"), "questions": list(QUESTIONS)})
+    asked = json.dumps(
+        {"entries": landing.search_entries(site / "_proc"), "questions": list(QUESTIONS)}
+    )
     command = ["node", "-e", ASK, str(site / "_proc/site/find.js")]
     done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = dict(zip(QUESTIONS, json.loads(done.stdout), strict=True))
     assert len(found) >= 20
-    assert {question: pages for question, pages in found.items() if QUESTIONS[question] not in pages} == {}
+    assert {
+        question: pages for question, pages in found.items() if QUESTIONS[question] not in pages
+    } == {}
 
 
 def test_the_search_leaves_code_outputs_and_imports_out(site):
     for entry in landing.search_entries(site / "_proc"):
-        assert "```" not in entry["text"] and "import numpy as np" not in entry["text"], entry["href"]
+        assert "```" not in entry["text"] and "import numpy as np" not in entry["text"], entry[
+            "href"
+        ]
 
 
 def test_a_rendered_page_is_mended():
@@ -270,9 +334,15 @@ def test_a_figure_is_shown_at_the_size_it_says_or_at_its_own():
 
     Image.new("RGB", (30, 20)).save(drawn := io.BytesIO(), format="png")
     png = base64.b64encode(drawn.getvalue()).decode()
-    outputs = [{"data": {"image/png": png}, "metadata": said} for said in ({}, {"image/png": {"width": 15, "height": 10}})]
+    outputs = [
+        {"data": {"image/png": png}, "metadata": said}
+        for said in ({}, {"image/png": {"width": 15, "height": 10}})
+    ]
     docs.give_sizes(SimpleNamespace(cells=[{"outputs": outputs}]))
-    assert [one["metadata"]["image/png"] for one in outputs] == [{"width": 30, "height": 20}, {"width": 15, "height": 10}]
+    assert [one["metadata"]["image/png"] for one in outputs] == [
+        {"width": 30, "height": 20},
+        {"width": 15, "height": 10},
+    ]
 
 
 def broken(site: Path, change) -> list[str]:
@@ -308,7 +378,9 @@ def add_markdown(text: str):
     def change(staged: Path) -> None:
         path = staged / "overview.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
-        notebook["cells"].append({"cell_type": "markdown", "metadata": {}, "id": "new", "source": text})
+        notebook["cells"].append(
+            {"cell_type": "markdown", "metadata": {}, "id": "new", "source": text}
+        )
         path.write_text(json.dumps(notebook), encoding="utf-8")
 
     return change
@@ -319,7 +391,13 @@ def add_output(kind: str):
         path = staged / "overview.ipynb"
         notebook = json.loads(path.read_text(encoding="utf-8"))
         output = {"output_type": "display_data", "data": {kind: "AAAA"}, "metadata": {}}
-        cell = {"cell_type": "code", "metadata": {}, "id": "new", "execution_count": None, "source": "draw()"}
+        cell = {
+            "cell_type": "code",
+            "metadata": {},
+            "id": "new",
+            "execution_count": None,
+            "source": "draw()",
+        }
         notebook["cells"].append({**cell, "outputs": [output]})
         path.write_text(json.dumps(notebook), encoding="utf-8")
 
@@ -334,17 +412,32 @@ def remove_show_doc(staged: Path) -> None:
 
 
 CHANGES = {
-    "a link to no page": (add_markdown("[x](no_such_page.ipynb)"), "no_such_page.ipynb leads nowhere"),
-    "a link to no heading": (add_markdown("[x](model/01_config.ipynb#nowhere)"), "no heading for #nowhere"),
+    "a link to no page": (
+        add_markdown("[x](no_such_page.ipynb)"),
+        "no_such_page.ipynb leads nowhere",
+    ),
+    "a link to no heading": (
+        add_markdown("[x](model/01_config.ipynb#nowhere)"),
+        "no heading for #nowhere",
+    ),
     "a link on the page itself": (add_markdown("[x](#nowhere)"), "no heading for #nowhere"),
-    "a page that the sidebar misses": (edit("sidebar.yml", "href: overview.ipynb", "href: api.qmd"), "the sidebar lacks overview.ipynb"),
-    "a sidebar entry without a page": (edit("sidebar.yml", "model/01_config.ipynb", "model/01_gone.ipynb"), "names model/01_gone.ipynb"),
+    "a page that the sidebar misses": (
+        edit("sidebar.yml", "href: overview.ipynb", "href: api.qmd"),
+        "the sidebar lacks overview.ipynb",
+    ),
+    "a sidebar entry without a page": (
+        edit("sidebar.yml", "model/01_config.ipynb", "model/01_gone.ipynb"),
+        "names model/01_gone.ipynb",
+    ),
     "no badge": (edit("overview.ipynb", "[Open in Colab](", "[Open it]("), "no link to Colab"),
     "no title": (edit("overview.ipynb", "title: ", "headline: "), "the page has no title"),
     "a figure without text": (add_output("image/png"), "no alternative text"),
     "a widget alone": (add_output(docs.WIDGET), "a widget has no static form"),
     "a picture without text": (add_markdown("![](x.png)"), "no alternative text"),
-    "a picture from elsewhere": (add_markdown("![x](https://example.com/x.png)"), "fetched from elsewhere"),
+    "a picture from elsewhere": (
+        add_markdown("![x](https://example.com/x.png)"),
+        "fetched from elsewhere",
+    ),
     "a name without show_doc": (remove_show_doc, "no show_doc for bertlab.model.config."),
 }
 
@@ -357,9 +450,15 @@ def test_the_check_finds(fault, site):
 
 def test_a_name_that_is_nowhere_is_named(site):
     code = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
-    sources = ["#| default_exp bad", "#| export\ndef no_such_name(): pass", "show_doc(no_such_name)"]
+    sources = [
+        "#| default_exp bad",
+        "#| export\ndef no_such_name(): pass",
+        "show_doc(no_such_name)",
+    ]
     cells = [{**code, "id": str(number), "source": source} for number, source in enumerate(sources)]
-    (site / "bad.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    (site / "bad.ipynb").write_text(
+        json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    )
     script = "import docs; docs.stage_notebook(docs.ROOT / 'bad.ipynb', 'bad.ipynb')"
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'scripts'); {script}"]
     done = subprocess.run(command, cwd=site, capture_output=True, text=True, timeout=120)
@@ -371,9 +470,22 @@ def test_a_widget_leaves_its_static_form_on_the_page():
     from execnb.nbio import dict2nb
 
     data = {docs.WIDGET: {"model_id": "1"}, "text/html": "<p>static</p>", "text/plain": "Box()"}
-    cell = {"cell_type": "code", "metadata": {}, "id": "a", "source": "box", "execution_count": None}
-    output = {"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": None}
-    notebook = dict2nb({"cells": [{**cell, "outputs": [output]}], "metadata": {"widgets": {"state": {}}}})
+    cell = {
+        "cell_type": "code",
+        "metadata": {},
+        "id": "a",
+        "source": "box",
+        "execution_count": None,
+    }
+    output = {
+        "output_type": "execute_result",
+        "data": data,
+        "metadata": {},
+        "execution_count": None,
+    }
+    notebook = dict2nb(
+        {"cells": [{**cell, "outputs": [output]}], "metadata": {"widgets": {"state": {}}}}
+    )
     docs.prefer_static(notebook)
     assert set(notebook.cells[0].outputs[0].data) == {"text/html", "text/plain"}
     assert "widgets" not in notebook.metadata
@@ -403,7 +515,10 @@ class Box(Odd):
 @pytest.mark.parametrize(
     "name, shown",
     [
-        ("Run", "@dataclass\nclass Run(Base):\n    steps: int  # optimizer steps\n    rate: float = 1e-3  # the peak"),
+        (
+            "Run",
+            "@dataclass\nclass Run(Base):\n    steps: int  # optimizer steps\n    rate: float = 1e-3  # the peak",
+        ),
         ("plan", 'def plan(\n    run: "Later",  # named before it is there\n) -> None:'),
         ("Box", "class Box(Odd):\n    def __init__(self, size=3):  # of the box"),
     ],
@@ -444,7 +559,9 @@ WARNED = "\r[  7/214] data/02_readers.ipynb\n\x1b[33mWARNING: Unable to resolve 
     (2, 0, "Output created: a page about WARNING signs", None), (1, 0, "", "no api.html"), (2, 1, "", "could not render"),
     (2, 0, WARNED, r"warned:\n  data/02_readers.ipynb: WARNING: Unable to resolve"),
 ])  # fmt: skip
-def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch, pages, code, said, message):
+def test_with_quarto_the_site_is_rendered_into_docs(
+    site, tmp_path, monkeypatch, pages, code, said, message
+):
     fake, staged = tmp_path / "quarto", tmp_path / "_proc"
     fake.write_text(QUARTO.format(python=sys.executable, pages=pages, code=code, said=said))
     fake.chmod(0o755)
@@ -460,7 +577,11 @@ def test_with_quarto_the_site_is_rendered_into_docs(site, tmp_path, monkeypatch,
         assert (tmp_path / "_docs/old.html").exists(), "the last good site is kept"
     else:
         docs.render(staged)
-        assert {path.name for path in (tmp_path / "_docs").iterdir()} == {"index.html", "api.html", "search.json"}
+        assert {path.name for path in (tmp_path / "_docs").iterdir()} == {
+            "index.html",
+            "api.html",
+            "search.json",
+        }
 
 
 @pytest.mark.parametrize("line, found", [

@@ -18,7 +18,10 @@ from conftest import ROOT, find_chromium, why_no_browser
 SITE = Path(os.environ.get("BERTLAB_SITE", ROOT / "_docs"))
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (SITE / "index.html").is_file(), reason="there is no rendered site: make docs, with Quarto"),
+    pytest.mark.skipif(
+        not (SITE / "index.html").is_file(),
+        reason="there is no rendered site: make docs, with Quarto",
+    ),
 ]
 PAGES = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html")
                if path.relative_to(SITE).parts[0] not in ("live", "site_libs"))  # fmt: skip
@@ -66,12 +69,17 @@ def faults(read: dict, find) -> dict[str, list]:
 
 
 def test_no_formula_is_shown_as_tex_and_no_link_as_markdown(read):
-    raw = re.compile(r"\$\$|\\(?:frac|text|sum|mathbf|mathrm|operatorname|begin)\b|\]\(https?:|\]\([\w./]+\.(?:ipynb|qmd)")
+    raw = re.compile(
+        r"\$\$|\\(?:frac|text|sum|mathbf|mathrm|operatorname|begin)\b|\]\(https?:|\]\([\w./]+\.(?:ipynb|qmd)"
+    )
     assert faults(read, lambda page: raw.findall("".join(page.text))) == {}
 
 
 def test_nothing_is_loaded_from_elsewhere(read):
-    assert faults(read, lambda page: [one for one in page.loaded if re.match(r"(?:https?:)?//", one)]) == {}
+    assert (
+        faults(read, lambda page: [one for one in page.loaded if re.match(r"(?:https?:)?//", one)])
+        == {}
+    )
 
 
 def test_signatures_say_what_is_written():
@@ -88,7 +96,11 @@ def test_links_and_anchors_lead_somewhere(read):
             target, _, anchor = link.partition("#")
             if re.match(r"[a-z]+:|//|javascript", link) or name == "404.html":
                 continue
-            path = os.path.normpath((SITE / name).parent / target.partition("?")[0]) if target else SITE / name
+            path = (
+                os.path.normpath((SITE / name).parent / target.partition("?")[0])
+                if target
+                else SITE / name
+            )
             path = Path(path) / "index.html" if Path(path).is_dir() else Path(path)
             known = path.relative_to(SITE).as_posix() if path.is_relative_to(SITE) else None
             if not path.is_file():
@@ -124,7 +136,9 @@ def test_a_task_is_reached_within_three_clicks_from_the_first_page(task, read):
     here = "index.html"
     assert len(TASKS[task]) <= 3
     for page in TASKS[task]:
-        assert page in {target_of(here, link) for link in read[here].links}, f"{here} has no link to {page}"
+        assert page in {target_of(here, link) for link in read[here].links}, (
+            f"{here} has no link to {page}"
+        )
         here = page
 
 
@@ -147,7 +161,10 @@ def address():
 
         def do_GET(self):
             path = Path(self.translate_path(self.path))
-            if path.suffix not in (".html", ".css", ".js", ".mjs", ".json", ".svg") or not path.is_file():
+            if (
+                path.suffix not in (".html", ".css", ".js", ".mjs", ".json", ".svg")
+                or not path.is_file()
+            ):
                 return super().do_GET()
             body = compressed(path)
             self.send_response(200)
@@ -160,7 +177,9 @@ def address():
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=SITE)) as server:
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=SITE)
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -174,7 +193,8 @@ def browser():
 
     with sync_playwright() as playwright:
         opened = playwright.chromium.launch(
-            executable_path=find_chromium(), args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+            executable_path=find_chromium(),
+            args=["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"],
         )
         yield opened
         opened.close()
@@ -182,12 +202,19 @@ def browser():
 
 def visit(browser, address: str, name: str, width: int, scheme: str):
     "A page in a window of a width; what it complained of, and what it asked of others."
-    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    page = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme
+    ).new_page()
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type == "error" else None
+    )
     page.on("pageerror", lambda error: said.append(str(error)))
     ours = (address, "data:", "blob:")
-    page.on("request", lambda asked: None if asked.url.startswith(ours) else said.append(f"asked for {asked.url}"))
+    page.on(
+        "request",
+        lambda asked: None if asked.url.startswith(ours) else said.append(f"asked for {asked.url}"),
+    )
     page.goto(address + name, timeout=60_000)
     return page, said
 
@@ -201,7 +228,9 @@ KINDS = ["index.html", "glass.html", "guides/own_text.html", "course/hide_and_pr
 
 
 @pytest.mark.timeout(3600)  # with axe, every page takes seconds
-@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1400, "light"), (390, "light"), (1400, "dark")])
+@pytest.mark.parametrize(
+    "width, scheme", [(390, "dark"), (1400, "light"), (390, "light"), (1400, "dark")]
+)
 def test_no_page_is_wider_than_its_window_or_complains(browser, address, width, scheme):
     "All pages in two windows; a page of each kind in the two others, too."
     wide, complaints, violations = {}, {}, {}
@@ -238,7 +267,9 @@ def best_view(browser, address: str, name: str, tries: int = 5) -> tuple[int, fl
     for _ in range(tries):
         page = browser.new_context(viewport={"width": 1400, "height": 900}).new_page()
         asked = []
-        page.on("requestfinished", lambda request: asked.append(request))  # a method of C has no place for its mark
+        page.on(
+            "requestfinished", lambda request: asked.append(request)
+        )  # a method of C has no place for its mark
         page.goto(address + name, wait_until="load", timeout=60_000)
         page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length")
         times.append(page.evaluate("Math.max(performance.getEntriesByName('first-contentful-paint')[0].startTime,"
@@ -253,10 +284,14 @@ def test_the_first_view_takes_less_than_a_second_and_300_kb(name, browser, addre
     amount, took = best_view(browser, address, name)
     print(f"{name}: {amount / 1000:.0f} KB, {took:.0f} ms")
     assert amount < 300_000, f"{amount} bytes"
-    assert took < 1000 or skip_where_busy(f"the best of five took {took:.0f} ms"), f"{took:.0f} ms, the best of five"
+    assert took < 1000 or skip_where_busy(f"the best of five took {took:.0f} ms"), (
+        f"{took:.0f} ms, the best of five"
+    )
 
 
-needs_model = pytest.mark.skipif(not (SITE / "live/page.json").is_file(), reason="the site was made without a model")
+needs_model = pytest.mark.skipif(
+    not (SITE / "live/page.json").is_file(), reason="the site was made without a model"
+)
 
 
 @needs_model
@@ -297,10 +332,14 @@ def test_an_answer_takes_less_than_200_ms(name, browser, address):
     page.wait_for_function("document.querySelector('[data-live]').ready")
     page.evaluate("document.querySelector('[data-live]').ask('Load the ___.')")
     medians = [statistics.median(page.evaluate(ANSWERS, SENTENCES)) for _ in range(3)]
-    print(f"{name}: an answer takes {', '.join(f'{one:.0f}' for one in medians)} ms (medians of {len(SENTENCES)})")
+    print(
+        f"{name}: an answer takes {', '.join(f'{one:.0f}' for one in medians)} ms (medians of {len(SENTENCES)})"
+    )
     page.context.close()
     assert said == []
-    assert min(medians) < 200 or skip_where_busy(f"the best of three medians was {min(medians):.0f} ms")
+    assert min(medians) < 200 or skip_where_busy(
+        f"the best of three medians was {min(medians):.0f} ms"
+    )
 
 
 @needs_model
@@ -315,7 +354,9 @@ def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browse
     before = page.locator(".said").inner_text()
     page.locator("button.piece[aria-pressed=true]").focus()
     page.keyboard.press("ArrowRight")
-    page.wait_for_function("text => document.querySelector('.said').textContent !== text", arg=before)
+    page.wait_for_function(
+        "text => document.querySelector('.said').textContent !== text", arg=before
+    )
     page.locator("#glass-word").fill("number")
     page.get_by_role("button", name="Swap").click()
     page.locator(".changed").get_by_text("became").wait_for(timeout=60_000)
@@ -325,7 +366,9 @@ def test_the_glass_encoder_shows_attention_layers_and_what_a_swap_changes(browse
 @needs_model
 def test_the_glass_encoder_writes_gap_by_gap_and_keeps_the_surest_guess_first(browser, address):
     page, said = visit(browser, address, "glass.html", 390, "light")
-    page.get_by_role("textbox", name="Sentence").fill("Return True if the object is a string, and False otherwise.")
+    page.get_by_role("textbox", name="Sentence").fill(
+        "Return True if the object is a string, and False otherwise."
+    )
     page.get_by_role("button", name="Fill the gaps").click()
     page.get_by_role("button", name="Keep the surest guess").click()
     assert page.locator(".kept li").all_inner_texts() == ["There is no gap: hide some words first."]
@@ -336,12 +379,18 @@ def test_the_glass_encoder_writes_gap_by_gap_and_keeps_the_surest_guess_first(br
     assert page.locator(".kept li").count() == 0 and written().count("___") == gaps
     for step in range(gaps):
         first = page.locator(".guesses tbody tr:first-child")
-        best = max(first.all(), key=lambda row: float(row.locator("td.number").inner_text().rstrip(" %")))
+        best = max(
+            first.all(), key=lambda row: float(row.locator("td.number").inner_text().rstrip(" %"))
+        )
         word = best.locator("th").inner_text()
         page.get_by_role("button", name="Keep the surest guess").click()
-        page.wait_for_function("count => document.querySelectorAll('.kept li').length === count", arg=step + 1)
+        page.wait_for_function(
+            "count => document.querySelectorAll('.kept li').length === count", arg=step + 1
+        )
         kept = page.locator(".kept li").last.inner_text()
-        assert kept.startswith(f"{word}, ") and (f"of {gaps - step - 1} other" in kept or step == gaps - 1)
+        assert kept.startswith(f"{word}, ") and (
+            f"of {gaps - step - 1} other" in kept or step == gaps - 1
+        )
     assert "no gap is left" in kept and "___" not in written()
     assert said == [] and page.evaluate("document.documentElement.scrollWidth") <= 390
     if os.environ.get("AXE"):

@@ -15,11 +15,17 @@ from conftest import ROOT
 pytestmark = pytest.mark.slow
 PACKAGE = ROOT / "bertlab"
 MODULES = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py")}
-DATA = {path.relative_to(PACKAGE).as_posix() for kind in ("*.pyi", "py.typed", "page/*") for path in PACKAGE.rglob(kind)}
+DATA = {
+    path.relative_to(PACKAGE).as_posix()
+    for kind in ("*.pyi", "py.typed", "page/*")
+    for path in PACKAGE.rglob(kind)
+}
 
 
 def run(*command, **options) -> subprocess.CompletedProcess:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300, **options)
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=300, **options
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -34,7 +40,12 @@ def built(tmp_path_factory) -> dict[str, Path]:
     source.mkdir()
     for name in names:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
+            shutil.copytree(
+                ROOT / name,
+                source / name,
+                ignore=shutil.ignore_patterns("__pycache__"),
+                symlinks=True,
+            )
         else:
             shutil.copy2(ROOT / name, source / name)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)
@@ -47,9 +58,22 @@ def clean(built, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     python = folder / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", built["wheel"])
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        built["wheel"],
+    )
     # Packages of this environment, but not its .pth files: those of an editable install stay unread.
-    target = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.strip()
+    target = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+    ).stdout.strip()
     paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (Path(target) / "dependencies.pth").write_text("\n".join(sorted(paths)) + "\n")
     return python
@@ -64,7 +88,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     package = {name for name in names if ".dist-info/" not in name}
     assert package == {f"bertlab/{name}" for name in MODULES | DATA}
     info = {name.partition(".dist-info/")[2] for name in names - package}
-    assert info == {"METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt", "licenses/LICENSE"}
+    assert info == {
+        "METADATA",
+        "WHEEL",
+        "RECORD",
+        "entry_points.txt",
+        "top_level.txt",
+        "licenses/LICENSE",
+    }
 
 
 def test_the_source_distribution_can_be_built_from(built):
@@ -111,10 +142,27 @@ for path in sorted(folder.rglob("*.py")):
 def test_the_installed_command_answers(clean, tmp_path):
     command = clean.parent / "bertlab"
     assert "demo" in run(command, "--help", cwd=tmp_path, env=without_pythonpath()).stdout
-    version = run(clean, "-c", "import bertlab; print(bertlab.__version__)", cwd=tmp_path, env=without_pythonpath())
-    assert version.stdout.strip() in run(command, "--version", cwd=tmp_path, env=without_pythonpath()).stdout
+    version = run(
+        clean,
+        "-c",
+        "import bertlab; print(bertlab.__version__)",
+        cwd=tmp_path,
+        env=without_pythonpath(),
+    )
+    assert (
+        version.stdout.strip()
+        in run(command, "--version", cwd=tmp_path, env=without_pythonpath()).stdout
+    )
 
 
 def test_the_repository_cannot_be_seen_from_the_clean_environment(clean, tmp_path):
-    out = run(clean, "-c", "import sys; print(*sys.path, sep='\\n')", cwd=tmp_path, env=without_pythonpath()).stdout
-    assert not [line for line in out.splitlines() if line and (Path(line) / "pyproject.toml").exists()]
+    out = run(
+        clean,
+        "-c",
+        "import sys; print(*sys.path, sep='\\n')",
+        cwd=tmp_path,
+        env=without_pythonpath(),
+    ).stdout
+    assert not [
+        line for line in out.splitlines() if line and (Path(line) / "pyproject.toml").exists()
+    ]

@@ -7,7 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch._functorch import config as partitioning
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from bertlab.model.activation_checkpointing import (
     CHECKPOINTING_MODES,
@@ -19,7 +23,11 @@ from bertlab.model.activation_checkpointing import (
 from bertlab.model.attention import KERNELS, Kernel, write_stretches
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import run_layers
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
 from bertlab.model.losses import LossRule
 
 torch.set_num_threads(1)
@@ -44,7 +52,13 @@ def same_start_for_every_test():
 
 
 def small(**overrides) -> BertLabConfig:
-    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=4, num_attention_heads=2)
+    shape = dict(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+    )
     return modernbert_tiny(**{**shape, "local_attention": 4, **DROPOUT, **overrides})
 
 
@@ -60,7 +74,9 @@ def some_batch() -> dict:
     ids = torch.randint(5, V, (B, L))
     documents = torch.ones(B, L, dtype=torch.int64)
     documents[0, 9:], documents[1, 15:] = 2, 0  # two documents in a row; padding
-    return dict(input_ids=ids, attention_mask=documents, labels=ids.masked_fill(documents == 0, -100))
+    return dict(
+        input_ids=ids, attention_mask=documents, labels=ids.masked_fill(documents == 0, -100)
+    )
 
 
 def step(model, batch, seed=7, **more) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -71,7 +87,12 @@ def step(model, batch, seed=7, **more) -> tuple[torch.Tensor, torch.Tensor, int,
         loss = model(**batch, **more).loss
         kept = ledger.now
         loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]), kept, max(ledger.history)
+    return (
+        loss.detach(),
+        torch.cat([p.grad.flatten() for p in model.parameters()]),
+        kept,
+        max(ledger.history),
+    )
 
 
 # ---- same numbers, less memory ---------------------------------------------------------------
@@ -85,7 +106,10 @@ def test_losses_and_gradients_are_bit_identical_with_dropout_and_less_is_kept(cl
     loss, gradient, kept, peak = step(model, batch)
     names = set(model.state_dict())
     again, gradient_again, less, lower = step(model, batch)
-    assert torch.equal(gradient, gradient_again) and (less, lower) == (kept, peak)  # the ledger is exact
+    assert torch.equal(gradient, gradient_again) and (less, lower) == (
+        kept,
+        peak,
+    )  # the ledger is exact
     checkpoint_activations(model, mode, **EAGER_MODES[mode])
     again, gradient_again, less, lower = step(model, batch)
     assert torch.equal(loss, again) and torch.equal(gradient, gradient_again)
@@ -169,7 +193,11 @@ def count_runs(model, batch) -> dict[str, int]:
                 counts[name] = counts.get(name, 0) + 1
 
             # Blocks are repeated below their hooks; what is inside them runs hooks again.
-            handles.append((module.mlp_norm if hasattr(module, "mlp_norm") else module).register_forward_pre_hook(note))
+            handles.append(
+                (
+                    module.mlp_norm if hasattr(module, "mlp_norm") else module
+                ).register_forward_pre_hook(note)
+            )
     step(model, batch)
     [handle.remove() for handle in handles]
     return counts
@@ -186,7 +214,9 @@ def test_every_second_block_runs_twice_beginning_with_the_first():
 
 def test_globs_choose_the_outermost_modules_with_a_forward_of_their_own():
     model = BertLabForMaskedLM(small())
-    choose = lambda *modules: checkpoint_activations(model, "selected_modules", modules=list(modules))
+    choose = lambda *modules: checkpoint_activations(
+        model, "selected_modules", modules=list(modules)
+    )
     assert choose("*.mlp") == [f"encoder.blocks.{i}.mlp" for i in range(4)]
     assert choose("encoder.blocks*") == [f"encoder.blocks.{i}" for i in range(4)]
     assert choose("*") == ["encoder", "head"]
@@ -196,7 +226,9 @@ def test_globs_choose_the_outermost_modules_with_a_forward_of_their_own():
 
 def test_a_name_of_nothing_is_refused_and_changes_nothing():
     model = lively(BertLabForMaskedLM(small()))
-    with pytest.raises(ValueError, match=r"'\*.mpl' is the name of nothing in BertLabForMaskedLM.*encoder.blocks.0"):
+    with pytest.raises(
+        ValueError, match=r"'\*.mpl' is the name of nothing in BertLabForMaskedLM.*encoder.blocks.0"
+    ):
         checkpoint_activations(model, "selected_modules", modules=["*.mlp", "*.mpl"])
     assert count_runs(model, some_batch())["encoder.blocks.0"] == 1
 
@@ -220,7 +252,9 @@ def test_evaluation_repeats_nothing(mode):
     assert set(count_runs(model.eval(), some_batch()).values()) == {1}
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
+)
 @pytest.mark.parametrize("mode", EAGER_MODES)
 def test_a_copy_of_a_model_trains_its_own_weights(mode, duplicate):
     model, batch = lively(BertLabForMaskedLM(small())), some_batch()
@@ -264,13 +298,19 @@ def test_products_and_attention_are_kept_scores_and_all_else_are_not():
     a, b, scores = torch.zeros(2, 9, 4), torch.zeros(2, 4, 9), torch.zeros(2, 9, 9)
     aten = torch.ops.aten
     flash = aten._scaled_dot_product_flash_attention.default
-    decide = lambda op, *args, **kwargs: keep_products(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+    decide = lambda op, *args, **kwargs: (
+        keep_products(None, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
+    )
     assert decide(aten.mm.default, a[0], b[0]) and decide(aten.addmm.default, a[0], a[0], b[0])
     assert decide(aten.bmm.default, scores, a) and not decide(aten.bmm.default, a, b)
-    assert decide(flash, a, a, a) and decide(flash, a, a, a, 0.0) and not decide(flash, a, a, a, 0.1)
+    assert (
+        decide(flash, a, a, a) and decide(flash, a, a, a, 0.0) and not decide(flash, a, a, a, 0.1)
+    )
     assert not decide(flash, a, a, a, dropout_p=0.1)
     assert decide(torch.ops.higher_order.flex_attention, a, a, a)
-    assert not decide(aten.gelu.default, a) and not decide(aten.native_layer_norm.default, a, [4], None, None, 1e-5)
+    assert not decide(aten.gelu.default, a) and not decide(
+        aten.native_layer_norm.default, a, [4], None, None, 1e-5
+    )
 
 
 # ---- compiled --------------------------------------------------------------------------------
@@ -291,7 +331,11 @@ def kept_by_autograd(model, batch) -> tuple[torch.Tensor, torch.Tensor, int]:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()]), sum(kept.values())
+    return (
+        loss.detach(),
+        torch.cat([p.grad.flatten() for p in model.parameters()]),
+        sum(kept.values()),
+    )
 
 
 def test_a_compiled_encoder_in_one_graph_repeats_its_dropout():
@@ -336,7 +380,9 @@ def test_a_budget_without_a_compiler_is_refused_at_the_first_step():
 
 def test_a_budget_refuses_dropout_which_compilers_do_not_repeat():
     model = BertLabForMaskedLM(small())
-    with pytest.raises(ValueError, match="budget 0.5.*attention_dropout, embedding_dropout, mlp_dropout to 0"):
+    with pytest.raises(
+        ValueError, match="budget 0.5.*attention_dropout, embedding_dropout, mlp_dropout to 0"
+    ):
         checkpoint_activations(model, "budget", budget=0.5)
     assert partitioning.activation_memory_budget == 1.0
     checkpoint_activations(model, "budget", budget=1)  # repeats nothing
@@ -354,7 +400,10 @@ def test_a_budget_refuses_dropout_which_compilers_do_not_repeat():
         ("full", ("full", {})),
         ("selected_ops", ("selected_ops", {})),
         ({"mode": "selected_blocks", "interval": 3}, ("selected_blocks", {"interval": 3})),
-        ({"mode": "selected_modules", "modules": ["a", "*.b"]}, ("selected_modules", {"modules": ["a", "*.b"]})),
+        (
+            {"mode": "selected_modules", "modules": ["a", "*.b"]},
+            ("selected_modules", {"modules": ["a", "*.b"]}),
+        ),
         ({"mode": "budget", "budget": 0}, ("budget", {"budget": 0})),
     ],
 )
@@ -370,7 +419,10 @@ def test_settings_are_read(setting, meaning):
         (["full"], r"gradient_checkpointing=\['full'\]: choose"),
         ({"interval": 2}, "a mode with its option"),
         ({"mode": ["full"]}, "choose True, False"),
-        ("selected_blocks", "'selected_blocks' takes interval.*write {'mode': 'selected_blocks', 'interval': 2}"),
+        (
+            "selected_blocks",
+            "'selected_blocks' takes interval.*write {'mode': 'selected_blocks', 'interval': 2}",
+        ),
         ({"mode": "selected_blocks", "interval": 0}, "takes interval"),
         ({"mode": "selected_blocks", "interval": True}, "takes interval"),
         ({"mode": "selected_blocks", "interval": 2.0}, "takes interval"),
@@ -391,7 +443,11 @@ def test_a_wrong_setting_is_refused_with_its_remedy(setting, message):
 
 def test_a_budget_is_refused_early_where_nothing_will_be_compiled():
     setting = {"mode": "budget", "budget": 0.5}
-    assert read_checkpointing(setting, compiled=True) == read_checkpointing(setting) == ("budget", {"budget": 0.5})
+    assert (
+        read_checkpointing(setting, compiled=True)
+        == read_checkpointing(setting)
+        == ("budget", {"budget": 0.5})
+    )
     with pytest.raises(ValueError, match="budget.*compile_model=True"):
         read_checkpointing(setting, compiled=False)
 
@@ -445,8 +501,17 @@ def test_the_curvature_of_a_recomputed_model_is_that_of_the_model(mode, options)
         return torch.autograd.grad(sum(slope.sum() for slope in slopes), weights)
 
     torch.manual_seed(0)
-    shape = dict(vocab_size=50, hidden_size=16, intermediate_size=20, num_attention_heads=2, num_hidden_layers=3)
-    model, ids = BertLabForMaskedLM(modernbert_tiny(**shape, mlp_dropout=0.1)).train(), torch.randint(5, 50, (2, 16))
+    shape = dict(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=20,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+    )
+    model, ids = (
+        BertLabForMaskedLM(modernbert_tiny(**shape, mlp_dropout=0.1)).train(),
+        torch.randint(5, 50, (2, 16)),
+    )
     want = curvature(model)
     checkpoint_activations(model, mode, **options)
     assert all(torch.equal(got, one) for got, one in zip(curvature(model), want))

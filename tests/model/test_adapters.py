@@ -71,7 +71,9 @@ def test_an_adapter_changes_nothing_at_first_learns_alone_and_merges_to_the_same
     merged = plain_copy(model)
     assert set(merged.state_dict()) == set(old)
     torch.testing.assert_close(merged(IDS).logits, trained, rtol=0, atol=1e-5)
-    torch.testing.assert_close(model(IDS).logits, trained, rtol=0, atol=0)  # the model itself stays as it was
+    torch.testing.assert_close(
+        model(IDS).logits, trained, rtol=0, atol=0
+    )  # the model itself stays as it was
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -112,7 +114,9 @@ def test_what_cannot_be_split_is_written_for_our_own_class(tmp_path):
     add_adapter(model, "loha")
     move(model)
     save_adapter(model, tmp_path)
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # weights are not for their owner alone
+    assert (
+        len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
+    )  # weights are not for their owner alone
     opened = PeftModel.from_pretrained(ours, tmp_path).eval()
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
@@ -168,7 +172,14 @@ def test_plain_peft_finds_layers_that_a_pattern_of_ours_names(shape, options, tm
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
-PARTS = [["embeddings.tokens"], ["tokens", "head"], ["embeddings"], ["head"], ["head.bias"], ["head.dense.weight"]]
+PARTS = [
+    ["embeddings.tokens"],
+    ["tokens", "head"],
+    ["embeddings"],
+    ["head"],
+    ["head.bias"],
+    ["head.dense.weight"],
+]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -185,7 +196,9 @@ def test_plain_peft_opens_free_parts_and_both_ends_of_a_tied_table(shape, parts,
     save_adapter(model, tmp_path)
     opened = PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
     torch.testing.assert_close(opened(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
-    torch.testing.assert_close(opened.merge_and_unload()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        opened.merge_and_unload()(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5
+    )
     load_adapter(fresh, tmp_path)
     torch.testing.assert_close(fresh(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
@@ -196,13 +209,18 @@ def test_a_decoder_that_peft_trained_apart_from_its_table_is_refused(changed, tm
 
     model = build("bert")
     parts = ["decoder"] if changed == "decoder" else ["word_embeddings", "decoder"]
-    theirs = get_peft_model(to_huggingface(model), LoraConfig(r=2, target_modules=["intermediate.dense"], modules_to_save=parts))
+    theirs = get_peft_model(
+        to_huggingface(model),
+        LoraConfig(r=2, target_modules=["intermediate.dense"], modules_to_save=parts),
+    )
     name = "cls.predictions.decoder" if changed == "decoder" else "word_embeddings"
     for key, weight in theirs.named_parameters():
         if f"{name}.modules_to_save" in key and key.endswith("weight"):
             weight.data += 1
     theirs.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="decoder.weight with weights of its own.*merge_and_unload"):
+    with pytest.raises(
+        ValueError, match="decoder.weight with weights of its own.*merge_and_unload"
+    ):
         load_adapter(model, tmp_path)
     assert add_adapter(model, "lora"), "it has no adapter yet"
 
@@ -213,7 +231,10 @@ def test_an_adapter_and_a_model_are_not_written_into_one_directory(tmp_path):
     save_adapter(model, tmp_path / "a")
     with pytest.raises(ValueError, match="holds an adapter.*a/adapter"):
         save_model(model, None, tmp_path / "a")
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     save_model(model, None, tmp_path / "m")
     before = sorted(path.name for path in (tmp_path / "m").iterdir())
     with pytest.raises(ValueError, match="holds a model.*m/adapter"):
@@ -226,7 +247,9 @@ def test_an_adapter_and_a_model_are_not_written_into_one_directory(tmp_path):
 def test_an_adapter_of_a_kind_that_is_not_known_is_refused_by_name(tmp_path):
     from peft import VeraConfig, get_peft_model
 
-    get_peft_model(to_huggingface(build()), VeraConfig(r=2, target_modules=["Wo"])).save_pretrained(tmp_path)
+    get_peft_model(to_huggingface(build()), VeraConfig(r=2, target_modules=["Wo"])).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(ValueError, match="VeraConfig"):
         load_adapter(build(), tmp_path)
 
@@ -262,7 +285,9 @@ def test_the_head_of_a_task_goes_along(shape, tmp_path):
     ({}, {"hidden_size": 64}, "size"),
     ({}, {"intermediate_size": 64}, "size"),
 ])  # fmt: skip
-def test_an_adapter_of_another_shape_is_refused_and_the_model_stays_as_it_was(saved, here, word, tmp_path):
+def test_an_adapter_of_another_shape_is_refused_and_the_model_stays_as_it_was(
+    saved, here, word, tmp_path
+):
     adapted = build(head=BertLabForSequenceClassification, **saved)
     add_adapter(adapted, "lora", ["task_head.classifier"] if saved else ())
     save_adapter(adapted, tmp_path)
@@ -272,7 +297,9 @@ def test_an_adapter_of_another_shape_is_refused_and_the_model_stays_as_it_was(sa
         load_adapter(model, tmp_path)
     assert all(parameter.requires_grad for parameter in model.parameters())
     after = model.state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before
+    )
     assert torch.equal(torch.get_rng_state(), drawn)
     assert add_adapter(model, "lora"), "it has no adapter yet"
 
@@ -282,7 +309,9 @@ def test_three_different_matrices_are_refused_beside_one(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = build("bert")
-    theirs = get_peft_model(to_huggingface(model), LoraConfig(r=2, target_modules=["query", "key", "value"]))
+    theirs = get_peft_model(
+        to_huggingface(model), LoraConfig(r=2, target_modules=["query", "key", "value"])
+    )
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="merge"):
         load_adapter(model, tmp_path)
@@ -301,7 +330,9 @@ def test_a_setting_that_cannot_be_is_refused(setting, word):
 def test_layers_are_named_by_end_or_pattern():
     model = build()
     assert find_targets(model, ["qkv"]) == [f"encoder.blocks.{i}.attention.qkv" for i in (0, 1)]
-    assert find_targets(model, "*.blocks.1.mlp.*") == [f"encoder.blocks.1.mlp.{n}" for n in ("expand", "contract")]
+    assert find_targets(model, "*.blocks.1.mlp.*") == [
+        f"encoder.blocks.1.mlp.{n}" for n in ("expand", "contract")
+    ]
     assert len(find_targets(model)) == 8
     with pytest.raises(ValueError, match="qvk"):
         add_adapter(model, {"target_modules": ["qvk"]})
@@ -365,7 +396,9 @@ def test_what_a_caller_must_train_is_trained_beside_what_is_asked_for():
     model = build(head=BertLabForSequenceClassification)
     add_adapter(model, {"type": "lora", "modules_to_save": ["embeddings"]}, ["task_head"])
     moving = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any("task_head" in name for name in moving) and any("embeddings" in name for name in moving)
+    assert any("task_head" in name for name in moving) and any(
+        "embeddings" in name for name in moving
+    )
     alone = build(head=BertLabForSequenceClassification)
     add_adapter(alone, "lora", ["task_head"])
     assert not any("embeddings" in name for name, p in alone.named_parameters() if p.requires_grad)

@@ -16,7 +16,9 @@ from bertlab.model.samplers import SamplingRule, sampling_steps
 
 torch.set_num_threads(1)
 PAD, MASK = 0, 4
-WORDS = Vocabulary(9, pad_token_id=PAD, mask_token_id=MASK, special_token_ids=(1, 2, 3))  # words 5 to 8
+WORDS = Vocabulary(
+    9, pad_token_id=PAD, mask_token_id=MASK, special_token_ids=(1, 2, 3)
+)  # words 5 to 8
 P = np.array([0.5, 0.3, 0.15, 0.05])  # of the words 5 to 8
 
 
@@ -93,12 +95,18 @@ def test_every_place_and_every_row_is_as_likely_to_be_first():
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
-    st.lists(st.lists(st.sampled_from([1, 2, MASK, 5, 8]), min_size=6, max_size=6), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.sampled_from([1, 2, MASK, 5, 8]), min_size=6, max_size=6),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(1, 12),
     st.sampled_from([0, 0.7, 1.0, 5.0]),
     st.integers(0, 2**40),
 )
-def test_fixed_tokens_stay_and_nothing_is_hidden_again_and_all_is_filled(rows, num_steps, temperature, seed):
+def test_fixed_tokens_stay_and_nothing_is_hidden_again_and_all_is_filled(
+    rows, num_steps, temperature, seed
+):
     ids = torch.tensor([*rows, [MASK] * 6])
     before = ids.clone()
     states = sample(Known(), ids, num_steps=num_steps, temperature=temperature, seed=seed)
@@ -159,14 +167,25 @@ def test_words_revealed_earlier_are_seen_by_later_ones():
 
 
 def test_a_model_of_the_library_writes_text_without_special_tokens_and_stays_in_its_mode():
-    tokenizer = train_tokenizer(["the cat sat on the mat", "the dog sat on the log"] * 20, vocab_size=80)
+    tokenizer = train_tokenizer(
+        ["the cat sat on the mat", "the dog sat on the log"] * 20, vocab_size=80
+    )
     shape = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
-    model = BertLabForMaskedLM(modernbert_tiny(vocab_size=len(tokenizer), max_position_embeddings=24, **shape))
-    words = Vocabulary(len(tokenizer), tokenizer.pad_token_id, tokenizer.mask_token_id, tuple(tokenizer.all_special_ids))
+    model = BertLabForMaskedLM(
+        modernbert_tiny(vocab_size=len(tokenizer), max_position_embeddings=24, **shape)
+    )
+    words = Vocabulary(
+        len(tokenizer),
+        tokenizer.pad_token_id,
+        tokenizer.mask_token_id,
+        tuple(tokenizer.all_special_ids),
+    )
     ids = tokenizer("the [MASK] [MASK] on [MASK]", return_tensors="pt").input_ids
     last = sample(model, ids, words=words, num_steps=8)[-1]
     gap = ids == tokenizer.mask_token_id
-    assert torch.equal(last[~gap], ids[~gap]) and not set(last[gap].tolist()) & set(tokenizer.all_special_ids)
+    assert torch.equal(last[~gap], ids[~gap]) and not set(last[gap].tolist()) & set(
+        tokenizer.all_special_ids
+    )
     assert model.training
 
 

@@ -108,9 +108,11 @@ def run(kernel, q, k, v, documents, window=None, slopes=None):
     places, numbers = unpad(documents)
     flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in (q, k, v)]
     y = one_by_one(*flat, write_stretches(Pattern(numbers, window, slopes, documents.shape[1])))
-    return pad_again(y.transpose(1, 2).flatten(2), places, documents.shape).unflatten(
-        2, (q.shape[1], -1)
-    ).transpose(1, 2)
+    return (
+        pad_again(y.transpose(1, 2).flatten(2), places, documents.shape)
+        .unflatten(2, (q.shape[1], -1))
+        .transpose(1, 2)
+    )
 
 
 def some_heads(num_heads, groups, grad=False):
@@ -132,7 +134,10 @@ PATTERNS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_each_kernel_equals_softmax_written_out_for_one_query_at_a_time(kernel, pattern, groups):
     q, k, v = some_heads(4, groups)
-    window, slopes = PATTERNS[pattern].get("window"), PATTERNS[pattern].get("slopes", torch.zeros(4))
+    window, slopes = (
+        PATTERNS[pattern].get("window"),
+        PATTERNS[pattern].get("slopes", torch.zeros(4)),
+    )
     got = run(kernel, q, k, v, DOCUMENTS, **PATTERNS[pattern])
     for row, i in itertools.product(range(5), range(L)):
         same = [j for j in range(L) if DOCUMENTS[row, i] == DOCUMENTS[row, j] != 0]
@@ -187,7 +192,9 @@ def test_dropout_drops_weights_and_leaves_their_sum_in_the_mean():
     ones = torch.ones_like(v)
     torch.manual_seed(0)
     for kernel in ("eager", "sdpa"):
-        sums = torch.stack([attend(q, k, ones, Pattern(DOCUMENTS), kernel, 0.5) for _ in range(200)])
+        sums = torch.stack(
+            [attend(q, k, ones, Pattern(DOCUMENTS), kernel, 0.5) for _ in range(200)]
+        )
         real = sums.mean(0)[:4, 0, :, 0][DOCUMENTS[:4] > 0]
         assert sums.std() > 0.1 and (real - 1).abs().max() < 0.35  # 200 draws: 5 deviations of 0.07
 
@@ -274,8 +281,9 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         assert name == "eager"
     elif setting.device != "cuda":
         precision = "bf16-mixed" if setting.dtype == HALF else "32-true"
-        assert name == default_attention(setting.device, precision, setting.row_length, setting.dropout,
-                                         setting.trains)
+        assert name == default_attention(
+            setting.device, precision, setting.row_length, setting.dropout, setting.trains
+        )
 
 
 @pytest.mark.parametrize(
@@ -284,19 +292,31 @@ def test_the_choice_can_run_gives_a_reason_and_off_cuda_is_that_of_the_demo(sett
         (Setting("cuda", HALF), "varlen"),
         (Setting("cuda", torch.float16, capability=(7, 5)), "sdpa"),  # a T4: nobody tried
         (Setting("cuda", HALF, compiled=True), "flex"),
-        (Setting("cuda", HALF, compiled=True, trains=False), "sdpa"),  # torch 2.11 reads flex's tables wrongly
+        (
+            Setting("cuda", HALF, compiled=True, trains=False),
+            "sdpa",
+        ),  # torch 2.11 reads flex's tables wrongly
         (Setting("cuda", HALF, head_size=20), "flex"),
         (Setting("cuda", torch.float32), "sdpa"),  # nobody timed flex there
         (Setting("cuda", torch.float64), "sdpa"),
-        (Setting("cuda", HALF, compiled=True, head_size=128), "sdpa"),  # too wide for a small card's tiles
-        (Setting("cuda", HALF, compiled=True, row_length=128), "sdpa"),  # one block: nothing to skip
+        (
+            Setting("cuda", HALF, compiled=True, head_size=128),
+            "sdpa",
+        ),  # too wide for a small card's tiles
+        (
+            Setting("cuda", HALF, compiled=True, row_length=128),
+            "sdpa",
+        ),  # one block: nothing to skip
         (Setting("cuda", HALF, dropout=0.1), "sdpa"),
         (Setting("cuda", HALF, compiled=True, head_size=8), "sdpa"),
         (Setting("cuda", HALF, weights=True), "eager"),
         (Setting("cpu", trains=False), "sdpa"),
         (Setting("cpu", HALF, row_length=128), "eager"),
         (Setting("cpu", HALF, row_length=128, trains=False), "sdpa"),
-        (Setting("cpu", dropout=0.1, trains=False), "eager"),  # a first pass drops as the second will
+        (
+            Setting("cpu", dropout=0.1, trains=False),
+            "eager",
+        ),  # a first pass drops as the second will
     ],
 )
 def test_fastest_kernel_of_a_setting(setting, want, monkeypatch):
@@ -371,7 +391,9 @@ def on_gpu(kernel, dtype, pattern, groups=2):
     "Outputs and gradients of a kernel on CUDA, for rows of several blocks."
     documents = torch.zeros(3, 400, dtype=torch.long)
     for row, lengths in zip(documents, ([150, 1, 249], [400], [77, 3])):
-        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(
+            torch.tensor(lengths)
+        )
     documents = documents.cuda()
     slopes = pattern["slopes"].cuda() if "slopes" in pattern else None
     g = torch.Generator().manual_seed(0)
@@ -379,12 +401,19 @@ def on_gpu(kernel, dtype, pattern, groups=2):
         torch.randn(3, heads, 400, 32, generator=g).to("cuda", dtype).requires_grad_()
         for heads in (4, groups, groups)
     ]
-    weights = torch.randn(3, 4, 400, 32, generator=g).to("cuda", dtype) * (documents > 0)[:, None, :, None]
+    weights = (
+        torch.randn(3, 4, 400, 32, generator=g).to("cuda", dtype)
+        * (documents > 0)[:, None, :, None]
+    )
     if kernel == "varlen":
         places, numbers = unpad(documents)
         flat = [t.transpose(1, 2).flatten(0, 1)[places].transpose(0, 1)[None] for t in qkv]
         y = attend(*flat, Pattern(numbers, pattern.get("window"), slopes, 400), kernel)
-        y = pad_again(y.transpose(1, 2).flatten(2), places, (3, 400)).unflatten(2, (4, -1)).transpose(1, 2)
+        y = (
+            pad_again(y.transpose(1, 2).flatten(2), places, (3, 400))
+            .unflatten(2, (4, -1))
+            .transpose(1, 2)
+        )
     else:
         y = attend(*qkv, Pattern(documents, pattern.get("window"), slopes), kernel)
     (y * weights).sum().backward()
@@ -422,7 +451,13 @@ def test_varlen_trains_on_a_gpu_close_to_the_plain_kernel(pattern):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_no_score_is_large_enough_to_be_seen_in_another_document(dtype):
     q = torch.full((1, 1, 4, 4), 200.0, dtype=dtype)
-    k = torch.tensor([-80.0, -80.0, 80.0, 80.0])[:, None].expand(1, 1, 4, 4).to(dtype)  # -32,000 within, 32,000 across
-    weights = attention.attention_weights(q, k, attention.write_out(Pattern(torch.tensor([[1, 1, 2, 2]]))))
-    assert torch.equal(weights[0, 0, :2, 2:], torch.zeros(2, 2)) and torch.equal(weights[0, 0, 2:, :2], torch.zeros(2, 2))
+    k = (
+        torch.tensor([-80.0, -80.0, 80.0, 80.0])[:, None].expand(1, 1, 4, 4).to(dtype)
+    )  # -32,000 within, 32,000 across
+    weights = attention.attention_weights(
+        q, k, attention.write_out(Pattern(torch.tensor([[1, 1, 2, 2]])))
+    )
+    assert torch.equal(weights[0, 0, :2, 2:], torch.zeros(2, 2)) and torch.equal(
+        weights[0, 0, 2:, :2], torch.zeros(2, 2)
+    )
     assert torch.isfinite(weights).all() and torch.equal(weights.sum(-1), torch.ones(1, 1, 4))

@@ -59,8 +59,12 @@ def test_who_looks_at_whom_is_told_as_the_vectors_are_made(kind):
     with torch.no_grad():
         model.read(text, documents)
     heads, y_BLD = values[0].unflatten(-1, (-1, c.head_size)).transpose(1, 2), values[1]
-    v_BHLK = heads[:, -c.num_kv_heads:].repeat_interleave(c.num_attention_heads // c.num_kv_heads, 1)
-    torch.testing.assert_close((seen[0] @ v_BHLK).transpose(1, 2).flatten(2), y_BLD, atol=1e-5, rtol=1e-4)
+    v_BHLK = heads[:, -c.num_kv_heads :].repeat_interleave(
+        c.num_attention_heads // c.num_kv_heads, 1
+    )
+    torch.testing.assert_close(
+        (seen[0] @ v_BHLK).transpose(1, 2).flatten(2), y_BLD, atol=1e-5, rtol=1e-4
+    )
 
 
 def test_packed_documents_are_computed_as_if_alone_with_their_gradients():
@@ -69,7 +73,10 @@ def test_packed_documents_are_computed_as_if_alone_with_their_gradients():
     labels = text.clone()
     labels[numbers == 0] = -100
     grads = []
-    for parts in ([(text, numbers, labels)], [(text[:, :7], None, labels[:, :7]), (text[:, 7:15], None, labels[:, 7:15])]):
+    for parts in (
+        [(text, numbers, labels)],
+        [(text[:, :7], None, labels[:, :7]), (text[:, 7:15], None, labels[:, 7:15])],
+    ):
         model.zero_grad()
         found = [model(a, m, labels=b) for a, m, b in parts]
         sum(f.loss_sum for f in found).backward()
@@ -93,7 +100,9 @@ def test_writing_is_the_same_with_and_without_the_cache_alone_and_in_company():
     rule = SamplingRule(seed=2, temperature=0.9, top_p=0.9)
     together = continue_ids(model, start, WORDS, 20, rule)
     assert torch.equal(together, continue_ids(model, start, WORDS, 20, rule, use_cache=False))
-    assert torch.equal(together[2:], continue_ids(model, start[2:], WORDS, 20, rule, prompt_numbers=[2]))
+    assert torch.equal(
+        together[2:], continue_ids(model, start[2:], WORDS, 20, rule, prompt_numbers=[2])
+    )
     assert (together[:, 4:] >= 5).all() and torch.equal(together[:, :4], start)
 
 
@@ -114,10 +123,18 @@ def test_the_module_trains_it_on_the_rows_of_the_encoder():
     shape = {k: v for k, v in modernbert_tiny(**SHAPE).to_diff_dict().items() if k != "model_type"}
     module = CausalModule(shape)
     module.configure_model()
-    collate = EnhancedMaskedLanguageModelingCollator(0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12)
+    collate = EnhancedMaskedLanguageModelingCollator(
+        0, 4, V, special_token_ids=[0, 1, 2, 3, 4], max_sequence_length=12
+    )
     batch = collate([[1, *range(5, 14), 2]] * 8)  # each word follows from the one before it
-    assert module.model.num_parameters() == module.config.num_params() == CausalModule(shape).num_params()
-    flops = [kind(shape).num_flops_per_token(8.0, 0.5) for kind in (CausalModule, PretrainingModule)]
+    assert (
+        module.model.num_parameters()
+        == module.config.num_params()
+        == CausalModule(shape).num_params()
+    )
+    flops = [
+        kind(shape).num_flops_per_token(8.0, 0.5) for kind in (CausalModule, PretrainingModule)
+    ]
     assert flops[0] == flops[1], "the block that rebuilds is none of the twin's"
     optimizer, losses = torch.optim.Adam(module.model.parameters(), 1e-2), []
     for _ in range(60):

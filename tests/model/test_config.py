@@ -38,8 +38,21 @@ from bertlab.model.config import (
 )
 from bertlab.model.heads import BertLabForMaskedLM
 
-PRESETS = (modernbert_tiny, modernbert_base, modernbert_large, bert_tiny, bert_base, bert_large, roberta_base, neobert)
-OWN = [field.name for field in fields(BertLabConfig) if field.name not in {f.name for f in fields(PretrainedConfig)}]
+PRESETS = (
+    modernbert_tiny,
+    modernbert_base,
+    modernbert_large,
+    bert_tiny,
+    bert_base,
+    bert_large,
+    roberta_base,
+    neobert,
+)
+OWN = [
+    field.name
+    for field in fields(BertLabConfig)
+    if field.name not in {f.name for f in fields(PretrainedConfig)}
+]
 # Every setting away from its default, and all of them together a model that can be built.
 OTHER = dict(
     vocab_size=50, hidden_size=24, max_position_embeddings=16, embedding_positions="learned",
@@ -57,7 +70,13 @@ OTHER = dict(
 
 
 def small(**overrides) -> BertLabConfig:
-    shape = dict(vocab_size=50, hidden_size=24, intermediate_size=20, num_attention_heads=6, num_hidden_layers=4)
+    shape = dict(
+        vocab_size=50,
+        hidden_size=24,
+        intermediate_size=20,
+        num_attention_heads=6,
+        num_hidden_layers=4,
+    )
     return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
 
 
@@ -80,7 +99,12 @@ def test_every_setting_away_from_its_default_survives_a_file_a_copy_and_a_pickle
     assert all(getattr(config, name) != getattr(default, name) for name in OWN)
     config.save_pretrained(tmp_path)
     again = BertLabConfig.from_pretrained(tmp_path)
-    loaded = (again, AutoConfig.from_pretrained(tmp_path), copy.deepcopy(config), pickle.loads(pickle.dumps(config)))
+    loaded = (
+        again,
+        AutoConfig.from_pretrained(tmp_path),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    )
     for other in loaded:
         assert type(other) is BertLabConfig
         assert {name: getattr(other, name) for name in OWN} == OTHER
@@ -96,13 +120,20 @@ def test_two_configurations_that_differ_in_one_setting_are_not_equal(name):
 
 
 def test_layer_kinds_by_hand():
-    kinds = lambda every: "".join(k[0] for k in small(global_attention_every_n_layers=every).layer_kinds)
+    kinds = lambda every: "".join(
+        k[0] for k in small(global_attention_every_n_layers=every).layer_kinds
+    )
     assert [kinds(every) for every in (1, 2, 3, 5)] == ["gggg", "glgl", "gllg", "glll"]
 
 
 def test_sizes_that_follow_by_hand():
     config = small(num_key_value_heads=2, local_attention=7, rope_share=0.5)
-    assert (config.head_size, config.num_kv_heads, config.window, config.rotary_size) == (4, 2, 3, 2)
+    assert (config.head_size, config.num_kv_heads, config.window, config.rotary_size) == (
+        4,
+        2,
+        3,
+        2,
+    )
     assert small().num_kv_heads == 6
 
 
@@ -145,12 +176,19 @@ LARGE = dict(hidden_size=1024, num_attention_heads=16)
         (
             bert_tiny,
             BertForMaskedLM,
-            BertConfig(hidden_size=128, num_attention_heads=2, num_hidden_layers=2, intermediate_size=512),
+            BertConfig(
+                hidden_size=128, num_attention_heads=2, num_hidden_layers=2, intermediate_size=512
+            ),
         ),
         (
             roberta_base,
             RobertaForMaskedLM,
-            RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5),
+            RobertaConfig(
+                vocab_size=50265,
+                max_position_embeddings=514,
+                type_vocab_size=1,
+                layer_norm_eps=1e-5,
+            ),
         ),
         (
             modernbert_large,
@@ -201,8 +239,14 @@ shapes = st.fixed_dictionaries(
         num_hidden_layers=st.integers(1, 4),
         num_key_value_heads=st.sampled_from([None, 1, 2, 3, 6]),
         norm=st.sampled_from(["layer", "rms", "group", "dynamic_tanh"]),
-        **{name: st.sampled_from(CHOICES[name]) for name in CHOICES if name not in ("norm", "norm_groups")},
-        **{name: st.booleans() for name in SWITCHES if name != "residual_in_fp32"},  # it goes with one place of norms
+        **{
+            name: st.sampled_from(CHOICES[name])
+            for name in CHOICES
+            if name not in ("norm", "norm_groups")
+        },
+        **{
+            name: st.booleans() for name in SWITCHES if name != "residual_in_fp32"
+        },  # it goes with one place of norms
     )
 )
 
@@ -231,7 +275,12 @@ def test_parts_of_the_count_are_the_parts_of_any_model(shape):
         dict(num_key_value_heads=2),
         dict(output_gate="head"),
         dict(output_gate="element", num_key_value_heads=1),
-        dict(mlp="plain", norm_position="post", attention_positions="none", embedding_positions="learned"),
+        dict(
+            mlp="plain",
+            norm_position="post",
+            attention_positions="none",
+            embedding_positions="learned",
+        ),
         dict(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, qk_norm=True),
     ],
     ids=str,
@@ -244,7 +293,9 @@ def test_flops_equal_what_torch_counts_for_a_dense_head(shape):
     ids = torch.arange(2 * L).view(2, L)
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
-    assert counter.get_total_flops() / (2 * L) == config.flops_per_token(mean_context=L, label_rate=1.0)
+    assert counter.get_total_flops() / (2 * L) == config.flops_per_token(
+        mean_context=L, label_rate=1.0
+    )
 
 
 def test_matrices_by_hand():
@@ -255,7 +306,8 @@ def test_matrices_by_hand():
 
 
 @pytest.mark.parametrize(
-    "arguments, message", [((0.5, 0.3), "mean_context.*0.5"), ((8, 1.5), "label_rate.*1.5"), ((8, -0.1), "label_rate")]
+    "arguments, message",
+    [((0.5, 0.3), "mean_context.*0.5"), ((8, 1.5), "label_rate.*1.5"), ((8, -0.1), "label_rate")],
 )
 def test_costs_of_nothing_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -280,7 +332,9 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
     assert "unheard_of" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name, known", [(name, known) for name in CHOICES for known in CHOICES[name]])
+@pytest.mark.parametrize(
+    "name, known", [(name, known) for name in CHOICES for known in CHOICES[name]]
+)
 def test_every_known_name_builds_a_model(name, known):
     place = {"norm_position": "post"} if known == "deep" else {}
     model = BertLabForMaskedLM(small(**{name: known}, **place))
@@ -290,20 +344,32 @@ def test_every_known_name_builds_a_model(name, known):
 @pytest.mark.parametrize(
     "shape, message",
     [
-        (dict(hidden_size=25), r"hidden_size 25 cannot be split into 6 heads; make hidden_size even"),
+        (
+            dict(hidden_size=25),
+            r"hidden_size 25 cannot be split into 6 heads; make hidden_size even",
+        ),
         (dict(hidden_size=20), r"hidden_size 20 .* 6 heads; heads that fit are \[1, 2, 5, 10\]"),
         (dict(hidden_size=18), r"hidden_size 18 / num_attention_heads 6.* 3 numbers.*even"),
         (dict(rope_share=0.75), r"rope_share 0.75.*turns 3 numbers.*change rope_share"),
         (dict(rope_share=0.1), "rope_share 0.1.*turns 0 numbers"),
         (dict(rope_share=1.5), "rope_share 1.5.*from 2 to 4"),
-        (dict(num_key_value_heads=4), r"num_key_value_heads 4 must divide num_attention_heads 6; .*\[1, 2, 3, 6\]"),
+        (
+            dict(num_key_value_heads=4),
+            r"num_key_value_heads 4 must divide num_attention_heads 6; .*\[1, 2, 3, 6\]",
+        ),
         (dict(num_key_value_heads=12), "num_key_value_heads 12"),
-        (dict(global_attention_every_n_layers=0), "n_layers.* 0: .*1 makes every layer global.*num_hidden_layers"),
+        (
+            dict(global_attention_every_n_layers=0),
+            "n_layers.* 0: .*1 makes every layer global.*num_hidden_layers",
+        ),
         (dict(local_attention=1), "local_attention.*2 or more.*each side"),
         (dict(norm="deep"), "norm 'deep'.*norm_position to 'post'.*'pre'"),
         (dict(norm="group", norm_groups=5), "norm_groups 5 must divide hidden_size 24"),
         (dict(qk_norm=1), "qk_norm must be True or False, got 1"),
-        (dict(residual_in_fp32=False), "residual_in_fp32=False rounds.*norm_position to 'post'.*'pre'"),
+        (
+            dict(residual_in_fp32=False),
+            "residual_in_fp32=False rounds.*norm_position to 'post'.*'pre'",
+        ),
         (dict(residual_in_fp32=False, norm_position="pre_and_post"), "to 'post'.*'pre_and_post'"),
         (dict(hidden_dropout=1.0), "hidden_dropout is a share"),
         (dict(mask_token_id=50), "mask_token_id.*49.*50"),

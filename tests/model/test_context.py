@@ -11,12 +11,20 @@ import transformers
 from bertlab.data.packing import TokenizedDocuments
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.config import BertLabConfig, bert_tiny, modernbert_tiny, roberta_base
-from bertlab.model.context import CONTEXT_WAYS, context_config, extend_context, loss_by_position, needle_test
+from bertlab.model.context import (
+    CONTEXT_WAYS,
+    context_config,
+    extend_context,
+    loss_by_position,
+    needle_test,
+)
 from bertlab.model.heads import BertLabForMaskedLM, LabelledOutput
 from bertlab.model.huggingface import from_huggingface, save_model
 from bertlab.model.layers import rotary_frequencies
 
-SIZE = dict(vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+SIZE = dict(
+    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
 SHAPES = {"bert": bert_tiny(**SIZE, max_position_embeddings=12),
           "roberta": roberta_base(**SIZE, max_position_embeddings=12, pad_token_id=1),
           "modernbert": modernbert_tiny(**SIZE, max_position_embeddings=12, local_attention=4)}  # fmt: skip
@@ -66,7 +74,9 @@ def test_a_table_is_repeated_or_interpolated_and_what_stands_in_front_of_it_stay
     table = model.encoder.embeddings.positions.weight
     assert len(table) == 14
     again = extend_context(model, 30, "repeat").encoder.embeddings.positions.weight
-    assert len(again) == 32 and torch.equal(again[:14], table) and torch.equal(again[14:26], table[2:])
+    assert (
+        len(again) == 32 and torch.equal(again[:14], table) and torch.equal(again[14:26], table[2:])
+    )
     between = extend_context(model, 23, "interpolate").encoder.embeddings.positions.weight
     assert torch.equal(between[:2], table[:2])
     torch.testing.assert_close(between[2::2], table[2:])
@@ -118,10 +128,21 @@ def test_loss_by_position_counts_positions_and_lengths_within_documents():
     ids = torch.tensor([[7, 11, 8, 9, 10, 0]])
     found = loss_by_position(model, [{"input_ids": ids, "attention_mask": mask, "labels": labels}])
     logits = model(ids, attention_mask=mask).logits[0]
-    loss = torch.nn.functional.cross_entropy(logits, labels[0], reduction="none").double().detach().numpy()
-    assert found["position_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][:4].tolist() == [0, 0, 2, 2]
-    np.testing.assert_allclose(found["position_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5)
-    np.testing.assert_allclose(found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5)
+    loss = (
+        torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")
+        .double()
+        .detach()
+        .numpy()
+    )
+    assert found["position_count"][:4].tolist() == [2, 1, 1, 0] and found["length_count"][
+        :4
+    ].tolist() == [0, 0, 2, 2]
+    np.testing.assert_allclose(
+        found["position_loss"][:3], [loss[0] + loss[3], loss[4], loss[2]], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        found["length_loss"][2:4], [loss[3] + loss[4], loss[0] + loss[2]], rtol=1e-5
+    )
 
 
 HAY = ["apple banana cherry orange stone river house garden"] * 20
@@ -134,7 +155,11 @@ def reader(on="cpu"):
 
 
 def test_a_model_that_reads_the_needle_gains_by_it_and_trains_on_afterwards(monkeypatch):
-    model, named, sides = reader(), READER.encode("the secret word is", add_special_tokens=False), []
+    model, named, sides = (
+        reader(),
+        READER.encode("the secret word is", add_special_tokens=False),
+        [],
+    )
 
     def read(ids_BL, label_positions):  # 5 for what stands behind the first "the secret word is"
         assert not model.training and label_positions.shape == (3, 1)

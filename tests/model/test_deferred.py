@@ -32,7 +32,9 @@ CLASSES = {**OBJECTIVE_MODELS, "causal": BertLabForCausalLM}
 
 def equal(one, other):
     ours, theirs = one.state_dict(), other.state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], weight) for name, weight in theirs.items()
+    )
 
 
 def both(build, seed=0):
@@ -68,19 +70,30 @@ def test_shares_are_asked_for_one_weight_at_a_time_and_each_once():
         return torch.zeros_like(whole)
 
     fill_weights(later, share=zero)
-    assert sorted(asked) == sorted(usual.state_dict()) and not any(w.any() for w in later.parameters())
+    assert sorted(asked) == sorted(usual.state_dict()) and not any(
+        w.any() for w in later.parameters()
+    )
 
 
 def test_no_two_parts_have_numbers_at_the_same_time(monkeypatch):
     most, begin = [], BertLabPreTrainedModel.begin_weights
 
     def watch(model, part):
-        most.append(sum(w.numel() for m in {id(m): m for m in alive}.values() for w in m.parameters() if not w.is_meta))
+        most.append(
+            sum(
+                w.numel()
+                for m in {id(m): m for m in alive}.values()
+                for w in m.parameters()
+                if not w.is_meta
+            )
+        )
         begin(model, part)
 
     alive = []
     init = nn.Module.__init__
-    monkeypatch.setattr(nn.Module, "__init__", lambda self, *a, **k: (init(self, *a, **k), alive.append(self))[0])
+    monkeypatch.setattr(
+        nn.Module, "__init__", lambda self, *a, **k: (init(self, *a, **k), alive.append(self))[0]
+    )
     monkeypatch.setattr(BertLabPreTrainedModel, "begin_weights", watch)
     build_deferred(lambda: BertLabForMaskedLM(BertLabConfig(**CONFIG)))
     assert most and max(most) <= 101, "at most a bias that the outermost module owns itself"
@@ -97,10 +110,14 @@ def test_a_fresh_part_and_a_part_of_a_file(tmp_path):
         model = continued_model(tmp_path, "mlm", {}, deferred=deferred)
         found.append(fill_weights(model))
     assert equal(*found)
-    assert torch.equal(found[1].encoder.blocks[0].mlp.expand.weight, encoder.blocks[0].mlp.expand.weight)
+    assert torch.equal(
+        found[1].encoder.blocks[0].mlp.expand.weight, encoder.blocks[0].mlp.expand.weight
+    )
 
 
-TINY = dict(vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+TINY = dict(
+    vocab_size=101, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
 THEIRS = {
     "bert": lambda: BertForMaskedLM(BertConfig(**TINY, max_position_embeddings=32)),
     "bert without a head": lambda: BertModel(BertConfig(**TINY, max_position_embeddings=32)),
@@ -111,8 +128,12 @@ THEIRS = {
 
 
 @pytest.mark.parametrize("kind", THEIRS)
-@pytest.mark.parametrize("objective, file_size", [("mlm", "50GB"), ("diffusion", "50GB"), ("mlm", "25KB")])
-def test_another_familys_weights_are_read_in_shares_as_they_are_read_whole(kind, objective, file_size, tmp_path):
+@pytest.mark.parametrize(
+    "objective, file_size", [("mlm", "50GB"), ("diffusion", "50GB"), ("mlm", "25KB")]
+)
+def test_another_familys_weights_are_read_in_shares_as_they_are_read_whole(
+    kind, objective, file_size, tmp_path
+):
     torch.manual_seed(5)
     THEIRS[kind]().save_pretrained(tmp_path, max_shard_size=file_size)
     found = []

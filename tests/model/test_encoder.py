@@ -18,7 +18,14 @@ from transformers import AutoModelForMaskedLM, ModernBertConfig, ModernBertForMa
 
 import bertlab.model.attention
 import bertlab.model.encoder
-from bertlab.model.attention import KERNELS, Kernel, Pattern, attend, restart_positions, write_stretches
+from bertlab.model.attention import (
+    KERNELS,
+    Kernel,
+    Pattern,
+    attend,
+    restart_positions,
+    write_stretches,
+)
 from bertlab.model.config import (
     ACTIVATION_NAMES,
     BertLabConfig,
@@ -73,7 +80,10 @@ ROWS = {
     "padding_only": [],
 }
 DOCUMENTS = torch.tensor(
-    [[d for d, n in enumerate(ns, 1) for _ in range(n)] + [0] * (L - sum(ns)) for ns in ROWS.values()]
+    [
+        [d for d, n in enumerate(ns, 1) for _ in range(n)] + [0] * (L - sum(ns))
+        for ns in ROWS.values()
+    ]
 )
 
 
@@ -81,7 +91,9 @@ DOCUMENTS = torch.tensor(
 
 
 def test_rotated_scores_depend_on_the_distance_alone():
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    q, k = torch.randn(
+        2, 1, 1, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     at = lambda x, p: rotate(x, rotary_table(torch.tensor([[p]]), 8, 100.0))
     near, far = ((at(q, p) * at(k, p + 3)).sum() for p in (2, 40))
     torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
@@ -123,7 +135,9 @@ def test_weights_missing_from_a_checkpoint_start_like_those_of_a_new_model(tmp_p
     encoder = BertLabModel(small(hidden_size=128, intermediate_size=256, initializer_range=0.02))
     lively(encoder).save_pretrained(tmp_path)
     model = BertLabForMaskedLM.from_pretrained(tmp_path)
-    assert torch.equal(model.encoder.blocks[1].mlp.expand.weight, encoder.blocks[1].mlp.expand.weight)
+    assert torch.equal(
+        model.encoder.blocks[1].mlp.expand.weight, encoder.blocks[1].mlp.expand.weight
+    )
     assert 0.9 * 0.04 / 8**0.5 < model.head.dense.weight.abs().max() <= 0.04 / 8**0.5
     assert (model.head.bias == 0).all() and (model.head.norm.weight == 1).all()
 
@@ -157,14 +171,18 @@ def logits_and_gradients(model, ids, documents, weights, positions=None):
     model.zero_grad()
     logits = model(ids, documents, positions).logits
     (logits * weights).sum().backward()
-    return logits.detach(), [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return logits.detach(), [
+        torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()
+    ]
 
 
 def check_packed_equals_alone(model, ids, documents, lengths, positions=None):
     "Compare rows of packed documents with the documents run one by one: logits and gradients."
     weights = torch.randn(*ids.shape, 50, generator=torch.Generator().manual_seed(1)) / L
     real = documents > 0
-    packed, gradients = logits_and_gradients(model, ids, documents, weights * real[..., None], positions)
+    packed, gradients = logits_and_gradients(
+        model, ids, documents, weights * real[..., None], positions
+    )
     assert packed.isfinite().all()
     alone_gradients = [torch.zeros_like(g) for g in gradients]
     for row, ns in enumerate(lengths):
@@ -174,17 +192,23 @@ def check_packed_equals_alone(model, ids, documents, lengths, positions=None):
             alone, grads = logits_and_gradients(model, ids[one, at], None, weights[one, at])
             torch.testing.assert_close(packed[one, at], alone, **TOLERANCE)
             alone_gradients = [a + g for a, g in zip(alone_gradients, grads)]
-    for got, want in zip(gradients, alone_gradients):  # sums over all tokens: some are larger than 1
+    for got, want in zip(
+        gradients, alone_gradients
+    ):  # sums over all tokens: some are larger than 1
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
-@pytest.mark.parametrize("every", [1, 3, 4], ids=["global_layers", "mixed_layers", "mostly_windows"])
+@pytest.mark.parametrize(
+    "every", [1, 3, 4], ids=["global_layers", "mixed_layers", "mostly_windows"]
+)
 @pytest.mark.parametrize("row", range(len(ROWS)), ids=ROWS)
 def test_packed_documents_are_computed_as_if_alone(row, every, kernel, varlen_anywhere):
     config = small(global_attention_every_n_layers=every, attn_implementation=kernel)
     model, one = lively(BertLabForMaskedLM(config)), slice(row, row + 1)
-    check_packed_equals_alone(model, some_ids(1, L, seed=row), DOCUMENTS[one], list(ROWS.values())[one])
+    check_packed_equals_alone(
+        model, some_ids(1, L, seed=row), DOCUMENTS[one], list(ROWS.values())[one]
+    )
 
 
 POSITIONS = {  # and with each, something else that could let documents meet
@@ -223,7 +247,11 @@ def test_flex_equals_the_plain_kernel_for_every_position(positions):
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_without_the_document_mask_the_comparison_fails(kernel, positions, varlen_anywhere):
     config = small(attn_implementation=kernel, num_hidden_layers=3, **POSITIONS[positions])
-    model, ids, restarted = lively(BertLabForMaskedLM(config)), some_ids(1, L), restart_positions(DOCUMENTS[:1])
+    model, ids, restarted = (
+        lively(BertLabForMaskedLM(config)),
+        some_ids(1, L),
+        restart_positions(DOCUMENTS[:1]),
+    )
     one_document = torch.ones_like(DOCUMENTS[:1])
     with pytest.raises(AssertionError, match="not close"):
         check_packed_equals_alone(model, ids, one_document, [ROWS["three_documents"]], restarted)
@@ -253,7 +281,9 @@ def test_a_batch_with_a_row_of_padding_only_has_no_nan_anywhere(kernel, varlen_a
 
 def test_unpadded_layers_see_tokens_only(varlen_anywhere):
     model, seen = lively(BertLabForMaskedLM(small(attn_implementation="varlen"))), []
-    model.encoder.blocks[1].mlp.register_forward_hook(lambda m, args, out: seen.append(args[0].shape))
+    model.encoder.blocks[1].mlp.register_forward_hook(
+        lambda m, args, out: seen.append(args[0].shape)
+    )
     out = model.encoder(some_ids(5, L), DOCUMENTS, output_hidden_states=True)
     assert seen == [(1, int((DOCUMENTS > 0).sum()), 16)]
     assert out.last_hidden_state.shape == (5, L, 16) and len(out.hidden_states) == 5
@@ -299,7 +329,9 @@ def test_bfloat16_autocast_stays_close_and_finite(settings, varlen_anywhere):
         assert error < 0.05 * exact[DOCUMENTS > 0].abs().mean()
 
 
-@pytest.mark.parametrize("kind", [BertLabForMaskedLM, BertLabForCausalLM, BertLabForEnhancedMaskedLM])
+@pytest.mark.parametrize(
+    "kind", [BertLabForMaskedLM, BertLabForCausalLM, BertLabForEnhancedMaskedLM]
+)
 def test_a_post_norm_stream_may_be_as_precise_as_the_products(kind):
     "In float32 nothing changes; under autocast sums are made in bfloat16, and what the model says stays close."
     shape = dict(norm_position="post", embedding_dropout=0.0, hidden_dropout=0.0)
@@ -311,18 +343,25 @@ def test_a_post_norm_stream_may_be_as_precise_as_the_products(kind):
         sums = types[in_fp32, autocast] = []
         for name, norm in model.named_modules():
             if name.endswith("_end_norm"):
-                norm.register_forward_pre_hook(lambda _, inputs, sums=sums: sums.append(inputs[0].dtype))
+                norm.register_forward_pre_hook(
+                    lambda _, inputs, sums=sums: sums.append(inputs[0].dtype)
+                )
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(ids, documents, labels=ids.masked_fill(documents == 0, -100))
         out.loss.backward()
-        found[in_fp32, autocast] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found[in_fp32, autocast] = torch.cat(
+            [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        )
     f32, half = torch.float32, torch.bfloat16
     assert len(types[False, True]) == 8 + 2 * (kind is BertLabForEnhancedMaskedLM)
     # The embedding is in float32, so it enters the first sum.
     assert types[False, True][0] == f32 and set(types[False, True][1:]) == {half}
     assert set(types[False, False]) == set(types[True, False]) == {f32}
     assert torch.equal(found[False, False], found[True, False])
-    far = {in_fp32: 1 - F.cosine_similarity(found[in_fp32, True], found[True, False], dim=0) for in_fp32 in (True, False)}
+    far = {
+        in_fp32: 1 - F.cosine_similarity(found[in_fp32, True], found[True, False], dim=0)
+        for in_fp32 in (True, False)
+    }
     assert 0 < far[True] < far[False] < 0.02  # one more rounding costs something, and little
 
 
@@ -369,7 +408,10 @@ def test_hidden_states_are_what_enters_each_block_and_what_leaves_the_last():
     assert all(torch.equal(a, b) for a, b in zip(out.hidden_states, inputs))
     assert model(ids).hidden_states is None
     model.config.output_hidden_states = True
-    assert len(model(ids).hidden_states) == 5 and model(ids, output_hidden_states=False).hidden_states is None
+    assert (
+        len(model(ids).hidden_states) == 5
+        and model(ids, output_hidden_states=False).hidden_states is None
+    )
 
 
 @pytest.mark.parametrize("kernel", ["eager", "auto"])
@@ -384,7 +426,9 @@ def test_attention_weights_are_shares_inside_documents_and_windows(kernel):
         seen = (same if kind == "global" else same & near)[DOCUMENTS > 0]
         torch.testing.assert_close(real.sum(-1), torch.ones(real.shape[:2]))
         assert (real.amin(1)[seen] > 0).all() and (real.amax(1)[~seen] == 0).all()
-    torch.testing.assert_close(out.last_hidden_state, model(some_ids(5, L), DOCUMENTS).last_hidden_state)
+    torch.testing.assert_close(
+        out.last_hidden_state, model(some_ids(5, L), DOCUMENTS).last_hidden_state
+    )
 
 
 def test_attention_weights_of_a_fused_kernel_are_refused_with_the_way_out():
@@ -395,7 +439,10 @@ def test_attention_weights_of_a_fused_kernel_are_refused_with_the_way_out():
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
 def test_gradient_checkpointing_changes_no_gradient_and_runs_blocks_twice(kernel, varlen_anywhere):
-    model, ids = lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train(), some_ids(5, L)
+    model, ids = (
+        lively(BertLabForMaskedLM(small(attn_implementation=kernel))).train(),
+        some_ids(5, L),
+    )
     runs, gradients = [], []
     model.encoder.blocks[2].mlp.register_forward_pre_hook(lambda *args: runs.append(1))
     for checkpointing in (False, True):
@@ -425,7 +472,9 @@ def test_auto_says_what_it_picked_once_and_follows_autocast(caplog):
     model, ids = BertLabForMaskedLM(small(attn_implementation="auto")), some_ids(1, L)
     caplog.set_level(logging.INFO, "bertlab.model.encoder")
     model(ids), model(ids)
-    assert [r.message for r in caplog.records] == ["attention kernel sdpa (exact and fused on every device)"]
+    assert [r.message for r in caplog.records] == [
+        "attention kernel sdpa (exact and fused on every device)"
+    ]
     with torch.autocast("cpu", torch.bfloat16):
         model(ids)
         name, reason = model.encoder.attention_kernel(torch.device("cpu"), L)
@@ -605,7 +654,10 @@ def test_saving_and_loading_loses_nothing(tmp_path, tied):
             k: loaded.config.to_diff_dict()[k] for k in ("architectures", "dtype")
         }
         assert loaded.state_dict().keys() == model.state_dict().keys()
-        assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values()))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(loaded.state_dict().values(), model.state_dict().values())
+        )
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
@@ -674,11 +726,15 @@ def test_flex_is_traced_into_the_same_graph():
     model, ids = lively(BertLabForMaskedLM(small(attn_implementation="flex"))), some_ids(2, L)
     torch._dynamo.reset()
     counter = CompileCounter()
-    whole = Version(torch.__version__) >= Version("2.11")  # torch 2.9 breaks the graph where the blocks are written
+    whole = Version(torch.__version__) >= Version(
+        "2.11"
+    )  # torch 2.9 breaks the graph where the blocks are written
     compiled = torch.compile(model, backend=counter, fullgraph=whole)
     with torch.no_grad():
         for documents in (DOCUMENTS[:2], DOCUMENTS[2:4]):
-            torch.testing.assert_close(compiled(ids, documents).logits, model(ids, documents).logits)
+            torch.testing.assert_close(
+                compiled(ids, documents).logits, model(ids, documents).logits
+            )
     assert counter.frame_count == 1 or not whole
 
 
@@ -689,32 +745,53 @@ def test_weights_are_saved_as_safetensors(tmp_path):
 
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
 @pytest.mark.parametrize("mlp", ["glu", "plain"])
-def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_gates_not(mlp, initialization):
+def test_deepnorm_begins_values_outputs_and_mlps_smaller_and_queries_keys_and_gates_not(
+    mlp, initialization
+):
     shape = dict(vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, mlp=mlp, norm_position="post", output_gate="element")  # fmt: skip
     torch.manual_seed(0)
     deep = BertLabForMaskedLM(BertLabConfig(**shape, norm="deep", initialization=initialization))
-    base = "truncated_normal" if initialization == "megatron" else initialization  # nothing is shrunk twice
+    base = (
+        "truncated_normal" if initialization == "megatron" else initialization
+    )  # nothing is shrunk twice
     plain = BertLabForMaskedLM(BertLabConfig(**shape, initialization=base))
     ratio = lambda part: (part(deep).std() / part(plain).std()).item()
     block = lambda model: model.encoder.blocks[1]
-    smaller = {"values": lambda m: block(m).attention.qkv.weight[-32:], "output": lambda m: block(m).attention.out.weight,
-               "expand": lambda m: block(m).mlp.expand.weight[:96], "contract": lambda m: block(m).mlp.contract.weight}
-    alike = {"queries and keys": lambda m: block(m).attention.qkv.weight[:-32],
-             "gate": lambda m: block(m).attention.gate.weight, "tokens": lambda m: m.get_input_embeddings().weight}
+    smaller = {
+        "values": lambda m: block(m).attention.qkv.weight[-32:],
+        "output": lambda m: block(m).attention.out.weight,
+        "expand": lambda m: block(m).mlp.expand.weight[:96],
+        "contract": lambda m: block(m).mlp.contract.weight,
+    }
+    alike = {
+        "queries and keys": lambda m: block(m).attention.qkv.weight[:-32],
+        "gate": lambda m: block(m).attention.gate.weight,
+        "tokens": lambda m: m.get_input_embeddings().weight,
+    }
     if mlp == "glu":
         alike["gate of the MLP"] = lambda m: block(m).mlp.expand.weight[96:]
     if initialization == "xavier":
         alike["dense of the head"] = lambda m: m.head.dense.weight
-    assert {name: ratio(part) for name, part in smaller.items()} == pytest.approx(dict.fromkeys(smaller, 0.5), rel=0.06)
-    assert {name: ratio(part) for name, part in alike.items()} == pytest.approx(dict.fromkeys(alike, 1.0), rel=0.06)
+    assert {name: ratio(part) for name, part in smaller.items()} == pytest.approx(
+        dict.fromkeys(smaller, 0.5), rel=0.06
+    )
+    assert {name: ratio(part) for name, part in alike.items()} == pytest.approx(
+        dict.fromkeys(alike, 1.0), rel=0.06
+    )
 
 
 @pytest.mark.parametrize("initialization", ["megatron", "xavier"])
-def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(tmp_path, initialization):
-    settings = dict(norm="deep", norm_position="post", attention_bias=True, initialization=initialization)
+def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_missing(
+    tmp_path, initialization
+):
+    settings = dict(
+        norm="deep", norm_position="post", attention_bias=True, initialization=initialization
+    )
     encoder = lively(BertLabModel(small(**settings)))
-    state = {k: v for k, v in encoder.state_dict().items() if not k.endswith(("out.bias", "qkv.bias"))}
+    state = {
+        k: v for k, v in encoder.state_dict().items() if not k.endswith(("out.bias", "qkv.bias"))
+    }
     encoder.save_pretrained(tmp_path, state_dict=state)
     again = BertLabModel.from_pretrained(tmp_path)
     for part in ("out", "qkv"):
@@ -722,14 +799,22 @@ def test_what_a_checkpoint_brings_is_not_begun_again_where_its_neighbour_is_miss
         assert torch.equal(ours.weight, theirs.weight) and (ours.bias == 0).all()
 
 
-@pytest.mark.parametrize("key_heads, gate, mlp", [(8, "none", "glu"), (2, "element", "glu"), (2, "head", "plain")])
+@pytest.mark.parametrize(
+    "key_heads, gate, mlp", [(8, "none", "glu"), (2, "element", "glu"), (2, "head", "plain")]
+)
 def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gate, mlp):
     D, I, keys = 128, 320, 16 * key_heads
     config = small(hidden_size=D, intermediate_size=I, num_attention_heads=8, num_key_value_heads=key_heads, mlp=mlp,
                    output_gate=gate, initialization="xavier", num_hidden_layers=2)  # fmt: skip
     block = BertLabModel(config).blocks[1]
     q, k, v = block.attention.qkv.weight.split((D, keys, keys))
-    maps = {"queries": q, "keys": k, "values": v, "out": block.attention.out.weight, "contract": block.mlp.contract.weight}
+    maps = {
+        "queries": q,
+        "keys": k,
+        "values": v,
+        "out": block.attention.out.weight,
+        "contract": block.mlp.contract.weight,
+    }
     maps |= {f"expand {i}": part for i, part in enumerate(block.mlp.expand.weight.split(I))}
     maps |= {} if gate == "none" else {"gate": block.attention.gate.weight}
     for name, part in maps.items():
@@ -740,19 +825,32 @@ def test_xavier_begins_each_map_of_a_fused_matrix_by_its_own_fans(key_heads, gat
 @pytest.mark.parametrize("norm", ["layer", "deep"])
 @pytest.mark.parametrize("initialization", ["megatron", "truncated_normal", "kaiming", "xavier"])
 def test_maps_in_one_matrix_change_the_start_of_xavier_alone(monkeypatch, initialization, norm):
-    config = small(norm=norm, norm_position="post", num_key_value_heads=1, output_gate="head", initialization=initialization)
+    config = small(
+        norm=norm,
+        norm_position="post",
+        num_key_value_heads=1,
+        output_gate="head",
+        initialization=initialization,
+    )
 
     def start():
         torch.manual_seed(0)
         return {**BertLabForMaskedLM(config).state_dict(), "next": torch.rand(3)}
 
     begin, now = bertlab.model.encoder.init_matrix_, start()
-    monkeypatch.setattr(bertlab.model.encoder, "init_matrix_", lambda weight, c, narrow, parts: begin(weight, c, narrow))
+    monkeypatch.setattr(
+        bertlab.model.encoder,
+        "init_matrix_",
+        lambda weight, c, narrow, parts: begin(weight, c, narrow),
+    )
     differ = {name for name, weight in start().items() if not torch.equal(weight, now[name])}
     if initialization != "xavier":
         assert not differ
     else:
-        assert {"encoder.blocks.0.attention.qkv.weight", "encoder.blocks.0.mlp.expand.weight"} <= differ
+        assert {
+            "encoder.blocks.0.attention.qkv.weight",
+            "encoder.blocks.0.mlp.expand.weight",
+        } <= differ
 
 
 # ---- counts ----------------------------------------------------------------------------------
@@ -824,7 +922,9 @@ def test_windows_and_rare_labels_make_a_token_cheaper():
     config = small()  # windows of 2 to each side: 5 tokens
     dense, sparse = count_flops(config, 100, 1.0), count_flops(config, 100, 0.25)
     spared = 6 * 0.75 * (16 * 16 + count_matrices(config)["MLP"])  # of the last layer
-    assert sum(dense.values()) - sum(sparse.values()) == pytest.approx(spared + 0.75 * dense["head"])
+    assert sum(dense.values()) - sum(sparse.values()) == pytest.approx(
+        spared + 0.75 * dense["head"]
+    )
     assert dense["scores"] == 12 * 16 * (100 + 5 + 5 + 100)
     assert sparse["head"] == dense["head"] / 4
     assert count_flops(config, 3, 1.0)["scores"] == 12 * 16 * 3 * 4
@@ -833,7 +933,9 @@ def test_windows_and_rare_labels_make_a_token_cheaper():
 # ---- what is wanted alone ----------------------------------------------------------------------
 
 
-WANTED = torch.tensor([[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]])  # of a row some at padding, maybe
+WANTED = torch.tensor(
+    [[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]]
+)  # of a row some at padding, maybe
 
 
 @pytest.mark.parametrize("kernel", TRAINING_KERNELS)
@@ -843,7 +945,9 @@ WANTED = torch.tensor([[0, 3, 8, 11], [2, 4, 5, 9], [1, 0, 11, 7]])  # of a row 
      dict(num_hidden_layers=1), dict(attention_positions="alibi"), dict(norm_position="pre_and_post")],
     ids=str,
 )  # fmt: skip
-def test_wanted_vectors_and_their_gradients_are_those_of_the_whole(settings, kernel, varlen_anywhere):
+def test_wanted_vectors_and_their_gradients_are_those_of_the_whole(
+    settings, kernel, varlen_anywhere
+):
     model = lively(BertLabModel(small(attn_implementation=kernel, **settings))).double()
     ids, real = some_ids(*DOCUMENTS.shape), DOCUMENTS.gather(1, WANTED[: len(DOCUMENTS)]) != 0
     wanted = WANTED[: len(DOCUMENTS)]
@@ -873,7 +977,9 @@ def test_whoever_reads_states_gets_all_of_them():
     ids = some_ids(3, L)
     whole = model(ids, output_hidden_states=True, output_attentions=True)
     fewer = model(ids, output_hidden_states=True, output_attentions=True, wanted_positions=WANTED)
-    torch.testing.assert_close(fewer.last_hidden_state, gather_rows(whole.last_hidden_state, WANTED))
+    torch.testing.assert_close(
+        fewer.last_hidden_state, gather_rows(whole.last_hidden_state, WANTED)
+    )
     torch.testing.assert_close(fewer.hidden_states, whole.hidden_states)
     torch.testing.assert_close(fewer.attentions, whole.attentions)
     alone = model(ids, output_attentions=True, wanted_positions=WANTED)
@@ -996,6 +1102,9 @@ def test_a_first_pass_without_gradients_drops_what_the_second_drops(asked, autoc
     passes = []
     for gradients in (False, True):
         torch.manual_seed(1)
-        with torch.set_grad_enabled(gradients), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with (
+            torch.set_grad_enabled(gradients),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
             passes.append(model(input_ids=ids).last_hidden_state.detach())
     assert torch.equal(*passes)

@@ -11,12 +11,21 @@ from torch import nn
 
 from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig, modernbert_tiny
-from bertlab.model.float8 import FLOAT8_RECIPES, check_float8_device, convert_to_float8, float8_layers
+from bertlab.model.float8 import (
+    FLOAT8_RECIPES,
+    check_float8_device,
+    convert_to_float8,
+    float8_layers,
+)
 from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedLM
 
 torch.set_num_threads(1)
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao: the quantized extra")
-needs_no_torchao = pytest.mark.skipif(find_spec("torchao") is not None, reason="torchao is installed")
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs torchao: the quantized extra"
+)
+needs_no_torchao = pytest.mark.skipif(
+    find_spec("torchao") is not None, reason="torchao is installed"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +34,13 @@ def same_start_for_every_test():
 
 
 def small(**overrides) -> BertLabConfig:
-    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    shape = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     return modernbert_tiny(**{**shape, **overrides})
 
 
@@ -64,7 +79,11 @@ class StandIn:
                 return Config(name)
 
         def convert(model, *, module_filter_fn, config):
-            names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and module_filter_fn(m, n)]
+            names = [
+                n
+                for n, m in model.named_modules()
+                if isinstance(m, nn.Linear) and module_filter_fn(m, n)
+            ]
             self.asked.append((names, config))
 
         return SimpleNamespace(Float8LinearConfig=Config, convert_to_float8_training=convert)
@@ -90,12 +109,18 @@ def on_a_card(monkeypatch, capability, name="NVIDIA Test"):
 def test_all_products_of_the_blocks_and_nothing_else():
     names = float8_layers(BertLabForEnhancedMaskedLM(small(num_hidden_layers=1)))
     parts = ["attention.qkv", "attention.out", "mlp.expand", "mlp.contract"]
-    assert sorted(names) == sorted(f"{block}.{part}" for block in ("encoder.blocks.0", "rebuilder") for part in parts)
+    assert sorted(names) == sorted(
+        f"{block}.{part}" for block in ("encoder.blocks.0", "rebuilder") for part in parts
+    )
 
 
 def test_layers_whose_sizes_are_no_multiples_of_sixteen_stay():
-    gated = float8_layers(BertLabForMaskedLM(small(num_hidden_layers=1, output_gate="head")))  # 2 heads: 32 -> 2
-    assert "encoder.blocks.0.attention.gate" not in gated and "encoder.blocks.0.attention.out" in gated
+    gated = float8_layers(
+        BertLabForMaskedLM(small(num_hidden_layers=1, output_gate="head"))
+    )  # 2 heads: 32 -> 2
+    assert (
+        "encoder.blocks.0.attention.gate" not in gated and "encoder.blocks.0.attention.out" in gated
+    )
     odd = float8_layers(BertLabForMaskedLM(small(num_hidden_layers=1, intermediate_size=40)))
     # 40 units make an expansion to 80 = 5 x 16; only the way back from 40 does not fit
     assert "encoder.blocks.0.mlp.expand" in odd and "encoder.blocks.0.mlp.contract" not in odd
@@ -111,11 +136,16 @@ def test_a_model_without_a_fitting_layer_is_refused():
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta", torch.device("cpu")])
 def test_devices_without_float8_products_are_named(device):
-    with pytest.raises(ValueError, match=f"capability 8.9.*this is {device}.*bf16-mixed.*emulate=True"):
+    with pytest.raises(
+        ValueError, match=f"capability 8.9.*this is {device}.*bf16-mixed.*emulate=True"
+    ):
         check_float8_device(device)
 
 
-@pytest.mark.parametrize("capability, has_it", [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
+@pytest.mark.parametrize(
+    "capability, has_it",
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+)
 def test_cards_have_float8_from_capability_8_9(capability, has_it, monkeypatch):
     on_a_card(monkeypatch, capability)
     if has_it:
@@ -130,7 +160,9 @@ def test_cards_have_float8_from_capability_8_9(capability, has_it, monkeypatch):
 
 def test_mistakes_are_answered_before_torchao_is_asked(stand_in):
     model = BertLabForMaskedLM(small())
-    with pytest.raises(ValueError, match="recipe 'fast' is unknown; choose one of tensorwise, rowwise"):
+    with pytest.raises(
+        ValueError, match="recipe 'fast' is unknown; choose one of tensorwise, rowwise"
+    ):
         convert_to_float8(model, "fast", emulate=True)
     with pytest.raises(ValueError, match="this is cpu"):
         convert_to_float8(model)
@@ -148,7 +180,9 @@ def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
         convert_to_float8(BertLabForMaskedLM(small()), device="cuda")
 
 
-def test_torchao_gets_the_recipe_the_layers_and_padding_for_any_number_of_tokens(stand_in, monkeypatch):
+def test_torchao_gets_the_recipe_the_layers_and_padding_for_any_number_of_tokens(
+    stand_in, monkeypatch
+):
     model = BertLabForMaskedLM(small(output_gate="head"))
     on_a_card(monkeypatch, (9, 0))
     names = convert_to_float8(model, "rowwise", device="cuda")

@@ -1,6 +1,5 @@
 "Filling masks: each alone, padded, in models of ours and of transformers, and what is refused."
 
-
 import numpy as np
 import pytest
 import torch
@@ -32,32 +31,50 @@ def by_hand(model, tokenizer, text: str) -> list[dict[str, float]]:
     with torch.no_grad():
         p_LV = model.eval()(ids).logits[0].softmax(-1)
     places = (ids[0] == tokenizer.mask_token_id).nonzero()[:, 0]
-    return [{tokenizer.decode([v]).strip(): p_LV[i, v].item() for v in range(len(tokenizer))} for i in places]
+    return [
+        {tokenizer.decode([v]).strip(): p_LV[i, v].item() for v in range(len(tokenizer))}
+        for i in places
+    ]
 
 
-TEXTS = ["the [MASK] sat on the [MASK]", "[MASK] dog", "[MASK] [MASK] [MASK] sat on the log on the mat"]
+TEXTS = [
+    "the [MASK] sat on the [MASK]",
+    "[MASK] dog",
+    "[MASK] [MASK] [MASK] sat on the log on the mat",
+]
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(model, tokenizer, side):
+def test_each_mask_of_each_padded_text_is_answered_as_if_the_text_were_alone(
+    model, tokenizer, side
+):
     tokenizer.padding_side = side
     answers = fill_each_mask(model, tokenizer, TEXTS, top_k=3)
     tokenizer.padding_side = "right"
     assert [len(masks) for masks in answers] == [2, 1, 3]
     for text, masks in zip(TEXTS, answers):
         for guesses, p in zip(masks, by_hand(model, tokenizer, text), strict=True):
-            assert [m for _, m in guesses] == pytest.approx(sorted(p.values(), reverse=True)[:3], abs=1e-5)
-            assert [p[word] for word, _ in guesses] == pytest.approx([m for _, m in guesses], abs=1e-5)
+            assert [m for _, m in guesses] == pytest.approx(
+                sorted(p.values(), reverse=True)[:3], abs=1e-5
+            )
+            assert [p[word] for word, _ in guesses] == pytest.approx(
+                [m for _, m in guesses], abs=1e-5
+            )
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_reads_no_more_texts_at_once_than_it_is_told(model, tokenizer, size, monkeypatch):
     whole, sizes, forward = fill_each_mask(model, tokenizer, TEXTS, top_k=3), [], model.forward
-    monkeypatch.setattr(model, "forward", lambda input_ids, **more: sizes.append(len(input_ids)) or
-                        forward(input_ids, **more))
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda input_ids, **more: sizes.append(len(input_ids)) or forward(input_ids, **more),
+    )
     parts = fill_each_mask(model, tokenizer, TEXTS, top_k=3, batch_size=size)
     assert sizes == [[1, 1, 1], [2, 1]][size - 1]
-    for ours, theirs in zip((m for text in parts for m in text), (m for text in whole for m in text), strict=True):
+    for ours, theirs in zip(
+        (m for text in parts for m in text), (m for text in whole for m in text), strict=True
+    ):
         assert [word for word, _ in ours] == [word for word, _ in theirs]
         assert [p for _, p in ours] == pytest.approx([p for _, p in theirs], abs=1e-5)
 
@@ -76,7 +93,11 @@ def test_one_mask_each_gives_one_list_each(model, tokenizer):
         (["the [MASK]", "cat " * 30 + "[MASK]"], {}, "text 1 has 33 tokens and the model reads 24"),
         ("the [MASK]", {}, "texts must be a list"),
         ([], {}, "texts must be a list"),
-        (["the [MASK]", "caf\udce9 [MASK]"], {}, "text 1 holds half of a surrogate pair, or a byte that is no UTF-8"),
+        (
+            ["the [MASK]", "caf\udce9 [MASK]"],
+            {},
+            "text 1 holds half of a surrogate pair, or a byte that is no UTF-8",
+        ),
         (["the [MASK]"], {"top_k": 0}, "top_k must be a whole number from 1"),
         (["the [MASK]"], {"top_k": 2.5}, "top_k must be a whole number from 1"),
         (["the [MASK]"], {"top_k": 10_000}, "top_k must be a whole number from 1"),
@@ -90,7 +111,9 @@ def test_what_cannot_be_filled_is_refused(model, tokenizer, fill, texts, options
 
 
 def test_fill_mask_refuses_two_masks_and_names_the_function_that_takes_them(model, tokenizer):
-    with pytest.raises(ValueError, match=r"text 1 must hold exactly one \[MASK\].*2 \(fill_each_mask"):
+    with pytest.raises(
+        ValueError, match=r"text 1 must hold exactly one \[MASK\].*2 \(fill_each_mask"
+    ):
         fill_mask(model, tokenizer, ["a [MASK]", "[MASK] [MASK]"])
 
 
@@ -99,7 +122,9 @@ def test_a_token_that_the_model_has_no_row_for_is_refused(model, tokenizer):
 
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["zebra"])
-    assert fill_mask(model, larger, ["the [MASK] sat"]) == fill_mask(model, tokenizer, ["the [MASK] sat"])
+    assert fill_mask(model, larger, ["the [MASK] sat"]) == fill_mask(
+        model, tokenizer, ["the [MASK] sat"]
+    )
     with pytest.raises(ValueError, match=f"tokenizer has {len(tokenizer) + 1} entries"):
         fill_mask(model, larger, ["the [MASK] zebra"])
 
@@ -132,16 +157,23 @@ def test_the_model_is_left_in_the_mode_it_was_in_even_after_an_error(model, toke
 # ---- models of transformers -----------------------------------------------------------------------
 
 
-
 def their_model(kind, tokenizer, tmp_path):
     "A model that plain transformers has loaded: ModernBERT from our own checkpoint, the others as they come."
     import transformers
 
     from bertlab.model.huggingface import save_model, their_class
 
-    shape = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2, vocab_size=len(tokenizer))
+    shape = dict(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=len(tokenizer),
+    )
     if kind == "modernbert":
-        made = BertLabForMaskedLM(modernbert_tiny(**shape, max_position_embeddings=24, initializer_range=0.3))
+        made = BertLabForMaskedLM(
+            modernbert_tiny(**shape, max_position_embeddings=24, initializer_range=0.3)
+        )
         place = save_model(made, tokenizer, tmp_path / "saved")
     else:
         offset = tokenizer.pad_token_id + 1 if kind == "roberta" else 0
@@ -169,19 +201,39 @@ def test_models_of_transformers_answer_what_their_pipeline_answers(kind, tokeniz
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
-def test_a_text_that_a_model_of_transformers_cannot_read_is_refused_by_its_length(kind, tokenizer, tmp_path):
+def test_a_text_that_a_model_of_transformers_cannot_read_is_refused_by_its_length(
+    kind, tokenizer, tmp_path
+):
     model = their_model(kind, tokenizer, tmp_path)
     words = "[MASK]" + " the" * 40
     with pytest.raises(ValueError, match="the model reads 24"):
         fill_mask(model, tokenizer, [words])
 
 
-@pytest.mark.parametrize("family, longest", [("MPNet", 16), ("Roberta", 16), ("XLMRoberta", 16), ("Camembert", 16),
-                                             ("Longformer", 16), ("Data2VecText", 16), ("Bert", 18), ("Electra", 18)])
+@pytest.mark.parametrize(
+    "family, longest",
+    [
+        ("MPNet", 16),
+        ("Roberta", 16),
+        ("XLMRoberta", 16),
+        ("Camembert", 16),
+        ("Longformer", 16),
+        ("Data2VecText", 16),
+        ("Bert", 18),
+        ("Electra", 18),
+    ],
+)
 def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
     import transformers
 
-    shape = dict(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2, vocab_size=20, pad_token_id=1)
+    shape = dict(
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=20,
+        pad_token_id=1,
+    )
     config = getattr(transformers, f"{family}Config")(**shape, max_position_embeddings=18)
     model = getattr(transformers, f"{family}ForMaskedLM")(config).eval()
     assert longest_row(model) == longest
@@ -193,7 +245,9 @@ def test_a_row_is_as_long_as_the_table_of_positions_allows(family, longest):
 
 @pytest.mark.parametrize("family, longest", [("Roberta", 16), ("Bert", 18)])
 @pytest.mark.parametrize("targets", [["query"], ["position_embeddings", "query"]])
-def test_a_model_inside_adapters_or_a_compiler_is_as_long_as_it_is_alone(family, longest, targets, tokenizer):
+def test_a_model_inside_adapters_or_a_compiler_is_as_long_as_it_is_alone(
+    family, longest, targets, tokenizer
+):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = getattr(transformers, f"{family}Config")(hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
                                                       vocab_size=len(tokenizer), pad_token_id=1, max_position_embeddings=18)  # fmt: skip

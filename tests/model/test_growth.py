@@ -8,10 +8,26 @@ from torch.testing import assert_close
 
 from bertlab.model.config import BertLabConfig, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.growth import MUST_AGREE, check_growth, find_axes, grow, map_axes, map_layers, tile_places
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.growth import (
+    MUST_AGREE,
+    check_growth,
+    find_axes,
+    grow,
+    map_axes,
+    map_layers,
+    tile_places,
+)
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
 from bertlab.model.huggingface import BertLabModelWithPooler
-from bertlab.model.task_heads import BertLabForQuestionAnswering, BertLabForSequenceClassification, BertLabForTokenClassification
+from bertlab.model.task_heads import (
+    BertLabForQuestionAnswering,
+    BertLabForSequenceClassification,
+    BertLabForTokenClassification,
+)
 
 torch.set_num_threads(1)
 V = 40
@@ -19,8 +35,12 @@ V = 40
 
 def shape(**overrides) -> BertLabConfig:
     "Two layers, two heads of four."
-    sizes = dict(vocab_size=V, hidden_size=8, intermediate_size=6, num_attention_heads=2, num_hidden_layers=2)
-    return modernbert_tiny(**{**sizes, "max_position_embeddings": 16, "local_attention": 4, **overrides})
+    sizes = dict(
+        vocab_size=V, hidden_size=8, intermediate_size=6, num_attention_heads=2, num_hidden_layers=2
+    )
+    return modernbert_tiny(
+        **{**sizes, "max_position_embeddings": 16, "local_attention": 4, **overrides}
+    )
 
 
 def lively(config: BertLabConfig, kind=BertLabForMaskedLM):
@@ -95,7 +115,9 @@ def test_an_equal_configuration_gives_the_identical_model(variant, rescale):
     model = lively(shape(**variant))
     same = grow(model, shape(**variant), rescale=rescale)
     assert same is not model
-    for (name, a), (other, b) in zip(model.named_parameters(), same.named_parameters(), strict=True):
+    for (name, a), (other, b) in zip(
+        model.named_parameters(), same.named_parameters(), strict=True
+    ):
         assert name == other and torch.equal(a, b) and a.data_ptr() != b.data_ptr()
 
 
@@ -116,10 +138,14 @@ def test_doubled_widths_compute_the_same_function_when_rescaled(variant):
     assert (raw - before).abs().max() > 0.1  # the comparison can fail
 
 
-@pytest.mark.parametrize("variant", [dict(norm="group", norm_groups=2), dict(attention_positions="alibi")])
+@pytest.mark.parametrize(
+    "variant", [dict(norm="group", norm_groups=2), dict(attention_positions="alibi")]
+)
 def test_a_part_that_depends_on_the_width_itself_grows_to_another_function(variant):
     model = lively(shape(**variant))
-    before, after = (real(m(**some_batch()).logits) for m in (model, grow(model, doubled(variant), rescale=True)))
+    before, after = (
+        real(m(**some_batch()).logits) for m in (model, grow(model, doubled(variant), rescale=True))
+    )
     assert after.isfinite().all() and (after - before).abs().max() > 1e-3
 
 
@@ -133,7 +159,8 @@ def test_the_encoder_alone_grows_and_its_states_are_the_small_ones_tiled():
 
 @pytest.mark.parametrize("variant", ["modernbert", "bert"])
 @pytest.mark.parametrize(
-    "kind", [BertLabForMaskedDiffusion, BertLabForSequenceClassification, BertLabForTokenClassification]
+    "kind",
+    [BertLabForMaskedDiffusion, BertLabForSequenceClassification, BertLabForTokenClassification],
 )
 def test_every_head_grows_with_its_encoder(kind, variant):
     task = dict(classifier_head="tanh") if variant == "bert" else {}
@@ -156,13 +183,17 @@ def test_every_weight_of_the_other_heads_has_a_rule(kind):
 @pytest.mark.parametrize("width_factor, inner", [(2, 12), (3, 7), (5, 31)])
 def test_each_tile_of_each_matrix_is_its_source(width_factor, inner):
     model = lively(shape())
-    wide = dict(hidden_size=8 * width_factor, num_attention_heads=2 * width_factor, intermediate_size=inner)
+    wide = dict(
+        hidden_size=8 * width_factor, num_attention_heads=2 * width_factor, intermediate_size=inner
+    )
     larger = grow(model, shape(**wide))
     stream = [(j - (8 * width_factor - 8) // 2) % 8 for j in range(8 * width_factor)]
     units = [(j - (inner - 6) // 2) % 6 for j in range(inner)]
     old, new = model.encoder, larger.encoder
     for j, source in enumerate(stream):
-        assert torch.equal(new.embeddings.tokens.weight[:, j], old.embeddings.tokens.weight[:, source])
+        assert torch.equal(
+            new.embeddings.tokens.weight[:, j], old.embeddings.tokens.weight[:, source]
+        )
         assert new.final_norm.weight[j] == old.final_norm.weight[source]
     for block, small_block in zip(new.blocks, old.blocks, strict=True):
         expand, contract = block.mlp.expand.weight, block.mlp.contract.weight
@@ -173,15 +204,26 @@ def test_each_tile_of_each_matrix_is_its_source(width_factor, inner):
             assert torch.equal(contract[:, unit], small_block.mlp.contract.weight[stream, source])
 
 
-@pytest.mark.parametrize("heads, groups, more_heads, more_groups", [(2, 2, 3, 3), (2, 2, 5, 5), (4, 2, 6, 3), (4, 1, 8, 2)])
+@pytest.mark.parametrize(
+    "heads, groups, more_heads, more_groups",
+    [(2, 2, 3, 3), (2, 2, 5, 5), (4, 2, 6, 3), (4, 1, 8, 2)],
+)
 def test_heads_stay_whole_and_queries_keep_their_keys(heads, groups, more_heads, more_groups):
     width = 4
     small = shape(hidden_size=heads * width, num_attention_heads=heads, num_key_value_heads=groups)
-    large = shape(hidden_size=more_heads * width, num_attention_heads=more_heads, num_key_value_heads=more_groups)
+    large = shape(
+        hidden_size=more_heads * width,
+        num_attention_heads=more_heads,
+        num_key_value_heads=more_groups,
+    )
     rows = map_axes(small, large)["qkv"].view(-1, width)
     assert (rows[:, 0] % width == 0).all() and (rows.diff(dim=1) == 1).all()
     sources = (rows[:, 0] // width).tolist()  # the small model's heads, in the order of its qkv
-    q, k, v = sources[:more_heads], sources[more_heads : more_heads + more_groups], sources[more_heads + more_groups :]
+    q, k, v = (
+        sources[:more_heads],
+        sources[more_heads : more_heads + more_groups],
+        sources[more_heads + more_groups :],
+    )
     assert all(0 <= head < heads for head in q)
     assert all(heads <= key < heads + groups for key in k)
     assert v == [key + groups for key in k]
@@ -240,7 +282,10 @@ def test_type_is_kept():
 
 
 def test_jitter_is_relative_noise_on_matrices_of_the_asked_size_and_seed():
-    model, config = lively(shape(hidden_size=32, num_attention_heads=8)), shape(hidden_size=64, num_attention_heads=16)
+    model, config = (
+        lively(shape(hidden_size=32, num_attention_heads=8)),
+        shape(hidden_size=64, num_attention_heads=16),
+    )
     plain, noisy, again, other = (
         dict(grow(model, config, jitter=jitter, seed=seed).named_parameters())
         for jitter, seed in ((0, 0), (0.1, 0), (0.1, 0), (0.1, 1))
@@ -254,7 +299,10 @@ def test_jitter_is_relative_noise_on_matrices_of_the_asked_size_and_seed():
     name = "encoder.blocks.0.attention.qkv.weight"
     noise = (noisy[name] / plain[name] - 1).flatten()
     # 12,288 numbers: mean within 4 standard errors of 0, deviation within 5 % of 0.1
-    assert noise.mean().abs() < 4 * 0.1 / noise.numel() ** 0.5 and noise.std().item() == pytest.approx(0.1, rel=0.05)
+    assert (
+        noise.mean().abs() < 4 * 0.1 / noise.numel() ** 0.5
+        and noise.std().item() == pytest.approx(0.1, rel=0.05)
+    )
 
 
 def test_without_jitter_or_dropout_twins_stay_twins():
@@ -288,7 +336,9 @@ def test_every_setting_that_must_agree_has_a_case_here():
 @pytest.mark.parametrize("name", OTHER)
 def test_a_setting_that_tiling_cannot_change_is_refused_by_name(name):
     model = lively(shape())
-    with pytest.raises(ValueError, match=f"^{name} is .*set {name}={getattr(model.config, name)!r}"):
+    with pytest.raises(
+        ValueError, match=f"^{name} is .*set {name}={getattr(model.config, name)!r}"
+    ):
         grow(model, doubled({}, **{name: OTHER[name]}))
 
 
@@ -300,7 +350,10 @@ def test_a_setting_that_tiling_cannot_change_is_refused_by_name(name):
         ({"num_hidden_layers": 1}, "num_hidden_layers 1 is below the model's 2"),
         ({"hidden_size": 16}, "num_attention_heads 2 makes 8 numbers in a head, the model has 4"),
         ({"num_attention_heads": 4}, "num_attention_heads 4 makes 2 numbers in a head"),
-        ({"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}, "num_key_value_heads 2 makes 2 heads"),
+        (
+            {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
+            "num_key_value_heads 2 makes 2 heads",
+        ),
     ],
 )
 def test_a_smaller_or_cut_target_is_refused_by_name(changes, said):
@@ -312,7 +365,10 @@ def test_a_longer_table_of_learned_positions_is_refused_and_a_longer_rotary_reac
     learned = dict(embedding_positions="learned", attention_positions="none")
     with pytest.raises(ValueError, match="max_position_embeddings is 16"):
         check_growth(shape(**learned), shape(**learned, max_position_embeddings=32))
-    check_growth(shape(), shape(max_position_embeddings=32, global_rope_theta=1e6, norm_eps=1e-6, hidden_dropout=0.1))
+    check_growth(
+        shape(),
+        shape(max_position_embeddings=32, global_rope_theta=1e6, norm_eps=1e-6, hidden_dropout=0.1),
+    )
 
 
 @pytest.mark.parametrize("name, value", [
@@ -324,7 +380,10 @@ def test_a_larger_model_that_reads_positions_otherwise_is_said_to(name, value, c
     grow(lively(shape()), doubled({}, **{name: value}))
     (record,) = caplog.records
     assert f"{name} was {getattr(shape(), name)!r} and is {value!r}" in record.getMessage()
-    grow(lively(shape(attention_positions="none")), doubled({"attention_positions": "none"}, global_rope_theta=1e6))
+    grow(
+        lively(shape(attention_positions="none")),
+        doubled({"attention_positions": "none"}, global_rope_theta=1e6),
+    )
     assert len(caplog.records) == 1  # which nobody reads
 
 
@@ -349,13 +408,23 @@ def test_a_bert_grows_with_its_pooler(rescale):
 NAMES = {"id2label": {0: "neg", 1: "pos"}, "label2id": {"neg": 0, "pos": 1}}
 
 
-@pytest.mark.parametrize("said", [{}, {"problem_type": "single_label_classification"}, NAMES], ids=["nothing", "kind", "names"])
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"problem_type": "single_label_classification"}, NAMES],
+    ids=["nothing", "kind", "names"],
+)
 def test_names_of_labels_are_taken_along(said):
     kind = {"problem_type": "single_label_classification"}
-    model, config = lively(shape(**NAMES, **kind), BertLabForSequenceClassification), doubled({}, **said)
+    model, config = (
+        lively(shape(**NAMES, **kind), BertLabForSequenceClassification),
+        doubled({}, **said),
+    )
     before = config.to_dict()
     larger = grow(model, config).config
-    assert (larger.id2label, larger.label2id, larger.problem_type) == (*NAMES.values(), *kind.values())
+    assert (larger.id2label, larger.label2id, larger.problem_type) == (
+        *NAMES.values(),
+        *kind.values(),
+    )
     assert config.to_dict() == before and larger.id2label is not model.config.id2label
 
 

@@ -30,7 +30,12 @@ TOLERANCE = dict(rtol=0, atol=1e-5)
 V, B, L = 50, 4, 12
 MODELS = [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
 DOCUMENTS = torch.tensor(
-    [[1] * 5 + [2] * 4 + [3] * 3, [1, 2, 2, 2, 2, 2, 2, 3, 0, 0, 0, 0], [1] * 12, [1] * 2 + [0] * 10]
+    [
+        [1] * 5 + [2] * 4 + [3] * 3,
+        [1, 2, 2, 2, 2, 2, 2, 3, 0, 0, 0, 0],
+        [1] * 12,
+        [1] * 2 + [0] * 10,
+    ]
 )
 KEYS = torch.tensor([5, -3, 2**62, 0])
 VARIANTS = {
@@ -51,7 +56,13 @@ def same_start_for_every_test():
 
 
 def small(**overrides) -> BertLabConfig:
-    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    shape = dict(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     return modernbert_tiny(**{**shape, "local_attention": 4, **overrides})
 
 
@@ -85,7 +96,9 @@ def gradients(model) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_head_is_dense_activation_norm_decoder(tied):
-    head = lively(MaskedLMHead(small(tie_word_embeddings=tied, head_activation="relu", head_bias=True)))
+    head = lively(
+        MaskedLMHead(small(tie_word_embeddings=tied, head_activation="relu", head_bias=True))
+    )
     x, embedding = torch.randn(3, 16), torch.randn(V, 16)
     h = F.relu(x @ head.dense.weight.T + head.dense.bias)
     h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
@@ -149,12 +162,22 @@ def test_a_training_step_may_ask_for_the_loss_alone(cls, at_labels, free, monkey
     model = lively(cls(small()))
     batch, at = some_batch()
     seen, forward = [], model.head.forward
-    monkeypatch.setattr("bertlab.model.heads.shapes_are_free", lambda values: free)  # as on a CPU, or elsewhere
-    monkeypatch.setattr(model.head, "forward", lambda x, *rest: (seen.append(x[..., 0].numel()), forward(x, *rest))[1])
+    monkeypatch.setattr(
+        "bertlab.model.heads.shapes_are_free", lambda values: free
+    )  # as on a CPU, or elsewhere
+    monkeypatch.setattr(
+        model.head,
+        "forward",
+        lambda x, *rest: (seen.append(x[..., 0].numel()), forward(x, *rest))[1],
+    )
     grads, outs = [], []
     for rule in (LossRule(0.1, 1e-3), LossRule(0.1, 1e-3, only_loss=True)):
         model.zero_grad()
-        outs.append(model(**batch, label_positions=at if at_labels else None, loss_rule=rule, **keyed(model)))
+        outs.append(
+            model(
+                **batch, label_positions=at if at_labels else None, loss_rule=rule, **keyed(model)
+            )
+        )
         outs[-1].loss.backward()
         grads.append(gradients(model))
     assert outs[1].logits is outs[1].num_right is None
@@ -190,7 +213,9 @@ def test_documents_of_a_row_do_not_see_each_other(cls):
     batch, _ = some_batch()
     other = batch["input_ids"].clone()
     other[0, 5:9] = torch.randint(5, V, (4,))
-    first, second = (model(ids, DOCUMENTS, **keyed(model)).logits for ids in (batch["input_ids"], other))
+    first, second = (
+        model(ids, DOCUMENTS, **keyed(model)).logits for ids in (batch["input_ids"], other)
+    )
     same = DOCUMENTS[0] != 2
     assert torch.equal(first[0, same], second[0, same]) and not torch.equal(first[0], second[0])
 
@@ -251,7 +276,12 @@ def test_a_step_compiles_in_one_graph_and_new_documents_do_not_recompile(cls):
     batch, at = some_batch()
     for shift in (0, 1, 2):
         documents = DOCUMENTS.roll(shift, 0)
-        compiled(**batch | dict(attention_mask=documents), label_positions=at, **keyed(model), return_dict=True)
+        compiled(
+            **batch | dict(attention_mask=documents),
+            label_positions=at,
+            **keyed(model),
+            return_dict=True,
+        )
     assert counter.frame_count == 1
 
 
@@ -287,7 +317,9 @@ def test_the_bound_is_the_weighted_sum_over_all_ordinary_tokens():
     num_tokens = 12 + 8 + 12 + 2 - 2  # documents' tokens, less one [CLS] and one [SEP]
     assert out.num_labels == num_tokens
     torch.testing.assert_close(out.loss, total / num_tokens)
-    sparse = model(**batch, label_positions=at, loss_weights=weights, loss_rule=LossRule(chunk_size=4))
+    sparse = model(
+        **batch, label_positions=at, loss_weights=weights, loss_rule=LossRule(chunk_size=4)
+    )
     torch.testing.assert_close(sparse.loss, out.loss)
     assert sparse.num_labels == num_tokens
 

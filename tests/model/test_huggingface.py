@@ -21,7 +21,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from bertlab.model.config import BertLabConfig, bert_base, bert_tiny, modernbert_base, modernbert_tiny, roberta_base
+from bertlab.model.config import (
+    BertLabConfig,
+    bert_base,
+    bert_tiny,
+    modernbert_base,
+    modernbert_tiny,
+    roberta_base,
+)
 from bertlab.data.tokenizers import load_tokenizer
 from bertlab.model.context import extend_context
 from bertlab.model.huggingface import (
@@ -40,7 +47,11 @@ from bertlab.model.huggingface import (
     unread_settings,
 )
 from bertlab.model.encoder import BertLabModel
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
 from bertlab.model.loading import key_table, load_weights, their_names
 from bertlab.model.task_heads import BertLabForQuestionAnswering
 
@@ -71,7 +82,9 @@ def lively(model):
 
 
 def ours(**overrides) -> BertLabForMaskedLM:
-    return lively(BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "local_attention": 6, **overrides})))
+    return lively(
+        BertLabForMaskedLM(modernbert_tiny(**{**SHAPE, "local_attention": 6, **overrides}))
+    )
 
 
 def theirs(kind="modernbert", head="ForMaskedLM", **overrides):
@@ -94,14 +107,20 @@ def batches(kind, pad=None):
     batch = dict(input_ids=ids, attention_mask=mask, output_hidden_states=True)
     if kind != "bert":
         return batch, batch
-    batch["token_type_ids"] = torch.randint(0, 2, (B, L), generator=torch.Generator().manual_seed(2))
+    batch["token_type_ids"] = torch.randint(
+        0, 2, (B, L), generator=torch.Generator().manual_seed(2)
+    )
     return {**batch, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, batch
 
 
 def assert_same_outputs(want, got, mask, skip_pooled=()):
     assert set(want) == set(got)
     for name in want:
-        pairs = zip(want[name], got[name], strict=True) if name == "hidden_states" else [(want[name], got[name])]
+        pairs = (
+            zip(want[name], got[name], strict=True)
+            if name == "hidden_states"
+            else [(want[name], got[name])]
+        )
         for a, b in pairs:
             if a.shape[:2] == mask.shape:
                 a, b = a[mask.bool()], b[mask.bool()]
@@ -133,26 +152,56 @@ def there_and_back(config: BertLabConfig, kind: str, head: str = "ForMaskedLM") 
 def test_the_published_shapes_are_our_presets():
     bert = bertlab_config(transformers.BertConfig())
     assert bert.to_diff_dict() == {**bert_base().to_diff_dict(), "pad_token_id": 0}
-    ours = bertlab_config(transformers.RobertaConfig(max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5))
+    ours = bertlab_config(
+        transformers.RobertaConfig(
+            max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
+        )
+    )
     special = dict(pad_token_id=1, cls_token_id=0, sep_token_id=2)
     assert ours.to_diff_dict() == roberta_base(**special).to_diff_dict()
-    special = dict(pad_token_id=50283, cls_token_id=50281, sep_token_id=50282, classifier_pooling="cls")
-    assert bertlab_config(transformers.ModernBertConfig()).to_diff_dict() == modernbert_base(**special).to_diff_dict()
+    special = dict(
+        pad_token_id=50283, cls_token_id=50281, sep_token_id=50282, classifier_pooling="cls"
+    )
+    assert (
+        bertlab_config(transformers.ModernBertConfig()).to_diff_dict()
+        == modernbert_base(**special).to_diff_dict()
+    )
 
 
 @pytest.mark.parametrize(
     "theirs",
     [
-        transformers.BertConfig(hidden_act="relu", layer_norm_eps=1e-6, hidden_dropout_prob=0.2, classifier_dropout=0.4),
-        transformers.BertConfig(type_vocab_size=5, attention_probs_dropout_prob=0.0, tie_word_embeddings=False, bos_token_id=7),
-        transformers.BertConfig(num_labels=5, problem_type="regression", pad_token_id=None, max_position_embeddings=77),
-        transformers.BertConfig(id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}, hidden_act="relu2"),
+        transformers.BertConfig(
+            hidden_act="relu", layer_norm_eps=1e-6, hidden_dropout_prob=0.2, classifier_dropout=0.4
+        ),
+        transformers.BertConfig(
+            type_vocab_size=5,
+            attention_probs_dropout_prob=0.0,
+            tie_word_embeddings=False,
+            bos_token_id=7,
+        ),
+        transformers.BertConfig(
+            num_labels=5, problem_type="regression", pad_token_id=None, max_position_embeddings=77
+        ),
+        transformers.BertConfig(
+            id2label={0: "no", 1: "yes"}, label2id={"no": 0, "yes": 1}, hidden_act="relu2"
+        ),
         transformers.RobertaConfig(pad_token_id=4, hidden_act="silu", eos_token_id=9),
-        transformers.RobertaConfig(pad_token_id=0, max_position_embeddings=33, hidden_act="quick_gelu"),
-        transformers.ModernBertConfig(norm_bias=True, attention_bias=True, mlp_bias=True, classifier_bias=True),
-        transformers.ModernBertConfig(decoder_bias=False, classifier_activation="relu", classifier_dropout=0.2),
-        transformers.ModernBertConfig(classifier_pooling="mean", hidden_activation="relu2", classifier_activation="gelu"),
-        transformers.ModernBertConfig(global_attn_every_n_layers=1, local_attention=7, initializer_cutoff_factor=3.0),
+        transformers.RobertaConfig(
+            pad_token_id=0, max_position_embeddings=33, hidden_act="quick_gelu"
+        ),
+        transformers.ModernBertConfig(
+            norm_bias=True, attention_bias=True, mlp_bias=True, classifier_bias=True
+        ),
+        transformers.ModernBertConfig(
+            decoder_bias=False, classifier_activation="relu", classifier_dropout=0.2
+        ),
+        transformers.ModernBertConfig(
+            classifier_pooling="mean", hidden_activation="relu2", classifier_activation="gelu"
+        ),
+        transformers.ModernBertConfig(
+            global_attn_every_n_layers=1, local_attention=7, initializer_cutoff_factor=3.0
+        ),
     ],
     ids=lambda c: str({k: v for k, v in c.to_diff_dict().items() if k in c.__annotations__})[:60],
 )
@@ -169,14 +218,28 @@ def test_their_settings_survive_the_trip(theirs, head):
     [
         (transformers.BertConfig(is_decoder=True), "is_decoder=True"),
         (transformers.BertConfig(add_cross_attention=True), "add_cross_attention=True"),
-        (transformers.BertConfig(position_embedding_type="relative_key"), "position_embedding_type='relative_key'"),
+        (
+            transformers.BertConfig(position_embedding_type="relative_key"),
+            "position_embedding_type='relative_key'",
+        ),
         (transformers.BertConfig(hidden_act="gelu_new"), "hidden_act='gelu_new'"),
         (transformers.RobertaConfig(is_decoder=True), "is_decoder=True"),
         (transformers.RobertaConfig(pad_token_id=None), "pad_token_id=None"),
-        (transformers.RobertaConfig(position_embedding_type="relative_key_query"), "position_embedding_type"),
-        (transformers.ModernBertConfig(classifier_activation="gelu_new"), "classifier_activation='gelu_new'"),
+        (
+            transformers.RobertaConfig(position_embedding_type="relative_key_query"),
+            "position_embedding_type",
+        ),
+        (
+            transformers.ModernBertConfig(classifier_activation="gelu_new"),
+            "classifier_activation='gelu_new'",
+        ),
         (transformers.ModernBertConfig(layer_types=["sliding_attention"] * 22), "layer_types"),
-        (transformers.ModernBertConfig(layer_types=["full_attention"] * 3 + ["sliding_attention"] * 19), "layer_types"),
+        (
+            transformers.ModernBertConfig(
+                layer_types=["full_attention"] * 3 + ["sliding_attention"] * 19
+            ),
+            "layer_types",
+        ),
         (transformers.ModernBertConfig(bos_token_id=3), "bos_token_id=3"),
         (transformers.ModernBertConfig(sparse_prediction=True), "sparse_prediction=True"),
     ],
@@ -190,19 +253,26 @@ def test_what_we_have_no_words_for_is_refused_by_name(theirs, name):
 def test_rotary_positions_that_no_setting_expresses_are_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 160000.0}
     near = {"rope_type": "default", "rope_theta": 10000.0}
-    theirs = transformers.ModernBertConfig(rope_parameters={"full_attention": rope, "sliding_attention": near})
+    theirs = transformers.ModernBertConfig(
+        rope_parameters={"full_attention": rope, "sliding_attention": near}
+    )
     with pytest.raises(ValueError, match="rope_"):
         bertlab_config(theirs)
 
 
 def test_an_unsupported_kind_lists_the_supported_ones():
     for other in (transformers.ElectraConfig(), transformers.XLMRobertaConfig(), modernbert_tiny()):
-        with pytest.raises(ValueError, match=f"{other.model_type}.*supported are bert, roberta, modernbert"):
+        with pytest.raises(
+            ValueError, match=f"{other.model_type}.*supported are bert, roberta, modernbert"
+        ):
             find_kind(other)
 
 
 def test_settings_of_decoders_alone_do_not_stop_an_encoder():
-    assert bertlab_config(transformers.BertConfig(use_cache=False)).to_diff_dict() == bertlab_config(transformers.BertConfig()).to_diff_dict()
+    assert (
+        bertlab_config(transformers.BertConfig(use_cache=False)).to_diff_dict()
+        == bertlab_config(transformers.BertConfig()).to_diff_dict()
+    )
 
 
 # ---- settings: what bertlab ships ---------------------------------------------------------------------------
@@ -213,9 +283,19 @@ def test_settings_of_decoders_alone_do_not_stop_an_encoder():
     "config, kind",
     [
         (bert_tiny(), "bert"),
-        (bert_tiny(embedding_dropout=0.3, mlp_dropout=0.2, initialization="kaiming", norm_groups=4), "bert"),
+        (
+            bert_tiny(
+                embedding_dropout=0.3, mlp_dropout=0.2, initialization="kaiming", norm_groups=4
+            ),
+            "bert",
+        ),
         (bert_tiny(mask_token_id=103, cls_token_id=101, sep_token_id=102, pad_token_id=0), "bert"),
-        (bert_tiny(local_attention=6, rope_share=0.5, num_key_value_heads=2, classifier_dropout=0.3), "bert"),
+        (
+            bert_tiny(
+                local_attention=6, rope_share=0.5, num_key_value_heads=2, classifier_dropout=0.3
+            ),
+            "bert",
+        ),
         (bert_tiny(head_activation="gelu", num_labels=7), "bert"),
         (bert_tiny(residual_in_fp32=False), "bert"),
         (roberta_base(pad_token_id=1, tie_word_embeddings=False), "roberta"),
@@ -232,7 +312,10 @@ def test_our_settings_survive_the_trip_and_a_file(config, kind, head, tmp_path):
     again = transformers.AutoConfig.from_pretrained(tmp_path)
     assert type(again) is their_class(kind, "Config")
     read = bertlab_config(again).to_diff_dict()
-    assert {**read, "transformers_version": 0} == {**config.to_diff_dict(), "transformers_version": 0}
+    assert {**read, "transformers_version": 0} == {
+        **config.to_diff_dict(),
+        "transformers_version": 0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -272,12 +355,16 @@ def test_a_setting_is_refused_only_where_the_head_reads_it():
     with pytest.raises(ValueError, match="classifier_pooling='mean'"):
         huggingface_config(mean, "bert", "ForSequenceClassification")
     with pytest.raises(ValueError, match="classifier_head='prediction'"):
-        huggingface_config(bert_tiny(classifier_head="prediction"), "bert", "ForTokenClassification")
+        huggingface_config(
+            bert_tiny(classifier_head="prediction"), "bert", "ForTokenClassification"
+        )
     assert "decoder_bias" in unread_settings(mean, "Model") - unread_settings(mean, "ForMaskedLM")
 
 
 def test_settings_that_are_said_in_their_words_are_not_said_twice():
-    assert not hasattr(huggingface_config(bert_tiny(pad_token_id=0), "bert", "ForMaskedLM"), "bertlab")
+    assert not hasattr(
+        huggingface_config(bert_tiny(pad_token_id=0), "bert", "ForMaskedLM"), "bertlab"
+    )
     carried = huggingface_config(bert_tiny(mlp_dropout=0.2), "bert", "ForMaskedLM")
     assert carried.bertlab == {"mlp_dropout": 0.2}
 
@@ -287,12 +374,18 @@ def test_settings_that_are_said_in_their_words_are_not_said_twice():
 
 def test_the_number_of_a_block_is_kept_and_an_unknown_weight_is_refused():
     table = key_table("bert", "ForMaskedLM")
-    assert their_names("encoder.blocks.11.mlp.expand.bias", table) == ["bert.encoder.layer.11.intermediate.dense.bias"]
+    assert their_names("encoder.blocks.11.mlp.expand.bias", table) == [
+        "bert.encoder.layer.11.intermediate.dense.bias"
+    ]
     start = "bert.encoder.layer.3.attention.self"
     assert their_names("encoder.blocks.3.attention.qkv.weight", table) == [
         f"{start}.{part}.weight" for part in ("query", "key", "value")
     ]
-    for unknown in ("encoder.blocks.0.attention.q_norm.weight", "head", "blocks.0.mlp.expand.weight"):
+    for unknown in (
+        "encoder.blocks.0.attention.q_norm.weight",
+        "head",
+        "blocks.0.mlp.expand.weight",
+    ):
         with pytest.raises(ValueError, match=unknown):
             their_names(unknown, table)
 
@@ -395,10 +488,14 @@ def test_bert_with_other_settings_computes_the_same():
     for changes in (dict(hidden_act="relu"), dict(layer_norm_eps=1e-2), dict(type_vocab_size=4)):
         original = theirs("bert", **changes)
         batch, own = batches("bert")
-        assert_same_outputs(original(**batch), from_huggingface(original)(**own), batch["attention_mask"])
+        assert_same_outputs(
+            original(**batch), from_huggingface(original)(**own), batch["attention_mask"]
+        )
     original = theirs("roberta", hidden_act="silu", pad_token_id=4, max_position_embeddings=L + 5)
     batch, own = batches("roberta", pad=4)
-    assert_same_outputs(original(**batch), from_huggingface(original)(**own), batch["attention_mask"])
+    assert_same_outputs(
+        original(**batch), from_huggingface(original)(**own), batch["attention_mask"]
+    )
 
 
 def test_windows_matter_in_the_comparison():
@@ -426,16 +523,27 @@ def test_gradients_equal_those_of_transformers(kind):
     for name in gradients:
         want = torch.cat([known[their] for their in their_names(name, table)])
         if name.endswith(("tokens.weight", "positions.weight")):  # theirs freeze the padding's row
-            want, gradients[name] = (torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name]))
+            want, gradients[name] = (
+                torch.cat((g[:pad], g[pad + 1 :])) for g in (want, gradients[name])
+            )
         torch.testing.assert_close(gradients[name], want, **TOLERANCE)
 
 
 def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_tokenizers():
-    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
-    names = dict(zip(["[UNK]", *special.values()], range(5)))  # padding is 1 only by chance in RoBERTa's own
+    special = {
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    names = dict(
+        zip(["[UNK]", *special.values()], range(5))
+    )  # padding is 1 only by chance in RoBERTa's own
     words = models.WordLevel(names | {"[PAD]": 4, "[MASK]": 1}, unk_token="[UNK]")
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), model_input_names=inputs, **special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), model_input_names=inputs, **special
+    )
     for kind, padding in (("bert", 4), ("roberta", 1), ("modernbert", 4)):
         config = theirs(kind).config
         fitted = match_tokens(config, tokenizer)
@@ -445,7 +553,9 @@ def test_roberta_keeps_its_padding_on_which_positions_count_and_others_take_the_
 
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("head", HEADS)
-def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(head, adapted, tmp_path):
+def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(
+    head, adapted, tmp_path
+):
     "Its [UNK] has the id 1, which RoBERTa in transformers takes for padding when it counts positions."
     model = from_huggingface(theirs("roberta", head))
     if adapted:
@@ -457,7 +567,9 @@ def test_a_roberta_with_another_padding_is_written_as_a_bert_with_equal_outputs(
     assert model.config.to_dict() == settings
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
     again = their_class("bert", head).from_pretrained(tmp_path).eval()
-    said = [getattr(again.config, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")]
+    said = [
+        getattr(again.config, f"{name}_token_id") for name in ("pad", "bos", "eos", "cls", "sep")
+    ]
     assert said == [own.pad_token_id, 2, 3, 2, 3]
     ids, mask = padded_rows()
     ids[0, 3:6], mask[2] = 1, 1  # their BERT numbers from the start of the row
@@ -475,7 +587,9 @@ def test_a_roberta_stays_one_where_its_padding_is_the_tokenizers(tmp_path):
     own = tokenizer()
     own.pad_token = own.unk_token  # id 1
     save_model(from_huggingface(theirs("roberta")), own, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["RobertaForMaskedLM"]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        "RobertaForMaskedLM"
+    ]
 
 
 def test_a_roberta_that_must_stay_one_is_refused_beside_another_padding(tmp_path):
@@ -486,7 +600,11 @@ def test_a_roberta_that_must_stay_one_is_refused_beside_another_padding(tmp_path
 
 
 def test_what_is_no_bert_either_keeps_its_positions_in_our_class(tmp_path):
-    model = lively(BertLabForMaskedLM(roberta_base(**SHAPE, num_hidden_layers=2, max_position_embeddings=L, norm="rms")))
+    model = lively(
+        BertLabForMaskedLM(
+            roberta_base(**SHAPE, num_hidden_layers=2, max_position_embeddings=L, norm="rms")
+        )
+    )
     save_model(model, tokenizer(), tmp_path)
     again, (ids, mask) = BertLabForMaskedLM.from_pretrained(tmp_path).eval(), padded_rows()
     assert again.config.position_offset == 2
@@ -511,7 +629,7 @@ def test_packed_rows_equal_transformers_with_explicit_masks():
     original, ids = to_huggingface(copy), padded_rows()[0]
     documents = torch.tensor([[1] * 7 + [2] * 16 + [3] * 1] * B)
     positions = torch.tensor([[*range(7), *range(16), 0]] * B)
-    same = (documents[:, None, :, None] == documents[:, None, None, :])
+    same = documents[:, None, :, None] == documents[:, None, None, :]
     near = (torch.arange(L)[:, None] - torch.arange(L)).abs() <= 3
     masks = {"full_attention": same, "sliding_attention": same & near}
     want = original(input_ids=ids, attention_mask=masks, position_ids=positions).logits
@@ -558,7 +676,9 @@ def test_a_tied_decoder_stays_tied_and_an_untied_one_its_own():
 def test_a_decoder_that_claims_to_be_tied_and_is_not_is_refused():
     original = theirs("bert", tie_word_embeddings=False)
     original.config.tie_word_embeddings = True
-    with pytest.raises(ValueError, match="decoder.weight is not the embedding.*tie_word_embeddings=False"):
+    with pytest.raises(
+        ValueError, match="decoder.weight is not the embedding.*tie_word_embeddings=False"
+    ):
         from_huggingface(original)
 
 
@@ -614,7 +734,9 @@ def test_only_the_shape_is_taken_without_weights(tmp_path):
         full = from_huggingface(source)
         assert fresh.config.vocab_size == V and fresh.num_labels == 3 and type(fresh) is type(full)
         start = fresh.encoder.blocks[0].mlp.expand
-        assert start.bias.abs().max() == 0 and full.encoder.blocks[0].mlp.expand.bias.abs().max() > 0
+        assert (
+            start.bias.abs().max() == 0 and full.encoder.blocks[0].mlp.expand.bias.abs().max() > 0
+        )
         assert not torch.equal(start.weight, full.encoder.blocks[0].mlp.expand.weight)
 
 
@@ -643,7 +765,9 @@ def test_models_without_a_counterpart_are_refused(tmp_path):
         to_huggingface(BertLabForQuestionAnswering(bert_tiny(**SHAPE, num_labels=3)))
 
 
-@pytest.mark.parametrize("head", ["ForMaskedLM", "Model", "ForPreTraining", "ForSequenceClassification"])
+@pytest.mark.parametrize(
+    "head", ["ForMaskedLM", "Model", "ForPreTraining", "ForSequenceClassification"]
+)
 @pytest.mark.parametrize("kind", MODEL_KINDS)
 def test_without_a_named_class_the_weights_tell_of_the_head(kind, head, tmp_path):
     if head == "ForPreTraining" and kind != "bert":
@@ -653,7 +777,9 @@ def test_without_a_named_class_the_weights_tell_of_the_head(kind, head, tmp_path
     rewrite_config(tmp_path, architectures="gone")
     found, ids = from_huggingface(tmp_path), torch.randint(5, V, (2, 8))
     if head in ("ForMaskedLM", "ForPreTraining"):
-        logits = original(ids).prediction_logits if head == "ForPreTraining" else original(ids).logits
+        logits = (
+            original(ids).prediction_logits if head == "ForPreTraining" else original(ids).logits
+        )
         torch.testing.assert_close(found(ids).logits, logits, **TOLERANCE)
     else:
         assert isinstance(found, BertLabModel)
@@ -669,7 +795,9 @@ def test_a_model_of_ours_without_a_named_class_keeps_its_head(head, tmp_path):
     rewrite_config(tmp_path, architectures="gone")
     found = load_encoder(tmp_path)
     assert type(found) is type(model)
-    assert all(torch.equal(weight, found.state_dict()[name]) for name, weight in model.state_dict().items())
+    assert all(
+        torch.equal(weight, found.state_dict()[name]) for name, weight in model.state_dict().items()
+    )
 
 
 def test_our_shape_chooses_the_kind():
@@ -683,7 +811,9 @@ def test_a_model_of_masked_diffusion_has_the_same_weights():
     model = lively(BertLabForMaskedDiffusion(modernbert_tiny(**SHAPE)))
     ids, mask = padded_rows()
     want = model(ids, mask).logits[mask.bool()]
-    torch.testing.assert_close(to_huggingface(model)(ids, mask).logits[mask.bool()], want, **TOLERANCE)
+    torch.testing.assert_close(
+        to_huggingface(model)(ids, mask).logits[mask.bool()], want, **TOLERANCE
+    )
 
 
 # ---- the directory ---------------------------------------------------------------------------
@@ -763,7 +893,9 @@ def test_saving_leaves_the_owner_everything_as_it_was(saved, tmp_path):
     assert own.model_input_names == before and model.training
     assert model.config.mask_token_id is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in saved[1].iterdir()} | {"notes.txt"}
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in saved[1].iterdir()} | {
+        "notes.txt"
+    }
 
 
 @pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
@@ -784,7 +916,9 @@ def test_weights_are_read_by_whoever_reads_the_other_files(mask, mode, tmp_path)
 def test_a_drive_that_is_too_small_for_a_model_is_one_error_with_its_name(tmp_path):
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))  # less than the weights, more than the rest
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (4_000, before[1])
+    )  # less than the weights, more than the rest
     try:
         with pytest.raises(OSError) as refused:
             save_model(ours(), None, tmp_path / "model")
@@ -799,7 +933,9 @@ def test_a_written_tokenizer_cuts_a_text_where_the_model_ends(kind, tmp_path):
     own = tokenizer()
     if kind == "roberta":  # which it stays with its own padding
         own.pad_token = own.unk_token
-    length = {"max_position_embeddings": L} if kind == "modernbert" else {}  # the others have that many
+    length = (
+        {"max_position_embeddings": L} if kind == "modernbert" else {}
+    )  # the others have that many
     for said, written in ((8192, L), (7, 7)):
         own.model_max_length = said
         save_model(from_huggingface(theirs(kind, **length)), own, tmp_path)
@@ -810,8 +946,18 @@ def test_a_written_tokenizer_cuts_a_text_where_the_model_ends(kind, tmp_path):
         assert cut.input_ids.shape[1] == written and model(**cut).logits.shape[1] == written
 
 
-@pytest.mark.parametrize("said, ends", [(8192, [L, 2 * L, 3 * L]), (10**30, [L, 2 * L, 3 * L]), (L, [L, 2 * L, 3 * L]), (7, [7, 7, 7])])
-def test_a_tokenizer_that_ended_with_its_model_ends_with_a_longer_one_and_a_choice_stays(said, ends, tmp_path):
+@pytest.mark.parametrize(
+    "said, ends",
+    [
+        (8192, [L, 2 * L, 3 * L]),
+        (10**30, [L, 2 * L, 3 * L]),
+        (L, [L, 2 * L, 3 * L]),
+        (7, [7, 7, 7]),
+    ],
+)
+def test_a_tokenizer_that_ended_with_its_model_ends_with_a_longer_one_and_a_choice_stays(
+    said, ends, tmp_path
+):
     model, written = ours(max_position_embeddings=L), tokenizer()
     written.model_max_length = said
     for number in (1, 2, 3, 1):  # the last one: made shorter again
@@ -819,7 +965,10 @@ def test_a_tokenizer_that_ended_with_its_model_ends_with_a_longer_one_and_a_choi
         place = save_model(longer, written, tmp_path / str(number))
         again = transformers.AutoTokenizer.from_pretrained(place)
         assert again.model_max_length == ends[number - 1]
-        assert again(" ".join(["w7"] * 4 * L), truncation=True, return_tensors="pt").input_ids.shape[1] == ends[number - 1]
+        assert (
+            again(" ".join(["w7"] * 4 * L), truncation=True, return_tensors="pt").input_ids.shape[1]
+            == ends[number - 1]
+        )
         written = load_tokenizer(place)
     written.model_max_length = 9
     for number in (2, 3):
@@ -863,7 +1012,9 @@ def test_no_file_of_an_older_tokenizer_stays_beside_a_new_one(place, tmp_path):
     if place == "a model":
         (tmp_path / "config.json").write_text("{}")
     save_model(ours(), None, tmp_path)
-    assert OLDER.keys() <= {path.name for path in tmp_path.iterdir()}, "without a tokenizer nothing is replaced"
+    assert OLDER.keys() <= {path.name for path in tmp_path.iterdir()}, (
+        "without a tokenizer nothing is replaced"
+    )
     if place == "a run":
         (tmp_path / "config.json").unlink()
     save_model(ours(), tokenizer(), tmp_path)
@@ -887,7 +1038,9 @@ def half_a_save(self, directory):
 
 def test_weights_appear_last(tmp_path, monkeypatch):
     order, replace = [], os.replace
-    monkeypatch.setattr(os, "replace", lambda a, b: (order.append(os.path.basename(b)), replace(a, b)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (order.append(os.path.basename(b)), replace(a, b))
+    )
     save_model(ours(), tokenizer(), tmp_path)
     assert order[-1] == "model.safetensors" and {"config.json", "tokenizer.json"} <= set(order)
 
@@ -928,7 +1081,9 @@ def test_a_model_without_a_family_is_written_in_our_class_with_any_head(shape, h
     assert (settings["model_type"], settings["architectures"]) == ("bertlab", [head.__name__])
     assert (settings["mask_token_id"], model.config.mask_token_id) == (4, None)
     again = head.from_pretrained(place).eval()
-    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], weight) for name, weight in model.state_dict().items()
+    )
     line = describe_saving(model)
     assert head.__name__ in line and (word in line or "has no counterpart" in line)
 
@@ -993,7 +1148,9 @@ def cut(place, file, share):
 
 def put_pickle(place):
     (place / "model.safetensors").unlink()
-    torch.save({"bert.x": torch.ones(1), "trap": Trap(str(place / "was run"))}, place / "pytorch_model.bin")
+    torch.save(
+        {"bert.x": torch.ones(1), "trap": Trap(str(place / "was run"))}, place / "pytorch_model.bin"
+    )
 
 
 def put_index(place, file):
@@ -1003,7 +1160,9 @@ def put_index(place, file):
 
 def put_code(place):
     (place / "strange.py").write_text(f"import os; os.mkdir({str(place / 'was run')!r})")
-    rewrite_config(place, model_type="strange", auto_map={"AutoConfig": "strange.C", "AutoModel": "strange.M"})
+    rewrite_config(
+        place, model_type="strange", auto_map={"AutoConfig": "strange.C", "AutoModel": "strange.M"}
+    )
 
 
 STRANGE = {  # what is wrong with a directory: what makes it so

@@ -93,7 +93,9 @@ def test_partial_rotary_turns_pairs_as_complex_numbers_and_leaves_the_rest(rotar
 
 def test_partial_rotary_scores_depend_on_the_distance_alone():
     q, k = torch.randn(2, 10)
-    at = lambda x, p: rotate(x.view(1, 1, 10), rotary_table(torch.tensor([[p]]), 4, 100.0)).flatten()
+    at = lambda x, p: rotate(
+        x.view(1, 1, 10), rotary_table(torch.tensor([[p]]), 4, 100.0)
+    ).flatten()
     scores = [(at(q, p) @ at(k, p + 3)).item() for p in (0, 1, 50)]
     assert max(scores) - min(scores) < 1e-4
     assert abs(scores[0] - (at(q, 0) @ at(k, 4)).item()) > 1e-3
@@ -200,7 +202,9 @@ THEIR_NAMES = {"relu_squared": "relu2"}  # the others share transformers' names
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_an_activation_equals_transformers(name):
     x = torch.linspace(-6, 6, 101)
-    torch.testing.assert_close(ACTIVATIONS[name](x), ACT2FN[THEIR_NAMES.get(name, name)](x), **TOLERANCE)
+    torch.testing.assert_close(
+        ACTIVATIONS[name](x), ACT2FN[THEIR_NAMES.get(name, name)](x), **TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -226,7 +230,9 @@ def test_both_mlps_name_their_weights_alike_and_mark_what_writes_into_the_stream
     assert {name for name, _ in mlp.named_parameters()} == {
         "expand.weight", "expand.bias", "contract.weight", "contract.bias"
     }  # fmt: skip
-    assert [name for name, m in mlp.named_modules() if getattr(m, "starts_narrow", False)] == ["contract"]
+    assert [name for name, m in mlp.named_modules() if getattr(m, "starts_narrow", False)] == [
+        "contract"
+    ]
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.5, 0.9])
@@ -238,9 +244,19 @@ def test_numbers_are_dropped_each_by_a_coin_of_its_own(rate):
     assert abs(kept.mean() - (1 - rate)) < 5 * noise
     assert abs(dropped.double().mean() - 1) < 5 * noise / (1 - rate)
     assert dropped[dropped != 0].unique().numel() == 1
-    for apart in (1, 2, 3, 4, 5, 8):  # four come from one draw: neighbours must not know of each other
+    for apart in (
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+    ):  # four come from one draw: neighbours must not know of each other
         pair = (kept[apart:] * kept[:-apart]).mean()
-        assert abs(pair - (1 - rate) ** 2) < 5 * (1 - rate) * (rate * (2 - rate) / len(ones)) ** 0.5 * 2
+        assert (
+            abs(pair - (1 - rate) ** 2)
+            < 5 * (1 - rate) * (rate * (2 - rate) / len(ones)) ** 0.5 * 2
+        )
 
 
 def test_every_value_of_the_16_bits_decides_as_it_should(monkeypatch):
@@ -255,7 +271,13 @@ def test_every_value_of_the_16_bits_decides_as_it_should(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_dropping_keeps_type_shape_and_gradient_of_any_layout(dtype):
-    for x in (torch.randn(3, 5, 7), torch.randn(4, 6).T, torch.randn(0, 3), torch.tensor(2.0), torch.randn(2, 3)[:, ::2]):
+    for x in (
+        torch.randn(3, 5, 7),
+        torch.randn(4, 6).T,
+        torch.randn(0, 3),
+        torch.tensor(2.0),
+        torch.randn(2, 3)[:, ::2],
+    ):
         x = x.to(dtype).requires_grad_()
         y = drop(x, 0.3)
         assert y.shape == x.shape and y.dtype == dtype
@@ -274,7 +296,11 @@ def test_the_ends_of_dropping_and_its_repetition_by_a_seed():
         with pytest.raises(ValueError, match="between 0 and 1"):
             drop(x, rate)
     part = BitDropout(0.1)
-    assert isinstance(part, torch.nn.Dropout) and part.eval()(x) is x and not torch.equal(part.train()(x), x)
+    assert (
+        isinstance(part, torch.nn.Dropout)
+        and part.eval()(x) is x
+        and not torch.equal(part.train()(x), x)
+    )
 
 
 @pytest.mark.parametrize("kind", MLPS)
@@ -293,7 +319,9 @@ def test_dropout_acts_in_the_middle_and_in_training_only(kind):
 
 def start(name: str, narrow: bool = False, **overrides) -> torch.Tensor:
     "A matrix from 300 to 700 numbers, as it begins in a model of 8 layers."
-    config = modernbert_tiny(initialization=name, num_hidden_layers=8, **{"initializer_range": 0.03, **overrides})
+    config = modernbert_tiny(
+        initialization=name, num_hidden_layers=8, **{"initializer_range": 0.03, **overrides}
+    )
     return init_matrix_(torch.empty(700, 300), config, narrow)
 
 
@@ -347,13 +375,19 @@ def test_xavier_takes_the_fans_of_each_map_that_a_matrix_holds_and_the_others_ta
         for parts in (None, (7,), (3, 4)):
             torch.manual_seed(0)
             found.append(init_matrix_(torch.empty(7, 5), config, parts=parts))
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) == (name != "xavier")
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) == (
+            name != "xavier"
+        )
 
 
 def test_neobert_begins_as_wide_as_numbers_drawn_evenly_between_plus_and_minus_a_fiftieth():
     config = neobert()
-    assert config.initializer_range * cut_std(config.initializer_cutoff_factor) == pytest.approx(0.02 / 3**0.5, rel=1e-3)
-    assert init_matrix_(torch.empty(700, 300), config).std().item() == pytest.approx(0.02 / 3**0.5, rel=0.01)
+    assert config.initializer_range * cut_std(config.initializer_cutoff_factor) == pytest.approx(
+        0.02 / 3**0.5, rel=1e-3
+    )
+    assert init_matrix_(torch.empty(700, 300), config).std().item() == pytest.approx(
+        0.02 / 3**0.5, rel=0.01
+    )
 
 
 def test_narrow_width_by_hand_and_in_place():

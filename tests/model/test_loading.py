@@ -104,7 +104,10 @@ def test_a_whole_file_comes_before_the_index_of_a_model_that_was_there(model, tm
     old = lively(BertLabForMaskedLM(config()))
     write(old, tmp_path, {"safetensors": "shards", "bin": "old directory"}[kind])
     if kind == "safetensors":
-        save_file({n: w.contiguous() for n, w in model.state_dict().items()}, tmp_path / "model.safetensors")
+        save_file(
+            {n: w.contiguous() for n, w in model.state_dict().items()},
+            tmp_path / "model.safetensors",
+        )
     else:
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     fresh = BertLabForMaskedLM(config())
@@ -115,7 +118,9 @@ def test_a_checkpoint_of_a_run_is_read_without_running_its_code(tmp_path):
     weights, _ = train(Texts(), 3, [RunCheckpoint(tmp_path / "last.ckpt")])
     from bertlab.model.config import BertLabConfig
 
-    fresh = BertLabForMaskedLM(BertLabConfig(**{**CONFIG, "embedding_dropout": 0.1, "mlp_dropout": 0.1}))
+    fresh = BertLabForMaskedLM(
+        BertLabConfig(**{**CONFIG, "embedding_dropout": 0.1, "mlp_dropout": 0.1})
+    )
     assert load_weights(fresh, tmp_path / "last.ckpt").complete
     assert all(torch.equal(weight, weights[name]) for name, weight in fresh.state_dict().items())
 
@@ -176,7 +181,11 @@ def test_names_of_the_first_releases_are_understood():
     model, fresh = (lively(BertLabForMaskedLM(config("bert"))) for _ in range(2))
     old = {}
     for name, weight in to_huggingface(model).state_dict().items():
-        old[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = weight
+        old[
+            name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
+        ] = weight
     old["bert.embeddings.position_ids"] = torch.arange(64)[None]
     assert any("gamma" in name for name in old)
     assert load_weights(fresh, old).complete and equal(fresh, model)
@@ -264,7 +273,10 @@ def test_the_first_pattern_that_fits_counts():
 
 
 def test_a_mapping_reaches_what_no_convention_explains(model):
-    fresh, mapping = BertLabForMaskedLM(config()), {"encoder.blocks.*": "net.layers.*", "head.*": "out.*"}
+    fresh, mapping = (
+        BertLabForMaskedLM(config()),
+        {"encoder.blocks.*": "net.layers.*", "head.*": "out.*"},
+    )
     strange = {name.replace("encoder.blocks.", "net.layers.").replace("head.", "out."): weight
                for name, weight in model.state_dict().items()}  # fmt: skip
     with pytest.raises(ValueError, match="missing.*unexpected"):
@@ -275,8 +287,12 @@ def test_a_mapping_reaches_what_no_convention_explains(model):
 def test_a_pattern_that_fits_nothing_is_named_with_a_likely_one(model):
     with pytest.raises(ValueError, match=r"'encoder.block.\*' fits no weight.*'encoder\.blocks"):
         load_weights(model, model.state_dict(), {"encoder.block.*": "x.*"})
-    with pytest.raises(ValueError, match=r"'encoder.blocks.\*': .*no 'encoder.stack.*'encoder\.blocks"):
-        load_weights(model, model.state_dict(), {"encoder.blocks.*": "encoder.stack.*"}, strict=False)
+    with pytest.raises(
+        ValueError, match=r"'encoder.blocks.\*': .*no 'encoder.stack.*'encoder\.blocks"
+    ):
+        load_weights(
+            model, model.state_dict(), {"encoder.blocks.*": "encoder.stack.*"}, strict=False
+        )
 
 
 # ---- strict, partial, and types of numbers --------------------------------------------------------
@@ -291,12 +307,17 @@ def test_strict_loading_names_all_three_kinds_and_changes_nothing(model):
     with pytest.raises(ValueError) as caught:
         load_weights(model, wrong)
     said = str(caught.value)
-    assert "2 missing (head.bias, head.norm.weight)" in said or "2 missing (head.norm.weight, head.bias)" in said
+    assert (
+        "2 missing (head.bias, head.norm.weight)" in said
+        or "2 missing (head.norm.weight, head.bias)" in said
+    )
     assert "1 unexpected (stranger)" in said and "strict=False" in said and "\n" not in said
     assert "head.dense.weight: float32[1, 1] there, float32[32, 32] here" in said
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
     report = load_weights(model, wrong, strict=False)
-    assert {*report.missing} == {"head.bias", "head.norm.weight"} and report.unexpected == ["stranger"]
+    assert {*report.missing} == {"head.bias", "head.norm.weight"} and report.unexpected == [
+        "stranger"
+    ]
     after = model.state_dict()
     assert all(torch.equal(after[n], wrong[n]) for n in report.loaded)
     assert all(torch.equal(after[n], before[n]) for n in after if n not in report.loaded)
@@ -312,13 +333,20 @@ def test_where_nothing_fits_even_partial_loading_refuses(model):
         load_weights(model, {"x": torch.ones(2)}, strict=False)
 
 
-@pytest.mark.parametrize("theirs, ours", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")])
+@pytest.mark.parametrize(
+    "theirs, ours", [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", "float32")]
+)
 def test_the_model_keeps_its_type_of_numbers_and_the_change_is_counted(model, theirs, ours):
-    model, fresh = model.to(getattr(torch, theirs)), BertLabForMaskedLM(config()).to(getattr(torch, ours))
+    model, fresh = (
+        model.to(getattr(torch, theirs)),
+        BertLabForMaskedLM(config()).to(getattr(torch, ours)),
+    )
     report = load_weights(fresh, model.state_dict())
     assert report.cast == {f"{theirs} to {ours}": len(report.loaded)}
     want = model.head.dense.weight.to(getattr(torch, ours))
-    assert fresh.head.dense.weight.dtype == getattr(torch, ours) and torch.equal(fresh.head.dense.weight, want)
+    assert fresh.head.dense.weight.dtype == getattr(torch, ours) and torch.equal(
+        fresh.head.dense.weight, want
+    )
 
 
 def test_whole_numbers_are_no_weights(model):

@@ -86,7 +86,9 @@ def test_parts_add_up_to_the_whole(num, cut, seed):
     x, labels, weights, decoder = some_case(num, seed)
     logits, rule = x @ decoder.T, LossRule(0.1, 0.01)
     whole = score_logits(logits, labels, rule, weights)
-    parts = [score_logits(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))]
+    parts = [
+        score_logits(logits[s], labels[s], rule, weights[s]) for s in (slice(cut), slice(cut, None))
+    ]
     for together, *apart in zip(whole, *parts):
         torch.testing.assert_close(sum(apart), together, rtol=1e-5, atol=1e-5)
 
@@ -207,7 +209,9 @@ def test_gathering_is_indexing_row_by_row():
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
-@given(seed=st.integers(0, 999), smoothing=st.sampled_from([0.0, 0.1]), z=st.sampled_from([0, 1e-2]))
+@given(
+    seed=st.integers(0, 999), smoothing=st.sampled_from([0.0, 0.1]), z=st.sampled_from([0, 1e-2])
+)
 def test_the_sparse_head_has_the_loss_and_gradients_of_the_dense_one(seed, smoothing, z):
     x, labels, weights, decoder = some_case(24, seed, unlabelled=0.8)
     x, labels, weights = x.view(2, 12, D).requires_grad_(), labels.view(2, 12), weights.view(2, 12)
@@ -235,7 +239,10 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(num, size, seed, smooth
     x.requires_grad_(), decoder.requires_grad_()
     weights = weights if weighted else None
     head, rule = (lambda t: t @ decoder.T), LossRule(smoothing, z, chunk_size=size)
-    both = score_logits(head(x), labels, rule, weights), score_in_chunks(head, x, labels, rule, weights)
+    both = (
+        score_logits(head(x), labels, rule, weights),
+        score_in_chunks(head, x, labels, rule, weights),
+    )
     for whole, chunked in zip(*both):
         torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
     grads = [torch.autograd.grad(parts.mean(), (x, decoder)) for parts in both]
@@ -280,7 +287,9 @@ def test_chunks_work_without_gradients_and_with_rows_and_positions():
     x, labels, weights, decoder = some_case(24, seed=7)
     shaped = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12)
     with torch.no_grad():
-        parts = score_in_chunks(lambda t: t @ decoder.T, shaped[0], shaped[1], LossRule(chunk_size=5), shaped[2])
+        parts = score_in_chunks(
+            lambda t: t @ decoder.T, shaped[0], shaped[1], LossRule(chunk_size=5), shaped[2]
+        )
         whole = score_logits(x @ decoder.T, labels, weights=weights)
     torch.testing.assert_close(parts.loss_sum, whole.loss_sum, rtol=1e-6, atol=1e-6)
     assert isinstance(parts, LossParts) and parts.num_right == whole.num_right
@@ -306,12 +315,18 @@ def test_chunks_in_bfloat16_add_in_float32():
 @pytest.mark.parametrize("unlabelled", [0.0, 0.5, 1.0])
 def test_labels_alone_have_the_loss_and_the_gradients_of_all_positions(size, weighted, unlabelled):
     x, labels, weights, decoder = some_case(24, seed=9, unlabelled=unlabelled)
-    x, labels, weights = x.view(2, 12, D), labels.view(2, 12), weights.view(2, 12) if weighted else None
+    x, labels, weights = (
+        x.view(2, 12, D),
+        labels.view(2, 12),
+        weights.view(2, 12) if weighted else None,
+    )
     x.requires_grad_(), decoder.requires_grad_()
     whole = score_logits(x @ decoder.T, labels, LossRule(0.1, 1e-2), weights)
     rule, head = LossRule(0.1, 1e-2, chunk_size=size, only_loss=True), lambda t: t @ decoder.T
     kept, y, w = labelled_alone(x, labels, weights)
-    parts = score_in_chunks(head, kept, y, rule, w) if size else score_logits(head(kept), y, rule, w)
+    parts = (
+        score_in_chunks(head, kept, y, rule, w) if size else score_logits(head(kept), y, rule, w)
+    )
     assert len(y) == (labels != -100).sum() and parts.num_right is None
     for name in ("loss_sum", "num_labels", "z_loss"):
         torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-6, atol=1e-6)
@@ -399,10 +414,16 @@ def test_the_bytes_of_a_token_are_those_of_its_text_however_a_tokenizer_marks_it
     from transformers import PreTrainedTokenizerFast
 
     ends = models.BPE({"the</w>": 0, "c": 1, "at</w>": 2, "##": 3}, [], end_of_word_suffix="</w>")
-    other = models.WordPiece({"ca": 0, "@@t": 1, "\u00e9t": 2, "[UNK]": 3}, unk_token="[UNK]", continuing_subword_prefix="@@")
+    other = models.WordPiece(
+        {"ca": 0, "@@t": 1, "\u00e9t": 2, "[UNK]": 3},
+        unk_token="[UNK]",
+        continuing_subword_prefix="@@",
+    )
     usual = models.WordPiece({"ca": 0, "##t": 1, "##\u00e9": 2, "[UNK]": 3}, unk_token="[UNK]")
     # Neither of these has a mark for what goes on: they are headings of a text.
-    pieces = models.Unigram([("##", -1.0), ("##a", -1.0), ("\u2581##", -1.0), ("<0x0A>", -1.0)], unk_id=0)
+    pieces = models.Unigram(
+        [("##", -1.0), ("##a", -1.0), ("\u2581##", -1.0), ("<0x0A>", -1.0)], unk_id=0
+    )
     words = models.WordLevel({"##": 0, "##a": 1, "a": 2, "[UNK]": 3}, unk_token="[UNK]")
     for model, known in ((ends, [3, 1, 2, 2]), (other, [2, 1, 3, 5]), (usual, [2, 1, 2, 5]), (pieces, [2, 3, 2, 1]),
                          (words, [2, 3, 1, 5])):  # fmt: skip

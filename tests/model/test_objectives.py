@@ -6,7 +6,11 @@ import torch
 
 from bertlab.data.collators import get_collator_cls
 from bertlab.model.config import BertLabConfig
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
 from bertlab.data.packing import PackedDataset
 
 PAD, CLS, SEP, MASK = range(4)
@@ -26,7 +30,9 @@ def rows(num=6, length=32):
 
 
 def batch_of(objective, which):
-    collator = get_collator_cls(objective)(PAD, MASK, SIZE, max_sequence_length=32, special_token_ids=[CLS, SEP])
+    collator = get_collator_cls(objective)(
+        PAD, MASK, SIZE, max_sequence_length=32, special_token_ids=[CLS, SEP]
+    )
     return collator(which)
 
 
@@ -66,12 +72,12 @@ def test_sum_and_count_of_two_halves_are_those_of_the_batch(objective):
 
 def test_enhanced_rows_are_rebuilt_from_the_same_tokens_in_any_batch_and_from_others_in_another_epoch():
     model, which = model_of("enhanced_mlm").train(), rows()
-    batch = (batch_of("enhanced_mlm", which))
-    alone = (batch_of("enhanced_mlm", which[3:4]))
+    batch = batch_of("enhanced_mlm", which)
+    alone = batch_of("enhanced_mlm", which[3:4])
     positions = batch["label_positions"].shape[1]
     assert alone["label_positions"].shape[1] == positions, "the bound of labels is static"
     torch.testing.assert_close(model(**batch).logits[3:4], model(**alone).logits)
-    later = (batch_of("enhanced_mlm", [{**row, "epoch": 1} for row in which[3:4]]))
+    later = batch_of("enhanced_mlm", [{**row, "epoch": 1} for row in which[3:4]])
     assert torch.equal(later["input_ids"], alone["input_ids"])
     assert (model(**later).logits - model(**alone).logits).abs().max() > 1e-3
 

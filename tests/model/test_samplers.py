@@ -17,7 +17,14 @@ from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.model.encoder import layer_context
 from bertlab.model.heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
-from bertlab.model.samplers import SAMPLERS, BlockCache, SamplingRule, plan_row, sample_ids, sampling_steps
+from bertlab.model.samplers import (
+    SAMPLERS,
+    BlockCache,
+    SamplingRule,
+    plan_row,
+    sample_ids,
+    sampling_steps,
+)
 
 torch.set_num_threads(1)
 MASK, END, WORDS = 4, 3, (5, 6, 7)
@@ -93,10 +100,15 @@ def one_step(chain, rule, start, block, before, after):
         if rule.sampler in ("ancestral", "remask", "remask_doubtful"):
             most = min(1.0, after / (1 - before)) if before < 1 else 1.0
             sigma = 0.0 if rule.sampler == "ancestral" else rule.remask * most
-            shown = ((1 - after) - (1 - (sigma if rule.sampler == "remask" else 0)) * (1 - before)) / before
+            shown = (
+                (1 - after) - (1 - (sigma if rule.sampler == "remask" else 0)) * (1 - before)
+            ) / before
             ways = []
             for i in still:
-                ways.append([(i, MASK, None, 1 - shown)] + [(i, w, p[i][j], shown * law[i][j]) for j, w in enumerate(WORDS)])
+                ways.append(
+                    [(i, MASK, None, 1 - shown)]
+                    + [(i, w, p[i][j], shown * law[i][j]) for j, w in enumerate(WORDS)]
+                )
             for i in closed:
                 back = sigma * (1 - sure[i] if rule.sampler == "remask_doubtful" else 1)
                 ways.append([(i, MASK, None, back), (i, state[i], sure[i], 1 - back)])
@@ -116,6 +128,7 @@ def one_step(chain, rule, start, block, before, after):
             if rule.sampler == "random":
                 chosen = list(itertools.combinations(range(len(still)), quota))
             else:
+
                 def value(n):
                     i, j = still[n], picks[n]
                     ranked = np.sort(p[i])[::-1]
@@ -182,7 +195,9 @@ def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model(
             known = {}
             for row, state in enumerate(map(tuple, input_ids.tolist())):
                 if state not in known:
-                    part = joint[tuple(slice(None) if v == MASK else slice(v - 5, v - 4) for v in state)]
+                    part = joint[
+                        tuple(slice(None) if v == MASK else slice(v - 5, v - 4) for v in state)
+                    ]
                     logs = np.full((3, 8), -60.0)
                     for i in range(3):
                         p = part.sum(tuple(a for a in range(3) if a != i))
@@ -195,7 +210,12 @@ def test_random_order_one_by_one_draws_from_the_joint_law_of_a_consistent_model(
 
     n = 6000
     for sampler in ("random", "left_to_right"):
-        last = sample_ids(Consistent(), torch.full((n, 3), MASK), TOY, SamplingRule(sampler, num_steps=3)) - 5
+        last = (
+            sample_ids(
+                Consistent(), torch.full((n, 3), MASK), TOY, SamplingRule(sampler, num_steps=3)
+            )
+            - 5
+        )
         counts = np.zeros((3, 3, 3))
         np.add.at(counts, tuple(last.T.numpy()), 1)
         assert ((counts - n * joint) ** 2 / (n * joint)).sum() < 26 + 5 * math.sqrt(52)
@@ -209,7 +229,12 @@ def test_a_prompt_is_answered_alike_in_batches_of_any_size(sampler):
         parts = [sample_ids(Tables(), torch.full((len(n), 3), MASK), TOY, rule, prompt_numbers=n)
                  for n in (range(i, min(i + size, 12)) for i in range(0, 12, size))]  # fmt: skip
         assert torch.equal(torch.cat(parts), whole)
-    assert not torch.equal(whole, sample_ids(Tables(), torch.full((12, 3), MASK), TOY, SamplingRule(sampler, num_steps=3, seed=6)))
+    assert not torch.equal(
+        whole,
+        sample_ids(
+            Tables(), torch.full((12, 3), MASK), TOY, SamplingRule(sampler, num_steps=3, seed=6)
+        ),
+    )
 
 
 class Flat(torch.nn.Module):
@@ -231,7 +256,9 @@ class Flat(torch.nn.Module):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(list(SAMPLERS)), st.integers(1, 9), st.integers(1, 12), st.sampled_from([None, 1, 3]),
        st.sampled_from([0.0, 0.7, 1.0]), st.lists(st.sampled_from([MASK, 5, 1]), min_size=7, max_size=7))  # fmt: skip
-def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(sampler, num_steps, gaps, size, heat, mixed):
+def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(
+    sampler, num_steps, gaps, size, heat, mixed
+):
     ids = torch.tensor([[MASK] * gaps + [1] * (12 - gaps) + mixed, [5] * 12 + [MASK] + [6] * 6])
     most = max(-(-n // size) if size else 1 for n in (ids == MASK).sum(1).tolist())
     rule = SamplingRule(sampler, num_steps=num_steps, block_size=size, temperature=heat, remask=0.7)
@@ -253,7 +280,9 @@ def test_all_is_filled_in_the_steps_asked_for_and_what_is_given_stays(sampler, n
 
 
 @pytest.mark.parametrize("sampler", ["random", "confidence", "left_to_right"])
-@pytest.mark.parametrize("gaps, num_steps, counts", [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (2, 4, [0, 1, 0, 1])])
+@pytest.mark.parametrize(
+    "gaps, num_steps, counts", [(8, 4, [2, 2, 2, 2]), (5, 2, [2, 3]), (2, 4, [0, 1, 0, 1])]
+)
 def test_ordered_samplers_write_an_even_number_in_each_step(sampler, gaps, num_steps, counts):
     rule = SamplingRule(sampler, num_steps=num_steps)
     steps = list(sampling_steps(Flat(), torch.full((3, gaps), MASK), TOY, rule))[1:]
@@ -273,7 +302,13 @@ def test_blocks_are_finished_from_left_to_right():
 def test_a_text_that_has_ended_has_nothing_but_ends_to_its_right_in_its_gap():
     ids = torch.tensor([[2, *[MASK] * 9, 6, MASK, MASK]] * 60)
     for sampler in SAMPLERS:
-        last = sample_ids(Flat(end=0.3), ids, TOY, SamplingRule(sampler, num_steps=11, late_ends=False), end_token_id=END)
+        last = sample_ids(
+            Flat(end=0.3),
+            ids,
+            TOY,
+            SamplingRule(sampler, num_steps=11, late_ends=False),
+            end_token_id=END,
+        )
         if sampler.startswith("remask"):  # ends are taken back like words
             assert (last != MASK).all()
             continue
@@ -327,7 +362,11 @@ DOCUMENTS = torch.tensor([[1] * 16, [1] * 11 + [0] * 5, [1] * 3 + [2] * 13])
     dict(norm_position="post", output_gate="head"),
 ], ids=["plain", "shared heads", "alibi", "gate"])  # fmt: skip
 def test_a_model_of_one_layer_writes_the_same_with_a_cache_of_blocks(sampler, changes):
-    for options in (dict(block_size=3), dict(block_size=4, guidance=0.7), dict(block_size=9, remask=1.0)):
+    for options in (
+        dict(block_size=3),
+        dict(block_size=4, guidance=0.7),
+        dict(block_size=9, remask=1.0),
+    ):
         rule = SamplingRule(sampler, num_steps=10, seed=3, **options)
         plain, cached = (sample_ids(small(**changes), GAPPED, TOY, replace(rule, cache_blocks=on), attention_mask=DOCUMENTS)
                          for on in (False, True))  # fmt: skip
@@ -337,7 +376,9 @@ def test_a_model_of_one_layer_writes_the_same_with_a_cache_of_blocks(sampler, ch
 def test_with_a_cache_of_blocks_no_text_depends_on_its_company_and_fewer_places_are_read():
     rule = SamplingRule("confidence", num_steps=9, block_size=3, cache_blocks=True)
     model, places = small(4, BertLabForMaskedDiffusion), []
-    model.encoder.blocks[0].register_forward_pre_hook(lambda _, args: places.append(args[0].shape[:2].numel()))
+    model.encoder.blocks[0].register_forward_pre_hook(
+        lambda _, args: places.append(args[0].shape[:2].numel())
+    )
     together = sample_ids(model, GAPPED, TOY, rule, attention_mask=DOCUMENTS)
     places.clear()
     for number in range(3):
@@ -374,10 +415,17 @@ def test_what_is_read_at_the_start_of_a_block_is_what_the_block_looks_at(layers)
     assert part.shape == (1, 3, 8) and torch.allclose(part, expected[:, 2:5], atol=1e-5)
 
 
-@pytest.mark.parametrize("model", [Tables(), small(1, BertLabForCausalLM)], ids=["another's", "causal"])
+@pytest.mark.parametrize(
+    "model", [Tables(), small(1, BertLabForCausalLM)], ids=["another's", "causal"]
+)
 def test_blocks_are_cached_of_models_that_can(model):
     with pytest.raises(ValueError, match="cache_blocks needs an encoder of bertlab's"):
-        sample_ids(model, torch.full((1, 3), MASK), TOY, SamplingRule(num_steps=3, block_size=2, cache_blocks=True))
+        sample_ids(
+            model,
+            torch.full((1, 3), MASK),
+            TOY,
+            SamplingRule(num_steps=3, block_size=2, cache_blocks=True),
+        )
 
 
 @pytest.mark.parametrize("changes, said", [
@@ -404,6 +452,11 @@ def test_a_rule_that_cannot_be_is_refused(changes, said):
     ({"vocabulary": Vocabulary(30, 0, MASK)}, "the model scores only 8"),
 ])  # fmt: skip
 def test_what_cannot_be_filled_is_refused(changes, said):
-    arguments = {"model": Tables(), "input_ids": torch.full((1, 3), MASK), "vocabulary": TOY, **changes}
+    arguments = {
+        "model": Tables(),
+        "input_ids": torch.full((1, 3), MASK),
+        "vocabulary": TOY,
+        **changes,
+    }
     with pytest.raises(ValueError, match=said):
         sample_ids(**arguments)

@@ -34,7 +34,9 @@ AUTO = {
     BertLabForTokenClassification: AutoModelForTokenClassification,
     BertLabForQuestionAnswering: AutoModelForQuestionAnswering,
 }
-PROBLEM = dict(single="single_label_classification", multi="multi_label_classification", numbers="regression")
+PROBLEM = dict(
+    single="single_label_classification", multi="multi_label_classification", numbers="regression"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,13 @@ def same_start_for_every_test():
 
 
 def small(**overrides) -> BertLabConfig:
-    shape = dict(vocab_size=V, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2)
+    shape = dict(
+        vocab_size=V,
+        hidden_size=16,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     return modernbert_tiny(**{**shape, "local_attention": 4, "num_labels": C, **overrides})
 
 
@@ -109,7 +117,9 @@ def test_the_head_of_each_kind_by_hand():
     for per_token in (False, True):
         head = lively(TaskHead(small(), C, per_token))
         hidden = F.layer_norm(F.gelu(x @ head.dense.weight.T), (16,)) * head.norm.weight
-        torch.testing.assert_close(head(x), hidden @ head.classifier.weight.T + head.classifier.bias)
+        torch.testing.assert_close(
+            head(x), hidden @ head.classifier.weight.T + head.classifier.bias
+        )
     head = lively(TaskHead(small(classifier_head="tanh"), C, per_token=False))
     hidden = torch.tanh(x @ head.dense.weight.T + head.dense.bias)
     torch.testing.assert_close(head(x), hidden @ head.classifier.weight.T + head.classifier.bias)
@@ -124,7 +134,14 @@ def test_dropout_stands_before_the_classifier_in_training_only():
     assert torch.equal(model.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("shape", [dict(problem_type="regression"), dict(num_labels=1), dict(num_labels=1, classifier_head="tanh")])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(problem_type="regression"),
+        dict(num_labels=1),
+        dict(num_labels=1, classifier_head="tanh"),
+    ],
+)
 @pytest.mark.parametrize("mixed", [True, False])
 def test_amounts_are_not_rounded_to_the_eight_bits_of_bfloat16(shape, mixed):
     model = lively(BertLabForSequenceClassification(small(**shape))).bfloat16().float()
@@ -140,10 +157,15 @@ def test_amounts_are_not_rounded_to_the_eight_bits_of_bfloat16(shape, mixed):
 
 def test_scores_of_classes_stay_in_sixteen_bits_and_amounts_have_a_gradient():
     with torch.autocast("cpu", torch.bfloat16):
-        assert BertLabForSequenceClassification(small())(some_ids(2, L)).logits.dtype == torch.bfloat16
+        assert (
+            BertLabForSequenceClassification(small())(some_ids(2, L)).logits.dtype == torch.bfloat16
+        )
         model = BertLabForSequenceClassification(small(num_labels=1))
         model(some_ids(2, L), labels=torch.tensor([300.0, 310.0])).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.task_head.classifier.parameters())
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0
+        for p in model.task_head.classifier.parameters()
+    )
 
 
 # ---- losses of texts -------------------------------------------------------------------------
@@ -153,7 +175,9 @@ REAL = torch.tensor([True, True, False])
 
 
 def test_single_label_loss_by_hand():
-    total, count = text_loss(small(problem_type=PROBLEM["single"]), LOGITS, torch.tensor([2, 1, 0]), REAL)
+    total, count = text_loss(
+        small(problem_type=PROBLEM["single"]), LOGITS, torch.tensor([2, 1, 0]), REAL
+    )
     expected = sum(
         math.log(sum(math.exp(z) for z in row)) - row[label]
         for row, label in zip(LOGITS[:2].tolist(), (2, 1))
@@ -172,7 +196,9 @@ def test_multi_label_loss_by_hand_with_a_tag_unknown():
 def test_regression_by_hand_where_minus_hundred_is_a_number():
     config = small(num_labels=1, problem_type=PROBLEM["numbers"])
     for shape in ((3,), (3, 1)):
-        total, count = text_loss(config, LOGITS[:, :1], torch.tensor([0.0, -100.0, 5.0]).view(shape), REAL)
+        total, count = text_loss(
+            config, LOGITS[:, :1], torch.tensor([0.0, -100.0, 5.0]).view(shape), REAL
+        )
         assert total.item() == 1 + 100**2 and count == 2
 
 
@@ -192,8 +218,13 @@ def test_regression_of_several_numbers():
         (3, torch.tensor([[1, 0, 0]] * 3), "multi"),
     ],
 )
-def test_an_unnamed_problem_is_found_by_its_labels_and_not_written_down(num_labels, labels, problem):
-    unnamed, named = small(num_labels=num_labels), small(num_labels=num_labels, problem_type=PROBLEM[problem])
+def test_an_unnamed_problem_is_found_by_its_labels_and_not_written_down(
+    num_labels, labels, problem
+):
+    unnamed, named = (
+        small(num_labels=num_labels),
+        small(num_labels=num_labels, problem_type=PROBLEM[problem]),
+    )
     results = [text_loss(c, LOGITS[:, :num_labels], labels, REAL) for c in (unnamed, named)]
     assert results[0] == results[1] and unnamed.problem_type is None
 
@@ -234,15 +265,21 @@ def batches(kind: str, num: int):
         "single": dict(labels=torch.randint(C, (num,))),
         "multi": dict(labels=torch.randint(2, (num, C)).float()),
         "numbers": dict(labels=torch.randn(num, C)),
-        "tokens": dict(labels=torch.randint(C, (num, L)).masked_fill(torch.rand(num, L) < 0.5, -100)),
-        "answers": dict(start_positions=torch.arange(num) % 6 - 1, end_positions=torch.arange(num) % 4 + 1),
+        "tokens": dict(
+            labels=torch.randint(C, (num, L)).masked_fill(torch.rand(num, L) < 0.5, -100)
+        ),
+        "answers": dict(
+            start_positions=torch.arange(num) % 6 - 1, end_positions=torch.arange(num) % 4 + 1
+        ),
     }
     return dict(input_ids=ids, attention_mask=mask, **labels[kind])
 
 
 def model_for(kind: str, **overrides):
     if kind in PROBLEM:
-        return lively(BertLabForSequenceClassification(small(problem_type=PROBLEM[kind], **overrides)))
+        return lively(
+            BertLabForSequenceClassification(small(problem_type=PROBLEM[kind], **overrides))
+        )
     cls = BertLabForTokenClassification if kind == "tokens" else BertLabForQuestionAnswering
     return lively(cls(small(**overrides)))
 
@@ -257,7 +294,10 @@ def test_micro_batches_add_up_to_the_loss_and_gradient_of_the_whole(kind):
     whole.loss.backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    parts = [model(**{k: v[rows] for k, v in batch.items()}) for rows in (slice(0, 1), slice(1, 3), slice(3, 7))]
+    parts = [
+        model(**{k: v[rows] for k, v in batch.items()})
+        for rows in (slice(0, 1), slice(1, 3), slice(3, 7))
+    ]
     count = sum(part.num_labels for part in parts)
     assert count == whole.num_labels
     for part in parts:
@@ -283,7 +323,9 @@ def test_losses_are_those_of_transformers():
 
     model, batch = model_for("tokens"), batches("tokens", 4)
     out = model(**batch)
-    torch.testing.assert_close(out.loss, ForTokenClassification(out.logits, batch["labels"], model.config))
+    torch.testing.assert_close(
+        out.loss, ForTokenClassification(out.logits, batch["labels"], model.config)
+    )
     model, batch = model_for("answers"), batches("answers", 4)
     batch["start_positions"] = torch.tensor([0, 1, 8, L])
     batch["end_positions"] = torch.tensor([4, 1, 8, L + 3])
@@ -302,7 +344,9 @@ def test_an_answer_counts_only_if_both_ends_are_in_the_row():
     torch.testing.assert_close(out.loss, kept.loss)
     columns = model(ids, start_positions=starts[:, None], end_positions=ends[:, None])
     assert columns.loss == out.loss
-    nothing = model(ids[:1], start_positions=torch.tensor([-100]), end_positions=torch.tensor([-100]))
+    nothing = model(
+        ids[:1], start_positions=torch.tensor([-100]), end_positions=torch.tensor([-100])
+    )
     assert nothing.loss == 0 and model(ids, start_positions=starts).loss is None
 
 
@@ -333,7 +377,9 @@ def test_a_pretrained_directory_gives_its_encoder_and_nothing_else(cls, source, 
     model, info = AUTO[cls].from_pretrained(tmp_path, num_labels=5, output_loading_info=True)
     assert type(model) is cls
     assert all(name.startswith("task_head.") for name in info["missing_keys"])
-    assert not info["unexpected_keys"] and len(info["missing_keys"]) == len(model.task_head.state_dict())
+    assert not info["unexpected_keys"] and len(info["missing_keys"]) == len(
+        model.task_head.state_dict()
+    )
     theirs = getattr(base, "encoder", base).state_dict()
     for name, value in model.encoder.state_dict().items():
         assert torch.equal(value, theirs[name]), name
@@ -358,7 +404,9 @@ def test_vectors_states_and_weights_pass_through(cls):
     model.set_attn_implementation("eager")
     out = model(ids, output_hidden_states=True, output_attentions=True)
     vectors = model.get_input_embeddings()(ids)
-    torch.testing.assert_close(scores_of(model, inputs_embeds=vectors), scores_of(model, ids), **TOLERANCE)
+    torch.testing.assert_close(
+        scores_of(model, inputs_embeds=vectors), scores_of(model, ids), **TOLERANCE
+    )
     assert len(out.hidden_states) == 3 and out.attentions[0].shape == (2, 2, L, L)
     assert isinstance(model(ids, return_dict=False), tuple) and out.loss is None
 
@@ -379,7 +427,9 @@ def test_text_classification_pipeline(kind, tokenizer, tmp_path):
     names = {0: "red", 1: "green", 2: "blue"}
     model = model_for(kind, id2label=names)
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    found = pipeline("text-classification", str(tmp_path), device="cpu")(TEXTS, top_k=None, batch_size=2)
+    found = pipeline("text-classification", str(tmp_path), device="cpu")(
+        TEXTS, top_k=None, batch_size=2
+    )
     function = dict(single=lambda z: z.softmax(-1), multi=torch.sigmoid, numbers=lambda z: z)[kind]
     for text, answers in zip(TEXTS, found):
         expected = function(model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0]).tolist()
@@ -391,7 +441,9 @@ def test_text_classification_pipeline(kind, tokenizer, tmp_path):
 def test_token_classification_pipeline(tokenizer, tmp_path):
     model = model_for("tokens", id2label={0: "O", 1: "B-X", 2: "I-X"})
     model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
-    found = pipeline("token-classification", str(tmp_path), device="cpu")(TEXTS[0], ignore_labels=[])
+    found = pipeline("token-classification", str(tmp_path), device="cpu")(
+        TEXTS[0], ignore_labels=[]
+    )
     ids = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
     expected = [model.config.id2label[i] for i in model(ids).logits[0].argmax(-1).tolist()]
     assert [token["entity"] for token in found] == expected

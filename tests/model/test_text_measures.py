@@ -13,7 +13,12 @@ from bertlab.data.rows import Vocabulary
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
-from bertlab.model.text_measures import causal_score, count_repeats, diffusion_bound, generative_perplexity
+from bertlab.model.text_measures import (
+    causal_score,
+    count_repeats,
+    diffusion_bound,
+    generative_perplexity,
+)
 from bertlab.model.text_measures import hide_share, is_expression, library_expressions
 
 torch.set_num_threads(1)
@@ -63,14 +68,19 @@ def test_the_weighted_loss_of_training_integrates_to_the_same_bound(schedule):
         costs[hidden] = sum(cost(state, i, text[i]) for i in range(5) if hidden[i])
     times = (np.arange(20_000) + 0.5) / 20_000
     share, weight = hidden_share(times, rule.noise_eps, schedule), weigh_times(times, schedule)
-    total = sum(c * (weight * share ** sum(h) * (1 - share) ** (5 - sum(h))).mean() for h, c in costs.items())
+    total = sum(
+        c * (weight * share ** sum(h) * (1 - share) ** (5 - sum(h))).mean()
+        for h, c in costs.items()
+    )
     assert total == pytest.approx(all_orders(text), abs=1e-4)
 
 
 def test_drawn_sets_are_unbiased_and_their_error_is_as_large_as_is_said():
     truth, found = all_orders(ALL[0]), []
     for seed in range(60):
-        found.append(diffusion_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed))
+        found.append(
+            diffusion_bound(Tables(), torch.tensor(ALL[:1] * 8), TOY, num_draws=8, seed=seed)
+        )
     means = np.array([one.nats.mean() for one in found])
     said = np.array([one.standard_error * 5 for one in found])
     assert abs(means.mean() - truth) < 4 * means.std(ddof=1) / math.sqrt(60)
@@ -101,10 +111,14 @@ def test_bits_per_byte_by_hand():
     words = Vocabulary(len(tokenizer), 0, tokenizer.mask_token_id, tuple(tokenizer.all_special_ids))
     found = diffusion_bound(Uniform(), ids, words, tokenizer=tokenizer, num_draws=4)
     ordinary = len(tokenizer) - len(tokenizer.all_special_ids)
-    assert found.num_bytes == 6 and found.bits_per_byte == pytest.approx(found.num_tokens[0] * math.log2(ordinary) / 6)
+    assert found.num_bytes == 6 and found.bits_per_byte == pytest.approx(
+        found.num_tokens[0] * math.log2(ordinary) / 6
+    )
 
 
-@pytest.mark.parametrize("options, said", [(dict(num_draws=3), "num_draws must be"), (dict(num_draws=2), "num_draws")])
+@pytest.mark.parametrize(
+    "options, said", [(dict(num_draws=3), "num_draws must be"), (dict(num_draws=2), "num_draws")]
+)
 def test_a_number_of_draws_that_gives_no_variance_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
         diffusion_bound(Tables(), torch.tensor(ALL), TOY, **options)
@@ -124,15 +138,27 @@ def test_a_causal_reader_adds_up_its_scores_of_words():
     ids = torch.tensor([[1, 6, 7, 2, 0], [1, 8, 8, 5, 2]])
     found = causal_score(twin, ids, TOY, (ids > 0).long())
     with torch.no_grad():
-        alone = [twin(row[None]).logits[0, :, 5:].double().log_softmax(-1) for row in (ids[0, :4], ids[1])]
-    by_hand = [-(alone[0][1, 1] + alone[0][2, 2]).item(), -(alone[1][1, 3] + alone[1][2, 3] + alone[1][3, 0]).item()]
+        alone = [
+            twin(row[None]).logits[0, :, 5:].double().log_softmax(-1)
+            for row in (ids[0, :4], ids[1])
+        ]
+    by_hand = [
+        -(alone[0][1, 1] + alone[0][2, 2]).item(),
+        -(alone[1][1, 3] + alone[1][2, 3] + alone[1][3, 0]).item(),
+    ]
     assert found.nats == pytest.approx(by_hand, abs=1e-4) and found.num_tokens.tolist() == [2, 3]
-    assert generative_perplexity(twin, ids, TOY, (ids > 0).long()) == pytest.approx(math.exp(sum(by_hand) / 5), rel=1e-4)
+    assert generative_perplexity(twin, ids, TOY, (ids > 0).long()) == pytest.approx(
+        math.exp(sum(by_hand) / 5), rel=1e-4
+    )
 
 
 def test_repeats_by_hand():
     found = count_repeats([[1, 2, 1, 2, 1, 2], [3, 3]])
-    assert found["distinct_1"] == 3 / 8 and found["distinct_2"] == 3 / 6 and found["distinct_3"] == 2 / 4
+    assert (
+        found["distinct_1"] == 3 / 8
+        and found["distinct_2"] == 3 / 6
+        and found["distinct_3"] == 2 / 4
+    )
     assert found["repeated_4"] == 1 / 3  # 1212 2121 1212
     assert found["stutter"] == 1 / 6
     p = np.array([3, 3, 2]) / 8
@@ -144,20 +170,29 @@ def test_repeats_by_hand():
 
 def test_expressions_parse_and_statements_do_not():
     assert is_expression(" f ( x , 1 ) [ 2 ] ") and is_expression("not a")
-    assert not is_expression("x = 1") and not is_expression("f(") and not is_expression("") and not is_expression("\0")
+    assert (
+        not is_expression("x = 1")
+        and not is_expression("f(")
+        and not is_expression("")
+        and not is_expression("\0")
+    )
 
 
 def test_expressions_of_the_library_survive_the_tokenizer_and_half_is_hidden():
     tokenizer = train_tokenizer(["f ( x , y ) [ 1 ] + self . name - 2 * 3 == is not none abcdefghijklmnopqrstuvwxyz _ '"] * 9,
                                 vocab_size=300)  # fmt: skip
     found = library_expressions(tokenizer, 20, max_files=12)
-    assert len(set(found)) == 20 and all(map(is_expression, found)) and "[UNK]" not in "".join(found)
+    assert (
+        len(set(found)) == 20 and all(map(is_expression, found)) and "[UNK]" not in "".join(found)
+    )
     gapped, whole = hide_share(tokenizer, found, 0.5, seed=1)
     for shown, ids, text in zip(gapped, whole, found):
         assert tokenizer.decode(ids) == text and len(shown) == len(ids)
         hidden = [i for i, t in enumerate(shown) if t == tokenizer.mask_token_id]
         words = [t for t in ids if t not in tokenizer.all_special_ids]
-        assert len(hidden) == max(1, round(len(words) / 2)) and all(a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id)
+        assert len(hidden) == max(1, round(len(words) / 2)) and all(
+            a == b for a, b in zip(shown, ids) if a != tokenizer.mask_token_id
+        )
     assert hide_share(tokenizer, found, seed=2)[0] != gapped
     with pytest.raises(ValueError, match="count=100000"):
         library_expressions(tokenizer, 100_000, max_files=2)
@@ -170,6 +205,9 @@ def test_an_unknown_word_is_never_hidden_because_nobody_may_write_it():
     for seed in range(9):
         gapped, whole = hide_share(tokenizer, ["the \u2603 cat \u2603 \u2603 sat"], 1.0, seed)
         unknown = [i for i, token in enumerate(whole[0]) if token == tokenizer.unk_token_id]
-        assert len(unknown) == 3 and [i for i, t in enumerate(gapped[0]) if t != tokenizer.mask_token_id] == unknown
+        assert (
+            len(unknown) == 3
+            and [i for i, t in enumerate(gapped[0]) if t != tokenizer.mask_token_id] == unknown
+        )
     with pytest.raises(ValueError, match="text 1, .* has no token to hide"):
         hide_share(tokenizer, ["the cat", "\u2603"])

@@ -54,15 +54,22 @@ SHAPE = dict(hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hi
 
 def make_model(tokenizer, seed=0, preset=modernbert_tiny, **changes):
     torch.manual_seed(seed)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "cls", "sep", "mask")}
-    model = BertLabForMaskedLM(preset(vocab_size=count_ids(tokenizer), **{**SHAPE, **special, **changes}))
+    special = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id")
+        for name in ("pad", "cls", "sep", "mask")
+    }
+    model = BertLabForMaskedLM(
+        preset(vocab_size=count_ids(tokenizer), **{**SHAPE, **special, **changes})
+    )
     for parameter in model.parameters():  # a fresh bias is zero, which would hide a wrong row
         parameter.data.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
 
 
 def encode(tokenizer, texts):
-    return tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
+    return tokenizer(
+        texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt"
+    )
 
 
 @torch.no_grad()
@@ -82,7 +89,8 @@ def test_a_trimmed_tokenizer_cuts_the_kept_text_as_before_and_survives_saving(ki
     for one in (small, AutoTokenizer.from_pretrained(tmp_path)):
         assert len(one) == len(kept) < len(old)
         assert [[kept[id] for id in row] for row in one(AWAY, verbose=False).input_ids] == old(
-            AWAY, verbose=False).input_ids
+            AWAY, verbose=False
+        ).input_ids
         assert one.convert_ids_to_tokens(list(range(len(kept)))) == old.convert_ids_to_tokens(kept)
 
 
@@ -105,7 +113,10 @@ def test_an_extended_tokenizer_knows_of_what_its_pieces_are_made(kind, tmp_path)
     spelled = spell_pieces(more)
     for id, part in parts.items():
         assert len(part) > 1 and max(part) < len(old)
-        written = [b" " * (one.begins and kind != "wordpiece") + one.text for one in (spelled[p] for p in [id, *part])]
+        written = [
+            b" " * (one.begins and kind != "wordpiece") + one.text
+            for one in (spelled[p] for p in [id, *part])
+        ]
         assert written[0] == b"".join(written[1:])
     before, after = (sum(map(len, one(AWAY, verbose=False).input_ids)) for one in (old, more))
     assert after < 0.97 * before
@@ -149,23 +160,37 @@ def test_counterparts_find_the_same_piece_in_another_spelling():
     names = spell_pieces(old)
     for id in inside:
         spelled = spell_pieces(new)[id]
-        assert b"".join(names[part].text for part in found.parts[id]) == spelled.text.lower().strip()
+        assert (
+            b"".join(names[part].text for part in found.parts[id]) == spelled.text.lower().strip()
+        )
 
 
-@pytest.mark.parametrize("word, inside", [("nov", "zanov obnov"), ("нов", "занов обнов"), ("दिन", "कदिन मदिन")])
+@pytest.mark.parametrize(
+    "word, inside", [("nov", "zanov obnov"), ("нов", "занов обнов"), ("दिन", "कदिन मदिन")]
+)
 def test_a_piece_within_a_word_is_no_twin_of_the_word_in_any_script(word, inside):
     old = train_tokenizer([f"x {word} y {word}"] * 30, 320, kind="bpe")
     new = train_tokenizer([inside] * 30, 320, kind="bpe")
     found, names = find_counterparts(old, new), spell_pieces(old)
-    ids = [id for id, piece in enumerate(spell_pieces(new)) if piece and piece.text == word.encode() and not piece.begins]
+    ids = [
+        id
+        for id, piece in enumerate(spell_pieces(new))
+        if piece and piece.text == word.encode() and not piece.begins
+    ]
     assert ids and not set(ids) & found.twins
     assert all(not names[part].begins for part in found.parts[ids[0]])
 
 
 def test_a_letter_of_chinese_is_the_same_piece_whether_a_kind_has_it_begin_a_word_or_not():
-    old, new = (train_tokenizer(["东京南京北京", "西京后京"] * 30, 270, kind=kind) for kind in ("bpe", "wordpiece"))
+    old, new = (
+        train_tokenizer(["东京南京北京", "西京后京"] * 30, 270, kind=kind)
+        for kind in ("bpe", "wordpiece")
+    )
     [within] = old("京", add_special_tokens=False)["input_ids"]
-    assert not spell_pieces(old)[within].begins and spell_pieces(new)[new.convert_tokens_to_ids("京")].begins
+    assert (
+        not spell_pieces(old)[within].begins
+        and spell_pieces(new)[new.convert_tokens_to_ids("京")].begins
+    )
     assert find_counterparts(old, new).parts[new.convert_tokens_to_ids("京")] == [within]
 
 
@@ -189,7 +214,7 @@ def test_trimming_leaves_every_kept_score_equal_bit_for_bit(kind, tied):
     for texts in (AWAY[:1], AWAY[:20]):
         got, wanted = logits(small, tokenizer, texts), logits(model, old, texts)
         assert torch.equal(got[..., : len(kept)], wanted[..., kept])
-    assert small.config.vocab_size % 64 == 0 and (got[..., len(kept):] < UNREACHABLE / 2).all()
+    assert small.config.vocab_size % 64 == 0 and (got[..., len(kept) :] < UNREACHABLE / 2).all()
     assert small.config.num_params() < model.config.num_params()
 
 
@@ -204,7 +229,9 @@ def test_new_rows_are_the_means_of_their_parts_in_embedding_decoder_and_bias(tie
     for name, weight in longer.state_dict().items():
         wanted = before[name]
         if name in tables:
-            wanted = torch.cat([wanted, *(wanted[part].mean(0, keepdim=True) for part in parts.values())])
+            wanted = torch.cat(
+                [wanted, *(wanted[part].mean(0, keepdim=True) for part in parts.values())]
+            )
         torch.testing.assert_close(weight, wanted, rtol=1e-6, atol=1e-7)
         assert torch.equal(weight[: len(before[name])], before[name])
     assert all(torch.equal(model.state_dict()[name], weight) for name, weight in before.items())
@@ -230,7 +257,9 @@ def test_a_transplant_gives_twins_their_rows_whatever_the_method(method):
     assert len(found.twins) > 100
     for name in ("encoder.embeddings.tokens.weight", "head.decoder"):
         for id in found.twins:
-            assert torch.equal(moved.state_dict()[name][id], model.state_dict()[name][found.parts[id][0]])
+            assert torch.equal(
+                moved.state_dict()[name][id], model.state_dict()[name][found.parts[id][0]]
+            )
         assert torch.isfinite(moved.state_dict()[name]).all()
     assert moved.config.mask_token_id == new.mask_token_id and moved.config.vocab_size == len(new)
 
@@ -250,7 +279,9 @@ class Largest(TorchDispatchMode):
 def test_the_nearest_of_a_large_vocabulary_are_found_a_part_at_a_time():
     num_twins, num_others = 300, 5000
     generator = torch.Generator().manual_seed(0)
-    old, use = (torch.randn(size, 2, generator=generator) for size in (num_twins, num_twins + num_others))
+    old, use = (
+        torch.randn(size, 2, generator=generator) for size in (num_twins, num_twins + num_others)
+    )
     parts = [[i] for i in range(num_twins)] + [[]] * num_others
     with Largest() as largest:
         new = TRANSPLANTS["nearest"](old, Counterparts(parts, set(range(num_twins))), use)
@@ -268,7 +299,9 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
         model.head.bias.normal_(generator=torch.Generator().manual_seed(0))
     plain = transplant_vocabulary(model, old, new, "parts").model
     found = find_counterparts(old, new)
-    assert all(plain.head.bias[id] == model.head.bias[found.parts[id][0]] for id in found.twins), "no text, no frequencies"
+    assert all(plain.head.bias[id] == model.head.bias[found.parts[id][0]] for id in found.twins), (
+        "no text, no frequencies"
+    )
     moved = transplant_vocabulary(model, old, new, "parts", iter(HOME)).model
 
     def correction(one) -> float:  # of one more round, in nats, of entries by their frequency
@@ -289,7 +322,9 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
 def with_gap(tokenizer, first=100, num=8):
     "The same tokenizer, whose ids from `first` on are higher."
     state = read_state(tokenizer)
-    state["model"]["vocab"] = {piece: id + num * (id >= first) for piece, id in state["model"]["vocab"].items()}
+    state["model"]["vocab"] = {
+        piece: id + num * (id >= first) for piece, id in state["model"]["vocab"].items()
+    }
     return with_state(tokenizer, state)
 
 
@@ -298,7 +333,9 @@ def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry(method):
     old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
     wide, wider = with_gap(old), with_gap(new)
     model = make_model(old, tie_word_embeddings=False)
-    rows = torch.tensor([old.get_vocab().get(wide.convert_ids_to_tokens(id), 0) for id in range(len(old) + 8)])
+    rows = torch.tensor(
+        [old.get_vocab().get(wide.convert_ids_to_tokens(id), 0) for id in range(len(old) + 8)]
+    )
     gapped = change_tables(model, lambda table: table[rows], wide)
     with torch.no_grad():
         for name, weight in gapped.state_dict().items():
@@ -307,9 +344,15 @@ def test_gaps_in_the_ids_of_either_tokenizer_change_no_entry(method):
     wanted = transplant_vocabulary(model, old, new, method, HOME[:60]).model.state_dict()
     moved, _ = transplant_vocabulary(gapped, wide, wider, method, HOME[:60])
     assert moved.config.vocab_size == len(new) + 8
-    places = torch.tensor([wider.get_vocab()[piece] for piece in new.convert_ids_to_tokens(range(len(new)))])
-    assert (moved.head.bias[100:108] == UNREACHABLE).all() and moved.state_dict()["head.decoder"].isfinite().all()
-    for name, weight in moved.state_dict().items() if method in ("parts", "twins") else ():  # without an SVD
+    places = torch.tensor(
+        [wider.get_vocab()[piece] for piece in new.convert_ids_to_tokens(range(len(new)))]
+    )
+    assert (moved.head.bias[100:108] == UNREACHABLE).all() and moved.state_dict()[
+        "head.decoder"
+    ].isfinite().all()
+    for name, weight in (
+        moved.state_dict().items() if method in ("parts", "twins") else ()
+    ):  # without an SVD
         got = weight[places] if name.endswith(TABLES) else weight
         torch.testing.assert_close(got, wanted[name], rtol=1e-4, atol=1e-4)
 
@@ -359,17 +402,25 @@ def test_models_of_transformers_are_changed_and_open_in_plain_transformers(their
     shape = dict(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
                  intermediate_size=48, max_position_embeddings=66, bos_token_id=2, eos_token_id=3)  # fmt: skip
     torch.manual_seed(0)
-    plain = (BertForMaskedLM(BertConfig(**shape)) if theirs == "bert"
-             else RobertaForMaskedLM(RobertaConfig(**shape, pad_token_id=1, type_vocab_size=1)))
+    plain = (
+        BertForMaskedLM(BertConfig(**shape))
+        if theirs == "bert"
+        else RobertaForMaskedLM(RobertaConfig(**shape, pad_token_id=1, type_vocab_size=1))
+    )
     model = from_huggingface(plain)
-    for name, change in {"longer": lambda: extend_vocabulary(model, tokenizer, AWAY, 20, min_count=2),
-                         "shorter": lambda: trim_vocabulary(model, tokenizer, AWAY),
-                         "moved": lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["unigram"], texts=AWAY)}.items():
+    for name, change in {
+        "longer": lambda: extend_vocabulary(model, tokenizer, AWAY, 20, min_count=2),
+        "shorter": lambda: trim_vocabulary(model, tokenizer, AWAY),
+        "moved": lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["unigram"], texts=AWAY),
+    }.items():
         changed, new = change()
         save_model(changed, new, tmp_path / name)
         opened = AutoModelForMaskedLM.from_pretrained(tmp_path / name).eval()
         again = AutoTokenizer.from_pretrained(tmp_path / name)
-        assert "BertLab" not in json.loads((tmp_path / name / "config.json").read_text())["architectures"][0]
+        assert (
+            "BertLab"
+            not in json.loads((tmp_path / name / "config.json").read_text())["architectures"][0]
+        )
         batch = again(AWAY[:8], padding=True, truncation=True, max_length=60, return_tensors="pt")
         with torch.no_grad():
             wanted = changed(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
@@ -381,8 +432,11 @@ def test_models_of_transformers_are_changed_and_open_in_plain_transformers(their
 def test_a_model_of_another_size_than_its_tokenizer_is_refused_before_any_work():
     model = make_model(TOKENIZERS["bpe"])
     larger = train_tokenizer(HOME, 900, kind="bpe")
-    for work in (lambda: extend_vocabulary(model, larger, AWAY, 5), lambda: trim_vocabulary(model, larger, AWAY),
-                 lambda: transplant_vocabulary(model, larger, TOKENIZERS["bpe"])):
+    for work in (
+        lambda: extend_vocabulary(model, larger, AWAY, 5),
+        lambda: trim_vocabulary(model, larger, AWAY),
+        lambda: transplant_vocabulary(model, larger, TOKENIZERS["bpe"]),
+    ):
         with pytest.raises(ValueError, match="tokenizer has 900 entries .* vocab_size is 840"):
             work()
 
@@ -393,8 +447,11 @@ def test_an_adapter_is_to_be_merged_first():
 
     model, tokenizer = make_model(TOKENIZERS["bpe"]), TOKENIZERS["bpe"]
     add_adapter(model, "lora")
-    for work in (lambda: extend_vocabulary(model, tokenizer, AWAY, 5), lambda: trim_vocabulary(model, tokenizer, AWAY),
-                 lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["wordpiece"])):
+    for work in (
+        lambda: extend_vocabulary(model, tokenizer, AWAY, 5),
+        lambda: trim_vocabulary(model, tokenizer, AWAY),
+        lambda: transplant_vocabulary(model, tokenizer, TOKENIZERS["wordpiece"]),
+    ):
         with pytest.raises(ValueError, match="plain_copy"):
             work()
 
@@ -420,7 +477,11 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_equal_chances(
     for parameter in model.parameters():
         parameter.data.zero_()
     got = masked_bits_per_byte(model, tokenizer, AWAY, 64, mlm_probability=0.999)
-    ids = [id for row in tokenizer(AWAY, add_special_tokens=False, verbose=False).input_ids for id in row]
+    ids = [
+        id
+        for row in tokenizer(AWAY, add_special_tokens=False, verbose=False).input_ids
+        for id in row
+    ]
     from bertlab.model.losses import token_bytes
 
     num_bytes = float(token_bytes(tokenizer, len(tokenizer))[ids].sum())
@@ -431,7 +492,9 @@ def test_bits_per_byte_of_a_model_that_knows_nothing_are_those_of_equal_chances(
 @pytest.mark.parametrize("preset", [bert_tiny, modernbert_tiny])
 def test_a_model_of_few_positions_is_scored_in_rows_that_it_reads(preset):
     model = make_model(TOKENIZERS["wordpiece"], preset=preset)  # of 64 positions
-    short, long = (masked_bits_per_byte(model, TOKENIZERS["wordpiece"], AWAY, length) for length in (64, 128))
+    short, long = (
+        masked_bits_per_byte(model, TOKENIZERS["wordpiece"], AWAY, length) for length in (64, 128)
+    )
     assert short == long
 
 
@@ -448,7 +511,9 @@ def test_whole_texts_count_however_a_call_has_cut_before(kind, tmp_path):
     tokenizer = copy.deepcopy(TOKENIZERS[kind])
     expected = trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab()
     more = extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab()
-    tokenizer(HOME[0], truncation=True, max_length=4, padding="max_length")  # which the backend keeps
+    tokenizer(
+        HOME[0], truncation=True, max_length=4, padding="max_length"
+    )  # which the backend keeps
     assert trim_tokenizer(tokenizer, HOME[:40]).tokenizer.get_vocab() == expected
     assert extend_tokenizer(tokenizer, AWAY, 10, min_count=2).tokenizer.get_vocab() == more
     tokenizer.save_pretrained(tmp_path)
@@ -463,7 +528,10 @@ def test_a_transplanted_model_tells_segments_apart_as_it_did():
     theirs.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     moved = transplant_vocabulary(model, theirs, TOKENIZERS["bpe"])
     pair = moved.tokenizer("return the value", "of a name")
-    assert set(pair["token_type_ids"]) == {0, 1} and "token_type_ids" not in TOKENIZERS["bpe"].model_input_names
+    assert (
+        set(pair["token_type_ids"]) == {0, 1}
+        and "token_type_ids" not in TOKENIZERS["bpe"].model_input_names
+    )
     plain = transplant_vocabulary(model, TOKENIZERS["wordpiece"], theirs)
     assert "token_type_ids" not in plain.tokenizer("return the value")
 
@@ -484,7 +552,10 @@ def test_rows_to_spare_of_a_trimmed_model_have_no_share_of_a_smoothed_target():
     spare, tokenizer = trim_vocabulary(model, old, AWAY, multiple_of=256)
     assert spare.config.vocab_size > exact.config.vocab_size == count_ids(tokenizer)
     labels = encode(tokenizer, AWAY[:4]).input_ids
-    want, got = (score_logits(logits(one, tokenizer, AWAY[:4]), labels, LossRule(label_smoothing=0.1)) for one in (exact, spare))
+    want, got = (
+        score_logits(logits(one, tokenizer, AWAY[:4]), labels, LossRule(label_smoothing=0.1))
+        for one in (exact, spare)
+    )
     torch.testing.assert_close(got.loss_sum, want.loss_sum)
     plain = torch.nn.functional.cross_entropy(logits(exact, tokenizer, AWAY[:4]).flatten(0, 1), labels.flatten(),
                                               reduction="sum", label_smoothing=0.1)  # fmt: skip

@@ -10,7 +10,11 @@ from bertlab.data.vocabularies import read_state, with_state
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.context import loss_by_position
-from bertlab.model.heads import BertLabForEnhancedMaskedLM, BertLabForMaskedDiffusion, BertLabForMaskedLM
+from bertlab.model.heads import (
+    BertLabForEnhancedMaskedLM,
+    BertLabForMaskedDiffusion,
+    BertLabForMaskedLM,
+)
 from bertlab.model.samplers import SAMPLERS
 from bertlab.model.text_measures import causal_score, diffusion_bound
 from bertlab.model.vocabulary import match_frequencies
@@ -31,7 +35,13 @@ def made(kind=BertLabForMaskedDiffusion, seed=0):
 
 
 MODEL = made()
-PROMPTS = ["the [MASK] sat on the [MASK]", "a bird", f"the {GAP} on the log", "[MASK] dog sat", "the cat sat on"]
+PROMPTS = [
+    "the [MASK] sat on the [MASK]",
+    "a bird",
+    f"the {GAP} on the log",
+    "[MASK] dog sat",
+    "the cat sat on",
+]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -43,11 +53,15 @@ def test_texts_do_not_depend_on_how_many_are_written_at_once(sampler):
     assert generate(MODEL, TOKENIZER, PROMPTS, **{**options, "seed": 5}) != whole
 
 
-@pytest.mark.parametrize("kind", [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM])
+@pytest.mark.parametrize(
+    "kind", [BertLabForMaskedLM, BertLabForMaskedDiffusion, BertLabForEnhancedMaskedLM]
+)
 def test_every_objective_writes(kind):
     found = write(made(kind), TOKENIZER, PROMPTS[:2], max_new_tokens=5)
     for one in found:
-        assert MASK not in one.ids and not set(one.ids[1:-1].tolist()) & set(TOKENIZER.all_special_ids)
+        assert MASK not in one.ids and not set(one.ids[1:-1].tolist()) & set(
+            TOKENIZER.all_special_ids
+        )
     assert found[1].text.startswith("a bird")
 
 
@@ -91,12 +105,23 @@ def test_models_of_transformers_write_alike_as_theirs_and_as_ours(kind):
     offset = TOKENIZER.pad_token_id + 1 if kind == "roberta" else 0
     shape = {**SHAPE, "max_position_embeddings": 40 + offset}
     ends = (None, None) if kind != "modernbert" else (TOKENIZER.cls_token_id, SEP)
-    more = dict(zip(("bos_token_id", "eos_token_id", *(("cls_token_id", "sep_token_id") if kind == "modernbert" else ())), ends * 2))
+    more = dict(
+        zip(
+            (
+                "bos_token_id",
+                "eos_token_id",
+                *(("cls_token_id", "sep_token_id") if kind == "modernbert" else ()),
+            ),
+            ends * 2,
+        )
+    )
     torch.manual_seed(1)
     config = their_class(kind, "Config")(**shape, **more)
     theirs = their_class(kind, "ForMaskedLM")(config).eval()
     asked = dict(max_new_tokens=6, seed=3)
-    assert generate(theirs, TOKENIZER, PROMPTS, **asked) == generate(from_huggingface(theirs), TOKENIZER, PROMPTS, **asked)
+    assert generate(theirs, TOKENIZER, PROMPTS, **asked) == generate(
+        from_huggingface(theirs), TOKENIZER, PROMPTS, **asked
+    )
     with pytest.raises(ValueError, match="the model reads 40"):
         generate(theirs, TOKENIZER, ["the"], max_new_tokens=40)
 
@@ -119,14 +144,19 @@ def test_an_answer_is_what_stands_behind_the_prompt():
     one = write(MODEL, TOKENIZER, ["the cat"], mode="answer", max_new_tokens=5)[0]
     prompt = TOKENIZER("the cat")["input_ids"]
     assert one.ids[: len(prompt)].tolist() == prompt  # [CLS] the cat [SEP]
-    assert one.text == TOKENIZER.decode(one.ids[len(prompt) : -1]) and len(one.ids) == len(prompt) + 6
+    assert (
+        one.text == TOKENIZER.decode(one.ids[len(prompt) : -1]) and len(one.ids) == len(prompt) + 6
+    )
 
 
 def test_rewriting_hides_the_share_and_keeps_the_rest():
     text = "the cat sat on the mat the dog sat on"
     one = write(MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5)[0]
     before, hidden = np.array(TOKENIZER(text)["input_ids"]), one.states[0] == MASK
-    assert hidden.sum() == round(0.5 * (len(before) - 2)) and (one.ids[~hidden] == before[~hidden]).all()
+    assert (
+        hidden.sum() == round(0.5 * (len(before) - 2))
+        and (one.ids[~hidden] == before[~hidden]).all()
+    )
     other = write(MODEL, TOKENIZER, [text], mode="rewrite", rewrite_share=0.5, seed=1)[0]
     assert (other.states[0] != one.states[0]).any()
 
@@ -182,7 +212,9 @@ def test_the_likelihood_of_a_writing_is_the_chain_rule_in_its_order():
 
 def test_watching_sees_every_step_and_changes_no_word():
     seen = []
-    watched = generate(MODEL, TOKENIZER, PROMPTS[:1], watch=lambda n, step: seen.append((n, step.ids_BL.clone())))
+    watched = generate(
+        MODEL, TOKENIZER, PROMPTS[:1], watch=lambda n, step: seen.append((n, step.ids_BL.clone()))
+    )
     assert watched == generate(MODEL, TOKENIZER, PROMPTS[:1])
     assert len(seen) == 3 and [int((ids == MASK).sum()) for _, ids in seen] == [2, 1, 0]
 
@@ -211,7 +243,9 @@ def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monk
 
 def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
     state, first = read_state(TOKENIZER), 30
-    state["model"]["vocab"] = {piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()}
+    state["model"]["vocab"] = {
+        piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()
+    }
     tokenizer = with_state(TOKENIZER, state)
     last = max(tokenizer.get_vocab().values())
     assert last > len(tokenizer)
@@ -221,14 +255,19 @@ def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
     with torch.no_grad():
         model.head.bias[first : first + 2] = 90.0  # the rows of no entry
         model.head.bias[last] = 60.0
-    found = write(model, tokenizer, ["the [MASK] sat on the [MASK]", f"the {tokenizer.decode([last])} sat"], seed=1)
+    found = write(
+        model,
+        tokenizer,
+        ["the [MASK] sat on the [MASK]", f"the {tokenizer.decode([last])} sat"],
+        seed=1,
+    )
     assert found[0].ids.tolist().count(last) == 2, piece
     again = write(model, tokenizer, [found[0].text], mode="rewrite", rewrite_share=1.0)[0]
     assert {first, first + 1}.isdisjoint([*found[1].ids, *again.ids])
 
 
 def test_a_text_that_holds_nothing_to_rewrite_is_refused():
-    for prompt in ("\U0001F600", ""):
+    for prompt in ("\U0001f600", ""):
         with pytest.raises(ValueError, match="has no words to rewrite"):
             write(MODEL, TOKENIZER, [prompt], mode="rewrite")
 

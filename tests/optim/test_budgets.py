@@ -38,7 +38,9 @@ class HandClock:
 
 
 def an_optimizer(*rates) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates or (1.0,)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates or (1.0,)
+    ]
     return torch.optim.SGD(groups, momentum=0.9, weight_decay=0.1)
 
 
@@ -63,7 +65,9 @@ def a_scheduler(optimizer, *asked, now: float = 1000.0) -> TimeBudgetLR:
 # The clock.
 
 
-@pytest.mark.parametrize("base, fall", [(0.25, 0.25), (0.5, 0.25), (0.0, 0.5), (1.0, 0.1), (0.3, 0.9)])
+@pytest.mark.parametrize(
+    "base, fall", [(0.25, 0.25), (0.5, 0.25), (0.0, 0.5), (1.0, 0.1), (0.3, 0.9)]
+)
 def test_the_triangle_is_two_straight_lines(base, fall):
     triangle = BudgetTriangle(200, base, fall)
     seconds = np.linspace(0, 260, 521)
@@ -112,7 +116,9 @@ def test_a_resumed_run_has_the_same_rates_however_long_it_was_away(seconds, stop
     assert follow(first, seconds[:stop]) == whole[:stop]
     second = a_scheduler(an_optimizer(1.0, 0.1), 100, now=away)
     second.load_state_dict(first.state_dict())
-    np.testing.assert_allclose(follow(second, seconds[stop:]), np.reshape(whole[stop:], (-1, 2)), atol=1e-7)
+    np.testing.assert_allclose(
+        follow(second, seconds[stop:]), np.reshape(whole[stop:], (-1, 2)), atol=1e-7
+    )
 
 
 def test_the_state_is_two_numbers_and_survives_a_safe_load():
@@ -218,11 +224,16 @@ def questions_beside_gpus(folder: str) -> None:
             "gloo", init_method=f"file://{folder}/meeting-{meeting}", rank=rank, world_size=2
         )
         with mock.patch.object(torch.distributed, "get_backend", lambda: "nccl"):
-            assert group_of_hosts() not in [torch.distributed.group.WORLD, *(one["group"] for one in found)]
+            assert group_of_hosts() not in [
+                torch.distributed.group.WORLD,
+                *(one["group"] for one in found),
+            ]
             with mock.patch.object(torch.distributed, "all_reduce", noted):
                 said = [any_process(trainer, one) for one in (rank == 1, False, rank == 0, True)]
             scheduler = TimeBudgetLR(an_optimizer(), 100, clock=HandClock(10.0 * rank))
-            found.append({"group": group_of_hosts(), "said": said, "rate": scheduler.get_last_lr()[0]})
+            found.append(
+                {"group": group_of_hosts(), "said": said, "rate": scheduler.get_last_lr()[0]}
+            )
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     torch.save([(one["said"], one["rate"]) for one in found], f"{folder}/{rank}.pt")
@@ -248,8 +259,13 @@ def test_lightning_steps_it_saves_it_and_resumes_it(tmp_path):
             self.weight, self.clock, self.rates = torch.nn.Parameter(torch.ones(1)), HandClock(), []
 
         def configure_optimizers(self):
-            scheduler = TimeBudgetLR(torch.optim.SGD(self.parameters(), lr=1.0), 100, clock=self.clock)
-            return {"optimizer": scheduler.optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            scheduler = TimeBudgetLR(
+                torch.optim.SGD(self.parameters(), lr=1.0), 100, clock=self.clock
+            )
+            return {
+                "optimizer": scheduler.optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
         def training_step(self, batch):
             self.rates.append(self.optimizers().param_groups[0]["lr"])
@@ -335,8 +351,12 @@ def test_the_size_by_step_is_what_counting_tokens_gives(drawn, per_micro_batch):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 50), st.integers(1, 64), st.integers(1, 4))
-def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(low, more, each, per_micro_batch, world):
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.integers(1, 50), st.integers(1, 64), st.integers(1, 4)
+)
+def test_a_warmup_that_divides_evenly_is_a_staircase_of_equal_steps(
+    low, more, each, per_micro_batch, world
+):
     tokens = each * per_micro_batch * world * sum(range(low, low + more))
     warmup = BatchWarmup(low, low + more, tokens, world, per_micro_batch)
     expected = [min(low + more, low + step // each) for step in range(each * more + 5)]
@@ -359,7 +379,9 @@ def test_each_size_gets_equally_many_updates_up_to_one(drawn, per_micro_batch):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(growths, st.integers(1, 40), st.integers(0, 20000))
-def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(drawn, per_micro_batch, budget):
+def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(
+    drawn, per_micro_batch, budget
+):
     low, more, warmup_tokens, world = drawn
     warmup = BatchWarmup(low, low + more, warmup_tokens, world, per_micro_batch)
     steps = steps_for_tokens(warmup, budget)
@@ -370,7 +392,10 @@ def test_a_budget_of_tokens_is_reached_by_its_last_update_and_not_before(drawn, 
 def test_the_batch_warmup_by_hand():
     # 2 + 3 + 4 micro-batches of 10 tokens, 5 updates each: 450 tokens on one process, 900 on two.
     warmup = BatchWarmup(2, 5, "900 tokens", 2, 10)
-    assert warmup.thresholds == [100, 250, 450] and warmup.starts == ([0, 5, 10, 15], [0, 100, 250, 450])
+    assert warmup.thresholds == [100, 250, 450] and warmup.starts == (
+        [0, 5, 10, 15],
+        [0, 100, 250, 450],
+    )
     assert [warmup(s) for s in (0, 4, 5, 9, 10, 14, 15, 10**9)] == [2, 2, 3, 3, 4, 4, 5, 5]
     assert tokens_before(warmup, 7) == 2 * (100 + 2 * 30)
     assert steps_for_tokens(warmup, 900) == 15 and steps_for_tokens(warmup, "1k") == 16

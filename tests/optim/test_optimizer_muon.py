@@ -47,7 +47,9 @@ def run(model, optimizer, scheduler, start, stop) -> list[float]:
 
 @pytest.mark.parametrize("fused", [None, True, False])
 def test_each_parameter_moves_as_under_its_own_optimizer(fused, monkeypatch):
-    monkeypatch.setattr("bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: True)  # as torch's own
+    monkeypatch.setattr(
+        "bertlab.optim.muon.cpu_multiplies_bfloat16", lambda: True
+    )  # as torch's own
     together, apart = small_model(), small_model()
     kernel = {} if fused is None else {"fused": fused}
     optimizer = mixed(together, **kernel)
@@ -142,7 +144,9 @@ def test_a_group_added_later_is_moved_too():
     optimizer.add_param_group({"params": late.parameters(), "hidden": True})
     before, late.weight.grad = late.weight.detach().clone(), torch.eye(3)
     optimizer.step()
-    assert "momentum_buffer" in optimizer.state[late.weight] and not torch.equal(before, late.weight)
+    assert "momentum_buffer" in optimizer.state[late.weight] and not torch.equal(
+        before, late.weight
+    )
     assert optimizer.param_groups[-1]["momentum"] == 0.8, "with the options it was built with"
 
 
@@ -171,7 +175,10 @@ class Module(L.LightningModule):
     def configure_optimizers(self):
         optimizer = mixed(self.model)
         scheduler = get_scheduler(optimizer, warmup_steps=4)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def training_step(self, batch, index):
         draw = torch.Generator().manual_seed(self.global_step)  # a plain loader is not resumed
@@ -182,7 +189,12 @@ class Module(L.LightningModule):
 
 
 def test_lightning_trains_saves_and_resumes_with_it(tmp_path):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     whole = Module()
     saving = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1)
     L.Trainer(max_steps=7, callbacks=[saving], gradient_clip_val=1.0, **quiet).fit(whole)
@@ -212,7 +224,9 @@ def test_matrices_together_come_out_as_each_alone(shape):
     matrices = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     together = orthogonalized(matrices, dtype=torch.float32)
     for matrix, one in zip(matrices, together):
-        torch.testing.assert_close(one, orthogonalized(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            one, orthogonalized(matrix, dtype=torch.float32), rtol=1e-5, atol=1e-5
+        )
         torch.testing.assert_close(one.double(), by_decomposition(matrix), rtol=0, atol=1e-5)
 
 
@@ -230,8 +244,12 @@ def by_rounds(matrix: torch.Tensor, rounds: int) -> torch.Tensor:
 def test_rounds_on_the_square_are_those_on_the_matrix(shape, rounds):
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     expected = by_rounds(matrix.double(), rounds)
-    torch.testing.assert_close(orthogonalized(matrix, rounds, torch.float32).double(), expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(orthogonalized(matrix, rounds, torch.float64), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        orthogonalized(matrix, rounds, torch.float32).double(), expected, rtol=0, atol=2e-5
+    )
+    torch.testing.assert_close(
+        orthogonalized(matrix, rounds, torch.float64), expected, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("least", [1e-2, 1e-4, 1e-6, 0.0])
@@ -242,7 +260,10 @@ def test_small_singular_values_survive_the_square_in_float32(least):
     sigma = torch.full((24,), least, dtype=torch.float64)
     sigma[0] = 1.0
     matrix = left @ sigma.diag() @ right.mT
-    made, expected = orthogonalized(matrix.float(), dtype=torch.float32).double(), by_rounds(matrix, 5)
+    made, expected = (
+        orthogonalized(matrix.float(), dtype=torch.float32).double(),
+        by_rounds(matrix, 5),
+    )
     assert (made - expected).norm() < 2e-3 * expected.norm()
 
 
@@ -273,7 +294,9 @@ def test_a_processor_without_bfloat16_rounds_in_float32(monkeypatch, able, dtype
     assert orthogonalized(torch.randn(4, 4)).dtype == dtype
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
+)
 def test_a_gpu_without_bfloat16_rounds_in_float32(monkeypatch, capability, dtype):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
     with FakeTensorMode():  # knows a device that is not there
@@ -286,11 +309,15 @@ def test_parameters_without_a_gradient_stay_where_they_are():
     first.grad, third.grad = torch.randn(4, 4), torch.randn(4, 4)
     before = second.detach().clone()
     optimizer.step()
-    assert torch.equal(second, before) and second not in optimizer.state and third in optimizer.state
+    assert (
+        torch.equal(second, before) and second not in optimizer.state and third in optimizer.state
+    )
 
 
 def test_an_unknown_size_of_the_updates_is_answered():
-    with pytest.raises(ValueError, match="adjust_lr_fn must be one of match_rms_adamw, original; got 'adam'"):
+    with pytest.raises(
+        ValueError, match="adjust_lr_fn must be one of match_rms_adamw, original; got 'adam'"
+    ):
         mixed(small_model(), adjust_lr_fn="adam")
 
 

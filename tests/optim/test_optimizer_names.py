@@ -13,7 +13,13 @@ from bertlab.model.config import BertLabConfig
 from bertlab.optim.groups import parameter_groups
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.losses import masked_lm_loss
-from bertlab.optim.optimizers import OPTIMIZERS, backward_options, get_optimizer, optimizer_facts, optimizer_table
+from bertlab.optim.optimizers import (
+    OPTIMIZERS,
+    backward_options,
+    get_optimizer,
+    optimizer_facts,
+    optimizer_table,
+)
 
 HIDDEN_APART = {"muon", "galore"}
 # Rates for the encoder of width 32 below; each optimizer has its own idea of a rate.
@@ -156,7 +162,10 @@ def test_a_run_that_began_with_shampoos_momentum_goes_on_with_it():
     from pytorch_optimizer import Shampoo
 
     weights = [nn.Parameter(torch.eye(4)) for _ in range(2)]
-    began, later = Shampoo(weights[:1], lr=0.1, momentum=0.9), get_optimizer("shampoo", weights[1:], {"lr": 0.3})
+    began, later = (
+        Shampoo(weights[:1], lr=0.1, momentum=0.9),
+        get_optimizer("shampoo", weights[1:], {"lr": 0.3}),
+    )
     for step, optimizers in ((0, [began]), (1, [began, later])):
         draw = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
         if step:
@@ -197,7 +206,9 @@ def test_sophiah_estimates_the_diagonal_of_the_hessian():
 
 def test_a_missing_library_is_an_import_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(ImportError, match=r'optimizer \'lion\' needs.*pip install "bertlab\[optimizers\]"'):
+    with pytest.raises(
+        ImportError, match=r'optimizer \'lion\' needs.*pip install "bertlab\[optimizers\]"'
+    ):
         get_optimizer("lion", [nn.Parameter(torch.zeros(2))])
     assert get_optimizer("adamw", [nn.Parameter(torch.zeros(2))])  # torch's own need nothing more
 
@@ -206,7 +217,11 @@ def test_a_missing_library_is_an_import_error_that_names_the_extra(monkeypatch):
 def test_muon_needs_no_torch_that_has_one(monkeypatch, apart):
     monkeypatch.delattr(torch.optim, "Muon", raising=False)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
-    groups = parameter_groups(model, hidden_apart=True) if apart else [p for p in model.parameters() if p.ndim == 2]
+    groups = (
+        parameter_groups(model, hidden_apart=True)
+        if apart
+        else [p for p in model.parameters() if p.ndim == 2]
+    )
     optimizer = get_optimizer("muon", groups, {"lr": 0.1})
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -235,11 +250,17 @@ class Mine(torch.optim.SGD):
 def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tmp_path):
     (tmp_path / "my_optimizers.py").write_text(
         "import torch\nclass Slow(torch.optim.SGD):\n    def __init__(self, params, lr=0.1, slowness=2):\n"
-        "        super().__init__(params, lr / slowness)\n")
+        "        super().__init__(params, lr / slowness)\n"
+    )
     monkeypatch.chdir(tmp_path)
     weight = [nn.Parameter(torch.zeros(2))]
     assert type(get_optimizer(Mine, weight, {"lr": 0.3})) is Mine
-    assert get_optimizer(lambda groups, lr: Mine(groups, lr), weight, {"lr": 0.3}).param_groups[0]["lr"] == 0.3
+    assert (
+        get_optimizer(lambda groups, lr: Mine(groups, lr), weight, {"lr": 0.3}).param_groups[0][
+            "lr"
+        ]
+        == 0.3
+    )
     named = get_optimizer("my_optimizers.Slow", weight, {"lr": 1.0, "slowness": 4})
     assert named.param_groups[0]["lr"] == 0.25
     with pytest.raises(ValueError, match="'slow'.*slowness"):
@@ -250,7 +271,9 @@ def test_a_users_own_optimizer_is_a_class_a_function_or_its_name(monkeypatch, tm
         get_optimizer(Mine, weight, {"lr": 0.1}, quantized=True)
 
 
-def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too(tmp_path, monkeypatch):
+def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too(
+    tmp_path, monkeypatch
+):
     (tmp_path / "own_optimizers.py").write_text(
         "from torch.optim import SGD\nfrom bertlab.optim.muon import MuonWithAdamW\n"
         "class Apart(MuonWithAdamW): pass\nclass Alone(SGD): elementwise = True\n"
@@ -280,7 +303,10 @@ def test_what_a_class_of_ones_own_says_of_itself_is_known_by_its_dotted_name_too
     ("galore", {"scale": "wide"}, "galore's scale must be a number, got 'wide'"),
 ])  # fmt: skip
 def test_an_option_that_cannot_be_is_one_sentence_that_names_it(name, options, answer):
-    groups = [{"params": [nn.Parameter(torch.zeros(2, 2))]}, {"params": [nn.Parameter(torch.zeros(2))]}]
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(2, 2))]},
+        {"params": [nn.Parameter(torch.zeros(2))]},
+    ]
     if name in HIDDEN_APART:
         groups = [{**group, "hidden": hidden} for group, hidden in zip(groups, (True, False))]
     with pytest.raises(ValueError, match=answer) as caught:

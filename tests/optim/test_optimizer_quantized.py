@@ -103,7 +103,10 @@ def test_without_an_8_bit_version_it_warns_and_is_the_same_optimizer(name):
 def test_without_the_libraries_the_warning_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.warns(UserWarning, match=r'bitsandbytes is missing \(pip install "bertlab\[quantized\]"\); torchao'):
+    with pytest.warns(
+        UserWarning,
+        match=r'bitsandbytes is missing \(pip install "bertlab\[quantized\]"\); torchao',
+    ):
         optimizer = get_optimizer("adamw", [nn.Parameter(torch.zeros(2))], quantized=True)
     assert type(optimizer) is torch.optim.AdamW
 
@@ -130,7 +133,9 @@ def test_a_probe_step_that_fails_leads_to_full_precision(monkeypatch, kind, reas
     pytest.importorskip("bitsandbytes")
     monkeypatch.setattr(sys.modules["bitsandbytes"].optim, "SGD8bit", kind)
     with pytest.warns(UserWarning, match=rf"bitsandbytes: {reason}\); its states stay"):
-        optimizer = get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], {"lr": 0.1, "momentum": 0.9}, quantized=True)
+        optimizer = get_optimizer(
+            "sgd", [nn.Parameter(torch.zeros(2))], {"lr": 0.1, "momentum": 0.9}, quantized=True
+        )
     assert type(optimizer) is torch.optim.SGD
 
 
@@ -145,12 +150,19 @@ TRIED = {"betas": (0.5, 0.75), "eps": 0.1, "alpha": 0.5, "momentum": 0.9, "dampe
 def test_with_any_option_8_bits_move_the_weights_as_full_precision_does(name, decay, bitsandbytes):
     plain = get_optimizer(name, [nn.Parameter(torch.zeros(2))]).defaults
     base = {"lr": 0.01, **({"momentum": 0.9} if name == "sgd" else {})}
-    found = inspect.signature(getattr(sys.modules["bitsandbytes"].optim, OPTIMIZERS[name].eight_bit[0].split(".")[-1]))
-    for more in ({}, *({key: TRIED[key]} for key in TRIED if key in plain and key in found.parameters)):
+    found = inspect.signature(
+        getattr(sys.modules["bitsandbytes"].optim, OPTIMIZERS[name].eight_bit[0].split(".")[-1])
+    )
+    for more in (
+        {},
+        *({key: TRIED[key]} for key in TRIED if key in plain and key in found.parameters),
+    ):
         ends = []
         for quantized in (True, False):
             weight = nn.Parameter(torch.ones(64, 128))
-            optimizer = get_optimizer(name, [{"params": [weight], "weight_decay": decay}], base | more, quantized)
+            optimizer = get_optimizer(
+                name, [{"params": [weight], "weight_decay": decay}], base | more, quantized
+            )
             for step in range(3):
                 weight.grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(step))
                 optimizer.step()
@@ -164,23 +176,35 @@ def test_with_any_option_8_bits_move_the_weights_as_full_precision_does(name, de
     ("sgd", {"momentum": 0.9, "nesterov": True}, "sgd's nesterov=True"),
     ("sgd", {"momentum": 0.9, "dampening": 0.1}, "sgd's dampening=0.1"),
 ])  # fmt: skip
-def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(name, options, asked, bitsandbytes, monkeypatch):
+def test_an_option_that_bitsandbytes_does_not_follow_keeps_full_precision(
+    name, options, asked, bitsandbytes, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.warns(UserWarning, match=f"bitsandbytes does not follow {asked}.*full precision"):
-        optimizer = get_optimizer(name, [nn.Parameter(torch.zeros(64, 128))], {"lr": 0.1, **options}, quantized=True)
+        optimizer = get_optimizer(
+            name, [nn.Parameter(torch.zeros(64, 128))], {"lr": 0.1, **options}, quantized=True
+        )
     assert type(optimizer).__module__.startswith("torch.optim")
 
 
 def test_adam_without_decay_in_any_group_has_8_bits(bitsandbytes):
-    groups = [{"params": [nn.Parameter(torch.zeros(64, 128))], "weight_decay": decay} for decay in (0.0, 0.1)]
-    assert type(get_optimizer("adam", groups[:1], {"lr": 0.1}, quantized=True)).__name__ == "Adam8bit"
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(64, 128))], "weight_decay": decay}
+        for decay in (0.0, 0.1)
+    ]
+    assert (
+        type(get_optimizer("adam", groups[:1], {"lr": 0.1}, quantized=True)).__name__ == "Adam8bit"
+    )
     with pytest.warns(UserWarning, match="weight_decay=0.1"):
         get_optimizer("adam", groups, {"lr": 0.1}, quantized=True)
 
 
 def test_sgd_without_momentum_has_no_state_to_shrink(bitsandbytes):
     with pytest.warns(UserWarning, match="its states stay in full precision"):
-        assert type(get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], quantized=True)) is torch.optim.SGD
+        assert (
+            type(get_optimizer("sgd", [nn.Parameter(torch.zeros(2))], quantized=True))
+            is torch.optim.SGD
+        )
 
 
 def test_options_are_held_against_the_8_bit_class(bitsandbytes):
@@ -192,7 +216,10 @@ def test_groups_keep_their_rate_and_decay_in_8_bit(bitsandbytes):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         weights = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
-        groups = [{"params": weights[:1], "weight_decay": 0.5}, {"params": weights[1:], "lr": 0.2, "weight_decay": 0.0}]
+        groups = [
+            {"params": weights[:1], "weight_decay": 0.5},
+            {"params": weights[1:], "lr": 0.2, "weight_decay": 0.0},
+        ]
         optimizer = get_optimizer("adamw", groups, {"lr": 0.1}, quantized=True)
     for weight in weights:
         weight.grad = torch.zeros(64, 128)
@@ -206,5 +233,9 @@ def test_what_two_parameters_share_is_counted_once():
     weights = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     optimizer = torch.optim.SGD(weights)
     for weight in weights:
-        optimizer.state[weight] = {"map": shared, "own": [torch.zeros(3, dtype=torch.uint8)], "step": 3}
+        optimizer.state[weight] = {
+            "map": shared,
+            "own": [torch.zeros(3, dtype=torch.uint8)],
+            "step": 3,
+        }
     assert state_bytes(optimizer) == 100 * 4 + 2 * 3

@@ -1,6 +1,5 @@
 "What the table says of FSDP2, tried on two processes."
 
-
 import json
 from pathlib import Path
 
@@ -66,4 +65,6 @@ def test_under_fsdp2_each_optimizer_does_what_the_table_says(tmp_path):
         elif facts.second_backward:  # refused wherever there are several processes, sharded or not
             assert "on one process alone" in results[name], results[name]
         else:
-            assert "does not run under FSDP2" in results[name] and facts.fsdp_note in results[name], results[name]
+            assert (
+                "does not run under FSDP2" in results[name] and facts.fsdp_note in results[name]
+            ), results[name]

@@ -64,7 +64,10 @@ def test_two_lion_steps_by_hand():
 def test_lamb_steps_as_it_was_published_with_corrected_moments_in_the_ratio(options, size):
     "You et al. 2020, algorithm 2, whose decay stands in the ratio; without averages it stays out."
     torch.manual_seed(0)
-    weight, decay = nn.Parameter(size * torch.randn(6, 4, dtype=torch.float64)), 0.3 if "grad_averaging" not in options else 0.0
+    weight, decay = (
+        nn.Parameter(size * torch.randn(6, 4, dtype=torch.float64)),
+        0.3 if "grad_averaging" not in options else 0.0,
+    )
     given = {"lr": 0.1, "weight_decay": decay, **options}
     optimizer = get_optimizer("lamb", [weight], given)
     expected, m, v = weight.detach().clone(), 0.0, 0.0
@@ -101,12 +104,18 @@ def test_biases_and_gains_have_no_ratio_in_lamb_and_move_as_adam_moves_them(fore
 @pytest.mark.parametrize("foreach", [True, False])
 def test_lamb_goes_on_with_the_steps_of_an_earlier_version_that_began_the_run(foreach):
     "Its groups say nothing of norms: they were cut at 10, and vectors had the ratio."
-    large, gain = nn.Parameter(torch.full((10, 10), 5.0)), nn.Parameter(torch.full((4,), 3.0))  # norms 50 and 6
+    large, gain = (
+        nn.Parameter(torch.full((10, 10), 5.0)),
+        nn.Parameter(torch.full((4,), 3.0)),
+    )  # norms 50 and 6
     optimizer = get_optimizer("lamb", [large, gain], {"lr": 0.01, "foreach": foreach})
     saved = optimizer.state_dict()
     del saved["param_groups"][0]["clamp"]
     optimizer.load_state_dict(saved)
-    for steps in ((0.01 * 10, 0.01 * 6), (0.01 * 50, 0.01 * 2)):  # as before; of a run that begins now
+    for steps in (
+        (0.01 * 10, 0.01 * 6),
+        (0.01 * 50, 0.01 * 2),
+    ):  # as before; of a run that begins now
         with torch.no_grad():
             large.fill_(5.0), gain.fill_(3.0)
         large.grad, gain.grad = torch.ones(10, 10), torch.ones(4)
@@ -122,7 +131,10 @@ def test_a_decay_that_lamb_would_leave_out_of_the_ratio_anyway_is_not_lost(optio
     optimizer = get_optimizer("lamb", [weight], {"lr": 0.01, "weight_decay": 0.5, option: True})
     weight.grad = torch.zeros(4, 4)
     optimizer.step()
-    assert weight.tolist() == [[pytest.approx(0.5 if option == "fixed_decay" else 1 - 0.01 * 0.5)] * 4] * 4
+    assert (
+        weight.tolist()
+        == [[pytest.approx(0.5 if option == "fixed_decay" else 1 - 0.01 * 0.5)] * 4] * 4
+    )
 
 
 @pytest.mark.parametrize("rectify, first", [(False, 1.0), (True, 0.0)])
@@ -133,7 +145,9 @@ def test_lambs_first_updates_are_no_longer_than_the_later_ones(rectify, first):
         before, weight.grad = weight.detach().clone(), torch.randn(8, 8)
         optimizer.step()
         lengths.append(((weight.detach() - before).norm() / (0.01 * before.norm())).item())
-    assert lengths[0] == pytest.approx(first, abs=1e-3)  # a rectified one waits for its second moments
+    assert lengths[0] == pytest.approx(
+        first, abs=1e-3
+    )  # a rectified one waits for its second moments
     assert rectify or lengths == pytest.approx([1.0] * 6, abs=1e-3)
 
 
@@ -196,7 +210,9 @@ def test_a_fused_kernel_for_cpus_alone_is_left_out_on_cuda(fuses, monkeypatch):
 def test_fused_and_plain_adamw_agree():
     torch.manual_seed(0)
     fused, plain = (nn.Parameter(torch.ones(50)) for _ in range(2))
-    optimizers = [get_optimizer("adamw", [p], {"fused": f}) for p, f in ((fused, True), (plain, False))]
+    optimizers = [
+        get_optimizer("adamw", [p], {"fused": f}) for p, f in ((fused, True), (plain, False))
+    ]
     for _ in range(20):
         fused.grad = torch.randn(50)
         plain.grad = fused.grad.clone()
@@ -207,7 +223,9 @@ def test_fused_and_plain_adamw_agree():
 
 def test_groups_given_as_generators_are_read_whole():
     model = nn.Linear(3, 2)
-    optimizer = get_optimizer("adamw", [{"params": model.parameters(), "weight_decay": 0.5}], {"lr": 0.1})
+    optimizer = get_optimizer(
+        "adamw", [{"params": model.parameters(), "weight_decay": 0.5}], {"lr": 0.1}
+    )
     assert len(optimizer.param_groups[0]["params"]) == 2
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 
@@ -325,11 +343,23 @@ RATES = {"hidden.*": {"lr": 0.5}, "*.bias": {"lr": 0.25, "weight_decay": 0.125}}
 def test_overrides_set_rate_and_decay_and_the_later_pattern_wins():
     model = Odd()
     groups = {group["name"]: group for group in parameter_groups(model, 0.3, overrides=RATES)}
-    assert set(groups) == {"decay", "decay: hidden.*", "no_decay", "no_decay: hidden.*: *.bias", "no_decay: *.bias"}
+    assert set(groups) == {
+        "decay",
+        "decay: hidden.*",
+        "no_decay",
+        "no_decay: hidden.*: *.bias",
+        "no_decay: *.bias",
+    }
     assert names_in(model, groups["decay: hidden.*"]) == {"hidden.weight"}
-    assert (groups["decay: hidden.*"]["lr"], groups["decay: hidden.*"]["weight_decay"]) == (0.5, 0.3)
+    assert (groups["decay: hidden.*"]["lr"], groups["decay: hidden.*"]["weight_decay"]) == (
+        0.5,
+        0.3,
+    )
     both = groups["no_decay: hidden.*: *.bias"]
-    assert names_in(model, both) == {"hidden.bias"} and (both["lr"], both["weight_decay"]) == (0.25, 0.125)
+    assert names_in(model, both) == {"hidden.bias"} and (both["lr"], both["weight_decay"]) == (
+        0.25,
+        0.125,
+    )
     assert "lr" not in groups["decay"], "the optimizer's own rate"
 
 
@@ -350,13 +380,17 @@ def test_an_overridden_rate_and_decay_are_what_the_update_uses():
     ({}, 0.1), ({"hidden.*": {"lr": 0.001}}, 0.1), ({"hidden.*": {"lr": 0.5}}, 0.1), ({"*": {"lr": 0.02}}, 0.02),
     ({"*": {"weight_decay": 0.5}, "hidden.*": {"lr": 0.001}}, 0.1), ({"*": {"weight_decay": 0.5}}, 0.1),
 ])  # fmt: skip
-def test_the_rate_of_a_run_is_that_of_a_group_without_an_override_wherever_it_stands(overrides, rate):
+def test_the_rate_of_a_run_is_that_of_a_group_without_an_override_wherever_it_stands(
+    overrides, rate
+):
     optimizer = get_optimizer("adamw", parameter_groups(Odd(), overrides=overrides), {"lr": 0.1})
     saved = optimizer.state_dict()["param_groups"]
     assert leading_group(optimizer.param_groups)["lr"] == leading_group(saved)["lr"] == rate
     get_scheduler(optimizer, warmup_steps=10)
     assert leading_group(optimizer.param_groups)["lr"] == pytest.approx(rate / 10)
-    assert leading_group([{"params": [], "lr": 0.3}])["lr"] == 0.3, "groups made by hand have no names"
+    assert leading_group([{"params": [], "lr": 0.3}])["lr"] == 0.3, (
+        "groups made by hand have no names"
+    )
 
 
 def test_a_pattern_matches_a_tied_matrix_by_either_name():
@@ -382,10 +416,16 @@ def test_a_layer_that_is_held_under_two_names_is_found_by_either():
     [
         ({"hiden.*": {"lr": 0.1}}, r"'hiden\.\*' matches the full name of no trainable parameter"),
         ({"frozen.*": {"lr": 0.1}}, "no trainable parameter"),
-        ({"hidden.*": {"rate": 0.1}}, r"overrides\['hidden\.\*'\] has no 'rate'; it takes lr, weight_decay, hidden"),
+        (
+            {"hidden.*": {"rate": 0.1}},
+            r"overrides\['hidden\.\*'\] has no 'rate'; it takes lr, weight_decay, hidden",
+        ),
         ({"hidden.*": {"lr": -0.1}}, "lr must be a number from 0 on, got -0.1"),
         ({"hidden.*": {"lr": "0.1"}}, "lr must be a number from 0 on, got '0.1'"),
-        ({"hidden.*": {"weight_decay": float("nan")}}, "weight_decay must be a number from 0 on, got nan"),
+        (
+            {"hidden.*": {"weight_decay": float("nan")}},
+            "weight_decay must be a number from 0 on, got nan",
+        ),
         ({"*.bias": 0.1}, r"overrides\['\*\.bias'\] must be a mapping .*, got 0\.1"),
         ({"hidden.*": {"hidden": 1}}, "hidden must be True or False, got 1"),
         ({"hidden.*": {"hidden": False}}, "hidden is for muon and galore"),
@@ -397,12 +437,18 @@ def test_a_wrong_override_is_answered_with_its_pattern(overrides, answer):
 
 
 def test_hidden_matrices_go_apart_and_no_embedding_head_or_vector_with_them():
-    model = nn.ModuleDict({"body": Odd(), "classifier": nn.Linear(8, 3), "conv": nn.Conv1d(2, 2, 3)})
+    model = nn.ModuleDict(
+        {"body": Odd(), "classifier": nn.Linear(8, 3), "conv": nn.Conv1d(2, 2, 3)}
+    )
     hidden, decayed, spared = parameter_groups(model, 0.3, hidden_apart=True)
     assert names_in(model, hidden) == {"body.hidden.weight"}
     assert names_in(model, decayed) == {"body.decoder.weight", "classifier.weight", "conv.weight"}
     assert (hidden["hidden"], decayed["hidden"], spared["hidden"]) == (True, False, False)
-    assert (hidden["weight_decay"], decayed["weight_decay"], spared["weight_decay"]) == (0.3, 0.3, 0.0)
+    assert (hidden["weight_decay"], decayed["weight_decay"], spared["weight_decay"]) == (
+        0.3,
+        0.3,
+        0.0,
+    )
 
 
 def test_a_matrix_can_be_moved_in_and_out_of_the_hidden_ones_but_a_vector_cannot():

@@ -23,7 +23,9 @@ from bertlab.optim.schedulers import (
 
 
 def an_optimizer(*rates: float) -> torch.optim.Optimizer:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)]
+    groups = [
+        {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates or (1.0,)
+    ]
     return torch.optim.SGD(groups)
 
 
@@ -56,7 +58,9 @@ def ramp(kind: str, start: float, end: float, length: int) -> np.ndarray:
     return start * (floor + (1 - floor) * (1 - ((n - (total - cooldown)) / cooldown) ** 0.5))
 
 
-def by_other_means(s: Schedule, warmup: int, training: int, cooldown: int, num_steps: int) -> np.ndarray:
+def by_other_means(
+    s: Schedule, warmup: int, training: int, cooldown: int, num_steps: int
+) -> np.ndarray:
     rise = ramp(s.warmup_kind, s.warmup_decay, 1.0, warmup)[1:] if warmup else []
     stay = ramp(s.training_kind, 1.0, s.training_decay, training)[:-1] if training else []
     level = s.training_decay if training else 1.0
@@ -67,7 +71,9 @@ def by_other_means(s: Schedule, warmup: int, training: int, cooldown: int, num_s
 
 
 @pytest.mark.parametrize("kinds", list(itertools.product(*KINDS.values())), ids="-".join)
-@pytest.mark.parametrize("warmup, training, cooldown", [(5, 20, 8), (1, 1, 1), (0, 7, 3), (4, 0, 6)])
+@pytest.mark.parametrize(
+    "warmup, training, cooldown", [(5, 20, 8), (1, 1, 1), (0, 7, 3), (4, 0, 6)]
+)
 def test_every_kind_equals_its_formula_at_every_step(kinds, warmup, training, cooldown):
     decay = 1.0 if kinds[1] == "constant" else 0.4
     floor = 0.05 if kinds[2] != "constant" else decay if training else 1.0  # where training left it
@@ -83,9 +89,15 @@ def test_warmup_stable_decay_by_hand():
 
 
 def test_training_steps_of_minus_one_are_the_rest_of_the_run():
-    rest = Schedule(warmup_steps=3, training_kind="cosine", training_decay=0.2, cooldown_steps=4, total_steps=20)
+    rest = Schedule(
+        warmup_steps=3, training_kind="cosine", training_decay=0.2, cooldown_steps=4, total_steps=20
+    )
     said = Schedule(
-        warmup_steps=3, training_kind="cosine", training_steps=13, training_decay=0.2, cooldown_steps=4
+        warmup_steps=3,
+        training_kind="cosine",
+        training_steps=13,
+        training_decay=0.2,
+        cooldown_steps=4,
     )
     assert rest.curve(30) == said.curve(30)
     assert rest.lengths == (3, 13, 4) and rest.num_steps == said.num_steps == 20
@@ -115,12 +127,18 @@ def test_a_run_shorter_than_its_plan_keeps_the_final_factor():
 def schedules(draw) -> tuple[Schedule, int, int, int]:
     "Every kind, with lengths that may be 0; only the jump that is asked for by name is left out."
     warmup_kind = draw(st.sampled_from([kind for kind in KINDS["warmup"] if kind != "constant"]))
-    training_kind, cooldown_kind = (draw(st.sampled_from(KINDS[p])) for p in ("training", "cooldown"))
+    training_kind, cooldown_kind = (
+        draw(st.sampled_from(KINDS[p])) for p in ("training", "cooldown")
+    )
     lengths = warmup, training, cooldown = [draw(st.integers(0, 60)) for _ in range(3)]
     factor = st.floats(0, 1)
     positive, far = st.floats(1e-3, 1), st.floats(1e-3, 0.9)  # an exponential near 1 is refused
     start = draw(far if warmup_kind == "exponential" else factor)
-    level = 1.0 if training_kind == "constant" else draw(far if training_kind == "exponential" else positive)
+    level = (
+        1.0
+        if training_kind == "constant"
+        else draw(far if training_kind == "exponential" else positive)
+    )
     lowest = st.floats(1e-3, min(level, 0.9))
     floor = draw(lowest if cooldown_kind == "exponential" else st.floats(0, level))
     if cooldown_kind == "constant":
@@ -150,7 +168,8 @@ def steepest_step(schedule: Schedule, warmup: int, training: int, cooldown: int)
                 "cosine": height * min(1, math.pi / 2 / length),
                 "inverse-sqrt": height / math.sqrt(length),
                 # The steepest step is the one at the higher end.
-                "exponential": max(start, end) * (1 - (min(start, end) / max(start, end)) ** (1 / length)),
+                "exponential": max(start, end)
+                * (1 - (min(start, end) / max(start, end)) ** (1 / length)),
             }[kind]
             largest = max(largest, step)
     return largest
@@ -186,7 +205,11 @@ def test_a_run_resumed_from_its_step_alone_has_the_same_rates(drawn, stop, furth
     first, second = (ScheduledLR(an_optimizer(3e-4), schedule) for _ in range(2))
     assert follow(first, stop) == whole[:stop]
     second.load_state_dict(first.state_dict())
-    assert follow(second, further) == whole[stop:] == [3e-4 * schedule(s) for s in range(stop, stop + further)]
+    assert (
+        follow(second, further)
+        == whole[stop:]
+        == [3e-4 * schedule(s) for s in range(stop, stop + further)]
+    )
 
 
 def test_the_only_jump_is_the_constant_warmup_that_asks_for_it():
@@ -237,14 +260,18 @@ def test_resuming_by_last_epoch_works_where_groups_know_their_peak():
     optimizer = an_optimizer()
     optimizer.param_groups[0]["initial_lr"] = 1.0
     scheduler = InverseSqrtScheduler(optimizer, cooldown_steps=4, last_epoch=0)
-    np.testing.assert_allclose(follow(scheduler, 4), [0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0])
+    np.testing.assert_allclose(
+        follow(scheduler, 4), [0.5, 1 - math.sqrt(0.5), 1 - math.sqrt(0.75), 0]
+    )
 
 
 def test_inverse_sqrt_is_one_minus_the_root_and_then_zero():
     scheduler = InverseSqrtScheduler(an_optimizer(0.5), cooldown_steps=9)
     expected = [0.5 * (1 - math.sqrt(n / 9)) for n in range(9)] + [0.0, 0.0]
     np.testing.assert_allclose(follow(scheduler, 11), expected)
-    assert scheduler.lr_lambda(0) == 1.0 and scheduler.lr_lambda(9) == scheduler.lr_lambda(1000) == 0.0
+    assert (
+        scheduler.lr_lambda(0) == 1.0 and scheduler.lr_lambda(9) == scheduler.lr_lambda(1000) == 0.0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS["warmup"])
@@ -267,9 +294,18 @@ def test_a_single_phase_of_no_steps_leaves_the_rate_alone():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"warmup_kind": "ramp"}, ["warmup_kind", "'ramp'", "constant, linear, cosine, exponential"]),
-        ({"training_kind": "inverse-sqrt"}, ["training_kind", "constant, linear, cosine, exponential"]),
-        ({"cooldown_kind": "sqrt"}, ["cooldown_kind", "constant, linear, inverse-sqrt, cosine, exponential"]),
+        (
+            {"warmup_kind": "ramp"},
+            ["warmup_kind", "'ramp'", "constant, linear, cosine, exponential"],
+        ),
+        (
+            {"training_kind": "inverse-sqrt"},
+            ["training_kind", "constant, linear, cosine, exponential"],
+        ),
+        (
+            {"cooldown_kind": "sqrt"},
+            ["cooldown_kind", "constant, linear, inverse-sqrt, cosine, exponential"],
+        ),
         ({"warmup_steps": -1}, ["warmup_steps", "-1"]),
         ({"cooldown_steps": -5, "total_steps": 9}, ["cooldown_steps", "-5"]),
         ({"training_steps": -2}, ["training_steps", "-2"]),
@@ -284,7 +320,10 @@ def test_a_single_phase_of_no_steps_leaves_the_rate_alone():
         ({"cooldown_steps": 3}, ["cooldown_steps=3", "training_steps or total_steps"]),
         ({"training_kind": "cosine"}, ["training_kind='cosine'", "training_steps or total_steps"]),
         ({"warmup_steps": 11, "total_steps": 10}, ["warmup_steps=11", "total_steps=10", "11 > 10"]),
-        ({"warmup_steps": 6, "cooldown_steps": 6, "total_steps": 10}, ["cooldown_steps=6", "total_steps=10"]),
+        (
+            {"warmup_steps": 6, "cooldown_steps": 6, "total_steps": 10},
+            ["cooldown_steps=6", "total_steps=10"],
+        ),
         ({"training_steps": 11, "total_steps": 10}, ["training_steps=11", "total_steps=10"]),
         ({"training_decay": 0.5}, ["training_decay=0.5", "linear"]),
         ({"warmup_kind": "constant", "warmup_steps": 3}, ["warmup_decay", "linear"]),
@@ -297,16 +336,28 @@ def test_a_single_phase_of_no_steps_leaves_the_rate_alone():
             {"cooldown_kind": "exponential", "cooldown_steps": 3, "total_steps": 9},
             ["cooldown_decay", "exponentially"],
         ),
-        ({"cooldown_kind": "constant", "cooldown_steps": 3, "total_steps": 9}, ["cooldown_decay=1.0", "linear"]),
-        ({"warmup_ratio": 0.1}, ["'warmup_ratio'", "warmup_steps", "warmup_pct", "tokens_per_step"]),
+        (
+            {"cooldown_kind": "constant", "cooldown_steps": 3, "total_steps": 9},
+            ["cooldown_decay=1.0", "linear"],
+        ),
+        (
+            {"warmup_ratio": 0.1},
+            ["'warmup_ratio'", "warmup_steps", "warmup_pct", "tokens_per_step"],
+        ),
         ({"warmup_pct": 0.1}, ["warmup_pct", "total_steps"]),
         ({"decay_pct": 0.1, "training_steps": 9}, ["decay_pct", "total_steps"]),
         ({"warmup_pct": 10, "total_steps": 100}, ["warmup_pct", "10", "[0, 1]", "'10%'"]),
         ({"warmup_pct": "110%", "total_steps": 100}, ["warmup_pct", "'110%'"]),
         ({"decay_pct": -0.1, "total_steps": 100}, ["decay_pct", "-0.1", "negative"]),
         ({"decay_pct": math.nan, "total_steps": 100}, ["decay_pct", "nan"]),
-        ({"warmup_pct": 0.7, "decay_pct": 0.5, "total_steps": 100}, ["warmup_pct=0.7", "decay_pct=0.5", "120 > 100"]),
-        ({"training_pct": 1.0, "warmup_steps": 1, "total_steps": 100}, ["training_pct=1.0", "101 > 100"]),
+        (
+            {"warmup_pct": 0.7, "decay_pct": 0.5, "total_steps": 100},
+            ["warmup_pct=0.7", "decay_pct=0.5", "120 > 100"],
+        ),
+        (
+            {"training_pct": 1.0, "warmup_steps": 1, "total_steps": 100},
+            ["training_pct=1.0", "101 > 100"],
+        ),
         ({"warmup_tokens": "3M"}, ["warmup_tokens", "tokens_per_step"]),
         ({"total_tokens": "3M"}, ["total_tokens", "tokens_per_step"]),
         ({"warmup_tokens": -5, "tokens_per_step": 3}, ["warmup_tokens", "-5", "negative"]),
@@ -317,7 +368,10 @@ def test_a_single_phase_of_no_steps_leaves_the_rate_alone():
         ({"tokens_per_step": 0}, ["tokens_per_step", "0"]),
         ({"tokens_per_step": 2.5}, ["tokens_per_step", "2.5"]),
         ({"total_tokens": 10, "tokens_per_step": 30}, ["total_tokens=10", "tokens_per_step=30"]),
-        ({"total_tokens": 90, "tokens_per_step": 30, "total_steps": 3}, ["total_tokens=90", "total_steps=3"]),
+        (
+            {"total_tokens": 90, "tokens_per_step": 30, "total_steps": 3},
+            ["total_tokens=90", "total_steps=3"],
+        ),
         ({"cooldown_tokens": 100, "tokens_per_step": 10}, ["cooldown_tokens=100", "total_steps"]),
     ],
 )
@@ -332,9 +386,18 @@ def test_a_mistake_is_answered_with_its_argument_and_the_fix(arguments, words):
     [
         ({"kind": "inverse-sqrt"}, ["kind", "constant, linear, cosine, exponential"]),
         ({"kind": "sqrt", "direction": "decrease"}, ["kind", "constant, linear, inverse-sqrt"]),
-        ({"kind": "constant", "num_steps": 3, "direction": "decrease"}, [" decay=1.0", " kind='linear'"]),
-        ({"kind": "exponential", "num_steps": 3, "direction": "decrease"}, ["decay=0.0", "another kind"]),
-        ({"kind": "constant", "num_steps": 3}, ["decay=0.0 with kind='constant'", "trains nothing"]),
+        (
+            {"kind": "constant", "num_steps": 3, "direction": "decrease"},
+            [" decay=1.0", " kind='linear'"],
+        ),
+        (
+            {"kind": "exponential", "num_steps": 3, "direction": "decrease"},
+            ["decay=0.0", "another kind"],
+        ),
+        (
+            {"kind": "constant", "num_steps": 3},
+            ["decay=0.0 with kind='constant'", "trains nothing"],
+        ),
         ({"direction": "up"}, ["direction", "increase, decrease"]),
         ({"num_steps": -1}, ["num_steps"]),
         ({"decay": 2.0}, ["decay", "factor of the peak"]),
@@ -348,7 +411,10 @@ def test_a_mistake_in_a_single_phase_is_answered(arguments, words):
 
 @pytest.mark.parametrize("phase", ["warmup", "training", "cooldown"])
 def test_two_units_for_one_phase_are_refused(phase):
-    values = {f"{phase}_steps": 5, **{name: "10%" if unit == "run" else 50 for name, unit in OTHER_UNITS[phase].items()}}
+    values = {
+        f"{phase}_steps": 5,
+        **{name: "10%" if unit == "run" else 50 for name, unit in OTHER_UNITS[phase].items()},
+    }
     for pair in itertools.combinations(values.items(), 2):
         with pytest.raises(ValueError, match="both say how long the " + phase) as error:
             get_scheduler(an_optimizer(), **dict(pair), total_steps=100, tokens_per_step=10)
@@ -369,13 +435,19 @@ def test_a_constant_cooldown_stays_where_training_ended():
 def test_shares_of_the_run_by_hand():
     schedule = Schedule(warmup_pct=0.01, decay_pct="10%", total_steps=1000)
     assert schedule.lengths == (10, 890, 100)
-    assert Schedule(warmup_pct=0.29, total_steps=100).lengths == (29, 71, 0)  # 0.29 * 100 < 29 in floats
+    assert Schedule(warmup_pct=0.29, total_steps=100).lengths == (
+        29,
+        71,
+        0,
+    )  # 0.29 * 100 < 29 in floats
     assert Schedule(warmup_pct=1 / 3, total_steps=300).lengths == (100, 200, 0)
     assert Schedule(warmup_pct=1, total_steps=7).lengths == (7, 0, 0)
 
 
 def test_tokens_by_hand():
-    schedule = Schedule(warmup_tokens="3M", cooldown_tokens=2_000_000, total_tokens="10M", tokens_per_step=500_000)
+    schedule = Schedule(
+        warmup_tokens="3M", cooldown_tokens=2_000_000, total_tokens="10M", tokens_per_step=500_000
+    )
     assert schedule.lengths == (6, 10, 4) and schedule.num_steps == 20
     # 25 tokens are two and a half updates: each phase ends with the last whole update before its end.
     thirds = Schedule(warmup_tokens=25, training_tokens=25, cooldown_tokens=25, tokens_per_step=10)
@@ -393,7 +465,9 @@ def test_a_phase_shorter_than_an_update_is_left_out():
 
 
 def test_the_units_reach_the_optimizer():
-    scheduler = get_scheduler(an_optimizer(), warmup_pct=0.2, decay_pct=0.2, total_tokens=100, tokens_per_step=10)
+    scheduler = get_scheduler(
+        an_optimizer(), warmup_pct=0.2, decay_pct=0.2, total_tokens=100, tokens_per_step=10
+    )
     np.testing.assert_allclose(follow(scheduler, 11), [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5, 0])
 
 
@@ -439,7 +513,11 @@ def test_every_group_resumes_at_any_step_from_the_step_alone(data):
     for step in range(stop, stop + 10):
         expected = [peak * schedule(step) for peak in peaks]
         for scheduler in (first, second):
-            assert scheduler.get_last_lr() == [g["lr"] for g in scheduler.optimizer.param_groups] == expected
+            assert (
+                scheduler.get_last_lr()
+                == [g["lr"] for g in scheduler.optimizer.param_groups]
+                == expected
+            )
             follow(scheduler, 1)
 
 
@@ -462,7 +540,9 @@ def test_the_rate_stays_a_python_float(number):
 
 def test_a_tensor_rate_is_written_in_place():
     rates = [torch.tensor(1.0), torch.tensor(0.5)]
-    optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+    optimizer = torch.optim.SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    )
     scheduler = get_scheduler(optimizer, warmup_steps=4)
     seen = []
     for _ in range(5):
@@ -515,8 +595,16 @@ def test_every_word_of_the_reference_call_is_known():
 @pytest.mark.parametrize("phase", ["warmup", "training", "cooldown"])
 def test_a_factor_of_each_update_is_refused_as_the_end_of_an_exponential(phase):
     "The reference API means gamma; 0.999 as an end factor would be flat in silence."
-    asked = {f"{phase}_kind": "exponential", f"{phase}_steps": 1000, f"{phase}_decay": 0.999, "total_steps": 1000}
-    with pytest.raises(ValueError, match=f"{phase}_decay=0.999 is the factor at the phase's end.*{phase}_decay=0.368"):
+    asked = {
+        f"{phase}_kind": "exponential",
+        f"{phase}_steps": 1000,
+        f"{phase}_decay": 0.999,
+        "total_steps": 1000,
+    }
+    with pytest.raises(
+        ValueError,
+        match=f"{phase}_decay=0.999 is the factor at the phase's end.*{phase}_decay=0.368",
+    ):
         Schedule(**asked)
     assert Schedule(**{**asked, f"{phase}_decay": 0.368}).lengths
 
@@ -545,14 +633,24 @@ def test_a_users_own_schedule_is_a_function_a_class_an_object_or_its_name(monkey
         "class": (dict(schedule=Ramp, total_steps=4), [1, 0.75, 0.5, 0.25]),
         "object": (dict(schedule=Ramp(2)), [1, 0.5, 0, -0.5]),
         "name": (dict(schedule="my_rates.flat"), [0.25] * 4),
-        "torch": (dict(schedule="torch.optim.lr_scheduler.StepLR", step_size=2, gamma=0.1), [1, 1, 0.1, 0.1]),
-        "names of phases": (dict(schedule=held, warmup_steps=1, cooldown_decay=0.2), [0.5, 0.2, 0.2, 0.2]),
+        "torch": (
+            dict(schedule="torch.optim.lr_scheduler.StepLR", step_size=2, gamma=0.1),
+            [1, 1, 0.1, 0.1],
+        ),
+        "names of phases": (
+            dict(schedule=held, warmup_steps=1, cooldown_decay=0.2),
+            [0.5, 0.2, 0.2, 0.2],
+        ),
     }
     for options, rates in makes.values():
         np.testing.assert_allclose(follow(get_scheduler(an_optimizer(), **options), 4), rates)
     budget = get_scheduler(an_optimizer(), schedule="time_budget", budget="1h")
     assert budget.triangle.seconds == 3600
-    for wrong, words in (("cosin", "time_budget"), ("my_rates.steep", "steep"), (3, "neither a name nor a class")):
+    for wrong, words in (
+        ("cosin", "time_budget"),
+        ("my_rates.steep", "steep"),
+        (3, "neither a name nor a class"),
+    ):
         with pytest.raises(ValueError, match=words):
             get_scheduler(an_optimizer(), schedule=wrong)
     with pytest.raises(ValueError, match="budget"):
@@ -561,7 +659,9 @@ def test_a_users_own_schedule_is_a_function_a_class_an_object_or_its_name(monkey
         with pytest.raises(ValueError, match=f"halves.*{next(iter(unknown))}.*every"):
             get_scheduler(an_optimizer(), schedule=halves, **unknown)
     with pytest.raises(ValueError, match="halves.*cooldown_steps"):
-        get_scheduler(an_optimizer(), "linear", 0, 0.0, "constant", -1, 1.0, "linear", 5, schedule=halves)
+        get_scheduler(
+            an_optimizer(), "linear", 0, 0.0, "constant", -1, 1.0, "linear", 5, schedule=halves
+        )
 
 
 def test_an_inverse_sqrt_cooldown_needs_a_step():

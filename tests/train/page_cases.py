@@ -13,7 +13,9 @@ from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 
-WORDS = "red green blue bird cat dog fish sees finds likes the a and is Zürich naïve don't 42".split()
+WORDS = (
+    "red green blue bird cat dog fish sees finds likes the a and is Zürich naïve don't 42".split()
+)
 TEXTS = [" ".join(np.random.default_rng(n).choice(WORDS, 4 + n % 9)) + "." for n in range(60)]
 EXAMPLES = ["the red [MASK] sees the dog.", "a [MASK] likes <b>the</b> [MASK] & it's 42."]
 SENTENCES = [
@@ -21,7 +23,7 @@ SENTENCES = [
     "[MASK]",
     "a [MASK] likes the [MASK].",
     "The RED bird [MASK] a naïve cat, and don't [MASK] it!",
-    "Zürich is [MASK] (42 fish); \"the\" [MASK]...",
+    'Zürich is [MASK] (42 fish); "the" [MASK]...',
     "  spaces   around\tand\u00a0between [MASK]  ",
     "unknown signs: \u4e2d\u6587 \u0645\u0631\u062d\u0628\u0627 \U0001f600 [MASK]",
     "cafe\u0301 e\u0301 [MASK] \u00bd \ufb01sh",
@@ -54,7 +56,9 @@ def served(folder):
             with contextlib.suppress(ConnectionError):
                 super().copyfile(source, target)
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=folder)
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/", asked

@@ -36,17 +36,24 @@ def run_on_ranks(function: Callable, *arguments: Any, count: int = 2, timeout: f
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "NODE_RANK": "0",
               "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
-    folder = Path(mkdtemp(prefix="ranks-", dir=os.environ["HF_HOME"]))  # goes with the tests' other caches
+    folder = Path(
+        mkdtemp(prefix="ranks-", dir=os.environ["HF_HOME"])
+    )  # goes with the tests' other caches
     outputs = [folder / f"{rank}.log" for rank in range(count)]
     places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-    processes = [forked(_run, (function, arguments, place, str(output))) for place, output in zip(places, outputs)]
+    processes = [
+        forked(_run, (function, arguments, place, str(output)))
+        for place, output in zip(places, outputs)
+    ]
     try:
         for process in processes:
             process.start()
         for process in processes:
             process.join(timeout)
         statuses = [process.exitcode for process in processes]
-        assert statuses == [0] * count, "\n".join(f"{statuses}\n{one.read_text()[-3000:]}" for one in outputs)
+        assert statuses == [0] * count, "\n".join(
+            f"{statuses}\n{one.read_text()[-3000:]}" for one in outputs
+        )
     finally:
         for process in processes:
             process.kill()

@@ -47,8 +47,15 @@ def run(place, output, steps, resume=False, **options):
     history = History()
     callbacks = [history, NonFiniteGuard(), ModelDirectories(output / "models", module.tokenizer, 100),
                  CheckpointSeries(output / "checkpoints", 3)]  # fmt: skip
-    trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=2)
-    trainer.fit(module, data, ckpt_path=find_checkpoint(output / "checkpoints") if resume else None, weights_only=True)
+    trainer = make_trainer(
+        steps, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=2
+    )
+    trainer.fit(
+        module,
+        data,
+        ckpt_path=find_checkpoint(output / "checkpoints") if resume else None,
+        weights_only=True,
+    )
     return module
 
 
@@ -65,12 +72,16 @@ def test_a_run_that_was_stopped_goes_on_bit_by_bit(name, place, tmp_path):
     whole = run(place, tmp_path / "whole", 6, **OPTIONS[name])
     run(place, tmp_path / "parts", 3, **OPTIONS[name])
     parts = run(place, tmp_path / "parts", 6, resume=True, **OPTIONS[name])
-    assert all(torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.state_dict().values(), parts.state_dict().values())
+    )
     moved = {n for n, p in whole.model.named_parameters() if p.requires_grad}
     assert moved and len(moved) < len(list(whole.model.parameters()))
 
 
-def test_what_a_run_leaves_opens_in_plain_transformers_and_the_adapter_alone_comes_back(place, tmp_path):
+def test_what_a_run_leaves_opens_in_plain_transformers_and_the_adapter_alone_comes_back(
+    place, tmp_path
+):
     module = run(place, tmp_path, 4, adapter={"type": "lora", "r": 4})
     (model_at,) = tmp_path.glob("models/step-*")
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(model_at).eval()
@@ -111,14 +122,20 @@ def test_recomputed_activations_give_the_same_gradient(place):
 
 
 def test_an_adapter_on_random_weights_is_refused(place):
-    data = PretrainingDataModule(str(place / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32)
-    module = PretrainingModule(copy.deepcopy(CONFIG), adapter="lora", pretrained_tokenizer_name_or_path=data.tokenizer)
+    data = PretrainingDataModule(
+        str(place / "text.txt"), word_tokenizer(WORDS), max_sequence_length=32
+    )
+    module = PretrainingModule(
+        copy.deepcopy(CONFIG), adapter="lora", pretrained_tokenizer_name_or_path=data.tokenizer
+    )
     with pytest.raises(ValueError, match="pretrained_model_name_or_path"):
         make_trainer(1, "32-true", accelerator="cpu").fit(module, data)
 
 
 def test_a_run_of_another_adapter_is_not_gone_on_with(place, tmp_path):
     run(place, tmp_path, 3, adapter="lora")
-    module = PretrainingModule(pretrained_model_name_or_path=str(place / "base"), adapter={"type": "lora", "r": 2})
+    module = PretrainingModule(
+        pretrained_model_name_or_path=str(place / "base"), adapter={"type": "lora", "r": 2}
+    )
     with pytest.raises(ValueError, match="adapter"):
         check_resume(find_checkpoint(tmp_path / "checkpoints"), module, None, 5)

@@ -14,7 +14,13 @@ from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.model.task_heads import BertLabForSequenceClassification
-from bertlab.train.averages import AveragedWeights, average_weights, find_models, greedy_soup, write_average
+from bertlab.train.averages import (
+    AveragedWeights,
+    average_weights,
+    find_models,
+    greedy_soup,
+    write_average,
+)
 from bertlab.train.checkpoints import CheckpointSeries, find_checkpoint
 from bertlab.train.model_directories import ModelDirectories
 from bertlab.train.modules import PretrainingModule
@@ -39,7 +45,11 @@ class Seen(Callback):
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("averages") / "text.txt"
-    path.write_text("\n".join(" ".join(WORDS[(7 * i + j * j) % 80] for j in range(5 + i % 9)) for i in range(120)))
+    path.write_text(
+        "\n".join(
+            " ".join(WORDS[(7 * i + j * j) % 80] for j in range(5 + i % 9)) for i in range(120)
+        )
+    )
     return str(path)
 
 
@@ -52,8 +62,15 @@ def run(text, output, steps, average, resume=False, **options):
     seen = Seen()
     callbacks = [seen, *([average] if average else []), ModelDirectories(output / "models", module.tokenizer, 100),
                  CheckpointSeries(output / "checkpoints", 3)]  # fmt: skip
-    trainer = make_trainer(steps, "32-true", accelerator="cpu", val_check_steps=3, callbacks=callbacks)
-    trainer.fit(module, data, ckpt_path=find_checkpoint(output / "checkpoints") if resume else None, weights_only=True)
+    trainer = make_trainer(
+        steps, "32-true", accelerator="cpu", val_check_steps=3, callbacks=callbacks
+    )
+    trainer.fit(
+        module,
+        data,
+        ckpt_path=find_checkpoint(output / "checkpoints") if resume else None,
+        weights_only=True,
+    )
     return module, seen, data
 
 
@@ -95,7 +112,9 @@ def test_a_run_that_was_stopped_goes_on_with_weights_and_average(text, tmp_path)
     one, _, _ = run(text, tmp_path / "whole", 6, whole)
     run(text, tmp_path / "parts", 3, AveragedWeights(0.9))
     two, _, _ = run(text, tmp_path / "parts", 6, parts, resume=True)
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values())
+    )
     assert whole.num_averaged == parts.num_averaged == 6
     assert all(torch.equal(whole.averages[name], parts.averages[name]) for name in whole.averages)
 
@@ -113,7 +132,9 @@ def test_an_average_of_16_bit_weights_moves_as_that_of_32_bits():
             assert module.model.weight.dtype == dtype
             ends.append(module.model.weight.item())
         assert module.model.weight.item() == 2.0
-    assert ends[0] == pytest.approx(2 - 0.999**1000) and ends[1] == pytest.approx(ends[0], rel=2**-8)
+    assert ends[0] == pytest.approx(2 - 0.999**1000) and ends[1] == pytest.approx(
+        ends[0], rel=2**-8
+    )
 
 
 def test_frozen_weights_have_no_average(text, tmp_path):
@@ -122,7 +143,9 @@ def test_frozen_weights_have_no_average(text, tmp_path):
     assert average.averages and not any("embeddings" in name for name in average.averages)
 
 
-@pytest.mark.parametrize("options", [{"decay": 1.0}, {"decay": -0.1}, {"every_steps": 0}, {"start_step": -1}])
+@pytest.mark.parametrize(
+    "options", [{"decay": 1.0}, {"decay": -0.1}, {"every_steps": 0}, {"start_step": -1}]
+)
 def test_an_average_that_cannot_be_is_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         AveragedWeights(**options)
@@ -159,7 +182,10 @@ def test_a_greedy_soup_keeps_what_helps_and_is_never_worse_than_its_best():
 
 @pytest.mark.parametrize("higher", [True, False])
 def test_a_model_whose_score_is_undefined_is_in_no_soup(higher):
-    weights = {name: {"a": torch.tensor([value])} for name, value in (("lost", 0.0), ("one", 1.0), ("two", 2.0))}
+    weights = {
+        name: {"a": torch.tensor([value])}
+        for name, value in (("lost", 0.0), ("one", 1.0), ("two", 2.0))
+    }
     score = lambda one: float("nan") if one["a"].item() in (0.0, 1.5) else 1 + 0.1 * one["a"].item()
     _, chosen, _ = greedy_soup(weights, score, higher)
     assert chosen == (["two"] if higher else ["one"])
@@ -176,13 +202,21 @@ def test_a_written_mean_opens_in_plain_transformers(tmp_path):
         model = BertLabForMaskedLM(modernbert_tiny(vocab_size=60, hidden_size=32, num_attention_heads=2,
                                                    intermediate_size=48, num_hidden_layers=1))  # fmt: skip
         paths.append(save_model(model, None, tmp_path / f"{seed}"))
-    measured = {"metrics.json", "evaluation.json", "stage.json"}  # of the first model: not the mean's
+    measured = {
+        "metrics.json",
+        "evaluation.json",
+        "stage.json",
+    }  # of the first model: not the mean's
     for name in measured:
         (paths[0] / name).write_text('{"val_loss": 1.0}')
     place = write_average(paths, tmp_path / "mean")
     assert not measured & {path.name for path in place.iterdir()}
-    assert len({path.stat().st_mode for path in place.iterdir()}) == 1  # weights are not for their owner alone
-    mean, *parts = (transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (place, *paths))
+    assert (
+        len({path.stat().st_mode for path in place.iterdir()}) == 1
+    )  # weights are not for their owner alone
+    mean, *parts = (
+        transformers.AutoModelForMaskedLM.from_pretrained(p).state_dict() for p in (place, *paths)
+    )
     for name, weight in mean.items():
         torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
     with pytest.raises(ValueError, match="output"):
@@ -195,11 +229,22 @@ SMALL = dict(vocab_size=100, hidden_size=32, num_attention_heads=2, intermediate
              max_position_embeddings=64, local_attention=16)  # fmt: skip
 
 
-def put(place, seed=0, tokenizer=None, config=modernbert_tiny, head=BertLabForMaskedLM, labels=None, **changes):
+def put(
+    place,
+    seed=0,
+    tokenizer=None,
+    config=modernbert_tiny,
+    head=BertLabForMaskedLM,
+    labels=None,
+    **changes,
+):
     torch.manual_seed(seed)
     shape = config(**{**SMALL, **changes})
     if labels:
-        shape.id2label, shape.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
+        shape.id2label, shape.label2id = (
+            dict(enumerate(labels)),
+            {name: i for i, name in enumerate(labels)},
+        )
     return save_model(head(shape), tokenizer, place)
 
 
@@ -210,14 +255,21 @@ def put(place, seed=0, tokenizer=None, config=modernbert_tiny, head=BertLabForMa
         ("global_rope_theta", 160000.0, 100.0, {}),
         ("local_attention", 16, 64, {}),
         ("norm_eps", 1e-5, 1e-3, {"config": bert_tiny}),
-        ("norm_groups", 2, 4, {"norm": "group"}),  # a model of ours, which transformers does not have
+        (
+            "norm_groups",
+            2,
+            4,
+            {"norm": "group"},
+        ),  # a model of ours, which transformers does not have
         ("labels", ("neg", "pos"), ("pos", "neg"), {"head": BertLabForSequenceClassification}),
         ("classifier_pooling", "mean", "cls", {"head": BertLabForSequenceClassification}),
     ],
 )
 def test_models_that_only_look_alike_have_no_mean(tmp_path, name, here, there, options):
     "Weights of one shape that compute other things: the message names the setting and both values."
-    paths = [put(tmp_path / f"{i}", **{**options, name: value}) for i, value in enumerate((here, there))]
+    paths = [
+        put(tmp_path / f"{i}", **{**options, name: value}) for i, value in enumerate((here, there))
+    ]
     with pytest.raises(ValueError, match="id2label" if name == "labels" else name) as told:
         write_average(paths, tmp_path / "mean")
     values = ("0: 'neg'", "0: 'pos'") if name == "labels" else map(str, (here, there))
@@ -228,21 +280,32 @@ def test_settings_that_no_score_reads_keep_no_models_apart(tmp_path):
     first = put(tmp_path / "0", config=bert_tiny)
     others = [put(tmp_path / "1", 1, config=bert_tiny, hidden_dropout=0.3, classifier_dropout=0.2, local_attention=8),
               put(tmp_path / "2", 2, config=bert_tiny, initializer_range=0.1, global_rope_theta=99.0)]  # fmt: skip
-    for place in others:  # as another version of transformers, and another type of numbers, write it
+    for (
+        place
+    ) in others:  # as another version of transformers, and another type of numbers, write it
         content = json.loads((place / "config.json").read_text())
-        content |= {"transformers_version": "4.57.0", "dtype": "bfloat16", "_name_or_path": str(place)}
+        content |= {
+            "transformers_version": "4.57.0",
+            "dtype": "bfloat16",
+            "_name_or_path": str(place),
+        }
         (place / "config.json").write_text(json.dumps(content))
     assert write_average([first, *others], tmp_path / "mean").is_dir()
 
 
 def test_models_that_read_other_tokens_have_no_mean(tmp_path):
     first = put(tmp_path / "0", tokenizer=word_tokenizer(WORDS))
-    write_average([first, put(tmp_path / "1", 1, word_tokenizer(WORDS)), put(tmp_path / "2", 2)], tmp_path / "mean")
+    write_average(
+        [first, put(tmp_path / "1", 1, word_tokenizer(WORDS)), put(tmp_path / "2", 2)],
+        tmp_path / "mean",
+    )
     other = put(tmp_path / "3", 1, word_tokenizer([word.upper() for word in WORDS]))
     with pytest.raises(ValueError, match="'W0'"):
         write_average([first, other], tmp_path / "x")
     file = first / "tokenizer.json"  # the same words, and no capitals in front of them
-    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "normalizer": {"type": "Lowercase"}})
+    )
     with pytest.raises(ValueError, match="normalizer"):
         write_average([first, tmp_path / "1"], tmp_path / "x")
 

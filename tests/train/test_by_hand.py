@@ -22,7 +22,12 @@ from bertlab.data.streaming import leave_group
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import BertLabConfig
 from bertlab.train.averages import AveragedWeights
-from bertlab.train.checkpoints import CheckpointSeries, find_checkpoint, run_fingerprint, validation_follows
+from bertlab.train.checkpoints import (
+    CheckpointSeries,
+    find_checkpoint,
+    run_fingerprint,
+    validation_follows,
+)
 from bertlab.train.history import History
 from bertlab.train.model_directories import ModelDirectories, ModelShelf
 from bertlab.train.modules import PretrainingModule
@@ -45,10 +50,14 @@ def test_a_module_and_data_with_other_words_are_refused_before_a_step():
     assert len(other) == len(TOKENIZER)
     data = PretrainingDataModule(None, other, max_sequence_length=32, train_batch_size=8)
     data.set_datasets(TEXTS[40:], TEXTS[:40])
-    with pytest.raises(ValueError, match="the data module has another tokenizer: '.*' is id .* there and .* here"):
+    with pytest.raises(
+        ValueError, match="the data module has another tokenizer: '.*' is id .* there and .* here"
+    ):
         fit(module_of(), data, 3)
     same = copy.deepcopy(TOKENIZER)  # another object with the same words is no other tokenizer
-    data = PretrainingDataModule(None, same, max_sequence_length=32, train_batch_size=8, val_batch_size=8)
+    data = PretrainingDataModule(
+        None, same, max_sequence_length=32, train_batch_size=8, val_batch_size=8
+    )
     data.set_datasets(TEXTS[40:], TEXTS[:40])
     fit(module_of(), data, 3)
 
@@ -59,7 +68,9 @@ def rows_of():
 
 
 def told(trainer: SimpleNamespace | None):
-    return EpochBatches(rows_of(), lambda rows: [(row["epoch"], row["index"]) for row in rows], 4).fit_to(trainer)
+    return EpochBatches(
+        rows_of(), lambda rows: [(row["epoch"], row["index"]) for row in rows], 4
+    ).fit_to(trainer)
 
 
 def trainer_of(limit, overfit=0, epoch=0):
@@ -96,7 +107,11 @@ def test_a_trainer_with_a_limit_counts_the_epochs_that_it_promises():
     module, data = module_of(), data_of()
     trainer = L.Trainer(max_epochs=3, limit_train_batches=0.5, enable_checkpointing=False, **QUIET)
     trainer.fit(module, data)
-    assert trainer.global_step == 3 * trainer.num_training_batches == trainer.estimated_stepping_batches
+    assert (
+        trainer.global_step
+        == 3 * trainer.num_training_batches
+        == trainer.estimated_stepping_batches
+    )
     assert trainer.num_training_batches == len(data.batches) // 2
 
 
@@ -105,7 +120,9 @@ def test_a_module_that_has_validated_can_be_copied_and_pickled():
     trainer, _ = fit(module, data_of(), 2)
     module.trainer = None
     twin = copy.deepcopy(module)
-    assert all(torch.equal(a, b) for a, b in zip(twin.state_dict().values(), module.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(twin.state_dict().values(), module.state_dict().values())
+    )
     pickle.dumps(module._averaged)
 
 
@@ -118,19 +135,27 @@ def test_a_run_behind_one_that_broke_off_in_a_validation_begins_with_its_own_wei
     module.score_batch = score
     module.on_fit_start()
     after = module.model.state_dict()
-    assert any(not torch.equal(averaged[name], after[name]) for name in averaged)  # the raw ones are back
+    assert any(
+        not torch.equal(averaged[name], after[name]) for name in averaged
+    )  # the raw ones are back
     fit(module, data, 2)
 
 
 def test_a_run_whose_weights_are_in_16_bits_hears_once_which_steps_they_lose(recwarn):
     for precision in ("32-true", "bf16-mixed"):
         fit(module_of(), data_of(), 2, precision=precision)
-    said = lambda: [str(one.message) for one in recwarn if "keeps a float32 copy" in str(one.message)]  # noqa: E731
+    said = lambda: [
+        str(one.message) for one in recwarn if "keeps a float32 copy" in str(one.message)
+    ]  # noqa: E731
     assert not said()
     module = module_of(learning_rate=5e-4)
     fit(module, data_of(), 2, precision="bf16-true")
     (told,) = said()
-    assert "are in bfloat16" in told and "a step below 0.002" in told and "precision='bf16-mixed'" in told
+    assert (
+        "are in bfloat16" in told
+        and "a step below 0.002" in told
+        and "precision='bf16-mixed'" in told
+    )
     gains = {n: p for n, p in module.named_parameters() if n.endswith("norm.weight")}
     assert gains and all((p == 1).all() for p in gains.values()), "what the warning is about"
 
@@ -139,12 +164,16 @@ def test_averages_are_of_the_run_that_they_are_used_in():
     average = AveragedWeights(0.5)
     first, second = module_of(seed=0), module_of(seed=1)
     for module in (first, second):
-        trainer = make_trainer(3, "32-true", accelerator="cpu", callbacks=[average], val_check_steps=3)
+        trainer = make_trainer(
+            3, "32-true", accelerator="cpu", callbacks=[average], val_check_steps=3
+        )
         torch.manual_seed(3)
         trainer.fit(module, data_of())
     again, alone = module_of(seed=1), AveragedWeights(0.5)
     torch.manual_seed(3)
-    make_trainer(3, "32-true", accelerator="cpu", callbacks=[alone], val_check_steps=3).fit(again, data_of())
+    make_trainer(3, "32-true", accelerator="cpu", callbacks=[alone], val_check_steps=3).fit(
+        again, data_of()
+    )
     assert average.num_averaged == alone.num_averaged == 3
     assert all(torch.equal(average.averages[name], alone.averages[name]) for name in alone.averages)
 
@@ -157,24 +186,57 @@ def test_numbers_of_numpy_and_paths_are_plain_in_a_checkpoint(tmp_path):
     assert type(kept["learning_rate"]) is float and kept["weight_decay"] == 0.5
     found = plain_options({"a": [Path("x"), np.int64(3)], "b": {"c": (np.float64(1.5),)}, "optimizer_class": Halved,
                            "schedule": lambda step: 1.0}, {"optimizer_class": "adamw", "schedule": None})  # fmt: skip
-    assert found == {"a": ["x", 3], "b": {"c": (1.5,)}, "optimizer_class": f"{__name__}.Halved", "schedule": None}
+    assert found == {
+        "a": ["x", 3],
+        "b": {"c": (1.5,)},
+        "optimizer_class": f"{__name__}.Halved",
+        "schedule": None,
+    }
     assert type(found["a"][1]) is int
-    nested = plain_options({"kwargs": {"lr_lambda": falling, "other": lambda step: 1.0, "each": [falling, lambda step: 1.0], "n": 1}})
-    assert nested == {"kwargs": {"lr_lambda": f"{__name__}.falling", "each": [f"{__name__}.falling", None], "n": 1}}
+    nested = plain_options(
+        {
+            "kwargs": {
+                "lr_lambda": falling,
+                "other": lambda step: 1.0,
+                "each": [falling, lambda step: 1.0],
+                "n": 1,
+            }
+        }
+    )
+    assert nested == {
+        "kwargs": {
+            "lr_lambda": f"{__name__}.falling",
+            "each": [f"{__name__}.falling", None],
+            "n": 1,
+        }
+    }
 
 
-@pytest.mark.parametrize("function, name", [(falling, f"{__name__}.falling"), (lambda step: 1 / (1 + step), None)])
-def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(function, name, tmp_path):
+@pytest.mark.parametrize(
+    "function, name", [(falling, f"{__name__}.falling"), (lambda step: 1 / (1 + step), None)]
+)
+def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_run_goes_on_from(
+    function, name, tmp_path
+):
     def run(steps, path=None):
-        module = module_of(learning_rate=1e-3, schedule=torch.optim.lr_scheduler.LambdaLR, scheduler_kwargs={"lr_lambda": function})
-        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        module = module_of(
+            learning_rate=1e-3,
+            schedule=torch.optim.lr_scheduler.LambdaLR,
+            scheduler_kwargs={"lr_lambda": function},
+        )
+        trainer = make_trainer(
+            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+        )
         trainer.fit(module, data_of(), ckpt_path=path)
         return trainer.optimizers[0].param_groups[0]["lr"]
 
     run(2)
     path = find_checkpoint(tmp_path)
     kept = torch.load(path, weights_only=True)["hyper_parameters"]
-    assert kept["schedule"] == "torch.optim.lr_scheduler.LambdaLR" and kept["scheduler_kwargs"].get("lr_lambda") == name
+    assert (
+        kept["schedule"] == "torch.optim.lr_scheduler.LambdaLR"
+        and kept["scheduler_kwargs"].get("lr_lambda") == name
+    )
     assert run(4, path) == pytest.approx(1e-3 * falling(4))
     PretrainingModule.load_from_checkpoint(path, pretrained_tokenizer_name_or_path=TOKENIZER)
 
@@ -182,9 +244,13 @@ def test_a_function_among_the_options_of_a_schedule_leaves_a_checkpoint_that_a_r
 def test_what_a_subclass_hands_on_is_what_is_trained_with():
     class Steady(PretrainingModule):
         def __init__(self, optimizer_kwargs=None, **options):
-            super().__init__(optimizer_kwargs={"betas": (0.5, 0.5), **(optimizer_kwargs or {})}, **options)
+            super().__init__(
+                optimizer_kwargs={"betas": (0.5, 0.5), **(optimizer_kwargs or {})}, **options
+            )
 
-    module = Steady(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3)
+    module = Steady(
+        model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3
+    )
     trainer, _ = fit(module, data_of(), 1)
     assert trainer.optimizers[0].param_groups[0]["betas"] == (0.5, 0.5)
 
@@ -196,7 +262,9 @@ def test_a_subclass_with_a_part_beside_its_model_writes_its_directories(tmp_path
             self.projection = torch.nn.Linear(2, 2)
 
     torch.manual_seed(0)
-    module = Projected(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3)
+    module = Projected(
+        model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=TOKENIZER, learning_rate=1e-3
+    )
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     L.Trainer(max_steps=1, callbacks=[keeper], limit_val_batches=0, **QUIET).fit(module, data_of())
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()]
@@ -218,7 +286,9 @@ def test_the_causal_twin_is_stretched_as_its_encoder_is():
     models[1].load_state_dict(models[0].state_dict())
     ids = torch.randint(5, 60, (1, 16))
     plain, stretched = (model(ids).logits for model in models)
-    assert torch.allclose(plain[:, 0], stretched[:, 0], atol=1e-6) and not torch.allclose(plain, stretched, atol=1e-6)
+    assert torch.allclose(plain[:, 0], stretched[:, 0], atol=1e-6) and not torch.allclose(
+        plain, stretched, atol=1e-6
+    )
 
 
 def test_what_a_later_validation_finds_is_ranked_with_the_rest(tmp_path):
@@ -242,7 +312,9 @@ def test_a_value_of_another_text_is_forgotten_and_one_that_says_of_none_is_kept(
     assert shelf.forget("new") == []
     shelf.put(20, 1.0, fill, "old")
     assert best.resolve().name == "step-00000020"
-    assert [path.name for path in shelf.forget("new")] == ["step-00000020"] and shelf.forget("new") == []
+    assert [path.name for path in shelf.forget("new")] == ["step-00000020"] and shelf.forget(
+        "new"
+    ) == []
     assert best.resolve().name == "step-00000010"
     shelf.put(10, 2.0, fill, "old")
     shelf.forget("new")
@@ -266,15 +338,21 @@ def test_no_validation_follows_where_there_is_no_row_to_validate_on(tmp_path):
     models = ModelDirectories(tmp_path / "models", TOKENIZER, every_steps=2, keep_last=9)
     trainer = make_trainer(6, "32-true", accelerator="cpu", val_check_steps=2, callbacks=[models])
     trainer.fit(module, data)
-    assert [path.name for path in models.shelf.models()] == [f"step-{step:08}" for step in (2, 4, 6)]
+    assert [path.name for path in models.shelf.models()] == [
+        f"step-{step:08}" for step in (2, 4, 6)
+    ]
     assert not validation_follows(trainer)
 
 
 def test_what_an_override_says_besides_a_rate_is_part_of_a_runs_identity():
     def known(**options):
-        return run_fingerprint(module_of(parameter_overrides={"*norm*": options}), None)["parameter_overrides"]
+        return run_fingerprint(module_of(parameter_overrides={"*norm*": options}), None)[
+            "parameter_overrides"
+        ]
 
-    assert known(lr=1e-3) == known(lr=1e-4) == {} and known(weight_decay=0.1, lr=1.0) == {"*norm*": {"weight_decay": 0.1}}
+    assert known(lr=1e-3) == known(lr=1e-4) == {} and known(weight_decay=0.1, lr=1.0) == {
+        "*norm*": {"weight_decay": 0.1}
+    }
     assert "packing_pad_to_budget" in run_fingerprint(module_of(), data_of())
 
 
@@ -294,12 +372,15 @@ def test_a_loaders_worker_is_in_no_process_group_of_its_run():
     assert made.val_dataloader().worker_init_fn is leave_group
 
 
-
-
 def test_an_own_optimizer_that_cannot_be_named_is_left_to_the_reader_of_the_checkpoint(tmp_path):
     class Local(torch.optim.SGD):
         pass
 
-    trainer, _ = fit(module_of(optimizer_class=Local, optimizer_kwargs={"momentum": 0.9}), data_of(), 3)
+    trainer, _ = fit(
+        module_of(optimizer_class=Local, optimizer_kwargs={"momentum": 0.9}), data_of(), 3
+    )
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    assert torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]["optimizer_class"] == "adamw"
+    assert (
+        torch.load(tmp_path / "run.ckpt", weights_only=True)["hyper_parameters"]["optimizer_class"]
+        == "adamw"
+    )

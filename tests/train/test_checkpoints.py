@@ -63,7 +63,14 @@ from bertlab.optim.budgets import BatchWarmup
 from bertlab.train.histograms import WeightHistograms
 from bertlab.train.monitors import MemoryMonitor, Throughput, get_progress
 from bertlab.train.previews import FillMaskPreview
-from bertlab.train.stopping import GrowingBatch, LossBound, NonFiniteGuard, SpikeGuard, TimeLimit, TokenLimit
+from bertlab.train.stopping import (
+    GrowingBatch,
+    LossBound,
+    NonFiniteGuard,
+    SpikeGuard,
+    TimeLimit,
+    TokenLimit,
+)
 from bertlab.train.trainer import make_trainer
 
 WORDS = [f"w{i}" for i in range(80)]
@@ -168,7 +175,9 @@ def test_nothing_is_deleted_that_was_not_written_here(tmp_path):
     assert (tmp_path / "step-00000001" / "README.md").read_text() == "mine too"
     shelf.put(2, None, lambda directory: (directory / "w").write_text("w"))
     assert names(tmp_path / "step-00000001") == ["README.md"]
-    assert (tmp_path / "step-00000000" / "thesis.tex").exists() and (tmp_path / "notes.txt").exists()
+    assert (tmp_path / "step-00000000" / "thesis.tex").exists() and (
+        tmp_path / "notes.txt"
+    ).exists()
     with pytest.raises(ValueError, match=f"step-00000000 is there and holds no {MODEL_MARKER}"):
         shelf.put(0, None, lambda directory: None)
     assert (tmp_path / "step-00000000" / "thesis.tex").exists()
@@ -184,7 +193,9 @@ def test_a_drive_without_links_still_keeps_the_best(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_link_to_the_best_follows_it_where_no_link_gives_way_to_another(tmp_path, monkeypatch, links):
+def test_the_link_to_the_best_follows_it_where_no_link_gives_way_to_another(
+    tmp_path, monkeypatch, links
+):
     "Windows renames nothing onto a link to a directory; and it may make no links any more."
     renamed = os.replace
 
@@ -204,7 +215,9 @@ def test_the_link_to_the_best_follows_it_where_no_link_gives_way_to_another(tmp_
     for step in (2, 3):
         shelf.put(step, 3 - step, lambda directory: (directory / "w").write_text("w"))
         assert shelf.best()[0].name == f"step-0000000{step}"
-        assert (tmp_path / "best").is_symlink() == links and (not links or (tmp_path / "best").resolve() == shelf.best()[0])
+        assert (tmp_path / "best").is_symlink() == links and (
+            not links or (tmp_path / "best").resolve() == shelf.best()[0]
+        )
     assert not (tmp_path / ".best.link").is_symlink()
 
 
@@ -212,7 +225,10 @@ def moved_shelf(place):
     "A shelf whose link to the best of two models has become a model, as scp -r makes it."
     fill(ModelShelf(place / "old", 2, 1, "min"), [2, 3])
     shutil.copytree(place / "old", place / "new")
-    assert read_marker(place / "new" / "best")["step"] == 1 and not (place / "new" / "best").is_symlink()
+    assert (
+        read_marker(place / "new" / "best")["step"] == 1
+        and not (place / "new" / "best").is_symlink()
+    )
     return ModelShelf(place / "new", 2, 1, "min")
 
 
@@ -224,7 +240,9 @@ def better(shelf):
 def test_a_copy_that_was_made_of_the_link_to_the_best_gives_way_to_a_link(tmp_path, capsys):
     shelf = moved_shelf(tmp_path)
     shelf.forget("some text")  # as when a run begins
-    assert (shelf.directory / "best").is_symlink() and read_marker(shelf.directory / "best")["step"] == 1
+    assert (shelf.directory / "best").is_symlink() and read_marker(shelf.directory / "best")[
+        "step"
+    ] == 1
     assert (better(shelf) / "w").read_text() == "better" and capsys.readouterr().out == ""
     once = moved_shelf(tmp_path / "again")
     assert better(once).is_symlink() and read_marker(better(once))["step"] == 3
@@ -235,12 +253,18 @@ def test_what_somebody_put_into_such_a_copy_stays_and_is_said(tmp_path, capsys):
     (shelf.directory / "best" / "README.md").write_text("mine")
     assert names(better(shelf)) == ["README.md"]
     said = capsys.readouterr().out
-    assert f"{shelf.directory / 'best'} was a copy" in said and "step-00000003" in said and "move it away" in said
+    assert (
+        f"{shelf.directory / 'best'} was a copy" in said
+        and "step-00000003" in said
+        and "move it away" in said
+    )
     better(shelf)
     assert capsys.readouterr().out == "" and names(shelf.directory / "best") == ["README.md"]
 
 
-def test_such_a_copy_goes_with_the_model_that_it_shows_where_a_drive_knows_no_links(tmp_path, monkeypatch, capsys):
+def test_such_a_copy_goes_with_the_model_that_it_shows_where_a_drive_knows_no_links(
+    tmp_path, monkeypatch, capsys
+):
     def refuse(*args, **kwargs):
         raise OSError("no links on this drive")
 
@@ -333,9 +357,15 @@ def test_a_run_leaves_its_last_and_best_models_and_is_not_changed_by_them(tmp_pa
 def judged(directory, step, value=None, objective="mlm", plain_mean=False, **options):
     "Steps of the models that are there behind one more run, whose own gets this value; the last and the best one stay."
     models = ModelDirectories(directory, None, every_steps=100, keep_last=1)
-    schedule = {"collator_kwargs": {"schedule": options.pop("schedule")}} if objective == "diffusion" else {}
+    schedule = (
+        {"collator_kwargs": {"schedule": options.pop("schedule")}}
+        if objective == "diffusion"
+        else {}
+    )
     data = data_of(objective, val_batch_size=4, **schedule)
-    trainer = make_trainer(step, "32-true", "cpu", val_check_steps=step, callbacks=[models], **options)
+    trainer = make_trainer(
+        step, "32-true", "cpu", val_check_steps=step, callbacks=[models], **options
+    )
     trainer.fit(module_of(objective, plain_mean=plain_mean), data)
     if value is not None:
         models.shelf.note(step, value)
@@ -352,11 +382,18 @@ def validation_text():
 def rewrite_marker(directory, **changes):
     path = directory / "step-00000002" / MODEL_MARKER
     marker = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({name: value for name, value in marker.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in marker.items() if value is not None})
+    )
 
 
-@pytest.mark.parametrize("limit, less, read", [(1, 2, "4 rows"), (0.5, 0.25, "0.5 of all"), (1.0, 1, "all"), (999, 0.5, "all")])
-def test_a_value_of_an_older_version_that_does_not_say_how_much_was_read_stays(tmp_path, capsys, limit, less, read):
+@pytest.mark.parametrize(
+    "limit, less, read",
+    [(1, 2, "4 rows"), (0.5, 0.25, "0.5 of all"), (1.0, 1, "all"), (999, 0.5, "all")],
+)
+def test_a_value_of_an_older_version_that_does_not_say_how_much_was_read_stays(
+    tmp_path, capsys, limit, less, read
+):
     assert judged(tmp_path, 2, 0.01, limit_val_batches=limit) == [2]
     marker = read_marker(tmp_path / "step-00000002")
     assert (marker["text"], marker["read"]) == (validation_text(), read)
@@ -364,7 +401,10 @@ def test_a_value_of_an_older_version_that_does_not_say_how_much_was_read_stays(t
     assert judged(tmp_path, 3, limit_val_batches=limit) == [2, 3]
     assert (tmp_path / "best").resolve().name == "step-00000002"
     rewrite_marker(tmp_path, read=read)
-    assert judged(tmp_path, 4, limit_val_batches=limit) == [2, 4] and "ranked anew" not in capsys.readouterr().out
+    assert (
+        judged(tmp_path, 4, limit_val_batches=limit) == [2, 4]
+        and "ranked anew" not in capsys.readouterr().out
+    )
     assert judged(tmp_path, 5, limit_val_batches=less) == [5]
     assert "or more or less of it is read" in capsys.readouterr().out
 
@@ -375,8 +415,13 @@ def test_a_share_of_the_rows_is_the_same_on_any_number_of_processes(tmp_path, mo
     assert judged(tmp_path, 3, limit_val_batches=0.5) == [2, 3]
 
 
-@pytest.mark.parametrize("schedule, plain, kept", [("cosine", False, False), ("cosine", True, True), ("linear", False, True)])
-def test_values_of_cosine_diffusion_by_an_older_version_are_of_another_measure(tmp_path, capsys, schedule, plain, kept):
+@pytest.mark.parametrize(
+    "schedule, plain, kept",
+    [("cosine", False, False), ("cosine", True, True), ("linear", False, True)],
+)
+def test_values_of_cosine_diffusion_by_an_older_version_are_of_another_measure(
+    tmp_path, capsys, schedule, plain, kept
+):
     options = {"objective": "diffusion", "schedule": schedule, "plain_mean": plain}
     judged(tmp_path, 2, 0.01, **options)
     assert judged(tmp_path, 3, **options) == [2, 3], "those of one version are of one measure"
@@ -424,14 +469,25 @@ def test_mistakes_are_named_before_the_first_step(tmp_path):
             steps.append(1)
 
     def fit(callback, **options):
-        trainer = make_trainer(2, "32-true", accelerator="cpu", callbacks=[Count(), callback], **options)
+        trainer = make_trainer(
+            2, "32-true", accelerator="cpu", callbacks=[Count(), callback], **options
+        )
         trainer.fit(PretrainingModule(CONFIG, scheduler_warmup_steps=1), Texts())
 
     too_many = word_tokenizer([f"x{i}" for i in range(300)])
     for callback, message in [
-        (ModelDirectories(tmp_path / "file" / "models", None, 2), "file/models cannot be written to"),
-        (CheckpointSeries(tmp_path / "file" / "checkpoints"), "file/checkpoints cannot be written to"),
-        (ModelDirectories(tmp_path / "m", too_many, 2), "305 entries and the model's vocab_size is 256"),
+        (
+            ModelDirectories(tmp_path / "file" / "models", None, 2),
+            "file/models cannot be written to",
+        ),
+        (
+            CheckpointSeries(tmp_path / "file" / "checkpoints"),
+            "file/checkpoints cannot be written to",
+        ),
+        (
+            ModelDirectories(tmp_path / "m", too_many, 2),
+            "305 entries and the model's vocab_size is 256",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             fit(callback)
@@ -496,7 +552,10 @@ def test_where_no_checkpoint_loads_a_run_does_not_begin_anew_over_them(folder):
     assert find_checkpoint(folder / "nowhere") is None
     for path in folder.iterdir():
         damage(path, "half")
-    with pytest.raises(ValueError, match="no checkpoint in .* loads, .*step-00000010.ckpt is damaged.*move them away") as caught:
+    with pytest.raises(
+        ValueError,
+        match="no checkpoint in .* loads, .*step-00000010.ckpt is damaged.*move them away",
+    ) as caught:
         find_checkpoint(folder)
     assert "\n" not in str(caught.value)
     torch.save({"weights": torch.ones(2)}, folder / "step-00000099.ckpt")
@@ -547,7 +606,9 @@ def test_writing_a_checkpoint_says_nothing(tmp_path, monkeypatch, caplog):
 
 
 def test_a_checkpoint_is_written_beside_its_place_and_nowhere_else(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))  # a small or full one is as good as none
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path / "nowhere")
+    )  # a small or full one is as good as none
     train(Texts(), 3, [Keeps(Path("x")), CheckpointSeries(tmp_path / "run", every_steps=3)])
     assert names(tmp_path / "run") == ["step-00000003.ckpt"]
 
@@ -565,8 +626,12 @@ def test_a_checkpoint_that_does_not_fit_on_the_drive_is_named_and_leaves_nothing
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
-def test_a_drive_that_a_checkpoint_has_just_filled_does_not_end_the_run(tmp_path, monkeypatch, error):
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")]
+)
+def test_a_drive_that_a_checkpoint_has_just_filled_does_not_end_the_run(
+    tmp_path, monkeypatch, error
+):
     save, written = torch.save, []
 
     def fills(content, file, *more):
@@ -575,7 +640,9 @@ def test_a_drive_that_a_checkpoint_has_just_filled_does_not_end_the_run(tmp_path
         written.append(save(content, file, *more))
 
     monkeypatch.setattr(torch, "save", fills)
-    WholeFileCheckpointIO().save_checkpoint({"callbacks": {"Keeps": {"kept": 1}}, "state_dict": {}}, tmp_path / "a.ckpt")
+    WholeFileCheckpointIO().save_checkpoint(
+        {"callbacks": {"Keeps": {"kept": 1}}, "state_dict": {}}, tmp_path / "a.ckpt"
+    )
     assert names(tmp_path) == ["a.ckpt"]
 
 
@@ -619,7 +686,9 @@ class Keeps(Callback):
         self.kept = state["kept"]
 
 
-def test_a_number_of_numpy_in_a_callbacks_state_is_read_by_whoever_accepts_the_file(tmp_path, capsys):
+def test_a_number_of_numpy_in_a_callbacks_state_is_read_by_whoever_accepts_the_file(
+    tmp_path, capsys
+):
     train(Texts(), 4, [Keeps(np.float64(2.5)), CheckpointSeries(tmp_path, 4)])
     assert "safe loading" not in capsys.readouterr().out
     keeper = Keeps()
@@ -648,7 +717,9 @@ def test_generators_go_on_as_they_were_through_a_file(tmp_path):
     (1, 2, 2, [0, 0]), (2, 2, 2, [0, 0]), (2, 4, 4, [0, 0, 0, 0]), (4, 4, 2, [0, 0, 2, 2]), (2, 4, 2, [0, 0, 0, 0]),
     (2, 2, 1, [0, 1]), (1, 2, 1, [0, 0]), (4, 2, 1, [0, 1]), (3, 5, 1, [0, 1, 2, 0, 1]),
 ])  # fmt: skip
-def test_who_computes_a_layer_together_goes_on_with_one_generator_and_nobody_begins_anew(monkeypatch, kept, world, sharers, found):
+def test_who_computes_a_layer_together_goes_on_with_one_generator_and_nobody_begins_anew(
+    monkeypatch, kept, world, sharers, found
+):
     states, put_back = list(range(kept)), []
     monkeypatch.setattr("bertlab.train.checkpoints.set_random_states", put_back.append)
     for rank in range(world):
@@ -680,7 +751,9 @@ def test_a_run_on_the_cpu_leaves_a_gpu_that_is_there_alone(monkeypatch):
     assert "cuda" not in random_states()
 
 
-def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_way_round(monkeypatch):
+def test_a_checkpoint_of_many_gpus_goes_on_where_there_are_fewer_and_the_other_way_round(
+    monkeypatch,
+):
     generators = [torch.Generator().manual_seed(n) for n in range(2)]  # of two pretended GPUs
     here = [0]
     for name, what in {
@@ -718,7 +791,9 @@ class Trap:
 
 
 @pytest.mark.parametrize("way", ["read_checkpoint", "find_checkpoint", "fit", "validate"])
-def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(folder, tmp_path_factory, way):
+def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(
+    folder, tmp_path_factory, way
+):
     sprung = tmp_path_factory.mktemp("trap") / "sprung"
     path = folder / "step-00000012.ckpt"
     torch.save({**torch.load(folder / "step-00000010.ckpt"), "trap": Trap(sprung)}, path)
@@ -727,10 +802,14 @@ def test_a_hostile_checkpoint_runs_no_code_and_is_refused_in_one_sentence(folder
     if way == "find_checkpoint":
         assert find_checkpoint(folder) == folder / "step-00000010.ckpt"
     else:
-        ways = {"read_checkpoint": lambda: read_checkpoint(path),
-                "fit": lambda: trainer.fit(module, Texts(), ckpt_path=path),
-                "validate": lambda: trainer.validate(module, Texts(), ckpt_path=path, verbose=False)}
-        with pytest.raises(ValueError, match="step-00000012.ckpt holds .*mkdir, which safe loading") as caught:
+        ways = {
+            "read_checkpoint": lambda: read_checkpoint(path),
+            "fit": lambda: trainer.fit(module, Texts(), ckpt_path=path),
+            "validate": lambda: trainer.validate(module, Texts(), ckpt_path=path, verbose=False),
+        }
+        with pytest.raises(
+            ValueError, match="step-00000012.ckpt holds .*mkdir, which safe loading"
+        ) as caught:
             ways[way]()
         assert "\n" not in str(caught.value)
     assert not sprung.exists()
@@ -771,8 +850,9 @@ def begun(tmp_path_factory):
                                      max_sequence_length=length, **{"train_batch_size": 4, **options})  # fmt: skip
 
     def make_module(**changes):
-        return PretrainingModule({**CONFIG, **changes.pop("shape", {})}, scheduler_warmup_steps=1,
-                                 **changes)
+        return PretrainingModule(
+            {**CONFIG, **changes.pop("shape", {})}, scheduler_warmup_steps=1, **changes
+        )
 
     trainer = make_trainer(4, "32-true", accelerator="cpu",
                            callbacks=[CheckpointSeries(folder / "checkpoints", every_steps=4)])  # fmt: skip
@@ -829,11 +909,17 @@ def test_another_run_is_refused_in_one_line_before_anything_is_built(begun, data
 
 def test_a_collator_of_ones_own_and_the_weights_of_diffusion_are_part_of_the_run(begun):
     _, make_data, make_module = begun
-    own, named = (run_fingerprint(make_module(), make_data(collator=one)) for one in (Shy, "test_checkpoints.Shy"))
+    own, named = (
+        run_fingerprint(make_module(), make_data(collator=one))
+        for one in (Shy, "test_checkpoints.Shy")
+    )
     assert own == named
     with pytest.raises(ValueError, match="collator is 'test_checkpoints.Shy' there and None here"):
         refuse_differences("run.ckpt", own, run_fingerprint(make_module(), make_data()))
-    weighed, plain = (run_fingerprint(make_module(objective="diffusion", plain_mean=one), None) for one in (False, True))
+    weighed, plain = (
+        run_fingerprint(make_module(objective="diffusion", plain_mean=one), None)
+        for one in (False, True)
+    )
     with pytest.raises(ValueError, match="plain_mean is False there and True here"):
         refuse_differences("run.ckpt", weighed, plain)
     for name in ("collator", "plain_mean", "z_weight", "label_smoothing"):
@@ -843,19 +929,29 @@ def test_a_collator_of_ones_own_and_the_weights_of_diffusion_are_part_of_the_run
 
 
 def test_a_run_of_neobert_goes_on_though_its_fresh_weights_would_be_wider_today():
-    now = run_fingerprint(PretrainingModule({**CONFIG, "initializer_range": neobert().initializer_range}), None)
-    refuse_differences("run.ckpt", now | {"initializer_range": 0.02 / 3**0.5}, now)  # as an older version wrote it
+    now = run_fingerprint(
+        PretrainingModule({**CONFIG, "initializer_range": neobert().initializer_range}), None
+    )
+    refuse_differences(
+        "run.ckpt", now | {"initializer_range": 0.02 / 3**0.5}, now
+    )  # as an older version wrote it
     with pytest.raises(ValueError, match="initializer_range is 0.03 there and"):
         refuse_differences("run.ckpt", now | {"initializer_range": 0.03}, now)
 
 
-@pytest.mark.parametrize("name, options", [("shampoo", {"momentum": 0.9}), ("galore", {"projection_type": "random"})])
-def test_an_option_that_older_versions_took_may_be_left_out_to_go_on_with_the_run(begun, name, options):
+@pytest.mark.parametrize(
+    "name, options", [("shampoo", {"momentum": 0.9}), ("galore", {"projection_type": "random"})]
+)
+def test_an_option_that_older_versions_took_may_be_left_out_to_go_on_with_the_run(
+    begun, name, options
+):
     _, _, make_module = begun
     now = run_fingerprint(make_module(optimizer_class=name, learning_rate=0.01), None)
     refuse_differences("run.ckpt", {**now, "optimizer_kwargs": options}, now)
     with pytest.raises(ValueError, match="optimizer_kwargs is"):
-        refuse_differences("run.ckpt", {**now, "optimizer_kwargs": {**options, "weight_decouple": True}}, now)
+        refuse_differences(
+            "run.ckpt", {**now, "optimizer_kwargs": {**options, "weight_decouple": True}}, now
+        )
 
 
 @pytest.mark.parametrize("part, name, older", [
@@ -881,18 +977,35 @@ def test_a_run_of_an_older_version_goes_on_without_options_that_stood_in_a_wrong
     _, _, make_module = begun
     kept = run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None)
     kept["optimizer_kwargs"] |= {"weight_decay": 0.1, "lr": 1e-3}
-    refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None))
+    refuse_differences(
+        "run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1e-6}), None)
+    )
     with pytest.raises(ValueError, match="optimizer_kwargs is {'eps': 1e-06} there and None here"):
         refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), None))
     kept["optimizer_kwargs"] = {"weight_decay": 0.1}
     for nothing in (None, {}):
-        refuse_differences("run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None))
+        refuse_differences(
+            "run.ckpt", kept, run_fingerprint(make_module(optimizer_kwargs=nothing), None)
+        )
 
 
-@pytest.mark.parametrize("said, now, other", [(2.9, 2, 3), (2.9, 2.0, 1), (0.5, 1, 2), (float("inf"), float("inf"), 2),
-                                               ({"a": 2.9, "b": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 1})])
-def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_with_the_whole_ones(said, now, other):
-    facts = lambda cap, streaming=True: {"streaming": streaming, "data_kwargs": {"max_repetition": cap}}  # noqa: E731
+@pytest.mark.parametrize(
+    "said, now, other",
+    [
+        (2.9, 2, 3),
+        (2.9, 2.0, 1),
+        (0.5, 1, 2),
+        (float("inf"), float("inf"), 2),
+        ({"a": 2.9, "b": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 1}),
+    ],
+)
+def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_with_the_whole_ones(
+    said, now, other
+):
+    facts = lambda cap, streaming=True: {
+        "streaming": streaming,
+        "data_kwargs": {"max_repetition": cap},
+    }  # noqa: E731
     refuse_differences("run.ckpt", facts(said), facts(now))
     with pytest.raises(ValueError, match="data_kwargs is"):
         refuse_differences("run.ckpt", facts(said), facts(other))
@@ -904,35 +1017,64 @@ def test_a_mixture_of_streams_that_was_begun_with_a_part_of_a_reading_goes_on_wi
 def test_a_decay_among_the_options_of_ones_own_optimizer_is_part_of_the_run(begun):
     _, _, make_module = begun
     for own in (momentum, "test_checkpoints.momentum"):
-        kept, now = (run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs={"weight_decay": decay}), None)
-                     for decay in (0.1, 0.2))
+        kept, now = (
+            run_fingerprint(
+                make_module(optimizer_class=own, optimizer_kwargs={"weight_decay": decay}), None
+            )
+            for decay in (0.1, 0.2)
+        )
         refuse_differences("run.ckpt", kept, kept)
-        with pytest.raises(ValueError, match="optimizer_kwargs is {'weight_decay': 0.1} there and {'weight_decay': 0.2} here"):
+        with pytest.raises(
+            ValueError,
+            match="optimizer_kwargs is {'weight_decay': 0.1} there and {'weight_decay': 0.2} here",
+        ):
             refuse_differences("run.ckpt", kept, now)
-    for own in (Momentum, "test_checkpoints.Momentum"):  # which hands it on to torch, where nobody reads it
-        kept, now = (run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs=said), None)
-                     for said in ({"weight_decay": 0.1, "momentum": 0.9}, {"momentum": 0.9}))
+    for own in (
+        Momentum,
+        "test_checkpoints.Momentum",
+    ):  # which hands it on to torch, where nobody reads it
+        kept, now = (
+            run_fingerprint(make_module(optimizer_class=own, optimizer_kwargs=said), None)
+            for said in ({"weight_decay": 0.1, "momentum": 0.9}, {"momentum": 0.9})
+        )
         refuse_differences("run.ckpt", kept, now)
 
 
 @pytest.mark.parametrize("older", [None, 39])
-def test_a_continued_bert_of_an_older_version_goes_on_though_its_ids_are_the_tokenizers_now(begun, tmp_path, older):
+def test_a_continued_bert_of_an_older_version_goes_on_though_its_ids_are_the_tokenizers_now(
+    begun, tmp_path, older
+):
     path, make_data, make_module = begun
     source = make_module()
     source.configure_model()
     save_model(source.model, word_tokenizer(WORDS), tmp_path)
     now = run_fingerprint(PretrainingModule(None, tmp_path), make_data())
-    kept = now | {"pad_token_id": 0, "cls_token_id": older, "sep_token_id": older, "mask_token_id": older}
+    kept = now | {
+        "pad_token_id": 0,
+        "cls_token_id": older,
+        "sep_token_id": older,
+        "mask_token_id": older,
+    }
     refuse_differences(path, kept, now)
     with pytest.raises(ValueError, match="tokenizer is"):
-        refuse_differences(path, kept, run_fingerprint(PretrainingModule(None, tmp_path), make_data(words=WORDS[:-1] + ["other"])))
+        refuse_differences(
+            path,
+            kept,
+            run_fingerprint(
+                PretrainingModule(None, tmp_path), make_data(words=WORDS[:-1] + ["other"])
+            ),
+        )
 
 
-def test_a_module_that_is_loaded_from_a_checkpoint_goes_on_as_the_run_that_wrote_it(begun, tmp_path):
+def test_a_module_that_is_loaded_from_a_checkpoint_goes_on_as_the_run_that_wrote_it(
+    begun, tmp_path
+):
     _, make_data, make_module = begun
 
     def fit(module, steps, path=None):
-        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)])
+        trainer = make_trainer(
+            steps, "32-true", accelerator="cpu", callbacks=[CheckpointSeries(tmp_path, 2)]
+        )
         trainer.fit(module, make_data(), ckpt_path=path)
         return trainer.global_step
 
@@ -967,7 +1109,9 @@ def test_a_changed_length_is_announced_with_the_rate_and_so_is_the_jump(tmp_path
     assert "learning rate" not in capsys.readouterr().out
 
 
-def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(tmp_path, begun, capsys):
+def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(
+    tmp_path, begun, capsys
+):
     _, make_data, make_module = begun
     options = {"learning_rate": 1e-3, "parameter_overrides": {"*embeddings*": {"lr": 1e-5}}}
 
@@ -986,11 +1130,22 @@ def test_the_rate_that_is_announced_is_the_run_s_and_not_that_of_an_override(tmp
 
 def test_a_run_that_said_rate_or_decay_among_the_optimizer_s_options_goes_on_without_them(begun):
     path, make_data, make_module = begun
-    for said, now in (({"weight_decay": 0.5}, None), ({"lr": 0.1, "eps": 1e-5}, {"eps": 1e-5}), ({}, None)):
-        kept = {**read_checkpoint(path)["fingerprint"], "optimizer_kwargs": said}  # as earlier versions wrote it
-        refuse_differences(path, kept, run_fingerprint(make_module(optimizer_kwargs=now), make_data()))
+    for said, now in (
+        ({"weight_decay": 0.5}, None),
+        ({"lr": 0.1, "eps": 1e-5}, {"eps": 1e-5}),
+        ({}, None),
+    ):
+        kept = {
+            **read_checkpoint(path)["fingerprint"],
+            "optimizer_kwargs": said,
+        }  # as earlier versions wrote it
+        refuse_differences(
+            path, kept, run_fingerprint(make_module(optimizer_kwargs=now), make_data())
+        )
         with pytest.raises(ValueError, match="optimizer_kwargs is"):
-            refuse_differences(path, kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1.0}), make_data()))
+            refuse_differences(
+                path, kept, run_fingerprint(make_module(optimizer_kwargs={"eps": 1.0}), make_data())
+            )
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 4])
@@ -1029,7 +1184,9 @@ def test_another_number_of_rows_in_a_step_is_another_run_unless_a_callback_steer
 
     def go_on(accumulate, *more):
         callbacks = [*more, CheckpointSeries(path.parent, every_steps=99)]
-        trainer = make_trainer(4, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=accumulate)
+        trainer = make_trainer(
+            4, "32-true", accelerator="cpu", callbacks=callbacks, accumulate_grad_batches=accumulate
+        )
         trainer.fit(make_module(), make_data(), ckpt_path=path)
 
     with pytest.raises(ValueError, match="accumulate_grad_batches is 1 there and 4 here"):
@@ -1039,8 +1196,13 @@ def test_another_number_of_rows_in_a_step_is_another_run_unless_a_callback_steer
     assert kept["accumulate_grad_batches"] == 1
     steered = GrowingBatch(BatchWarmup(1, 4, 10_000, tokens_per_micro_batch=128))
     series = CheckpointSeries(path.parent)
-    make_trainer(1, "32-true", accelerator="cpu", callbacks=[steered, series]).fit(make_module(), make_data())
-    assert "accumulate_grad_batches" not in read_checkpoint(path.parent / "step-00000001.ckpt")["fingerprint"]
+    make_trainer(1, "32-true", accelerator="cpu", callbacks=[steered, series]).fit(
+        make_module(), make_data()
+    )
+    assert (
+        "accumulate_grad_batches"
+        not in read_checkpoint(path.parent / "step-00000001.ckpt")["fingerprint"]
+    )
 
 
 class StepRows(Callback):
@@ -1052,7 +1214,10 @@ class StepRows(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         seen = self.rows.setdefault(trainer.global_step, set())
         real = [n for n, row in enumerate(batch["attention_mask"]) if row.any()]
-        seen |= {hash((batch["input_ids"][n].numpy().tobytes(), batch["labels"][n].numpy().tobytes())) for n in real}
+        seen |= {
+            hash((batch["input_ids"][n].numpy().tobytes(), batch["labels"][n].numpy().tobytes()))
+            for n in real
+        }
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if "train_loss" in trainer.callback_metrics:  # of the last whole step
@@ -1065,7 +1230,9 @@ class StepRows(Callback):
 @pytest.mark.parametrize("stop", [3, 13])  # in the first epoch of 11 steps, and in the second
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("rows, window", [(2, 4), (8, 1), (1, 8)])
-def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_steps(begun, tmp_path, rows, window, streaming, stop):
+def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_steps(
+    begun, tmp_path, rows, window, streaming, stop
+):
     _, make_data, make_module = begun
     more = {"streaming": True} if streaming else {"packing_pad_to_budget": True}
 
@@ -1076,20 +1243,33 @@ def test_a_run_goes_on_in_micro_batches_of_another_size_with_the_same_steps(begu
         data, module = make_data(train_batch_size=rows, **more), make_module()
         torch.manual_seed(0)
         if path:
-            assert check_resume(path, make_module(), make_data(train_batch_size=rows, **more), 16, trainer=trainer) == stop
+            assert (
+                check_resume(
+                    path,
+                    make_module(),
+                    make_data(train_batch_size=rows, **more),
+                    16,
+                    trainer=trainer,
+                )
+                == stop
+            )
         trainer.fit(module, data, ckpt_path=path)
         return watch, trainer
 
     whole, trainer = fit(tmp_path / "whole", 4, 2)
     if not streaming:
         assert len(trainer.datamodule.batches) == 22
-    later, trainer = fit(tmp_path / "later", rows, window, tmp_path / "whole" / f"step-{stop:08}.ckpt")
+    later, trainer = fit(
+        tmp_path / "later", rows, window, tmp_path / "whole" / f"step-{stop:08}.ckpt"
+    )
     assert trainer.global_step == 16 and sorted(later.rows) == list(range(stop, 16))
     assert later.validated == [step for step in whole.validated if step > stop] != []
     # The end of a pass over a stream has as many blank rows as its last round needs, and the next one begins there.
     same = range(stop, 10 if streaming and stop < 10 else 16)
     assert [later.rows[step] for step in same] == [whole.rows[step] for step in same]
-    assert [later.losses[step] for step in same] == pytest.approx([whole.losses[step] for step in same], abs=2e-5)
+    assert [later.losses[step] for step in same] == pytest.approx(
+        [whole.losses[step] for step in same], abs=2e-5
+    )
 
 
 def test_an_epoch_that_was_over_begins_anew_in_smaller_micro_batches(begun, tmp_path):
@@ -1097,12 +1277,20 @@ def test_an_epoch_that_was_over_begins_anew_in_smaller_micro_batches(begun, tmp_
 
     def fit(folder, steps, rows, window, path=None):
         watch, series = StepRows(), CheckpointSeries(folder, every_steps=10)
-        trainer = make_trainer(steps, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window)
+        trainer = make_trainer(
+            steps,
+            "32-true",
+            accelerator="cpu",
+            callbacks=[watch, series],
+            accumulate_grad_batches=window,
+        )
         trainer.fit(make_module(), make_data(train_batch_size=rows), ckpt_path=path)
         return watch, trainer
 
     _, trainer = fit(tmp_path / "whole", 10, 8, 1)
-    assert len(trainer.datamodule.batches) == 10 and trainer.datamodule.batches.delivered == 10  # the epoch's last
+    assert (
+        len(trainer.datamodule.batches) == 10 and trainer.datamodule.batches.delivered == 10
+    )  # the epoch's last
     rest = len(trainer.datamodule.train_dataset) - 80
     assert rest // 2, "smaller batches have one more in an epoch"
     later, trainer = fit(tmp_path / "later", 13, 2, 4, tmp_path / "whole" / "step-00000010.ckpt")
@@ -1112,29 +1300,49 @@ def test_an_epoch_that_was_over_begins_anew_in_smaller_micro_batches(begun, tmp_
     assert all(len(later.rows[10 + n]) == 8 for n in range(3))
 
 
-def test_a_checkpoint_that_does_not_know_its_place_in_rows_goes_on_in_its_own_micro_batches_alone(begun):
+def test_a_checkpoint_that_does_not_know_its_place_in_rows_goes_on_in_its_own_micro_batches_alone(
+    begun,
+):
     path, make_data, make_module = begun
-    now = run_fingerprint(make_module(), make_data(train_batch_size=2)) | {"processes": 1, "accumulate_grad_batches": 2}
-    kept = run_fingerprint(make_module(), make_data()) | {"processes": 1, "accumulate_grad_batches": 1}
+    now = run_fingerprint(make_module(), make_data(train_batch_size=2)) | {
+        "processes": 1,
+        "accumulate_grad_batches": 2,
+    }
+    kept = run_fingerprint(make_module(), make_data()) | {
+        "processes": 1,
+        "accumulate_grad_batches": 1,
+    }
     refuse_differences("run.ckpt", kept, now)
     del kept["other micro-batches"]
-    with pytest.raises(ValueError, match="train_batch_size is 4 there and 2 here; accumulate_grad_batches"):
+    with pytest.raises(
+        ValueError, match="train_batch_size is 4 there and 2 here; accumulate_grad_batches"
+    ):
         refuse_differences("run.ckpt", kept, now)
 
 
 @pytest.mark.parametrize("rows, window", [(2, 4), (8, 1)])
-def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_the_same_steps(begun, tmp_path, rows, window):
+def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_the_same_steps(
+    begun, tmp_path, rows, window
+):
     "Lanes take turns by the batches of the run's beginning, so it was refused."
     _, make_data, make_module = begun
     (tmp_path / "own").mkdir()
     for name in ("a", "b", "c"):
-        (tmp_path / "own" / f"{name}.txt").write_text("\n".join(f"w{n} w{n % 7} w{n % 11}" for n in range(80)))
+        (tmp_path / "own" / f"{name}.txt").write_text(
+            "\n".join(f"w{n} w{n % 7} w{n % 11}" for n in range(80))
+        )
 
     def fit(folder, rows, window, path=None):
         data = lambda: PretrainingDataModule(str(tmp_path / "own"), make_data().tokenizer, max_sequence_length=32,  # noqa: E731
                                              train_batch_size=rows, streaming=True)  # fmt: skip
         watch, series = StepRows(), CheckpointSeries(folder, every_steps=3, keep_last=99)
-        trainer = make_trainer(8, "32-true", accelerator="cpu", callbacks=[watch, series], accumulate_grad_batches=window)
+        trainer = make_trainer(
+            8,
+            "32-true",
+            accelerator="cpu",
+            callbacks=[watch, series],
+            accumulate_grad_batches=window,
+        )
         torch.manual_seed(0)
         if path:
             assert check_resume(path, make_module(), data(), 8, trainer=trainer) == 3
@@ -1146,7 +1354,9 @@ def test_a_run_over_several_files_goes_on_in_micro_batches_of_another_size_with_
     later, _ = fit(tmp_path / "later", rows, window, tmp_path / "whole" / "step-00000003.ckpt")
     assert sorted(later.rows) == list(range(3, 8))
     assert [later.rows[step] for step in range(3, 8)] == [whole.rows[step] for step in range(3, 8)]
-    assert [later.losses[step] for step in range(3, 8)] == pytest.approx([whole.losses[step] for step in range(3, 8)], abs=2e-5)
+    assert [later.losses[step] for step in range(3, 8)] == pytest.approx(
+        [whole.losses[step] for step in range(3, 8)], abs=2e-5
+    )
 
 
 def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(begun, tmp_path):
@@ -1160,7 +1370,9 @@ def test_a_place_that_batches_cannot_take_is_refused_before_anything_is_written(
     module, data, trainer = parts(4, 1)
     trainer.fit(module, data)
     module, data, trainer = parts(2, 2)
-    with pytest.raises(ValueError, match="limit_train_batches counts batches; resume with batches of 4"):
+    with pytest.raises(
+        ValueError, match="limit_train_batches counts batches; resume with batches of 4"
+    ):
         check_resume(tmp_path / "run" / "step-00000002.ckpt", module, data, 4, trainer=trainer)
 
 
@@ -1174,7 +1386,9 @@ def test_rows_that_make_no_whole_rounds_of_another_size_are_refused(begun):
     with pytest.raises(ValueError, match="6 rows of its epoch are read; resume with batches of 2"):
         after.train_dataloader().load_state_dict(state)
     loader = after.train_dataloader()
-    loader.load_state_dict({**state, "delivered": len(before.batches) + 4})  # the second epoch's fifth batch
+    loader.load_state_dict(
+        {**state, "delivered": len(before.batches) + 4}
+    )  # the second epoch's fifth batch
     assert loader.delivered == len(loader) + 2
     loader.load_state_dict({"delivered": 3})  # of an earlier version
     assert loader.delivered == 3
@@ -1209,12 +1423,19 @@ def test_a_stream_that_is_mixed_read_or_held_out_otherwise_is_another_run(begun,
         return PretrainingDataModule(files, word_tokenizer(WORDS), max_sequence_length=32, train_batch_size=4,
                                      streaming=True, data_kwargs={"mixing_rates": [0.5, 0.5], **options})  # fmt: skip
 
-    kept, now = run_fingerprint(make_module(), stream()), run_fingerprint(make_module(), stream(**changed))
+    kept, now = (
+        run_fingerprint(make_module(), stream()),
+        run_fingerprint(make_module(), stream(**changed)),
+    )
     with pytest.raises(ValueError, match=message):
         refuse_differences("run.ckpt", kept, now)
     # A broken row that is left out from now on was never read; an older checkpoint knows less.
     refuse_differences("run.ckpt", kept, run_fingerprint(make_module(), stream(on_error="skip")))
-    older = {name: value for name, value in kept.items() if name not in ("data_kwargs", "how the text is read")}
+    older = {
+        name: value
+        for name, value in kept.items()
+        if name not in ("data_kwargs", "how the text is read")
+    }
     refuse_differences("run.ckpt", older, now)
 
 
@@ -1237,11 +1458,14 @@ def test_a_function_of_ones_own_is_the_same_at_another_address(begun):
     assert "0x" not in now["optimizer_class"]
     older = {**now, "optimizer_class": f"{mine!r}"[:-1] + "f>"}  # as it lay in the process before
     refuse_differences("run.ckpt", older, now)
-    with pytest.raises(ValueError, match="optimizer_class is '<function mine>' there and 'adamw' here"):
+    with pytest.raises(
+        ValueError, match="optimizer_class is '<function mine>' there and 'adamw' here"
+    ):
         refuse_differences("run.ckpt", older, run_fingerprint(make_module(), make_data()))
 
 
 # ---- spread over processes ------------------------------------------------------------------------
+
 
 def gather_in_process():
     torch.set_num_threads(1)

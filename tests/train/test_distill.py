@@ -20,7 +20,13 @@ from bertlab.train.history import History
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
 from bertlab.train.model_directories import whole_weights, written_directory
-from bertlab.train.distill import DistillationModule, check_same_words, hash_weights, kl_divergence, load_reference
+from bertlab.train.distill import (
+    DistillationModule,
+    check_same_words,
+    hash_weights,
+    kl_divergence,
+    load_reference,
+)
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.checkpoints import CheckpointSeries
 from bertlab.train.stages import Stage, _prepare, load_stages, spent_in_stages, train_stages
@@ -49,7 +55,9 @@ def distilled(reference, objective="mlm", seed=0, **options):
     torch.manual_seed(seed)
     options = {"learning_rate": 3e-3, "scheduler_warmup_steps": 0, "kl_weight": 0.5,
                "model_config_kwargs": SHAPE, **options}  # fmt: skip
-    return DistillationModule(reference, objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options)
+    return DistillationModule(
+        reference, objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options
+    )
 
 
 def first_batch(objective="mlm", **options):
@@ -88,7 +96,9 @@ def test_two_words_by_hand():
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.sampled_from([0.5, 1.0, 3.0]))
+@given(
+    st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.sampled_from([0.5, 1.0, 3.0])
+)
 def test_the_divergence_is_that_of_torch_in_two_ways(seed, num_labels, vocab_size, temperature):
     g = torch.Generator().manual_seed(seed)
     ours, theirs = torch.randn(2, num_labels, vocab_size, generator=g, dtype=torch.float64) * 3
@@ -104,7 +114,9 @@ def test_the_divergence_is_that_of_torch_in_two_ways(seed, num_labels, vocab_siz
 
 def test_equal_answers_cost_nothing_and_pull_nowhere():
     ours = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
-    divergence = kl_divergence(ours, ours.detach() + 4.0, torch.arange(6))  # a shift is no other answer
+    divergence = kl_divergence(
+        ours, ours.detach() + 4.0, torch.arange(6)
+    )  # a shift is no other answer
     divergence.backward()
     assert abs(divergence.item()) < 1e-12 and ours.grad.abs().max() < 1e-12
 
@@ -116,7 +128,9 @@ def test_positions_without_a_label_count_for_nothing_and_weights_weigh():
     one, two = (kl_divergence(ours[[i]], theirs[[i]], labels[[i]]) for i in (0, 2))
     torch.testing.assert_close(kl_divergence(ours, theirs, labels), one + two)
     weights = torch.tensor([2.0, 5.0, 0.5, 5.0])
-    torch.testing.assert_close(kl_divergence(ours, theirs, labels, weights=weights), 2 * one + two / 2)
+    torch.testing.assert_close(
+        kl_divergence(ours, theirs, labels, weights=weights), 2 * one + two / 2
+    )
 
 
 def test_a_high_temperature_compares_centred_scores_and_keeps_its_size():
@@ -153,28 +167,40 @@ def test_the_reference_changes_the_direction_of_the_gradient(references):
 
 def test_the_gradient_is_that_of_loss_plus_weighted_divergence(references):
     "Against a plain computation of both terms on the same batch."
-    anchored, logged = gradient(distilled(references["mlm"], kl_weight=2.0, temperature=2.0), data_of())
+    anchored, logged = gradient(
+        distilled(references["mlm"], kl_weight=2.0, temperature=2.0), data_of()
+    )
     module, batch = distilled(references["mlm"]), first_batch()
     module.configure_model()
     teacher = load_reference(references["mlm"], "mlm", len(TOKENIZER))
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
     ours, theirs = (m(**inputs).logits[batch["labels"] != -100] for m in (module.model, teacher))
     truth = batch["labels"][batch["labels"] != -100]
-    divergence = F.kl_div((ours / 2).log_softmax(-1), (theirs / 2).softmax(-1), reduction="batchmean") * 4
+    divergence = (
+        F.kl_div((ours / 2).log_softmax(-1), (theirs / 2).softmax(-1), reduction="batchmean") * 4
+    )
     (F.cross_entropy(ours, truth) + 2.0 * divergence).backward()
     wanted = torch.cat([p.grad.flatten() for p in module.model.parameters()]).double()
     assert cosine(anchored, wanted) == pytest.approx(1, abs=1e-6)
     assert logged["gradient_norm"].item() == pytest.approx(wanted.norm().item(), rel=1e-4)
-    assert logged["train_kl"].item() == pytest.approx(divergence.item(), rel=1e-4)  # without its weight
-    assert logged["train_loss"].item() == pytest.approx(F.cross_entropy(ours, truth).item(), rel=1e-5)
+    assert logged["train_kl"].item() == pytest.approx(
+        divergence.item(), rel=1e-4
+    )  # without its weight
+    assert logged["train_loss"].item() == pytest.approx(
+        F.cross_entropy(ours, truth).item(), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_model_that_is_its_own_reference_feels_nothing(references, objective):
     "Also where coins decide what a token may see: both models toss the same ones."
     options = {"model_config_kwargs": None, "pretrained_model_name_or_path": references[objective]}
-    plain, _ = gradient(distilled(references[objective], objective, kl_weight=0.0, **options), data_of(objective))
-    anchored, logged = gradient(distilled(references[objective], objective, **options), data_of(objective))
+    plain, _ = gradient(
+        distilled(references[objective], objective, kl_weight=0.0, **options), data_of(objective)
+    )
+    anchored, logged = gradient(
+        distilled(references[objective], objective, **options), data_of(objective)
+    )
     assert abs(logged["train_kl"].item()) < 1e-6
     torch.testing.assert_close(anchored, plain, atol=1e-6 * plain.abs().max().item(), rtol=1e-4)
 
@@ -184,7 +210,9 @@ def test_four_small_batches_give_the_penalty_of_one_large_one(references, object
     seen = {}
     for rows, window in ((8, 1), (2, 4)):
         module = distilled(references[objective], objective)
-        g, logged = gradient(module, data_of(objective, train_batch_size=rows), accumulate_grad_batches=window)
+        g, logged = gradient(
+            module, data_of(objective, train_batch_size=rows), accumulate_grad_batches=window
+        )
         seen[rows] = g, logged["train_kl"], logged["train_loss"], logged["gradient_norm"]
     assert cosine(seen[2][0], seen[8][0]) == pytest.approx(1, abs=1e-6)
     torch.testing.assert_close(seen[2][1:], seen[8][1:], atol=1e-6, rtol=1e-5)
@@ -230,7 +258,9 @@ def test_model_and_reference_run_once_for_each_batch(references):
 
 def test_the_reference_is_frozen_and_in_no_list_of_weights(references, tmp_path):
     module = distilled(references["mlm"], model_config_kwargs={**SHAPE, "mlp_dropout": 0.3})
-    plain = PretrainingModule({**SHAPE, "mlp_dropout": 0.3}, pretrained_tokenizer_name_or_path=TOKENIZER)
+    plain = PretrainingModule(
+        {**SHAPE, "mlp_dropout": 0.3}, pretrained_tokenizer_name_or_path=TOKENIZER
+    )
     before = hash_weights(module._reference[0])
     trainer, _ = fit(module, data_of(), 3)
     plain.configure_model()
@@ -243,7 +273,9 @@ def test_the_reference_is_frozen_and_in_no_list_of_weights(references, tmp_path)
     assert not {id(p) for p in module.parameters()} & {id(p) for p in reference.parameters()}
     trainer.save_checkpoint(tmp_path / "here.ckpt")
     kept = torch.load(tmp_path / "here.ckpt", weights_only=False)
-    assert kept["reference_hash"] == before and kept["state_dict"].keys() == plain.state_dict().keys()
+    assert (
+        kept["reference_hash"] == before and kept["state_dict"].keys() == plain.state_dict().keys()
+    )
 
 
 def test_the_reference_takes_the_precision_of_the_model(references):
@@ -274,20 +306,30 @@ def test_validation_reports_both_and_its_loss_is_that_of_a_plain_run(references)
     plain = module_of()
     plain.configure_model()
     plain.model.load_state_dict(module.model.state_dict())
-    assert metrics["val_loss"] == make_trainer(1, val_check_steps=1, **CPU).validate(plain, data, verbose=False)[0]["val_loss"]
+    assert (
+        metrics["val_loss"]
+        == make_trainer(1, val_check_steps=1, **CPU).validate(plain, data, verbose=False)[0][
+            "val_loss"
+        ]
+    )
     total = count = 0
     with torch.no_grad():
         for batch in data.val_dataloader():
             inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "position_ids")}
             keep = batch["labels"] != -100
-            ours, theirs = (m(**inputs).logits[keep].log_softmax(-1) for m in (module.model.eval(), module._reference[0]))
+            ours, theirs = (
+                m(**inputs).logits[keep].log_softmax(-1)
+                for m in (module.model.eval(), module._reference[0])
+            )
             total += F.kl_div(ours, theirs, reduction="sum", log_target=True).item()
             count += keep.sum().item()
     assert metrics["val_kl"] == pytest.approx(total / count, rel=1e-4)
 
 
 def test_a_student_comes_closer_to_its_teacher(references):
-    module = distilled(references["mlm"], kl_weight=5.0, model_config_kwargs={**SHAPE, "num_hidden_layers": 1})
+    module = distilled(
+        references["mlm"], kl_weight=5.0, model_config_kwargs={**SHAPE, "num_hidden_layers": 1}
+    )
     _, record = fit(module, data_of(), 12, val_check_steps=6)
     assert record.validation[-1]["val_kl"] < record.validation[0]["val_kl"]
 
@@ -304,7 +346,12 @@ def refused(words, function, *args, **kwargs):
 
 
 def test_a_reference_of_another_vocabulary_head_or_objective_is_refused(references, tmp_path):
-    refused(["145", "200", "vocab_size"], distilled, references["mlm"], model_config_kwargs={**SHAPE, "vocab_size": 200})
+    refused(
+        ["145", "200", "vocab_size"],
+        distilled,
+        references["mlm"],
+        model_config_kwargs={**SHAPE, "vocab_size": 200},
+    )
     refused(["enhanced_mlm", "rebuilder"], distilled, references["mlm"], "enhanced_mlm")
     bare = module_of(seed=3)
     bare.configure_model()
@@ -313,7 +360,9 @@ def test_a_reference_of_another_vocabulary_head_or_objective_is_refused(referenc
 
 
 def test_a_reference_whose_ids_mean_other_words_is_refused(references):
-    others = word_tokenizer(["zebra", *sorted(set(TOKENIZER.get_vocab()) - set(TOKENIZER.all_special_tokens))[1:]])
+    others = word_tokenizer(
+        ["zebra", *sorted(set(TOKENIZER.get_vocab()) - set(TOKENIZER.all_special_tokens))[1:]]
+    )
     assert len(others) == len(TOKENIZER)
     refused(["another tokenizer", "id"], check_same_words, references["mlm"], others)
     check_same_words(references["mlm"], TOKENIZER)
@@ -341,20 +390,33 @@ def test_numbers_that_cannot_be_meant_are_refused(references, options, words):
 
 def run(reference, folder, steps, resume=None):
     seed_everything(3 if resume is None else 99)
-    module = distilled(reference, seed=torch.initial_seed() % 7, model_config_kwargs={**SHAPE, "mlp_dropout": 0.2})
+    module = distilled(
+        reference, seed=torch.initial_seed() % 7, model_config_kwargs={**SHAPE, "mlp_dropout": 0.2}
+    )
     history = History()
     trainer = make_trainer(steps, callbacks=[history, CheckpointSeries(folder, 2)], **CPU)
     trainer.fit(module, data_of(), ckpt_path=resume, weights_only=False)
     return whole_weights(module.model), history.record.column("loss").tolist()
 
 
-def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(references, tmp_path):
+def test_a_resume_goes_on_with_the_same_reference_bit_for_bit_and_with_no_other(
+    references, tmp_path
+):
     whole, losses = run(references["mlm"], tmp_path / "whole", 6)
     run(references["mlm"], tmp_path / "parts", 4)
-    again, resumed = run(references["mlm"], tmp_path / "parts", 6, tmp_path / "parts" / "step-00000002.ckpt")
+    again, resumed = run(
+        references["mlm"], tmp_path / "parts", 6, tmp_path / "parts" / "step-00000002.ckpt"
+    )
     assert losses == resumed and all(torch.equal(whole[name], again[name]) for name in whole)
     moved = save(module_of(seed=8), tmp_path / "moved")
-    refused(["another reference", "put the original back"], run, moved, tmp_path / "parts", 8, tmp_path / "parts" / "step-00000006.ckpt")
+    refused(
+        ["another reference", "put the original back"],
+        run,
+        moved,
+        tmp_path / "parts",
+        8,
+        tmp_path / "parts" / "step-00000006.ckpt",
+    )
 
 
 def test_a_hash_of_weights_sees_one_bit_one_name_and_one_shape():
@@ -370,7 +432,9 @@ def test_a_hash_of_weights_sees_one_bit_one_name_and_one_shape():
     assert hash_weights(flat) != hash_weights(named)
 
 
-def test_tensor_parallel_which_has_no_whole_scores_is_refused_before_training(references, text, tmp_path):
+def test_tensor_parallel_which_has_no_whole_scores_is_refused_before_training(
+    references, text, tmp_path
+):
     module, trainer = distilled(references["mlm"]), make_trainer(1, **CPU)
     trainer.strategy.tensor, module.trainer = 2, trainer
     with pytest.raises(ValueError, match="under tensor parallel .* take strategy='fsdp'"):
@@ -397,8 +461,17 @@ def text(tmp_path_factory):
 def stages_of(text, **later):
     data = {"train_dataset_name_or_path": text, "max_sequence_length": 32, "train_batch_size": 4,
             "val_batch_size": 16}  # fmt: skip
-    first = {"model_config_kwargs": {**SHAPE, "mlp_dropout": 0.2, "vocab_size": 160}, "learning_rate": 3e-3, "scheduler_warmup_steps": 2}
-    second = {"kl_weight": 0.5, "learning_rate": 1e-3, "scheduler_warmup_steps": 0, **later.pop("module", {})}
+    first = {
+        "model_config_kwargs": {**SHAPE, "mlp_dropout": 0.2, "vocab_size": 160},
+        "learning_rate": 3e-3,
+        "scheduler_warmup_steps": 2,
+    }
+    second = {
+        "kl_weight": 0.5,
+        "learning_rate": 1e-3,
+        "scheduler_warmup_steps": 0,
+        **later.pop("module", {}),
+    }
     trainer = {**CPU, "accumulate_grad_batches": 2}
     return [Stage(steps=5, data=data, module=first, trainer=trainer, checkpoint_every_steps=2),
             Stage(**{"tokens": 32 * 8 * 4 + 7, "data": data, "module": second, "trainer": trainer, "reference": "previous",
@@ -413,7 +486,9 @@ def weights_in(place):
 
 @pytest.fixture(scope="module")
 def finished(text, tmp_path_factory):
-    torch.set_num_threads(1)  # as in the processes below: sums of two threads differ in the last digit
+    torch.set_num_threads(
+        1
+    )  # as in the processes below: sums of two threads differ in the last digit
     output = tmp_path_factory.mktemp("stages") / "out"
     return output, train_stages(stages_of(text), output, progress=False)
 
@@ -422,8 +497,12 @@ def test_each_stage_keeps_its_own_budget_and_begins_where_the_last_one_ended(fin
     output, summaries = finished
     assert [summary["steps"] for summary in summaries] == [5, 4]  # 1,031 tokens: four steps of 256
     assert "val_kl" not in summaries[0] and summaries[1]["val_kl"] > 0
-    second = torch.load(output / "stage-2" / "checkpoints" / "step-00000002.ckpt", weights_only=False)
-    first = load_reference(output / "stage-1" / "model", "mlm", second["model_config"]["vocab_size"])
+    second = torch.load(
+        output / "stage-2" / "checkpoints" / "step-00000002.ckpt", weights_only=False
+    )
+    first = load_reference(
+        output / "stage-1" / "model", "mlm", second["model_config"]["vocab_size"]
+    )
     assert second["reference_hash"] == hash_weights(first)
     assert second["model_config"]["mlp_dropout"] == 0.2  # the shape went through the directory
     first, last = weights_in(output / "stage-1"), weights_in(output / "stage-2")
@@ -433,15 +512,25 @@ def test_each_stage_keeps_its_own_budget_and_begins_where_the_last_one_ended(fin
 
 def test_a_finished_stage_is_not_run_again(finished, text):
     output, summaries = finished
-    before = {path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()}
+    before = {
+        path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()
+    }
     assert train_stages(stages_of(text), output, resume=True, progress=False) == summaries
-    assert before == {path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in output.glob("stage-*/**/*") if path.is_file()
+    }
 
 
 def test_another_plan_another_run_and_a_run_that_is_there_are_refused(finished, text, tmp_path):
     output, _ = finished
     refused(["already holds a run"], train_stages, stages_of(text), output)
-    refused(["stage 2", "module", "0.7"], train_stages, stages_of(text, module={"kl_weight": 0.7}), output, resume=True)
+    refused(
+        ["stage 2", "module", "0.7"],
+        train_stages,
+        stages_of(text, module={"kl_weight": 0.7}),
+        output,
+        resume=True,
+    )
     refused(["stage 2"], train_stages, stages_of(text)[:1], output, resume=True)
     refused(["nothing to resume"], train_stages, stages_of(text), tmp_path / "new", resume=True)
     alone = stages_of(text)[1:]
@@ -451,8 +540,17 @@ def test_another_plan_another_run_and_a_run_that_is_there_are_refused(finished, 
 
 @pytest.mark.parametrize("schedule", ["time_budget", "bertlab.optim.budgets.TimeBudgetLR"])
 def test_a_schedule_that_ends_by_the_clock_is_refused_in_a_stage(text, tmp_path, schedule):
-    clock = {"schedule": schedule, "scheduler_kwargs": {"budget": "1h"}, "scheduler_warmup_steps": None}
-    refused(["stage 2", "budget='1h'", "schedule in steps"], train_stages, stages_of(text, module=clock), tmp_path / "out")
+    clock = {
+        "schedule": schedule,
+        "scheduler_kwargs": {"budget": "1h"},
+        "scheduler_warmup_steps": None,
+    }
+    refused(
+        ["stage 2", "budget='1h'", "schedule in steps"],
+        train_stages,
+        stages_of(text, module=clock),
+        tmp_path / "out",
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -461,23 +559,43 @@ def test_a_stage_can_be_added_to_a_finished_run(finished, text, tmp_path):
 
     shutil.copytree(finished[0], tmp_path / "out")
     more = [*stages_of(text), stages_of(text, steps=1, tokens=None)[1]]
-    assert [s["steps"] for s in train_stages(more, tmp_path / "out", resume=True, progress=False)] == [5, 4, 1]
+    assert [
+        s["steps"] for s in train_stages(more, tmp_path / "out", resume=True, progress=False)
+    ] == [5, 4, 1]
 
 
-def test_a_mistake_that_shows_when_stage_2_begins_is_mended_at_a_resume_and_stage_1_is_not_run_again(text, tmp_path):
+def test_a_mistake_that_shows_when_stage_2_begins_is_mended_at_a_resume_and_stage_1_is_not_run_again(
+    text, tmp_path
+):
     first, second = stages_of(text, steps=1, tokens=None)
     first, output = replace(first, steps=2), tmp_path / "out"
     wrong = replace(second, data={**second.data, "train_batch_size": 9999})
     with pytest.raises((ValueError, RuntimeError), match="9999"):
         train_stages([first, wrong], output, progress=False)
     before = (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns
-    refused(["stage 1", "had steps=2", "put it back"], train_stages, [replace(first, steps=3), second], output, resume=True)
+    refused(
+        ["stage 1", "had steps=2", "put it back"],
+        train_stages,
+        [replace(first, steps=3), second],
+        output,
+        resume=True,
+    )
     longer = replace(second, module={**second.module, "kl_weight": 0.0, "model_config_kwargs": {"max_position_embeddings": 96}},
                      data={**second.data, "max_sequence_length": 80})  # fmt: skip
-    for module, reader in ((second.module, "model"), ({**longer.module, "kl_weight": 0.1}, "reference")):
-        refused(["stage 2", f"the {reader}'s max_position_embeddings 64"], train_stages, [first, replace(longer, module=module)],
-                output, resume=True)
-    assert [one["steps"] for one in train_stages([first, longer], output, resume=True, progress=False)] == [2, 1]
+    for module, reader in (
+        (second.module, "model"),
+        ({**longer.module, "kl_weight": 0.1}, "reference"),
+    ):
+        refused(
+            ["stage 2", f"the {reader}'s max_position_embeddings 64"],
+            train_stages,
+            [first, replace(longer, module=module)],
+            output,
+            resume=True,
+        )
+    assert [
+        one["steps"] for one in train_stages([first, longer], output, resume=True, progress=False)
+    ] == [2, 1]
     assert (output / "stage-1" / "model" / "model.safetensors").stat().st_mtime_ns == before
     assert load_stages(output / "run.yaml")[1].data["max_sequence_length"] == 80
     refused(["stage 2", "had", "put it back"], train_stages, [first, second], output, resume=True)
@@ -487,7 +605,9 @@ def test_a_plan_in_which_nothing_is_trained_is_the_same_or_begins_anew(text, tmp
     output, stages = tmp_path / "out", stages_of(text, steps=1, tokens=None)
     _prepare(stages, output, False, False)
     later = [stages[0], replace(stages[1], steps=2)]
-    refused(["stage 2", "overwrite", "nothing is trained yet"], _prepare, later, output, True, False)
+    refused(
+        ["stage 2", "overwrite", "nothing is trained yet"], _prepare, later, output, True, False
+    )
     (output / "stage-1" / "checkpoints").mkdir(parents=True)
     (output / "stage-1" / "checkpoints" / "step-00000001.ckpt").touch()
     _prepare(later, output, True, False)
@@ -501,7 +621,10 @@ class OwnModel(BertLabForMaskedLM):
 def test_a_stage_takes_a_model_of_ones_own_as_its_objective(text, tmp_path, monkeypatch):
     own = f"{OwnModel.__module__}.{OwnModel.__qualname__}"
     monkeypatch.setitem(OBJECTIVE_MODELS, own, OwnModel)  # which other tests shall not find there
-    first, second = (replace(stage, steps=3, tokens=None, module={**stage.module, "objective": own}) for stage in stages_of(text))
+    first, second = (
+        replace(stage, steps=3, tokens=None, module={**stage.module, "objective": own})
+        for stage in stages_of(text)
+    )
     assert len(train_stages([first, second], tmp_path / "out", progress=False)) == 2
     named = replace(first, module={**first.module, "objective": OwnModel})
     _prepare([named], tmp_path / "named", False, False)
@@ -529,11 +652,15 @@ def dying_run(text, output, how, at):
     torch.set_num_threads(1)
     if how == "batch":
         real = here.make_trainer
-        here.make_trainer = lambda steps, callbacks, **options: real(steps, callbacks=[*callbacks, Death(at)], **options)
+        here.make_trainer = lambda steps, callbacks, **options: real(
+            steps, callbacks=[*callbacks, Death(at)], **options
+        )
     elif how == "model":
+
         def half(model, tokenizer, directory):
             model.config.save_pretrained(directory)
             kill()
+
         here.save_model = half
     elif how == "whole":
         here.whole_weights = lambda model: kill()
@@ -544,11 +671,15 @@ def dying_run(text, output, how, at):
 def test_the_reference_is_compiled_where_the_model_is_and_nowhere_else(references, asked):
     module = distilled(references["mlm"], compile_model=asked)
     module.configure_model()  # on a CPU: None compiles nothing
-    compiled = [model.encoder.compiled_layers is not None for model in (module.model, *module._reference)]
+    compiled = [
+        model.encoder.compiled_layers is not None for model in (module.model, *module._reference)
+    ]
     assert compiled == [asked is True] * 2
 
 
-def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(finished, text, tmp_path):
+def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(
+    finished, text, tmp_path
+):
     for how, at, code in (("batch", (1, 5), -9), ("whole", None, -9), ("model", None, -9), ("batch", (2, 3), -9),
                           ("batch", (2, 7), -9), ("model", None, -9), ("none", None, 0)):  # fmt: skip
         process = forked(dying_run, (text, tmp_path / "out", how, at))
@@ -557,22 +688,36 @@ def test_killed_anywhere_and_run_again_the_stages_end_with_the_same_weights(fini
         assert process.exitcode == code
     for stage in ("stage-1", "stage-2"):
         wanted, got = weights_in(finished[0] / stage), weights_in(tmp_path / "out" / stage)
-        assert wanted.keys() == got.keys() and all(torch.equal(wanted[name], got[name]) for name in wanted)
-        assert (finished[0] / stage / "model" / "stage.json").read_text() == (tmp_path / "out" / stage / "model" / "stage.json").read_text()
+        assert wanted.keys() == got.keys() and all(
+            torch.equal(wanted[name], got[name]) for name in wanted
+        )
+        assert (finished[0] / stage / "model" / "stage.json").read_text() == (
+            tmp_path / "out" / stage / "model" / "stage.json"
+        ).read_text()
     assert not list((tmp_path / "out").glob("**/.*"))
 
 
 def test_one_stage_with_a_named_reference_is_distillation(references, text, tmp_path):
-    module = {"model_config_kwargs": {**SHAPE, "num_hidden_layers": 1}, "kl_weight": 2.0, "scheduler_warmup_steps": 0}
+    module = {
+        "model_config_kwargs": {**SHAPE, "num_hidden_layers": 1},
+        "kl_weight": 2.0,
+        "scheduler_warmup_steps": 0,
+    }
     stage = stages_of(text, steps=2, tokens=None, reference=references["mlm"])[1]
-    stage = Stage(steps=2, data=stage.data, trainer=stage.trainer, module=module, reference=references["mlm"])
+    stage = Stage(
+        steps=2, data=stage.data, trainer=stage.trainer, module=module, reference=references["mlm"]
+    )
     (summary,) = train_stages([stage], tmp_path / "out", progress=False)
     assert summary["val_kl"] > 0
     assert not (tmp_path / "out" / "tokenizer").exists()  # that of the reference was taken
 
 
 def test_averages_are_what_a_stage_leaves_even_where_it_only_had_to_be_written(text, tmp_path):
-    averaging = {"optimizer_class": "splus", "scheduler_warmup_steps": 0, "model_config_kwargs": {**SHAPE, "vocab_size": 160}}
+    averaging = {
+        "optimizer_class": "splus",
+        "scheduler_warmup_steps": 0,
+        "model_config_kwargs": {**SHAPE, "vocab_size": 160},
+    }
     stage = Stage(steps=4, data=stages_of(text)[0].data, trainer=CPU, module=averaging)
     train_stages([stage], tmp_path / "out", progress=False)
     there = tmp_path / "out" / "stage-1"
@@ -584,15 +729,27 @@ def test_averages_are_what_a_stage_leaves_even_where_it_only_had_to_be_written(t
 
 def test_tokens_of_a_finished_stage_are_those_of_all_processes_once(text, tmp_path, monkeypatch):
     monkeypatch.setattr("bertlab.train.stages.count_readers", lambda trainer: 2)
-    stage = Stage(steps=2, data=stages_of(text)[0].data, module=stages_of(text)[0].module, trainer=CPU, checkpoint_every_steps=2)
+    stage = Stage(
+        steps=2,
+        data=stages_of(text)[0].data,
+        module=stages_of(text)[0].module,
+        trainer=CPU,
+        checkpoint_every_steps=2,
+    )
     train_stages([stage], tmp_path / "out", progress=False)
     place, two = tmp_path / "out" / "stage-1", replace(stage, trainer={**CPU, "devices": 2})
-    kept = torch.load(place / "checkpoints" / "step-00000002.ckpt", weights_only=True)["callbacks"]["History"]
+    kept = torch.load(place / "checkpoints" / "step-00000002.ckpt", weights_only=True)["callbacks"][
+        "History"
+    ]
     tokens, seconds = spent_in_stages([two], tmp_path / "out")
     assert tokens == 2 * kept["tokens"] and seconds == pytest.approx(kept["train_seconds"], abs=0.5)
-    head, *rows = (place / "history.csv").read_text().splitlines()  # older versions wrote one process's
+    head, *rows = (
+        (place / "history.csv").read_text().splitlines()
+    )  # older versions wrote one process's
     cells = [row.split(",") for row in rows]
-    (place / "history.csv").write_text("\n".join([head, *(",".join([*c[:4], str(float(c[4]) / 2), c[5]]) for c in cells)]) + "\n")
+    (place / "history.csv").write_text(
+        "\n".join([head, *(",".join([*c[:4], str(float(c[4]) / 2), c[5]]) for c in cells)]) + "\n"
+    )
     assert spent_in_stages([two], tmp_path / "out") == (tokens, seconds)
 
 
@@ -604,7 +761,11 @@ def test_a_stage_that_something_stopped_is_not_taken_for_finished(text, tmp_path
     import bertlab.train.stages as here
 
     real = here.make_trainer
-    monkeypatch.setattr(here, "make_trainer", lambda steps, callbacks, **options: real(steps, callbacks=[*callbacks, Stop()], **options))
+    monkeypatch.setattr(
+        here,
+        "make_trainer",
+        lambda steps, callbacks, **options: real(steps, callbacks=[*callbacks, Stop()], **options),
+    )
     with pytest.raises(RuntimeError, match="stopped at step 2 of 5"):
         train_stages(stages_of(text), tmp_path / "out", progress=False)
     assert not (tmp_path / "out" / "stage-1" / "model").exists()
@@ -638,10 +799,15 @@ def test_a_stage_that_cannot_be_meant_is_refused(options, words):
     ({"module": {"model_config_kwargs": {"intermediate_size": 8}}}, ["stage 2", "intermediate_size", "leave no place", "stage before"]),
     ({"module": {"model_config_kwargs": {"num_hidden_layers": 1}}}, ["stage 2", "num_hidden_layers", "leave no place"]),
 ])  # fmt: skip
-def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(text, tmp_path, later, words):
+def test_what_cannot_work_in_a_later_stage_is_said_before_the_first_is_trained(
+    text, tmp_path, later, words
+):
     data = {**stages_of(text)[0].data, **later.get("data", {})}
     second = {"scheduler_warmup_steps": 0, **later.get("module", {})}
-    stages = [stages_of(text)[0], Stage(steps=4, data=data, module=second, reference=later.get("reference", "previous"))]
+    stages = [
+        stages_of(text)[0],
+        Stage(steps=4, data=data, module=second, reference=later.get("reference", "previous")),
+    ]
     refused(words, train_stages, stages, tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -665,7 +831,9 @@ def test_a_file_of_stages_is_read_and_its_mistakes_are_named(tmp_path, text):
         path.write_text(content)
         refused(["stages.yaml", *words], load_stages, path)
     refused(["cannot be read"], load_stages, tmp_path / "none.yaml")
-    path.write_text("stages:\n- tokens: 10K\n  data: {train_batch_size: 2, max_sequence_length: 64}\n  trainer: {accumulate_grad_batches: 3}\n")
+    path.write_text(
+        "stages:\n- tokens: 10K\n  data: {train_batch_size: 2, max_sequence_length: 64}\n  trainer: {accumulate_grad_batches: 3}\n"
+    )
     (stage,) = load_stages(path)
     assert stage.tokens_per_step() == 2 * 64 * 3 and stage.num_steps() == 26
 
@@ -678,19 +846,38 @@ def test_the_configuration_in_the_repository_is_two_stages_with_a_penalty():
     from conftest import ROOT
 
     first, second = load_stages(ROOT / "configs" / "kl-two-stage.yaml")
-    assert first.reference is None and second.reference == "previous" and second.module["kl_weight"] > 0
+    assert (
+        first.reference is None
+        and second.reference == "previous"
+        and second.module["kl_weight"] > 0
+    )
     assert yaml.safe_load((ROOT / "configs" / "kl-two-stage.yaml").read_text())
 
 
-def test_stages_of_diffusion_train_their_tokenizer_by_their_own_rules_and_are_known_to_end(tmp_path):
+def test_stages_of_diffusion_train_their_tokenizer_by_their_own_rules_and_are_known_to_end(
+    tmp_path,
+):
     from bertlab.cli.write import was_taught_ends
     from bertlab.train.stages import _shared_tokenizer
 
     (tmp_path / "text.txt").write_text("\n".join(f"the cat {n} sat on a mat" for n in range(60)))
-    data = {"train_dataset_name_or_path": str(tmp_path / "text.txt"), "max_sequence_length": 32, "max_ends": 4}
-    stage = Stage(steps=2, data=data, module={"objective": "diffusion", "model_config_kwargs": {"vocab_size": 64}})
+    data = {
+        "train_dataset_name_or_path": str(tmp_path / "text.txt"),
+        "max_sequence_length": 32,
+        "max_ends": 4,
+    }
+    stage = Stage(
+        steps=2,
+        data=data,
+        module={"objective": "diffusion", "model_config_kwargs": {"vocab_size": 64}},
+    )
     assert len(_shared_tokenizer([stage], tmp_path / "run")) <= 64
-    for stages, taught in (([{"data": {}}, {"data": data}], True), ([{"data": {}}], False), (["bent", 3], False), ("bent", False)):
+    for stages, taught in (
+        ([{"data": {}}, {"data": data}], True),
+        ([{"data": {}}], False),
+        (["bent", 3], False),
+        ("bent", False),
+    ):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump({"stages": stages}))
         (tmp_path / "stage-2" / "model").mkdir(parents=True, exist_ok=True)
         assert was_taught_ends(tmp_path / "stage-2" / "model") is taught

@@ -21,7 +21,11 @@ SHAPE = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_la
              max_position_embeddings=64)  # fmt: skip
 CASES = {
     "plain": dict(),
-    "bert": dict(model_config_kwargs=bert_tiny(**SHAPE, hidden_dropout=0.0, attention_dropout=0.0).to_diff_dict()),
+    "bert": dict(
+        model_config_kwargs=bert_tiny(
+            **SHAPE, hidden_dropout=0.0, attention_dropout=0.0
+        ).to_diff_dict()
+    ),
     "recomputed": dict(gradient_checkpointing="full"),
     "embeddings frozen": dict(freeze="embeddings"),
     "lion": dict(optimizer_class="lion"),
@@ -120,7 +124,9 @@ def test_the_largest_micro_batch_fits_and_more_does_not(monkeypatch):
     monkeypatch.setattr(estimate, "process_bytes", lambda: 0)
     monkeypatch.setattr(estimate, "available_bytes", lambda device="cpu": room)
     said = estimate_memory(module, 4, 64, precision="32-true", saves_models=False)
-    peak = lambda rows: estimate_memory(module, rows, 64, precision="32-true", find_largest=False).step.peak
+    peak = lambda rows: (
+        estimate_memory(module, rows, 64, precision="32-true", find_largest=False).step.peak
+    )
     assert peak(said.largest_rows) <= room < peak(said.largest_rows + 2)
 
 
@@ -134,10 +140,15 @@ def test_what_cannot_be_estimated_is_refused(options, word):
         estimate_memory(module, **{"rows": 2, "length": 64, "precision": "32-true", **options})
 
 
-@pytest.mark.parametrize("short, whole", [(32, "32-true"), ("32", "32-true"), ("bf16", "bf16-mixed"), (16, "16-mixed")])
+@pytest.mark.parametrize(
+    "short, whole", [(32, "32-true"), ("32", "32-true"), ("bf16", "bf16-mixed"), (16, "16-mixed")]
+)
 def test_a_precision_may_be_as_short_as_a_run_takes_it(short, whole):
     module = PretrainingModule(modernbert_tiny(**SHAPE).to_diff_dict())
-    found = [estimate_memory(module, 2, 64, precision=name, find_largest=False).step.peak for name in (short, whole)]
+    found = [
+        estimate_memory(module, 2, 64, precision=name, find_largest=False).step.peak
+        for name in (short, whole)
+    ]
     assert found[0] == found[1] > 0
 
 
@@ -152,7 +163,9 @@ def test_the_command_says_what_a_run_needs_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("strategy, devices, shares", [("tensor:2", 4, 4), ("ddp", 8, 1)])
-def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(strategy, devices, shares):
+def test_an_estimate_says_what_a_strategy_that_divides_weights_will_divide(
+    strategy, devices, shares
+):
     from bertlab.cli.pretrain import ask_for_run, estimate_run
 
     words = ["text.txt", "--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--data.train_batch_size", "2",
@@ -172,7 +185,9 @@ def test_the_command_estimates_the_model_that_a_bare_run_would_build(objective):
     words = ["text.txt", "--model.objective", objective, "--trainer.accelerator", "cpu",
              "--data.train_batch_size", "2", "--data.max_sequence_length", "64"]  # fmt: skip
     run = Run(ask_for_run("pretrain", words).config)
-    built = PretrainingModule(run.config["model"]["model_config_kwargs"] | {"vocab_size": run.choices.vocab_size})
+    built = PretrainingModule(
+        run.config["model"]["model_config_kwargs"] | {"vocab_size": run.choices.vocab_size}
+    )
     built.configure_model()
     said = estimate_run(ask_for_run("pretrain", words))
     assert said.step.weights == 4 * sum(p.numel() for p in built.parameters()) < 80e6
@@ -198,9 +213,18 @@ def test_the_search_for_the_largest_batch_ends_beside_the_edge_in_a_few_traces(p
 
 
 def test_an_estimate_says_nothing_of_micro_batches_that_nobody_looked_for():
-    module = PretrainingModule(modernbert_tiny(vocab_size=128, hidden_size=32, intermediate_size=32,
-                                               num_attention_heads=1).to_diff_dict())
-    said = replace(estimate_memory(module, 2, 16, precision="32-true", find_largest=False), available=2**40)
-    assert said.largest_rows is None and "micro-batch" not in said.describe() and "it fits" in said.describe()
+    module = PretrainingModule(
+        modernbert_tiny(
+            vocab_size=128, hidden_size=32, intermediate_size=32, num_attention_heads=1
+        ).to_diff_dict()
+    )
+    said = replace(
+        estimate_memory(module, 2, 16, precision="32-true", find_largest=False), available=2**40
+    )
+    assert (
+        said.largest_rows is None
+        and "micro-batch" not in said.describe()
+        and "it fits" in said.describe()
+    )
     assert "no micro-batch fits" in replace(said, largest_rows=0).describe()
     assert "largest micro-batch: 7 rows" in replace(said, largest_rows=7).describe()

@@ -13,7 +13,14 @@ from bertlab.data.module import PretrainingDataModule
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.model.generate import fill_mask
 from bertlab.train.checkpoints import RunCheckpoint, RunInterrupted
-from bertlab.train.evaluators import BatchSpec, Evaluator, Evaluators, FillMaskEvaluator, LossEvaluator, ProbeEvaluator
+from bertlab.train.evaluators import (
+    BatchSpec,
+    Evaluator,
+    Evaluators,
+    FillMaskEvaluator,
+    LossEvaluator,
+    ProbeEvaluator,
+)
 from bertlab.train.evaluators import make_evaluator
 from bertlab.train.history import Clock, History
 from bertlab.train.monitors import Throughput
@@ -33,19 +40,25 @@ def tokenizer():
 
 def run(tokenizer, evaluators, steps=6, more=(), budget=None, kept=None, **options):
     L.seed_everything(0, verbose=False)
-    module = PretrainingModule(model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer, budget_tokens=budget)
+    module = PretrainingModule(
+        model_config_kwargs=SHAPE, pretrained_tokenizer_name_or_path=tokenizer, budget_tokens=budget
+    )
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=4)
     data.set_datasets(TEXTS, TEXTS[:6])
     history = History()
     callback = Evaluators(evaluators, quiet=True)
-    trainer = make_trainer(steps, callbacks=[history, callback, *more], **{"precision": "32-true", **options})
+    trainer = make_trainer(
+        steps, callbacks=[history, callback, *more], **{"precision": "32-true", **options}
+    )
     trainer.fit(module, data, ckpt_path=kept, weights_only=True)
     return module, data, history, callback, trainer
 
 
 def test_a_named_set_has_the_loss_of_a_validation_over_the_same_rows(tokenizer):
     for spec in ({"rows": 5}, {"tokens": 64}, {"rows": 3, "fixed": False}):
-        module, data, history, callback, trainer = run(tokenizer, [LossEvaluator("held", TEXTS[:6], batch=spec)])
+        module, data, history, callback, trainer = run(
+            tokenizer, [LossEvaluator("held", TEXTS[:6], batch=spec)]
+        )
         found = trainer.validate(module, data, verbose=False)[0]
         last = callback.results[-1]
         for name in ("loss", "accuracy", "perplexity", "bits_per_byte"):
@@ -54,7 +67,13 @@ def test_a_named_set_has_the_loss_of_a_validation_over_the_same_rows(tokenizer):
 
 
 def test_numbers_of_a_named_set_are_not_rounded_where_a_run_computes_in_16_bits(tokenizer):
-    *_, callback, _ = run(tokenizer, [LossEvaluator("held", TEXTS[:6])], steps=1, precision="bf16-true", accelerator="cpu")
+    *_, callback, _ = run(
+        tokenizer,
+        [LossEvaluator("held", TEXTS[:6])],
+        steps=1,
+        precision="bf16-true",
+        accelerator="cpu",
+    )
     last = callback.results[-1]
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"]), rel=1e-6)
 
@@ -71,10 +90,18 @@ def test_asking_changes_no_loss_of_the_run(tokenizer, tmp_path):
     assert steps == {"a": [0, 2, 4, 6], "b": [0, 3, 6], "c": [1, 2, 3, 4, 5, 6]}
 
 
-@pytest.mark.parametrize("early", [{"more": [TokenLimit(300)]}, {"budget": 3 * 4 * 32}, {"max_epochs": 2}])
-def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(tokenizer, tmp_path, early):
+@pytest.mark.parametrize(
+    "early", [{"more": [TokenLimit(300)]}, {"budget": 3 * 4 * 32}, {"max_epochs": 2}]
+)
+def test_a_run_that_ends_before_its_last_number_is_asked_once_at_its_end(
+    tokenizer, tmp_path, early
+):
     make, path = lambda: [LossEvaluator("a", TEXTS[:4], every_steps=40)], tmp_path / "last.ckpt"
-    early = {"steps": 50, **early, "more": [*early.get("more", []), RunCheckpoint(path, every_steps=1)]}
+    early = {
+        "steps": 50,
+        **early,
+        "more": [*early.get("more", []), RunCheckpoint(path, every_steps=1)],
+    }
     *_, callback, trainer = run(tokenizer, make(), **early)
     assert 1 < trainer.global_step < 40
     assert callback.column("a", "loss")[0].tolist() == [0, trainer.global_step]
@@ -105,7 +132,9 @@ def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_
     rows = [(text, text.split()[1]) for text in TEXTS * 3]
     (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{t},{l}\n" for t, l in rows))
     lots = np.random.default_rng(0)
-    (tmp_path / "noise.csv").write_text("text,label\n" + "".join(f"{t},{lots.integers(2)}\n" for t, _ in rows))
+    (tmp_path / "noise.csv").write_text(
+        "text,label\n" + "".join(f"{t},{lots.integers(2)}\n" for t, _ in rows)
+    )
     module, data, *_ = run(tokenizer, [])
     found = {}
     for name in ("nouns", "noise"):
@@ -117,9 +146,16 @@ def test_a_probe_reads_a_label_off_the_vectors_and_not_off_noise(tokenizer, tmp_
 
 
 @pytest.mark.parametrize("duration, texts", [(None, 40), (1, 8), ("600 tokens", 16)])
-def test_a_probe_of_a_sorted_table_reads_rows_by_lot_and_no_row_without_a_label(tokenizer, tmp_path, duration, texts):
-    rows = [(TEXTS[i % 36], label) for label in ("a", "b") for i in range(20)] + [(TEXTS[0], ""), (TEXTS[1], " ")] * 3
-    (tmp_path / "sorted.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+def test_a_probe_of_a_sorted_table_reads_rows_by_lot_and_no_row_without_a_label(
+    tokenizer, tmp_path, duration, texts
+):
+    rows = [(TEXTS[i % 36], label) for label in ("a", "b") for i in range(20)] + [
+        (TEXTS[0], ""),
+        (TEXTS[1], " "),
+    ] * 3
+    (tmp_path / "sorted.csv").write_text(
+        "text,label\n" + "".join(f"{text},{label}\n" for text, label in rows)
+    )
     module, data, *_ = run(tokenizer, [])
     probe = ProbeEvaluator("p", tmp_path / "sorted.csv", batch={"rows": 8}, duration=duration)
     probe.prepare(tokenizer, data.collator, 32)
@@ -128,15 +164,21 @@ def test_a_probe_of_a_sorted_table_reads_rows_by_lot_and_no_row_without_a_label(
         assert 0 <= probe.measure(module.eval())["accuracy"] <= 1
 
 
-def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_step(tokenizer, tmp_path):
-    (tmp_path / "rare.csv").write_text("text,label\n" + "".join(f"{text},{text == TEXTS[0]}\n" for text in TEXTS))
+def test_a_probe_whose_duration_leaves_one_label_is_refused_before_the_first_step(
+    tokenizer, tmp_path
+):
+    (tmp_path / "rare.csv").write_text(
+        "text,label\n" + "".join(f"{text},{text == TEXTS[0]}\n" for text in TEXTS)
+    )
     probe = ProbeEvaluator("p", tmp_path / "rare.csv", batch={"rows": 2}, duration=1)
     with pytest.raises(ValueError, match="duration"):
         probe.prepare(tokenizer, None, 32)
 
 
 def test_a_probe_has_the_same_answer_where_weights_are_divided(tokenizer, tmp_path):
-    (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS))
+    (tmp_path / "nouns.csv").write_text(
+        "text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS)
+    )
     vectors = {}
 
     class Seen(ProbeEvaluator):
@@ -144,12 +186,21 @@ def test_a_probe_has_the_same_answer_where_weights_are_divided(tokenizer, tmp_pa
             return vectors.setdefault(strategy, super().vectors(module))
 
     for strategy in ("auto", "fsdp"):  # in one process; at the start, so before any step
-        run(tokenizer, [Seen("p", tmp_path / "nouns.csv")], steps=1, accelerator="cpu", devices=1, strategy=strategy)
+        run(
+            tokenizer,
+            [Seen("p", tmp_path / "nouns.csv")],
+            steps=1,
+            accelerator="cpu",
+            devices=1,
+            strategy=strategy,
+        )
     np.testing.assert_allclose(vectors["fsdp"], vectors["auto"], atol=1e-5)
 
 
 def test_a_probe_takes_the_means_of_16_bit_vectors_in_more(tokenizer, tmp_path):
-    (tmp_path / "nouns.csv").write_text("text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS))
+    (tmp_path / "nouns.csv").write_text(
+        "text,label\n" + "".join(f"{text},{text.split()[1]}\n" for text in TEXTS)
+    )
     module, data, *_ = run(tokenizer, [])
     probe = ProbeEvaluator("p", tmp_path / "nouns.csv")
     probe.prepare(tokenizer, data.collator, 32)
@@ -165,7 +216,9 @@ def test_a_probe_leaves_out_rows_without_a_text_and_refuses_what_is_none(tokeniz
     probe = ProbeEvaluator("p", tmp_path / "a.jsonl")
     probe.prepare(tokenizer, None, 32)
     assert probe.texts == TEXTS
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": 7, "label": 0}]))
+    (tmp_path / "b.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"text": 7, "label": 0}])
+    )
     with pytest.raises(ValueError, match="p: text of .*b.jsonl holds 7, which is no text"):
         ProbeEvaluator("p", tmp_path / "b.jsonl").prepare(tokenizer, None, 32)
 
@@ -181,14 +234,20 @@ def test_what_is_asked_is_no_training_time_on_any_clock(tokenizer):
             stood.append(len(clocks) == 2 and before == [one.look() for one in clocks])
             return {"steps": 0.0}
 
-    _, _, history, *_ = run(tokenizer, [Slow("slow", every_steps=2)], more=[Throughput(every_steps=1)], steps=6)
+    _, _, history, *_ = run(
+        tokenizer, [Slow("slow", every_steps=2)], more=[Throughput(every_steps=1)], steps=6
+    )
     assert stood.count(True) == len(stood) >= 3 and history.totals()[1] > 0
 
 
-@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])  # the last two mark the space before a word
+@pytest.mark.parametrize(
+    "kind", ["wordpiece", "bpe", "unigram"]
+)  # the last two mark the space before a word
 def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path):
     tokenizer = train_tokenizer(TEXTS * 5, 320 if kind == "bpe" else 100, kind=kind)
-    (tmp_path / "facts.tsv").write_text("the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat | dog|cow\n")
+    (tmp_path / "facts.tsv").write_text(
+        "the cat [MASK] the bird .\tsees\n\nthe [MASK] sees the fox .\tcat | dog|cow\n"
+    )
     module, data, *_ = run(tokenizer, [])
     found = {}
     for top_k in (1, len(tokenizer)):
@@ -200,7 +259,9 @@ def test_gaps_are_right_where_the_best_guess_is_one_of_the_words(kind, tmp_path)
     assert found["accuracy"] == ((best[0] == "sees") + (best[1] in ("cat", "dog", "cow"))) / 2
 
 
-@pytest.mark.parametrize("duration, batches", [(None, 3), (1, 1), (2, 2), ("64 tokens", 1), ("130 tokens", 2)])
+@pytest.mark.parametrize(
+    "duration, batches", [(None, 3), (1, 1), (2, 2), ("64 tokens", 1), ("130 tokens", 2)]
+)
 def test_a_duration_ends_an_evaluation(tokenizer, duration, batches):
     one = LossEvaluator("a", TEXTS, batch={"rows": 2}, duration=duration)
     data = PretrainingDataModule(None, tokenizer, max_sequence_length=32)
@@ -232,7 +293,10 @@ def test_mistakes_are_named(make, words):
         make()
 
 
-@pytest.mark.parametrize("line", ["no gap\tword", "one [MASK] only", "two [MASK] [MASK]\tword", "the [MASK]\tunheardofword"])
+@pytest.mark.parametrize(
+    "line",
+    ["no gap\tword", "one [MASK] only", "two [MASK] [MASK]\tword", "the [MASK]\tunheardofword"],
+)
 def test_a_file_of_gaps_is_refused_by_line(tokenizer, tmp_path, line):
     (tmp_path / "a.tsv").write_text(f"the [MASK] sees .\tcat\n{line}\n")
     with pytest.raises(ValueError, match="line 2"):
@@ -253,7 +317,11 @@ def test_a_users_own_evaluator_is_asked(tokenizer):
     ({"batch": {"tokens": 8}}, "tokens=8 has no room for a row of 32"), ({"batch": {"tokens": "8 rows"}}, "batch: tokens"),
     ({"duration": "3 batches"}, "duration"), ({"top_k": 0}, "top_k"), ({"top_k": 2.5}, "top_k"),
 ])  # fmt: skip
-def test_what_an_evaluator_cannot_do_is_refused_before_the_first_step(tokenizer, tmp_path, options, said):
+def test_what_an_evaluator_cannot_do_is_refused_before_the_first_step(
+    tokenizer, tmp_path, options, said
+):
     (tmp_path / "a.tsv").write_text("the [MASK] sees .\tcat\n")
     with pytest.raises(ValueError, match=said):
-        FillMaskEvaluator("a", tmp_path / "a.tsv", at_start=False, **options).prepare(tokenizer, None, 32)
+        FillMaskEvaluator("a", tmp_path / "a.tsv", at_start=False, **options).prepare(
+            tokenizer, None, 32
+        )

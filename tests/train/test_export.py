@@ -64,14 +64,22 @@ def rows(tokenizer, texts):
 
 def theirs_of(place):
     "The same weights in transformers' own class, which shares no line with the exported module."
-    return transformers.BertForMaskedLM.from_pretrained(place / "model", attn_implementation="eager").eval()
+    return transformers.BertForMaskedLM.from_pretrained(
+        place / "model", attn_implementation="eager"
+    ).eval()
 
 
-@pytest.mark.parametrize("texts", [TEXTS[:1], TEXTS[1:4], TEXTS[8:20]], ids=["one row", "three", "twelve"])
-def test_a_file_of_floats_answers_as_transformers_does_for_rows_of_any_shape(place, tokenizer, texts):
+@pytest.mark.parametrize(
+    "texts", [TEXTS[:1], TEXTS[1:4], TEXTS[8:20]], ids=["one row", "three", "twelve"]
+)
+def test_a_file_of_floats_answers_as_transformers_does_for_rows_of_any_shape(
+    place, tokenizer, texts
+):
     ids, mask = rows(tokenizer, texts)
     positions = torch.tensor([[1, 3]] * len(texts))
-    found = OnnxModel.load(place / "exported", "fp32").run(ids.numpy(), mask.numpy(), positions.numpy())
+    found = OnnxModel.load(place / "exported", "fp32").run(
+        ids.numpy(), mask.numpy(), positions.numpy()
+    )
     model = theirs_of(place)
     with torch.no_grad():
         wanted = model(ids, mask, output_attentions=True, output_hidden_states=True)
@@ -84,7 +92,9 @@ def test_a_file_of_floats_answers_as_transformers_does_for_rows_of_any_shape(pla
                                atol=1e-5)  # fmt: skip
 
 
-def test_attention_sums_to_one_and_leaves_padding_alone_and_the_last_lens_is_the_answer(place, tokenizer):
+def test_attention_sums_to_one_and_leaves_padding_alone_and_the_last_lens_is_the_answer(
+    place, tokenizer
+):
     ids, mask = (t.numpy() for t in rows(tokenizer, [TEXTS[0], TEXTS[8]]))
     for precision in ("fp32", "int8"):
         found = OnnxModel.load(place / "exported", precision).run(ids, mask, np.array([[2], [4]]))
@@ -92,7 +102,9 @@ def test_attention_sums_to_one_and_leaves_padding_alone_and_the_last_lens_is_the
         np.testing.assert_allclose(looks.sum(-1), 1, atol=1e-5)
         short = int(mask[0].sum())
         assert short < mask.shape[1] and looks[0, :, :, :short, short:].max() == 0
-        np.testing.assert_allclose(found["lens"][:, -1, 0], found["logits"][[0, 1], [2, 4]], atol=1e-4)
+        np.testing.assert_allclose(
+            found["lens"][:, -1, 0], found["logits"][[0, 1], [2, 4]], atol=1e-4
+        )
 
 
 def test_gaps_are_filled_as_torch_fills_them(place, tokenizer):
@@ -117,7 +129,9 @@ def test_the_report_states_what_an_independent_count_finds(place, tokenizer):
     for batch in batches:
         got = small.run(batch.input_ids, batch.attention_mask)["logits"]
         with torch.no_grad():
-            wanted = model(torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)).logits.numpy()
+            wanted = model(
+                torch.from_numpy(batch.input_ids), torch.from_numpy(batch.attention_mask)
+            ).logits.numpy()
         same += int((got.argmax(-1) == wanted.argmax(-1))[batch.gaps].sum())
         largest = max(largest, np.abs(got - wanted)[batch.attention_mask == 1].max())
     row = report["files"]["model_int8.onnx"]
@@ -168,22 +182,34 @@ def test_models_that_transformers_does_not_have_are_exported_too(name, tokenizer
     with torch.no_grad():
         wanted = model(ids, mask).logits.numpy()
     real = mask.bool().numpy()
-    np.testing.assert_allclose(found["logits"][real], wanted[real], atol=1e-3 * np.abs(wanted).max())
+    np.testing.assert_allclose(
+        found["logits"][real], wanted[real], atol=1e-3 * np.abs(wanted).max()
+    )
     np.testing.assert_allclose(found["attentions"].sum(-1), 1, atol=1e-5)
     np.testing.assert_allclose(found["lens"][:, -1, 0], found["logits"][:, 0], atol=1e-3)
     write_int8(tmp_path / "model.onnx", tmp_path / "small.onnx")
-    assert (tmp_path / "small.onnx").stat().st_size < 0.75 * (tmp_path / "model.onnx").stat().st_size
+    assert (tmp_path / "small.onnx").stat().st_size < 0.75 * (
+        tmp_path / "model.onnx"
+    ).stat().st_size
     for path in (tmp_path / "model.onnx", tmp_path / "small.onnx"):
-        assert b".py" not in path.read_bytes(), "the file names sources of the machine that wrote it"
+        assert b".py" not in path.read_bytes(), (
+            "the file names sources of the machine that wrote it"
+        )
 
 
-def test_what_cannot_be_exported_is_refused_before_a_weight_is_read(place, tokenizer, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_is_refused_before_a_weight_is_read(
+    place, tokenizer, tmp_path, monkeypatch
+):
     def never(*arguments, **options):
         raise AssertionError("work was started")
 
     for name in ("load_encoder", "load_tokenizer", "held_out_texts"):
         monkeypatch.setattr(exporting, name, never)
-    save_model(BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE)), tokenizer, tmp_path / "headless")
+    save_model(
+        BertLabModel(bert_tiny(vocab_size=len(tokenizer), **SHAPE)),
+        tokenizer,
+        tmp_path / "headless",
+    )
     (tmp_path / "file").write_text("")
     new = tmp_path / "new"
     cases = {
@@ -203,7 +229,9 @@ def test_what_cannot_be_exported_is_refused_before_a_weight_is_read(place, token
     assert not new.exists()
 
 
-@pytest.mark.parametrize("name", ["BertForSequenceClassification", "BertLabForEnhancedMaskedLM", "nothing", None])
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "BertLabForEnhancedMaskedLM", "nothing", None]
+)
 def test_a_head_that_guesses_no_words_is_refused_by_its_name(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": name and [name]}))
     with pytest.raises(ValueError, match=name or "nothing"):
@@ -236,7 +264,9 @@ def test_a_file_of_floats_that_differs_from_torch_is_not_written(place, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(place, tokenizer, tmp_path, monkeypatch):
+def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(
+    place, tokenizer, tmp_path, monkeypatch
+):
     trimmed, fewer = trim_vocabulary(load_encoder(place / "model"), tokenizer, TEXTS[:20])
     assert trimmed.config.vocab_size > len(fewer), "there is no spare row to test with"
     save_model(trimmed, fewer, tmp_path / "model", kind="bert")
@@ -254,7 +284,10 @@ def test_spare_rows_of_a_vocabulary_neither_excuse_a_difference_nor_are_one(plac
 
         return write_another
 
-    for row, change in ((7, 0.5), (-1, 1e4)):  # an entry that is said; a spare row that could be said now
+    for row, change in (
+        (7, 0.5),
+        (-1, 1e4),
+    ):  # an entry that is said; a spare row that could be said now
         monkeypatch.setattr(exporting, "write_onnx", write_with(row, change))
         with pytest.raises(ValueError, match="differs from torch"):
             export_model(tmp_path / "model", tmp_path / "new", texts=TEXTS[:20], int8=False)
@@ -276,7 +309,10 @@ def test_a_file_of_bytes_that_gives_no_number_is_not_written(place, tmp_path, mo
 
 
 def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
-    exported, batches = OnnxModel.load(place / "exported", "fp32"), gapped_rows(tokenizer, TEXTS, 64)
+    exported, batches = (
+        OnnxModel.load(place / "exported", "fp32"),
+        gapped_rows(tokenizer, TEXTS, 64),
+    )
     compute = exported.run
 
     def spoil(*rows):
@@ -287,7 +323,9 @@ def test_a_score_that_is_no_number_is_no_agreement(place, tokenizer):
 
     exported.run = spoil
     found = compare_with_torch(exported, make_model(tokenizer), batches)
-    assert all(np.isnan(found[f"largest_{part}_difference"]) for part in ("logit", "attentions", "lens"))
+    assert all(
+        np.isnan(found[f"largest_{part}_difference"]) for part in ("logit", "attentions", "lens")
+    )
 
 
 def test_the_report_names_the_directory_however_it_was_given(place, tmp_path, monkeypatch):
@@ -318,7 +356,11 @@ def test_a_readme_of_ones_own_stays_in_front_of_what_was_measured(place, tmp_pat
     shutil.copytree(place / "model", tmp_path / "model")
     (tmp_path / "model" / "README.md").write_text("# My notes\nNo card at all.\n")
     export_model(tmp_path / "model", tmp_path / "out", texts=TEXTS, int8=False)
-    assert (tmp_path / "out" / "README.md").read_text().startswith("# My notes\nNo card at all.\n\n## As ONNX")
+    assert (
+        (tmp_path / "out" / "README.md")
+        .read_text()
+        .startswith("# My notes\nNo card at all.\n\n## As ONNX")
+    )
 
 
 @pytest.mark.parametrize("count", [0, -1])

@@ -58,7 +58,9 @@ class Numbered:
         start = self.delivered if self.delivered < len(self.numbers) else 0
         for position in range(start, len(self.numbers)):
             self.delivered, i = position + 1, self.numbers[position]
-            x = torch.randn(2, 6, self.width, generator=torch.Generator().manual_seed(7 * i + self.rank))
+            x = torch.randn(
+                2, 6, self.width, generator=torch.Generator().manual_seed(7 * i + self.rank)
+            )
             mask = torch.ones(2, 6, dtype=torch.long)
             mask[0, 4:] = 0  # 10 real tokens of 12
             factor = torch.full((2,), float(self.factors.get(i, 1.0)))
@@ -169,7 +171,9 @@ def test_the_limits_are_mean_and_deviation_of_the_logarithms_and_never_below_a_f
     values = torch.tensor([[1.0, 2.0, 3.0, 6.0, 0.0, 0.0], [5.0, 5.0, 5.0, 5.0, 0.0, 0.0]])
     limits = spike_limits(values, torch.tensor(4), min_steps=3, sigmas=2.0, factors=(1.2, 4.0))
     logs = np.log([1, 2, 3, 6])
-    np.testing.assert_allclose(limits, [np.exp(np.mean(logs) + 2 * np.std(logs, ddof=1)), 20], rtol=1e-5)
+    np.testing.assert_allclose(
+        limits, [np.exp(np.mean(logs) + 2 * np.std(logs, ddof=1)), 20], rtol=1e-5
+    )
     assert spike_limits(values, torch.tensor(2), 3, 2.0, (1.2, 4.0)).tolist() == [INF, INF]
     assert spike_limits(values, torch.tensor(3), 3, 2.0, (1.2, 4.0)).isfinite().all()
 
@@ -191,7 +195,9 @@ def test_the_ring_agrees_with_a_list(window, more, seed, sigmas):
         limits = np.array([INF, INF])
         if len(known) >= min_steps:
             last = np.log(np.maximum(np.array(known[-window:], dtype=np.float64), 1e-12))
-            limits = np.exp(last.mean(0) + np.maximum(sigmas * last.std(0, ddof=1), np.log([1.2, 4])))
+            limits = np.exp(
+                last.mean(0) + np.maximum(sigmas * last.std(0, ddof=1), np.log([1.2, 4]))
+            )
         expected.append(not (now < limits).all())
         if np.isfinite(now).all():
             known.append(np.minimum(now, limits))
@@ -241,7 +247,9 @@ def test_no_healthy_step_is_refused_where_norms_have_a_long_tail(spread):
 def test_spikes_among_recorded_steps_are_refused_and_no_other_step(calm_runs, what):
     for losses, norms in calm_runs.values():
         losses, norms = losses.copy(), norms.copy()
-        spikes = list(range(190, len(losses), 97))  # the first fall of the loss is out of the window
+        spikes = list(
+            range(190, len(losses), 97)
+        )  # the first fall of the loss is out of the window
         if what == "loss":
             losses[spikes] *= 3.0
         else:
@@ -362,9 +370,18 @@ def with_one_bad_rank(folder):
     bad = {5: NAN, 70: 1e4, **{i: NAN for i in range(90, 200)}} if rank == 1 else {}
     guards = [NonFiniteGuard(4), SpikeGuard()]
     slow = lambda w: torch.optim.AdamW(w, lr=0.01, fused=True)
-    module, _, trainer = fit(200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp")
-    torch.save((torch.cat([p.detach().flatten() for p in module.parameters()]), trainer.global_step,
-                [g.num_skipped for g in guards], guards[0].reason), f"{folder}/{rank}.pt")
+    module, _, trainer = fit(
+        200, Numbered(range(200), bad, rank), guards, slow, devices=2, strategy="ddp"
+    )
+    torch.save(
+        (
+            torch.cat([p.detach().flatten() for p in module.parameters()]),
+            trainer.global_step,
+            [g.num_skipped for g in guards],
+            guards[0].reason,
+        ),
+        f"{folder}/{rank}.pt",
+    )
 
 
 def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
@@ -376,6 +393,7 @@ def test_two_processes_decide_alike_when_one_alone_sees_the_bad_batch(tmp_path):
 
 def test_fused_kernels_that_read_no_flag_are_given_none():
     "Apple's take no notice of `found_inf`, so that a step they were to skip would be taken."
+
     def flagged(device):
         group = {"fused": True, "params": [torch.nn.Parameter(torch.ones(2, device=device))]}
         return can_flag(SimpleNamespace(_step_supports_amp_scaling=True, param_groups=[group]))

@@ -7,7 +7,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from test_training import CONFIG, Texts, equal, train
 
 from bertlab.train.checkpoints import RunCheckpoint
-from bertlab.train.histograms import HistogramRecords, WeightHistograms, histogram_grid, parameters_like
+from bertlab.train.histograms import (
+    HistogramRecords,
+    WeightHistograms,
+    histogram_grid,
+    parameters_like,
+)
 from bertlab.train.histograms import read_histograms, send_to_tensorboard, summarize_tensor
 from bertlab.train.modules import PretrainingModule
 
@@ -74,7 +79,9 @@ def test_gradients_are_those_the_optimizer_saw_divided_by_the_labels_and_clipped
     whole = {}
     for name, callback in (("clipped", clipped), ("free", free)):
         gradients = [s.norm for s in callback.records if s.kind == "gradient" and s.step == 3]
-        assert len(gradients) == len([s for s in callback.records if s.kind == "weight" and s.step == 3])
+        assert len(gradients) == len(
+            [s for s in callback.records if s.kind == "weight" and s.step == 3]
+        )
         whole[name] = np.linalg.norm(gradients)
     assert whole["clipped"] == pytest.approx(0.25, rel=1e-4)
     assert record.column("gradient_norm")[2] > 0.25, "else nothing was clipped"
@@ -83,7 +90,9 @@ def test_gradients_are_those_the_optimizer_saw_divided_by_the_labels_and_clipped
 
 def test_a_norm_within_the_limit_costs_no_pass_over_the_gradients(monkeypatch):
     asked, clip = [], torch.nn.utils.clip_grads_with_norm_
-    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *args: asked.append(args[1:]) or clip(*args))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grads_with_norm_", lambda *args: asked.append(args[1:]) or clip(*args)
+    )
     far, _ = train(Texts(), 4, gradient_clip_val=1e9)
     assert not asked
     free, _ = train(Texts(), 4, gradient_clip_val=None)
@@ -128,7 +137,9 @@ def test_records_and_bits_survive_a_resume(tmp_path):
 def test_a_grid_keeps_every_number_and_its_place():
     rng = np.random.default_rng(0)
     tensors = [rng.normal(0, scale, 4000) for scale in (1.0, 0.1)]
-    summaries = [summarize_tensor(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)]
+    summaries = [
+        summarize_tensor(torch.tensor(t), i, "w", "weight", 64) for i, t in enumerate(tensors)
+    ]
     steps, edges, shares = histogram_grid(summaries, "w", bins=40)
     assert steps.tolist() == [0, 1] and shares.shape == (2, 40) and len(edges) == 41
     np.testing.assert_allclose(shares.sum(1), 1)
@@ -174,13 +185,15 @@ def test_tensorboard_gets_the_same_counts(tmp_path):
     tag, numbers = logger.writer.calls[-1]
     last = list(callback.records)[-1]
     assert tag == f"{last.kind}/{last.name}" and numbers["bucket_counts"] == last.counts.tolist()
-    assert numbers["bucket_limits"] == last.edges[1:].tolist() and numbers["num"] == last.counts.sum()
+    assert (
+        numbers["bucket_limits"] == last.edges[1:].tolist() and numbers["num"] == last.counts.sum()
+    )
 
 
 def test_sums_for_tensorboard_are_those_of_the_numbers():
     writer, values = Writer(), torch.tensor([1.0, 2.0, -4.0])
     send_to_tensorboard(writer, summarize_tensor(values, 3, "w", "weight", 5))
-    (_, numbers), = writer.calls
+    ((_, numbers),) = writer.calls
     assert numbers["sum"] == pytest.approx(-1) and numbers["sum_squares"] == pytest.approx(21)
     assert (numbers["min"], numbers["max"], numbers["global_step"]) == (-4, 2, 3)
 

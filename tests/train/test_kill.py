@@ -108,6 +108,7 @@ def run(folder, text, options, kill=None, at=None):
 @pytest.fixture(scope="module")
 def start():
     "Start a run in a clean process that has imported everything already."
+
     def start(*arguments):
         process = forked(run, arguments)
         process.start()

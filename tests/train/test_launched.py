@@ -52,16 +52,24 @@ def free_port() -> int:
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def start(folder: Path, output: str, processes: int, *more: str, steps: int = 8, rows: int | None = None) -> subprocess.Popen:
+def start(
+    folder: Path, output: str, processes: int, *more: str, steps: int = 8, rows: int | None = None
+) -> subprocess.Popen:
     "One process without a launcher (0), or so many of torchrun."
     own = words_of(output, rows or ROWS // max(1, processes), steps, *more)
     launcher = [f"--nproc-per-node={processes}", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, *own] if processes else [sys.executable, *own]
+    command = (
+        [sys.executable, "-m", "torch.distributed.run", *launcher, *own]
+        if processes
+        else [sys.executable, *own]
+    )
     return subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                             start_new_session=True)  # fmt: skip
 
 
-def run(folder: Path, output: str, processes: int, *more: str, **options) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, output: str, processes: int, *more: str, **options
+) -> subprocess.CompletedProcess:
     process = start(folder, output, processes, *more, **options)
     said = process.communicate(timeout=300)[0]
     return subprocess.CompletedProcess(process.args, process.returncode, said)
@@ -86,19 +94,38 @@ def test_two_processes_of_torchrun_have_the_losses_of_one(place):
 
 
 def test_launchers_are_read_as_they_say_it():
-    assert find_launch({"PATH": "/bin", "LOCAL_RANK": "0"}) is None, "Lightning's own processes ask nobody"
-    assert find_launch({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) is None, "a shell on a cluster is one process"
+    assert find_launch({"PATH": "/bin", "LOCAL_RANK": "0"}) is None, (
+        "Lightning's own processes ask nobody"
+    )
+    assert find_launch({"SLURM_NTASKS": "4", "SLURM_JOB_NAME": "bash"}) is None, (
+        "a shell on a cluster is one process"
+    )
     four = {"TORCHELASTIC_RUN_ID": "x", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-    assert (find_launch(four).devices, find_launch(four).num_nodes, find_launch(four).rank) == (4, 2, 5)
+    assert (find_launch(four).devices, find_launch(four).num_nodes, find_launch(four).rank) == (
+        4,
+        2,
+        5,
+    )
     with pytest.raises(ValueError, match="3 processes"):
         find_launch({"SLURM_NTASKS": "3", "SLURM_NNODES": "2"})
 
 
 def launched(monkeypatch, launcher: str, world: int, nodes: int = 1):
     "Variables of a launcher in this process."
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "RANK", "SLURM_JOB_NAME", "SLURM_STEP_NUM_TASKS"):
+    for name in (
+        "TORCHELASTIC_RUN_ID",
+        "LOCAL_RANK",
+        "RANK",
+        "SLURM_JOB_NAME",
+        "SLURM_STEP_NUM_TASKS",
+    ):
         monkeypatch.delenv(name, raising=False)
-    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world // nodes}
+    torchrun = {
+        "TORCHELASTIC_RUN_ID": "x",
+        "RANK": 0,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world // nodes,
+    }
     slurm = {"SLURM_NTASKS": world, "SLURM_NNODES": nodes, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0,
              "SLURM_STEP_NUM_TASKS": world}  # fmt: skip
     for name, value in (torchrun if launcher == "torchrun" else slurm).items():
@@ -126,7 +153,9 @@ def test_a_launcher_says_how_many_processes_there_are(monkeypatch, launch, asked
     (("SLURM", 2, 2), {"devices": 4, "num_nodes": 2}, "SLURM has started 1 process.es. on each machine"),
     (("SLURM", 1), {"devices": 4, "num_nodes": 2}, "one task, and num_nodes=2.*srun --nodes=2"),
 ])  # fmt: skip
-def test_a_number_of_devices_that_is_not_the_launchers_is_refused(monkeypatch, launch, asked, words):
+def test_a_number_of_devices_that_is_not_the_launchers_is_refused(
+    monkeypatch, launch, asked, words
+):
     launched(monkeypatch, *launch)
     with pytest.raises(ValueError, match=words):
         launched_options(asked)
@@ -136,7 +165,9 @@ def test_several_tasks_of_slurm_that_srun_has_not_started_are_refused(monkeypatc
     launched(monkeypatch, "SLURM", 4)
     assert launched_options({})["devices"] == 4
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")  # as in the script of an sbatch --ntasks=4
-    with pytest.raises(ValueError, match="4 tasks, and only srun starts.*begin the command with srun"):
+    with pytest.raises(
+        ValueError, match="4 tasks, and only srun starts.*begin the command with srun"
+    ):
         launched_options({})
 
 
@@ -151,13 +182,21 @@ def test_stages_for_other_processes_than_a_launcher_has_started_are_refused(monk
 
     launched(monkeypatch, "torchrun", 2)
     (tmp_path / "text.txt").write_text("some words\n" * 50)
-    stage = Stage(steps=1, data={"train_dataset_name_or_path": str(tmp_path / "text.txt")}, trainer={"accelerator": "cpu"})
-    with pytest.raises(ValueError, match="stage 1 is for 1 process.es., and torchrun has started 2.*devices=2"):
+    stage = Stage(
+        steps=1,
+        data={"train_dataset_name_or_path": str(tmp_path / "text.txt")},
+        trainer={"accelerator": "cpu"},
+    )
+    with pytest.raises(
+        ValueError, match="stage 1 is for 1 process.es., and torchrun has started 2.*devices=2"
+    ):
         train_stages([stage], tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written(tmp_path, monkeypatch):
+def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written(
+    tmp_path, monkeypatch
+):
     from bertlab.cli.pretrain import Run, ask_for_run, pretrain
 
     launched(monkeypatch, "SLURM", 1)
@@ -165,7 +204,9 @@ def test_a_process_that_the_first_one_starts_takes_the_tokenizer_that_is_written
     Path("text.txt").write_text("".join(f"some words and {n} more\n" for n in range(60)))
     words = words_of("run", 4, 1)[3:]
     pretrain(words)
-    monkeypatch.setattr("bertlab.cli.pretrain.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again"))
+    monkeypatch.setattr(
+        "bertlab.cli.pretrain.train_tokenizer", lambda *a, **k: pytest.fail("it was trained again")
+    )
     monkeypatch.setenv("LOCAL_RANK", "1")
     run = Run(ask_for_run("pretrain", words).config, overwrite=True)
     run.build()
@@ -190,7 +231,9 @@ def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
     same(place, strategy)
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
         (place / strategy / "checkpoints" / newer).unlink()
-    done = run(place, strategy, 0, "--resume", "--trainer.strategy", "auto", "--trainer.devices", "1")  # where 2 stopped, 1 goes on
+    done = run(
+        place, strategy, 0, "--resume", "--trainer.strategy", "auto", "--trainer.devices", "1"
+    )  # where 2 stopped, 1 goes on
     assert done.returncode == 0, done.stdout[-3000:]
     same(place, strategy)
 
@@ -203,7 +246,9 @@ def test_processes_that_share_rows_have_the_losses_of_one(place, strategy):
     (["--trainer.strategy", "tensors"], ["tensors", "tensor", "context"]),
     (["--trainer.strategy", "fsdp", "--trainer.precision", "64-true"], ["precision='64-true'", "precision='32-true'"]),
 ])  # fmt: skip
-def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(tmp_path, monkeypatch, more, words):
+def test_a_run_that_processes_cannot_share_is_refused_before_it_begins(
+    tmp_path, monkeypatch, more, words
+):
     from bertlab.cli.pretrain import pretrain
 
     monkeypatch.chdir(tmp_path)
@@ -235,7 +280,14 @@ def test_one_task_of_slurm_starts_the_processes_of_its_devices_and_has_the_losse
     slurm = {"SLURM_NTASKS": "1", "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
              "SLURM_NODEID": "0", "SLURM_JOB_ID": "79", "SLURM_JOB_NAME": "bert", "SLURM_NODELIST": "127.0.0.1"}  # fmt: skip
     command = [sys.executable, *words_of("task", ROWS // 2, 8, "--trainer.devices", "2")]
-    done = subprocess.run(command, cwd=place, env={**ENVIRONMENT, **slurm}, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env={**ENVIRONMENT, **slurm},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("peak_memory_bytes") == 1, "the first process speaks for all"
     same(place, "task")
@@ -246,7 +298,9 @@ def test_a_run_of_one_process_goes_on_in_two_and_in_smaller_micro_batches(place)
     shutil.copytree(place / "one", place / "smaller")
     for newer in ("step-00000006.ckpt", "step-00000008.ckpt"):
         (place / "smaller" / "checkpoints" / newer).unlink()
-    done = run(place, "smaller", 2, "--resume", "--trainer.accumulate_grad_batches", "2", rows=ROWS // 4)
+    done = run(
+        place, "smaller", 2, "--resume", "--trainer.accumulate_grad_batches", "2", rows=ROWS // 4
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     same(place, "smaller")
 
@@ -274,27 +328,46 @@ def test_a_distributed_checkpoint_goes_on_with_any_number_of_processes(place, ha
 def test_stages_over_two_devices_that_lightning_or_torchrun_starts_have_the_losses_of_one(place):
     stage = {"steps": 3, "trainer": {"accelerator": "cpu", "precision": "32-true"},
              "data": {"train_dataset_name_or_path": "text.txt", "max_sequence_length": 64}}  # fmt: skip
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 300,
+    }
     found, spent = {}, {}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     for devices, launcher in ((1, []), (2, []), ("torchrun", torchrun)):
         said = {"devices": devices} if not launcher else {}  # a launcher knows
         rows = ROWS // (1 if devices == 1 else 2)
-        one = {**stage, "trainer": {**stage["trainer"], **said}, "data": {**stage["data"], "train_batch_size": rows}}
-        stages = [{**one, "module": {"model_config_kwargs": shape}}, {**one, "reference": "previous", "module": {"kl_weight": 0.1}}]
+        one = {
+            **stage,
+            "trainer": {**stage["trainer"], **said},
+            "data": {**stage["data"], "train_batch_size": rows},
+        }
+        stages = [
+            {**one, "module": {"model_config_kwargs": shape}},
+            {**one, "reference": "previous", "module": {"kl_weight": 0.1}},
+        ]
         (place / "stages.yaml").write_text(yaml.safe_dump({"stages": stages}))
         done = subprocess.run([sys.executable, *launcher, "-m", "bertlab.cli", "distill", "stages.yaml", "--output", f"stages-{devices}"], cwd=place,
                               env=ENVIRONMENT, capture_output=True, text=True, timeout=300)  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         found[devices] = []
-        spent[devices] = spent_in_stages(load_stages(place / "stages.yaml"), place / f"stages-{devices}")[0]
+        spent[devices] = spent_in_stages(
+            load_stages(place / "stages.yaml"), place / f"stages-{devices}"
+        )[0]
         for number in (1, 2):
             with open(place / f"stages-{devices}" / f"stage-{number}" / "history.csv") as file:
                 found[devices] += [float(row["loss"]) for row in csv.DictReader(file)]
     assert len(found[1]) == 6
     # The first of two processes stands for both, whose rows are not equally full.
-    assert spent[2] == pytest.approx(spent[1], rel=0.05) and spent["torchrun"] == pytest.approx(spent[1], rel=0.05)
-    assert found[2] == pytest.approx(found[1], abs=2e-5) and found["torchrun"] == pytest.approx(found[1], abs=2e-5)
+    assert spent[2] == pytest.approx(spent[1], rel=0.05) and spent["torchrun"] == pytest.approx(
+        spent[1], rel=0.05
+    )
+    assert found[2] == pytest.approx(found[1], abs=2e-5) and found["torchrun"] == pytest.approx(
+        found[1], abs=2e-5
+    )
 
 
 def child_of(process: subprocess.Popen) -> list[int]:
@@ -310,7 +383,11 @@ def test_one_process_is_killed_and_the_run_goes_on_bit_by_bit(place, seed):
     assert run(place, f"calm-{seed}", 2).returncode == 0
     process = start(place, output, 2)
     deadline = time.time() + 120
-    while not list((place / output / "checkpoints").glob("step-*")) and time.time() < deadline and process.poll() is None:
+    while (
+        not list((place / output / "checkpoints").glob("step-*"))
+        and time.time() < deadline
+        and process.poll() is None
+    ):
         time.sleep(0.01)
     time.sleep(lots.random() * 0.2)
     victims = child_of(process) if process.poll() is None else []
@@ -345,4 +422,6 @@ def test_a_process_without_launcher_to_end_it_says_one_sentence_and_ends(place):
     errors = started[0].communicate(timeout=90)[1]
     started[1].wait(10)
     assert started[0].returncode == 3, errors[-2000:]
-    assert "another process of this run has died" in errors and "Traceback" not in errors, errors[-2000:]
+    assert "another process of this run has died" in errors and "Traceback" not in errors, errors[
+        -2000:
+    ]

@@ -14,7 +14,13 @@ from ranks import run_on_ranks
 from bertlab.optim.budgets import BatchWarmup
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.history import History, RunProgress
-from bertlab.train.stopping import GrowingBatch, LossBound, LossInterval, NonFiniteGuard, RunningLoss
+from bertlab.train.stopping import (
+    GrowingBatch,
+    LossBound,
+    LossInterval,
+    NonFiniteGuard,
+    RunningLoss,
+)
 from bertlab.train.stopping import TimeLimit, TokenLimit
 from bertlab.train.trainer import make_trainer
 
@@ -79,14 +85,19 @@ def test_the_time_left_is_what_a_limit_leaves():
             seen.append((self.seconds_left(trainer), tokens.time_left(trainer, 10.0)))
 
     clock = Wind(watch, 1)
-    make_trainer(10**8, "32-true", "cpu", callbacks=[clock, Seen(clock), TimeLimit(5, clock=watch), tokens]).fit(
-        Line(), Numbered(range(200)))
-    assert [left <= most for (left, _), most in zip(seen, (4, 3, 2, 1, 0), strict=True)] == [True] * 5
+    make_trainer(
+        10**8, "32-true", "cpu", callbacks=[clock, Seen(clock), TimeLimit(5, clock=watch), tokens]
+    ).fit(Line(), Numbered(range(200)))
+    assert [left <= most for (left, _), most in zip(seen, (4, 3, 2, 1, 0), strict=True)] == [
+        True
+    ] * 5
     # 10 real tokens a batch, and the limit counts a batch behind the progress.
     assert [left for _, left in seen] == [100, 99, 98, 97, 96]
 
 
-@pytest.mark.parametrize("epochs, said", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3/-1: "])])
+@pytest.mark.parametrize(
+    "epochs, said", [(2, ["step 10/10: ", "0:00 left"]), (-1, ["step 3/-1: "])]
+)
 def test_a_trainer_that_counts_epochs_has_a_last_step_or_no_time_left(epochs, said, capsys):
     class Enough(Callback):
         def on_train_batch_end(self, trainer, *_):
@@ -230,7 +241,13 @@ def test_a_bound_can_look_at_the_validation():
     assert values[-1] < 0.5 and all(v >= 0.5 for v in values[:-1])
     assert trainer.global_step == 5 * len(values) and bound.reason.startswith("val_loss")
     with pytest.raises(ValueError, match="val_los.*logged are.*val_loss"):
-        fit(20, Numbered(range(20)), [LossBound(below=0.5, monitor="val_los")], val=val, val_check_steps=5)
+        fit(
+            20,
+            Numbered(range(20)),
+            [LossBound(below=0.5, monitor="val_los")],
+            val=val,
+            val_check_steps=5,
+        )
 
 
 @pytest.mark.parametrize(("make", "words"), [
@@ -271,7 +288,9 @@ def test_windows_grow_and_are_never_cut():
     assert sizes == sorted(sizes) and set(sizes) == {1, 2, 3, 4} and sizes.count(3) > 1
     module, record, trainer = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM,
                                   gradient_clip_val=None)  # fmt: skip
-    np.testing.assert_array_equal(np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10))
+    np.testing.assert_array_equal(
+        np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
+    )
     for p, q in zip(module.parameters(), window_weights(sizes, range(80)).parameters()):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
     assert trainer.accumulate_grad_batches == 1
@@ -285,7 +304,9 @@ def test_a_step_ends_with_the_epoch_and_the_next_begins_at_the_next():
         left = left - size or 7
     module, record, _ = fit(14, Numbered(range(7)), [GrowingBatch(WARMUP)], MOMENTUM,
                             gradient_clip_val=None)  # fmt: skip
-    np.testing.assert_array_equal(np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10))
+    np.testing.assert_array_equal(
+        np.diff(record.column("tokens"), prepend=0), np.multiply(sizes, 10)
+    )
     plain = window_weights(sizes, [i % 7 for i in range(sum(sizes))])
     for p, q in zip(module.parameters(), plain.parameters()):
         torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-5)
@@ -295,7 +316,9 @@ def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
     from bertlab.cli.pretrain import trainer_options
 
     options = {"min_size": 1, "max_size": 4, "warmup_tokens": 120, "tokens_per_micro_batch": 10}
-    (growing,) = trainer_options({"callbacks": [{"class_path": "GrowingBatch", "init_args": {"warmup": options}}]})["callbacks"]
+    (growing,) = trainer_options(
+        {"callbacks": [{"class_path": "GrowingBatch", "init_args": {"warmup": options}}]}
+    )["callbacks"]
     assert [growing.warmup(step) for step in range(16)] == [WARMUP(step) for step in range(16)]
     with pytest.raises(TypeError, match="min_sizes"):
         GrowingBatch({**options, "min_sizes": 1})
@@ -303,7 +326,9 @@ def test_how_the_batch_grows_can_be_said_in_yaml(tmp_path):
 
 def test_validation_counts_steps_while_the_batch_grows():
     val = Numbered(range(500, 502))
-    _, record, _ = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, val=val, val_check_steps=4)
+    _, record, _ = fit(
+        16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, val=val, val_check_steps=4
+    )
     assert [v["step"] for v in record.validation] == [4, 8, 12, 16]
 
 
@@ -314,7 +339,9 @@ def test_a_resume_keeps_to_the_windows(tmp_path, stop_at):
     whole, record, _ = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, **options)
     stops = [GrowingBatch(WARMUP), RunCheckpoint(path)]
     fit(stop_at, Numbered(range(80)), stops, MOMENTUM, **options)
-    resumed, again, _ = fit(16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, path, **options)
+    resumed, again, _ = fit(
+        16, Numbered(range(80)), [GrowingBatch(WARMUP)], MOMENTUM, path, **options
+    )
     assert same_weights(whole, resumed) and again.validation == record.validation
     np.testing.assert_array_equal(record.column("loss"), again.column("loss"))
     np.testing.assert_array_equal(record.column("tokens"), again.column("tokens"))
@@ -346,12 +373,24 @@ def test_growth_with_a_budget_of_even_steps_or_before_the_progress_is_refused_be
     module = Line(MOMENTUM)
     module.hparams["budget_tokens"] = 1000
     with pytest.raises(ValueError, match="budget_tokens counts steps of one size"):
-        make_trainer(2, "32-true", "cpu", callbacks=[GrowingBatch(WARMUP)]).fit(module, Numbered(range(9)))
+        make_trainer(2, "32-true", "cpu", callbacks=[GrowingBatch(WARMUP)]).fit(
+            module, Numbered(range(9))
+        )
     record = History()
     for behind in (True, False):
         parts = [record, RunProgress(record), GrowingBatch(WARMUP)]
-        trainer = make_trainer(2, "32-true", "cpu", callbacks=parts if behind else [parts[2], *parts[:2]], val_check_steps=1)
-        refused = nullcontext() if behind else pytest.raises(ValueError, match="GrowingBatch behind RunProgress")
+        trainer = make_trainer(
+            2,
+            "32-true",
+            "cpu",
+            callbacks=parts if behind else [parts[2], *parts[:2]],
+            val_check_steps=1,
+        )
+        refused = (
+            nullcontext()
+            if behind
+            else pytest.raises(ValueError, match="GrowingBatch behind RunProgress")
+        )
         with refused:
             trainer.fit(Line(MOMENTUM), Numbered(range(9)), Numbered(range(5)))
 
@@ -362,7 +401,9 @@ def with_two_clocks(folder):
 
     def run(steps_at_most, callbacks, kept=None):
         data = Numbered(range(200), rank=rank)
-        module, _, trainer = fit(steps_at_most, data, callbacks, slow, kept, devices=2, strategy="ddp")
+        module, _, trainer = fit(
+            steps_at_most, data, callbacks, slow, kept, devices=2, strategy="ddp"
+        )
         steps.append(trainer.global_step)
         return module
 
@@ -372,8 +413,10 @@ def with_two_clocks(folder):
     run(50, [limit], path)
     run(50, [LossBound(below=1.6, smooth_steps=5)])
     module = run(12, [GrowingBatch(BatchWarmup(1, 4, 240, 2, 10))])
-    torch.save((steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
-               f"{folder}/{rank}.pt")
+    torch.save(
+        (steps, limit.num_tokens(), torch.cat([p.detach().flatten() for p in module.parameters()])),
+        f"{folder}/{rank}.pt",
+    )
 
 
 def test_two_processes_stop_at_the_same_step(tmp_path):

@@ -28,7 +28,13 @@ from bertlab.train.trainer import make_trainer, seed_everything
 
 DEEP = {**CONFIG, "num_hidden_layers": 5}  # groups of 2 leave a block over
 # 6 million weights, of which no part has more than a fortieth.
-LARGE = dict(vocab_size=101, hidden_size=128, intermediate_size=512, num_hidden_layers=24, num_attention_heads=4)
+LARGE = dict(
+    vocab_size=101,
+    hidden_size=128,
+    intermediate_size=512,
+    num_hidden_layers=24,
+    num_attention_heads=4,
+)
 OPTIONS = {
     "pairs of blocks": dict(blocks_per_group=2), "all blocks at once": dict(blocks_per_group=99),
     "one ahead": dict(prefetch_blocks=1), "pairs, two ahead": dict(blocks_per_group=2, prefetch_blocks=2),
@@ -56,11 +62,25 @@ def local(tensor):
 def bytes_of_tensors():
     "Of all numbers that lie in this process's memory, each storage once."
     plain = (torch.Tensor, torch.nn.Parameter)
-    storages = (one.untyped_storage() for one in gc.get_objects() if type(one) in plain and one.device.type == "cpu")
+    storages = (
+        one.untyped_storage()
+        for one in gc.get_objects()
+        if type(one) in plain and one.device.type == "cpu"
+    )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def begin(strategy="auto", sharers=1, seed=0, source=None, resume=None, config=FOUR, size=None, callbacks=(), steps=2):
+def begin(
+    strategy="auto",
+    sharers=1,
+    seed=0,
+    source=None,
+    resume=None,
+    config=FOUR,
+    size=None,
+    callbacks=(),
+    steps=2,
+):
     "How a run begins, and its first losses."
     seed_everything(seed)
     world = int(os.environ.get("WORLD_SIZE", 1))
@@ -77,10 +97,18 @@ def begin(strategy="auto", sharers=1, seed=0, source=None, resume=None, config=F
         def on_train_batch_end(self, trainer, *args):
             losses.append(trainer.callback_metrics["train_loss"].item())
 
-    trainer = make_trainer(steps, "32-true", "cpu", world, [start, Losses(), *callbacks], strategy=strategy)
+    trainer = make_trainer(
+        steps, "32-true", "cpu", world, [start, Losses(), *callbacks], strategy=strategy
+    )
     trainer.fit(module, batches, ckpt_path=resume, weights_only=False)
     whole = bool(find_cuts(module.model)) or world == 1
-    return {"start": start.weights, "losses": losses, "held": start.held, "meta": start.meta, "whole": whole}
+    return {
+        "start": start.weights,
+        "losses": losses,
+        "held": start.held,
+        "meta": start.meta,
+        "whole": whole,
+    }
 
 
 def memory(whole: bool) -> dict:
@@ -111,9 +139,15 @@ def whole_worker(folder):
 def worker(folder):
     rank = int(os.environ["RANK"])
     results = {"memory": memory(False)}
-    for name, strategy, sharers in (("fsdp", "fsdp", 1), ("tensor", "tensor", 2), ("context", "context", 2)):
+    for name, strategy, sharers in (
+        ("fsdp", "fsdp", 1),
+        ("tensor", "tensor", 2),
+        ("context", "context", 2),
+    ):
         results[name] = begin(strategy, sharers)
-        results[f"{name} of a directory"] = begin(strategy, sharers, source=folder / "model", seed=7)
+        results[f"{name} of a directory"] = begin(
+            strategy, sharers, source=folder / "model", seed=7
+        )
     results["other seeds"] = begin("fsdp", seed=rank)
     results["resumed"] = begin("fsdp", seed=5, resume=folder / "one.ckpt", steps=4)
     results["options"] = {}
@@ -127,7 +161,10 @@ def slow_worker(folder):
 
     rank = int(os.environ["RANK"])
     results, test_parallel.CONFIG = {}, DEEP
-    results["options"] = {name: run(8, strategy=FullyShardedStrategy(**options), steps=3) for name, options in OPTIONS.items()}
+    results["options"] = {
+        name: run(8, strategy=FullyShardedStrategy(**options), steps=3)
+        for name, options in OPTIONS.items()
+    }
     results["long rows"] = long_rows(True)
     torch.save(results, folder / f"slow-{rank}.pt")
 
@@ -248,7 +285,14 @@ def test_three_steps_of_rounded_sums(more, deep):
 
 LONG = dict(vocab_size=101, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=1,
             max_position_embeddings=8192, local_attention=128, global_attention_every_n_layers=2)  # fmt: skip
-LENGTHS = (3000, 2500, 7, 1, 2000, 600)  # the second is on both sides of the cut at 4,096; 84 places are padding
+LENGTHS = (
+    3000,
+    2500,
+    7,
+    1,
+    2000,
+    600,
+)  # the second is on both sides of the cut at 4,096; 84 places are padding
 
 
 def long_batch():
@@ -260,7 +304,13 @@ def long_batch():
     places = np.sort(lots.permutation(np.arange(1, len(number)))[:800])
     labels = np.full(8192, -100)
     labels[places], ids[places] = ids[places], 4
-    batch = dict(input_ids=ids, attention_mask=documents, position_ids=positions, labels=labels, label_positions=places)
+    batch = dict(
+        input_ids=ids,
+        attention_mask=documents,
+        position_ids=positions,
+        labels=labels,
+        label_positions=places,
+    )
     return {name: torch.from_numpy(values)[None] for name, values in batch.items()}
 
 
@@ -286,9 +336,15 @@ def test_a_row_of_8192_tokens_over_two_processes_has_the_loss_and_the_gradient_o
     assert found["labels"] == one["labels"] == 800
     torch.testing.assert_close(found["loss"], one["loss"], rtol=1e-6, atol=0)
     for name, gradient in one.items():
-        torch.testing.assert_close(found[name], gradient, rtol=0, atol=2e-5 * max(1.0, gradient.abs().max().item()))
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=2e-5 * max(1.0, gradient.abs().max().item())
+        )
 
 
 def test_documents_of_the_long_row_lie_on_both_sides_of_the_cut():
     documents = long_batch()["attention_mask"][0]
-    assert documents.shape == (8192,) and documents[4095] == documents[4096] == 2 and (documents == 0).sum() == 84
+    assert (
+        documents.shape == (8192,)
+        and documents[4095] == documents[4096] == 2
+        and (documents == 0).sum() == 84
+    )

@@ -30,7 +30,13 @@ from bertlab.model.losses import token_bytes
 from bertlab.model.writing import generate
 from bertlab.optim.budgets import TimeBudgetLR
 from bertlab.train import modules
-from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule, compile_layers, compile_options, pretraining_optimizer
+from bertlab.train.modules import (
+    OBJECTIVE_MODELS,
+    PretrainingModule,
+    compile_layers,
+    compile_options,
+    pretraining_optimizer,
+)
 from bertlab.train.modules import clock_budget, find_lost, peak_rate
 from bertlab.train.reports import why_stopped
 from bertlab.train.steps import averaged_weights, bytes_scored, skip_step, validation_metrics
@@ -52,8 +58,15 @@ def data_of(objective="mlm", train=TEXTS[40:], val=TEXTS[:40], **options):
 
 def module_of(objective="mlm", seed=0, **options):
     torch.manual_seed(seed)
-    options = {"learning_rate": 3e-3, "scheduler_warmup_steps": 2, "model_config_kwargs": SHAPE, **options}
-    return PretrainingModule(objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options)
+    options = {
+        "learning_rate": 3e-3,
+        "scheduler_warmup_steps": 2,
+        "model_config_kwargs": SHAPE,
+        **options,
+    }
+    return PretrainingModule(
+        objective=objective, pretrained_tokenizer_name_or_path=TOKENIZER, **options
+    )
 
 
 class SaveAt(L.Callback):
@@ -88,7 +101,10 @@ def test_each_objective_trains_and_reports_what_its_loss_means(objective):
 
 def test_bits_per_byte_of_masked_words_count_the_masked_bytes_and_of_a_bound_all_bytes():
     bytes_V = torch.tensor([0.0, 3.0, 5.0, 7.0, 0.0])  # padding, three words, [MASK]
-    batch = {"input_ids": torch.tensor([[1, 4, 3, 0]]), "labels": torch.tensor([[-100, 2, -100, -100]])}
+    batch = {
+        "input_ids": torch.tensor([[1, 4, 3, 0]]),
+        "labels": torch.tensor([[-100, 2, -100, -100]]),
+    }
     assert bytes_scored(batch, bytes_V) == 5
     assert bytes_scored({**batch, "loss_weights": torch.ones(1, 4)}, bytes_V) == 3 + 5 + 7
     positions = {**batch, "label_positions": torch.tensor([[1, 0]])}
@@ -109,7 +125,9 @@ def test_token_bytes_add_up_to_the_text_without_its_spaces_whatever_the_tokenize
     bytes_V = token_bytes(fast, len(fast) + 5)
     assert bytes_V[fast(text)["input_ids"]].sum() == wanted
     assert bytes_V[fast.pad_token_id] == 0 and bytes_V[-5:].sum() == 0
-    assert token_bytes(TOKENIZER, len(TOKENIZER))[TOKENIZER.convert_tokens_to_ids(WORDS[0])] == len(WORDS[0])
+    assert token_bytes(TOKENIZER, len(TOKENIZER))[TOKENIZER.convert_tokens_to_ids(WORDS[0])] == len(
+        WORDS[0]
+    )
 
 
 def test_a_validation_smooths_nothing_so_that_losses_compare():
@@ -118,7 +136,11 @@ def test_a_validation_smooths_nothing_so_that_losses_compare():
         torch.manual_seed(0)
         module = module_of(loss_kwargs={"label_smoothing": smoothing})
         module.configure_model()
-        batch = {"input_ids": (ids := torch.arange(5, 21).view(2, 8)), "attention_mask": torch.ones_like(ids), "labels": ids}
+        batch = {
+            "input_ids": (ids := torch.arange(5, 21).view(2, 8)),
+            "attention_mask": torch.ones_like(ids),
+            "labels": ids,
+        }
         for mode in (True, False):
             module.model.train(mode), module.train(mode)
             losses.append(float(module.label_loss(batch).loss_sum))
@@ -128,11 +150,15 @@ def test_a_validation_smooths_nothing_so_that_losses_compare():
 
 def test_z_loss_is_followed_and_reported_apart_from_the_loss():
     plain, record = fit(module_of(scheduler_warmup_steps=0), data_of(), 1)
-    weighted, with_z = fit(module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(), 1)
+    weighted, with_z = fit(
+        module_of(scheduler_warmup_steps=0, loss_kwargs={"z_weight": 0.5}), data_of(), 1
+    )
     np.testing.assert_array_equal(record.column("loss"), with_z.column("loss"))
     assert "train_z_loss" not in plain.callback_metrics
     # log(vocabulary)^2 / 2 of an untrained model, nats squared
-    assert weighted.callback_metrics["train_z_loss"].item() == pytest.approx(math.log(len(TOKENIZER)) ** 2 / 2, rel=0.1)
+    assert weighted.callback_metrics["train_z_loss"].item() == pytest.approx(
+        math.log(len(TOKENIZER)) ** 2 / 2, rel=0.1
+    )
     assert record.column("gradient_norm")[0] != with_z.column("gradient_norm")[0]
 
 
@@ -146,13 +172,19 @@ def test_accumulated_z_loss_is_that_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
-@pytest.mark.parametrize("headless, objective", [(False, "mlm"), (True, "mlm"), (False, "diffusion")])
-def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind, headless, objective):
+@pytest.mark.parametrize(
+    "headless, objective", [(False, "mlm"), (True, "mlm"), (False, "diffusion")]
+)
+def test_an_encoder_of_transformers_goes_on_from_its_own_weights(
+    tmp_path, kind, headless, objective
+):
     small = dict(vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
                  num_attention_heads=2, max_position_embeddings=64, pad_token_id=0)  # fmt: skip
     name = {"bert": "Bert", "roberta": "Roberta", "modernbert": "ModernBert"}[kind]
     extra = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
-    config = getattr(transformers, f"{name}Config")(**small, **(extra if kind == "modernbert" else {}))
+    config = getattr(transformers, f"{name}Config")(
+        **small, **(extra if kind == "modernbert" else {})
+    )
     torch.manual_seed(0)
     theirs = getattr(transformers, f"{name}{'Model' if headless else 'ForMaskedLM'}")(config).eval()
     theirs.save_pretrained(tmp_path)
@@ -172,7 +204,9 @@ def test_an_encoder_of_transformers_goes_on_from_its_own_weights(tmp_path, kind,
     _, record = fit(module, data_of(objective), 3)
     assert np.isfinite(record.column("loss")).all()
     if objective == "diffusion":
-        text, = generate(module.model.eval(), TOKENIZER, [f"{WORDS[0]} [MASK] {WORDS[1]}"], seed=1)
+        (text,) = generate(
+            module.model.eval(), TOKENIZER, [f"{WORDS[0]} [MASK] {WORDS[1]}"], seed=1
+        )
         assert text.startswith(WORDS[0]) and text.endswith(WORDS[1]) and "[MASK]" not in text
 
 
@@ -182,11 +216,16 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
     first.model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm")
+        later = PretrainingModule(
+            pretrained_model_name_or_path=str(tmp_path), objective="enhanced_mlm"
+        )
     assert "rebuilder" in caplog.text and "begin anew" in caplog.text
     assert later.describe_fresh() in caplog.text
     old, new = first.model.state_dict(), later.model.state_dict()
-    assert all(torch.equal(old[name], new[name]) for name in old) and set(later.fresh) == new.keys() - old.keys()
+    assert (
+        all(torch.equal(old[name], new[name]) for name in old)
+        and set(later.fresh) == new.keys() - old.keys()
+    )
     caplog.clear()
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
@@ -194,7 +233,9 @@ def test_a_model_of_one_objective_goes_on_with_another_and_says_what_is_fresh(tm
 
 
 def test_sophia_gets_the_graph_of_the_gradient_in_the_steps_that_need_it_and_trains():
-    module = module_of(optimizer_class="sophiah", learning_rate=1e-3, optimizer_kwargs={"update_period": 2})
+    module = module_of(
+        optimizer_class="sophiah", learning_rate=1e-3, optimizer_kwargs={"update_period": 2}
+    )
     trainer, record = fit(module, data_of(), 4, accumulate_grad_batches=2)
     state = next(iter(trainer.optimizers[0].state.values()))
     assert np.isfinite(record.column("loss")).all() and any("hessian" in key for key in state)
@@ -211,7 +252,9 @@ def test_sophia_looks_at_the_same_curvature_through_recomputed_activations(mode)
         assert any(hessian.abs().max() > 0 for hessian in hessians)
         return [*module.model.state_dict().values(), *hessians]
 
-    assert all(torch.equal(one, other) for one, other in zip(trained(False), trained(mode), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(trained(False), trained(mode), strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of what it is about to refuse
@@ -226,10 +269,14 @@ def test_what_sophia_is_refused_would_really_fail():
             loss = model(ids, labels=ids).loss
         weights = list(model.parameters())
         slopes = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
-        torch.autograd.grad(sum(s.sum() for s in slopes if s is not None), weights, allow_unused=True)
+        torch.autograd.grad(
+            sum(s.sum() for s in slopes if s is not None), weights, allow_unused=True
+        )
 
     second_derivative(lambda model: checkpoint_activations(model, "full"))
-    with pytest.raises(RuntimeError, match="backward once|is invalid for input"):  # torch 2.9 stumbles sooner
+    with pytest.raises(
+        RuntimeError, match="backward once|is invalid for input"
+    ):  # torch 2.9 stumbles sooner
         second_derivative(lambda model: checkpoint_activations(model, "selected_ops"))
     with pytest.raises(RuntimeError, match="double backward|create_graph"):
         second_derivative(lambda model: compile_layers(model, backend="aot_eager"))
@@ -284,14 +331,23 @@ def test_averages_that_a_trainer_left_on_the_host_follow_their_weights_before_th
         devices = None
 
         def eval(self):
-            self.devices = {p: {name: t.device.type for name, t in s.items()} for p, s in self.state.items()}
+            self.devices = {
+                p: {name: t.device.type for name, t in s.items()} for p, s in self.state.items()
+            }
 
         def train(self):
             pass
 
     optimizer = Averaging([{"params": [far]}, {"params": [here]}], lr=0.1)
-    for p in (far, here):  # as Lightning leaves them when a fit has ended, and weights go back to their device
-        optimizer.state[p] = {"ema": torch.zeros(2), "step": torch.tensor(3.0), "sides": torch.zeros(3, 3)}
+    for p in (
+        far,
+        here,
+    ):  # as Lightning leaves them when a fit has ended, and weights go back to their device
+        optimizer.state[p] = {
+            "ema": torch.zeros(2),
+            "step": torch.tensor(3.0),
+            "sides": torch.zeros(3, 3),
+        }
     with averaged_weights([optimizer]):
         pass
     assert optimizer.devices[far] == {"ema": "meta", "step": "cpu", "sides": "cpu"}
@@ -308,7 +364,9 @@ def test_a_skipped_step_leaves_weights_and_moments_alone(fused):
     weight.grad = torch.full((3,), float("nan"))
     skip_step(optimizer, torch.tensor(True))
     optimizer.step()
-    assert torch.equal(weight, before[0]) and torch.equal(optimizer.state[weight]["exp_avg"], before[1])
+    assert torch.equal(weight, before[0]) and torch.equal(
+        optimizer.state[weight]["exp_avg"], before[1]
+    )
     weight.grad = torch.ones(3)
     skip_step(optimizer, torch.tensor(False))
     optimizer.step()
@@ -341,14 +399,24 @@ def test_guards_are_asked_with_the_loss_and_norm_of_the_whole_batch_and_can_refu
     module = module_of(optimizer_class=optimizer)
     make_trainer(3, "32-true", "cpu", callbacks=[history, guard, weights]).fit(module, data_of())
     assert guard.told == [False, True, False] and module.skipped is not None
-    assert torch.equal(weights.kept[0], weights.kept[1]) and not torch.equal(weights.kept[1], weights.kept[2])
-    np.testing.assert_allclose([a[0] for a in guard.asked], history.record.column("loss"), rtol=1e-6)
+    assert torch.equal(weights.kept[0], weights.kept[1]) and not torch.equal(
+        weights.kept[1], weights.kept[2]
+    )
+    np.testing.assert_allclose(
+        [a[0] for a in guard.asked], history.record.column("loss"), rtol=1e-6
+    )
 
 
 def test_validation_metrics_divide_once_over_all_sets():
     metrics = validation_metrics(torch.tensor([[800.0, 200, 40, 160, 0], [45.0, 9, 2, 9, 0]]))
-    assert metrics["val_loss"] == 845 / 209 and metrics["val_accuracy"].item() == pytest.approx(42 / 169)
-    assert metrics["val_loss_0"] == 4 and metrics["val_loss_1"] == 5 and "val_bits_per_byte" not in metrics
+    assert metrics["val_loss"] == 845 / 209 and metrics["val_accuracy"].item() == pytest.approx(
+        42 / 169
+    )
+    assert (
+        metrics["val_loss_0"] == 4
+        and metrics["val_loss_1"] == 5
+        and "val_bits_per_byte" not in metrics
+    )
 
 
 @pytest.mark.parametrize("options, words", [
@@ -361,7 +429,11 @@ def test_validation_metrics_divide_once_over_all_sets():
     ({"pretrained_tokenizer_name_or_path": "no/where/at/all"}, ["no/where/at/all"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_when_the_module_is_made(options, words):
-    options = {"pretrained_tokenizer_name_or_path": TOKENIZER, "model_config_kwargs": SHAPE, **options}
+    options = {
+        "pretrained_tokenizer_name_or_path": TOKENIZER,
+        "model_config_kwargs": SHAPE,
+        **options,
+    }
     with pytest.raises(ValueError) as caught:
         PretrainingModule(**options)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
@@ -399,7 +471,10 @@ def test_the_compiled_loss_is_the_plain_one_and_scores_that_are_wanted_stay_outs
         runs.append(graph)
         return graph.forward
 
-    model, rule = BertLabForMaskedLM(BertLabConfig(**{**SHAPE, "vocab_size": 50})), LossRule(only_loss=True)
+    model, rule = (
+        BertLabForMaskedLM(BertLabConfig(**{**SHAPE, "vocab_size": 50})),
+        LossRule(only_loss=True),
+    )
     monkeypatch.setattr(heads, "shapes_are_free", lambda values: False)  # as on a GPU
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 50, (3, 8), generator=g)
@@ -428,7 +503,9 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
     g = torch.Generator().manual_seed(0)
     rows = torch.zeros(4, 256, dtype=torch.long)
     for row, lengths in zip(rows, ([100, 156], [256], [30, 1, 200], [5])):
-        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+        row[: sum(lengths)] = torch.arange(1, len(lengths) + 1).repeat_interleave(
+            torch.tensor(lengths)
+        )
     ids = torch.randint(5, 50, rows.shape, generator=g) * (rows > 0)
     labels = ids.masked_fill((torch.rand(rows.shape, generator=g) < 0.8) | (rows == 0), -100)
     batch = {"input_ids": ids.cuda(), "attention_mask": rows.cuda(), "labels": labels.cuda()}
@@ -452,7 +529,13 @@ def test_a_compiled_step_on_a_gpu_has_the_loss_and_the_gradient_of_the_plain_one
 @pytest.mark.parametrize("trained", [False, True])
 def test_compiled_flex_attention_without_gradients_is_that_of_the_plain_kernel(trained):
     "A batch of another size makes a graph of its own, whose tables of blocks torch may lay out as it likes."
-    config = {**SHAPE, "vocab_size": 50, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
+    config = {
+        **SHAPE,
+        "vocab_size": 50,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 256,
+    }
     model, plain = (BertLabForMaskedLM(BertLabConfig(**config, attn_implementation=kernel)).cuda()
                     for kernel in ("flex", "sdpa"))  # fmt: skip
     compile_layers(model)
@@ -462,17 +545,25 @@ def test_compiled_flex_attention_without_gradients_is_that_of_the_plain_kernel(t
         ends = torch.randint(20, 120, (rows, 2), generator=g).cumsum(1)
         numbers = ((torch.arange(256)[None, :, None] >= ends[:, None]).sum(-1) + 1).cuda()
         if trained and rows == 32:
-            model(ids, attention_mask=numbers, labels=ids, loss_rule=LossRule(only_loss=True)).loss.backward()
+            model(
+                ids, attention_mask=numbers, labels=ids, loss_rule=LossRule(only_loss=True)
+            ).loss.backward()
         plain.load_state_dict(model.state_dict())
         with torch.no_grad():
-            found, want = (m.encoder(ids, attention_mask=numbers).last_hidden_state for m in (model, plain))
+            found, want = (
+                m.encoder(ids, attention_mask=numbers).last_hidden_state for m in (model, plain)
+            )
         torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu
 def test_a_compiled_stream_in_16_bits_keeps_the_loss_and_the_direction_of_the_gradient():
     ids = torch.randint(5, 50, (4, 256), generator=torch.Generator().manual_seed(0)).cuda()
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).cumsum(1) // 100 + 1, "labels": ids}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids).cumsum(1) // 100 + 1,
+        "labels": ids,
+    }
     found = {}
     for in_fp32 in (True, False):
         torch.manual_seed(0)
@@ -539,7 +630,9 @@ def test_a_compiled_program_takes_the_angles_of_rotary_positions_and_makes_none(
 
 def test_layers_that_are_compiled_choose_a_kernel_of_static_shapes(monkeypatch):
     seen = []
-    monkeypatch.setattr(encoder, "choose_kernel", lambda setting: seen.append(setting) or ("sdpa", ""))
+    monkeypatch.setattr(
+        encoder, "choose_kernel", lambda setting: seen.append(setting) or ("sdpa", "")
+    )
     module = module_of(model_kwargs={"attn_implementation": "auto"})
     module.configure_model()
     module.model(torch.ones(1, 8, dtype=torch.long))
@@ -598,7 +691,9 @@ def test_flops_leave_out_what_is_frozen(asked, within):
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         model(ids, labels=ids).loss.backward()
-    assert module.num_flops_per_token(8, 1.0) == pytest.approx(counter.get_total_flops() / 16, rel=within)
+    assert module.num_flops_per_token(8, 1.0) == pytest.approx(
+        counter.get_total_flops() / 16, rel=within
+    )
     assert (module.num_flops_per_token(8, 1.0) < 0.95 * everything) == ("objective" not in asked)
 
 
@@ -612,7 +707,10 @@ def test_the_size_of_every_objectives_model_is_known_before_it_is_built(objectiv
     assert told == sum(parameter.numel() for parameter in module.model.parameters())
 
 
-@pytest.mark.parametrize("kwargs, peak_at", [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)])
+@pytest.mark.parametrize(
+    "kwargs, peak_at",
+    [({"warmup_pct": 0.5}, 5), ({"warmup_tokens": 2560, "tokens_per_step": 256}, 10)],
+)
 def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
     module = module_of(scheduler_kwargs=kwargs, scheduler_cooldown_steps=0)
     _, record = fit(module, data_of(), 10)
@@ -620,7 +718,9 @@ def test_a_schedule_may_be_given_in_shares_or_tokens(kwargs, peak_at):
     assert rates[peak_at - 1] == pytest.approx(3e-3) and rates[peak_at - 2] < 3e-3
 
 
-@pytest.mark.parametrize("overrides", [{"*embeddings*": {"lr": 1e-5}}, {"*embeddings*": {"lr": 0.01}}])
+@pytest.mark.parametrize(
+    "overrides", [{"*embeddings*": {"lr": 1e-5}}, {"*embeddings*": {"lr": 0.01}}]
+)
 def test_the_rate_that_is_logged_is_the_run_s_and_not_that_of_an_override(overrides):
     module = module_of(parameter_overrides=overrides, scheduler_warmup_steps=0)
     trainer, record = fit(module, data_of(), 2)
@@ -649,7 +749,9 @@ def test_an_option_with_a_place_of_its_own_is_refused_where_nobody_would_read_it
 
 def decayed(groups, lr, weight_decay=0.0):
     "Somebody's own optimizer, which reads a decay of its own."
-    return torch.optim.SGD([{"params": group["params"], "weight_decay": weight_decay} for group in groups], lr)
+    return torch.optim.SGD(
+        [{"params": group["params"], "weight_decay": weight_decay} for group in groups], lr
+    )
 
 
 class HandsOn(torch.optim.AdamW):
@@ -668,19 +770,36 @@ class Fixed(torch.optim.SGD):
     "One that sets the decay of its groups."
 
     def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__([{**group, "weight_decay": weight_decay} for group in params], lr, weight_decay=weight_decay)
+        super().__init__(
+            [{**group, "weight_decay": weight_decay} for group in params],
+            lr,
+            weight_decay=weight_decay,
+        )
 
 
 @pytest.mark.parametrize("asked", [0.0, 0.3, 0.5])
 def test_a_decay_that_an_optimizer_of_ones_own_hands_on_to_torch_is_refused(asked):
-    build = lambda own: pretraining_optimizer(module.model, module_of(optimizer_class=own, optimizer_kwargs={  # noqa: E731
-        "weight_decay": asked}).hparams, 10)["optimizer"]
+    build = lambda own: pretraining_optimizer(
+        module.model,
+        module_of(
+            optimizer_class=own,
+            optimizer_kwargs={  # noqa: E731
+                "weight_decay": asked
+            },
+        ).hparams,
+        10,
+    )["optimizer"]
     module = module_of()
     module.configure_model()
     for own in (HandsOn, "test_modules.HandsOn"):
-        with pytest.raises(ValueError, match=f"weight_decay={asked}, which is not read there: say .* beside optimizer_kwargs"):
+        with pytest.raises(
+            ValueError,
+            match=f"weight_decay={asked}, which is not read there: say .* beside optimizer_kwargs",
+        ):
             build(own)
-    assert build(DecaysItself).decay == asked and {group["weight_decay"] for group in build(Fixed).param_groups} == {asked}
+    assert build(DecaysItself).decay == asked and {
+        group["weight_decay"] for group in build(Fixed).param_groups
+    } == {asked}
 
 
 @pytest.mark.parametrize("own", [decayed, "test_modules.decayed"])
@@ -690,7 +809,9 @@ def test_an_optimizer_of_ones_own_takes_a_decay_among_its_options(own):
     optimizer = pretraining_optimizer(module.model, module.hparams, 10)["optimizer"]
     assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25}
     with pytest.raises(ValueError, match="learning_rate=0.1 beside"):
-        pretraining_optimizer(module.model, module_of(optimizer_class=own, optimizer_kwargs={"lr": 0.1}).hparams, 10)
+        pretraining_optimizer(
+            module.model, module_of(optimizer_class=own, optimizer_kwargs={"lr": 0.1}).hparams, 10
+        )
 
 
 def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
@@ -701,7 +822,9 @@ def test_weights_under_other_names_go_on_by_a_mapping(tmp_path):
     first.model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("encoder.blocks", "encoder.stack"): weight for name, weight in weights.items()}
+    renamed = {
+        name.replace("encoder.blocks", "encoder.stack"): weight for name, weight in weights.items()
+    }
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     later = PretrainingModule(pretrained_model_name_or_path=str(tmp_path),
                               load_key_mapping={"encoder.blocks.*": "encoder.stack.*"})  # fmt: skip
@@ -737,12 +860,16 @@ def published(place, tokenizer=TOKENIZER, rows=len(TOKENIZER), **settings):
     (with_words({LAST + 1: "more"}), [f"{LAST + 2} ids", f"vocab_size={LAST + 1}", "extend"]),
 ], ids=["moved", "apart", "larger"])  # fmt: skip
 @pytest.mark.parametrize("later", ["cpu", "meta"])
-def test_a_model_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tokenizer, words, later, tmp_path, monkeypatch):
+def test_a_model_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(
+    tokenizer, words, later, tmp_path, monkeypatch
+):
     place = published(tmp_path)
     monkeypatch.setattr(modules, "continued_model", lambda *_: pytest.fail("its weights were read"))
     words = [word for word in words if word != "is id"] + [place, "bertlab tokenizer transplant"]
     with pytest.raises(ValueError) as told, torch.device(later):
-        PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer)
+        PretrainingModule(
+            pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer
+        )
     assert all(word in str(told.value) for word in words) and "\n" not in str(told.value)
     assert "model_config_kwargs" not in str(told.value), "nobody gave it a size"
 
@@ -752,7 +879,9 @@ def test_a_model_does_not_go_on_under_a_tokenizer_whose_ids_are_other_pieces(tok
 ], ids=["same", "its own", "smaller", "larger", "renamed"])  # fmt: skip
 def test_a_model_goes_on_with_fewer_or_more_pieces_where_each_has_its_row(tokenizer, tmp_path):
     place = published(tmp_path, rows=len(TOKENIZER) + 3)
-    module = PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer)
+    module = PretrainingModule(
+        pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=tokenizer
+    )
     assert module.config.vocab_size == len(TOKENIZER) + 3
 
 
@@ -761,7 +890,10 @@ def test_weights_alone_go_on_under_any_tokenizer_that_has_rows(tmp_path):
     other = word_tokenizer([word.upper() for word in WORDS])
     PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=other)
     with pytest.raises(ValueError, match="take the tokenizer that it was trained with"):
-        PretrainingModule(pretrained_model_name_or_path=place, pretrained_tokenizer_name_or_path=with_words({LAST + 1: "more"}))
+        PretrainingModule(
+            pretrained_model_name_or_path=place,
+            pretrained_tokenizer_name_or_path=with_words({LAST + 1: "more"}),
+        )
 
 
 def test_special_ids_of_a_continued_model_are_those_of_its_tokenizer(tmp_path):
@@ -780,15 +912,26 @@ def test_a_roberta_under_another_padding_goes_on_and_is_written_as_what_counts_a
         vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=66, type_vocab_size=1, initializer_range=0.2)  # fmt: skip
     transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path / "theirs")
-    module = PretrainingModule(pretrained_model_name_or_path=tmp_path / "theirs", pretrained_tokenizer_name_or_path=tokenizer)
-    assert (module.config.pad_token_id, module.config.position_offset) == (tokenizer.pad_token_id, 2)
+    module = PretrainingModule(
+        pretrained_model_name_or_path=tmp_path / "theirs",
+        pretrained_tokenizer_name_or_path=tokenizer,
+    )
+    assert (module.config.pad_token_id, module.config.position_offset) == (
+        tokenizer.pad_token_id,
+        2,
+    )
     model = module.model.eval()
     save_model(model, tokenizer, tmp_path / "written")
     theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "written").eval()
-    batch = tokenizer(["\u2603 a \u2603 b c", "d"], padding=True, return_tensors="pt")  # [UNK] has id 1
+    batch = tokenizer(
+        ["\u2603 a \u2603 b c", "d"], padding=True, return_tensors="pt"
+    )  # [UNK] has id 1
     mask = batch["attention_mask"].bool()
     with torch.no_grad():
-        found, expected = theirs(**batch).logits[mask], model(batch["input_ids"], batch["attention_mask"]).logits[mask]
+        found, expected = (
+            theirs(**batch).logits[mask],
+            model(batch["input_ids"], batch["attention_mask"]).logits[mask],
+        )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
@@ -799,7 +942,9 @@ def test_weights_that_do_not_fit_are_refused_by_a_mapping_as_without_one(tmp_pat
             PretrainingModule({"intermediate_size": 48}, place, **options)
         assert "\n" not in str(told.value)
     with pytest.raises(ValueError, match="head.norm.weight"):  # no setting is to blame
-        PretrainingModule(None, place, load_key_mapping={"head.norm.weight": "encoder.embeddings.tokens.weight"})
+        PretrainingModule(
+            None, place, load_key_mapping={"head.norm.weight": "encoder.embeddings.tokens.weight"}
+        )
 
 
 @pytest.mark.parametrize("kind, told, lost", [
@@ -812,7 +957,10 @@ def test_weights_that_do_not_fit_are_refused_by_a_mapping_as_without_one(tmp_pat
 @pytest.mark.parametrize("later", ["cpu", "meta"])
 def test_settings_do_not_throw_trained_weights_away(kind, told, lost, options, later, tmp_path):
     place = published(tmp_path, num_hidden_layers=2, **kind)
-    with pytest.raises(ValueError, match=f"weights? of .*{lost}.*lost") as refused, torch.device(later):
+    with (
+        pytest.raises(ValueError, match=f"weights? of .*{lost}.*lost") as refused,
+        torch.device(later),
+    ):
         PretrainingModule(told, place, **options)
     assert next(iter(told)) in str(refused.value) and "\n" not in str(refused.value)
 
@@ -820,13 +968,26 @@ def test_settings_do_not_throw_trained_weights_away(kind, told, lost, options, l
 @pytest.mark.parametrize("later", ["cpu", "meta"])
 def test_what_another_objective_or_no_head_leaves_behind_is_no_loss(later, tmp_path):
     torch.manual_seed(0)
-    enhanced = BertLabForEnhancedMaskedLM(BertLabConfig(**{**CONFIG, "vocab_size": len(TOKENIZER), "decoder_bias": True}))
+    enhanced = BertLabForEnhancedMaskedLM(
+        BertLabConfig(**{**CONFIG, "vocab_size": len(TOKENIZER), "decoder_bias": True})
+    )
     enhanced.save_pretrained(tmp_path / "enhanced")
     enhanced.encoder.save_pretrained(tmp_path / "headless")
-    for name, settings in (("enhanced", {"mlp_dropout": 0.1}), ("headless", {"decoder_bias": False})):
+    for name, settings in (
+        ("enhanced", {"mlp_dropout": 0.1}),
+        ("headless", {"decoder_bias": False}),
+    ):
         TOKENIZER.save_pretrained(tmp_path / name)
         state = torch.get_rng_state()
-        assert find_lost(tmp_path / name, "mlm", enhanced.config, BertLabConfig(**{**enhanced.config.to_diff_dict(), **settings})) == []
+        assert (
+            find_lost(
+                tmp_path / name,
+                "mlm",
+                enhanced.config,
+                BertLabConfig(**{**enhanced.config.to_diff_dict(), **settings}),
+            )
+            == []
+        )
         assert torch.equal(state, torch.get_rng_state()), "looking draws no numbers"
         with torch.device(later):
             module = PretrainingModule(settings, str(tmp_path / name))
@@ -841,11 +1002,15 @@ def test_float8_and_a_budget_say_what_they_need(tmp_path):
         module_of(gradient_checkpointing={"mode": "budget", "budget": 0.5}, compile_model=False)
 
 
-@pytest.mark.parametrize("setting", [True, "selected_ops", {"mode": "selected_blocks", "interval": 2}])
+@pytest.mark.parametrize(
+    "setting", [True, "selected_ops", {"mode": "selected_blocks", "interval": 2}]
+)
 def test_activation_checkpointing_changes_no_loss(setting):
     dropout = {**SHAPE, "hidden_dropout": 0.1}
     _, plain = fit(module_of(model_config_kwargs=dropout), data_of(), 3)
-    _, less = fit(module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3)
+    _, less = fit(
+        module_of(model_config_kwargs=dropout, gradient_checkpointing=setting), data_of(), 3
+    )
     np.testing.assert_array_equal(plain.column("loss"), less.column("loss"))
 
 
@@ -860,7 +1025,9 @@ def test_rate_and_warmup_follow_from_where_the_weights_come_from_and_from_the_ru
     TOKENIZER.save_pretrained(tmp_path)
     continued = PretrainingModule(pretrained_model_name_or_path=str(tmp_path))
     assert continued.hparams.learning_rate == 5e-5
-    assert fresh.hparams.learning_rate == min(3e-3, 5e-4 * 768 / fresh.config.hidden_size), "narrower is faster"
+    assert fresh.hparams.learning_rate == min(3e-3, 5e-4 * 768 / fresh.config.hidden_size), (
+        "narrower is faster"
+    )
     _, record = fit(module_of(scheduler_warmup_steps=None), data_of(), 50)
     rates = record.column("learning_rate")
     assert (rates == rates.max()).argmax() == 2, "the third of 50 updates has the peak: 6 %"
@@ -887,7 +1054,9 @@ def test_a_setting_that_cannot_be_is_one_sentence_when_the_module_is_made(option
 
 @pytest.mark.parametrize("ours, theirs", [("diffusion", "mlm"), ("mlm", "diffusion"), ("enhanced_mlm", "mlm"),
                                           ("mlm", "enhanced_mlm"), ("diffusion", "enhanced_mlm")])  # fmt: skip
-def test_module_and_data_of_two_objectives_are_refused_at_fit_with_a_data_module_and_without(ours, theirs):
+def test_module_and_data_of_two_objectives_are_refused_at_fit_with_a_data_module_and_without(
+    ours, theirs
+):
     data = data_of(theirs)
     with pytest.raises(ValueError, match=f"{theirs!r}.*{ours!r}"):
         fit(module_of(ours), data)
@@ -926,7 +1095,9 @@ def test_bits_per_byte_of_a_plain_mean_are_of_what_is_hidden():
     found = {}
     for plain in (False, True):
         options = {"plain_mean": plain, "learning_rate": 0.0}  # of an untrained model
-        found[plain] = fit(module_of("diffusion", **options), data_of("diffusion"), 2)[1].validation[-1]
+        found[plain] = fit(module_of("diffusion", **options), data_of("diffusion"), 2)[
+            1
+        ].validation[-1]
     # Words cost alike, hidden or not; the bound is wider, for it weighs few labels by 1 / t.
     bits = [found[plain]["val_bits_per_byte"] / found[plain]["val_loss"] for plain in (True, False)]
     assert bits[0] == pytest.approx(bits[1], rel=0.1)
@@ -935,8 +1106,14 @@ def test_bits_per_byte_of_a_plain_mean_are_of_what_is_hidden():
 def test_bytes_are_counted_exactly_in_16_bits():
     bytes_V = torch.tensor([0.0, 3.0, 7.0], dtype=torch.float16)
     ids = torch.full((203, 127), 2)
-    for more, values_V in (({}, bytes_V), ({"loss_weights": ids}, bytes_V.bfloat16())):  # more than float16 holds
-        assert bytes_scored({"input_ids": ids, "labels": ids, **more}, values_V).item() == 7 * ids.numel()
+    for more, values_V in (
+        ({}, bytes_V),
+        ({"loss_weights": ids}, bytes_V.bfloat16()),
+    ):  # more than float16 holds
+        assert (
+            bytes_scored({"input_ids": ids, "labels": ids, **more}, values_V).item()
+            == 7 * ids.numel()
+        )
 
 
 # --- one's own parts ------------------------------------------------------------------------------------
@@ -951,7 +1128,9 @@ def test_own_optimizer_schedule_and_overrides_reach_the_run():
     trainer, record = fit(module, data_of(), 2)
     assert type(trainer.optimizers[0]) is torch.optim.NAdam
     rates = {round(group["initial_lr"], 6) for group in trainer.optimizers[0].param_groups}
-    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.005), "half of its own peak"
+    assert rates == {0.01, 0.001} and record.column("learning_rate")[0] == pytest.approx(0.005), (
+        "half of its own peak"
+    )
     timed = module_of(schedule="time_budget", scheduler_kwargs={"budget": "1h"})
     trainer, _ = fit(timed, data_of(), 2)
     assert type(trainer.lr_scheduler_configs[0].scheduler).__name__ == "TimeBudgetLR"
@@ -975,7 +1154,9 @@ def test_the_budget_of_a_schedule_is_known_however_the_schedule_is_named(schedul
 
 
 def test_a_run_ends_with_its_budget_of_tokens_and_its_schedule_knows():
-    module = module_of(budget_tokens=5 * 8 * 32 + 3, scheduler_kwargs={"decay_pct": 0.6}, scheduler_warmup_steps=0)
+    module = module_of(
+        budget_tokens=5 * 8 * 32 + 3, scheduler_kwargs={"decay_pct": 0.6}, scheduler_warmup_steps=0
+    )
     trainer, record = fit(module, data_of(), 100)
     assert trainer.global_step == 5
     np.testing.assert_allclose(record.column("learning_rate") / 3e-3, [1, 1, 1, 2 / 3, 1 / 3])
@@ -988,7 +1169,12 @@ def test_a_resume_takes_no_step_that_the_budget_does_not_pay_for(tmp_path, capsy
     trainer, _ = fit(module_of(budget_tokens=3 * 8 * 32), data_of(), 10)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
     resumed = make_trainer(10, "32-true", "cpu", callbacks=[History()])
-    resumed.fit(module_of(budget_tokens=3 * 8 * 32), data_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    resumed.fit(
+        module_of(budget_tokens=3 * 8 * 32),
+        data_of(),
+        ckpt_path=tmp_path / "end.ckpt",
+        weights_only=True,
+    )
     assert resumed.global_step == 3 and "budget_tokens=768" in why_stopped(resumed)
     assert capsys.readouterr().out.count("stopping after step 3: the budget") == 2
     whole, _ = fit(module_of(budget_tokens="1M"), data_of(), 2)
@@ -1006,7 +1192,10 @@ def test_a_run_in_epochs_that_is_cut_off_within_one_goes_on_with_its_next_rows(t
     rest = make_trainer(1000, callbacks=[history], **kept)
     rest.fit(module_of(seed=1), data_of(), ckpt_path=saving.path, weights_only=True)
     assert rest.global_step == total
-    assert history.record.column("loss").tolist() == record.column("loss")[-(total // 2 - 2) :].tolist()
+    assert (
+        history.record.column("loss").tolist()
+        == record.column("loss")[-(total // 2 - 2) :].tolist()
+    )
 
 
 # --- what is kept ---------------------------------------------------------------------------------------
@@ -1023,7 +1212,9 @@ def test_the_test_split_is_scored_with_the_averaged_weights_that_validation_uses
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", torch.optim.NAdam])
-def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_with(tmp_path, optimizer):
+def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_with(
+    tmp_path, optimizer
+):
     first = module_of()
     first.configure_model()
     first.model.save_pretrained(tmp_path / "start")
@@ -1036,25 +1227,35 @@ def test_a_checkpoint_loads_with_weights_only_and_without_what_the_run_began_wit
     torch.load(tmp_path / "run.ckpt", weights_only=True)
     loaded = PretrainingModule.load_from_checkpoint(tmp_path / "run.ckpt")
     ours, theirs = module.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
     assert loaded.hparams.learning_rate == module.hparams.learning_rate
 
 
 def test_a_series_beside_a_modelcheckpoint_removes_its_own_directories_and_no_other(tmp_path):
     keeper = ModelCheckpoint(tmp_path / "best", every_n_train_steps=1, save_top_k=-1)
     series = CheckpointSeries(tmp_path / "series", every_steps=1, keep_last=2)
-    make_trainer(4, "32-true", "cpu", callbacks=[History(), keeper, series]).fit(module_of(), data_of())
+    make_trainer(4, "32-true", "cpu", callbacks=[History(), keeper, series]).fit(
+        module_of(), data_of()
+    )
     names = sorted(path.name for path in (tmp_path / "series").iterdir())
     assert names == ["step-00000003", "step-00000003.ckpt", "step-00000004", "step-00000004.ckpt"]
     assert len([path for path in (tmp_path / "best").iterdir() if path.is_dir()]) == 4
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpoint(tmp_path, wanted):
+def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpoint(
+    tmp_path, wanted
+):
     def train(keep, **options):
         torch.manual_seed(1)
         module, history = module_of(save_directories=wanted, **options), History()
-        keeper = [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")] * keep
+        keeper = [
+            ModelCheckpoint(
+                tmp_path, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max"
+            )
+        ] * keep
         trainer = L.Trainer(max_steps=4, accelerator="cpu", logger=False, enable_progress_bar=False,
                             enable_checkpointing=bool(keep), callbacks=[history, *keeper], limit_val_batches=0)  # fmt: skip
         trainer.fit(module, data_of())
@@ -1067,17 +1268,32 @@ def test_a_plain_trainer_leaves_a_directory_for_transformers_beside_each_checkpo
     directories = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert directories == ([name.removesuffix(".ckpt") for name in kept] if wanted else [])
     if wanted:
-        theirs = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / directories[-1]).eval()
+        theirs = transformers.AutoModelForMaskedLM.from_pretrained(
+            tmp_path / directories[-1]
+        ).eval()
         batch = TOKENIZER(TEXTS[0], return_tensors="pt")
         keys = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        torch.testing.assert_close(theirs(**keys).logits, module.model.eval()(**keys).logits, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            theirs(**keys).logits, module.model.eval()(**keys).logits, atol=1e-5, rtol=1e-4
+        )
         np.testing.assert_array_equal(losses, train(0, **dropout)[1])  # no generator was moved
 
 
-def test_checkpoints_in_shards_have_no_directories_beside_them_and_the_run_says_so(tmp_path, recwarn):
-    for more, words in (([], ["add ModelDirectories"]), ([ModelDirectories(tmp_path, TOKENIZER, 1)], [])):
+def test_checkpoints_in_shards_have_no_directories_beside_them_and_the_run_says_so(
+    tmp_path, recwarn
+):
+    for more, words in (
+        ([], ["add ModelDirectories"]),
+        ([ModelDirectories(tmp_path, TOKENIZER, 1)], []),
+    ):
         module = module_of()
-        module.trainer = make_trainer(1, "32-true", "cpu", strategy="fsdp-shards", callbacks=[ModelCheckpoint(tmp_path), *more])
+        module.trainer = make_trainer(
+            1,
+            "32-true",
+            "cpu",
+            strategy="fsdp-shards",
+            callbacks=[ModelCheckpoint(tmp_path), *more],
+        )
         module.setup("fit")
         said = [str(one.message) for one in recwarn.list if "in shards" in str(one.message)]
         assert len(said) == len(words) and all(word in line for line, word in zip(said, words))
@@ -1096,17 +1312,31 @@ def test_a_bert_whose_configuration_names_no_ends_takes_them_from_its_tokenizer(
     tokenizer.save_pretrained(tmp_path)
     module = PretrainingModule(pretrained_model_name_or_path=str(tmp_path), objective="diffusion")
     for config in (module.config, module.model.config):
-        assert (config.cls_token_id, config.sep_token_id) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+        assert (config.cls_token_id, config.sep_token_id) == (
+            tokenizer.cls_token_id,
+            tokenizer.sep_token_id,
+        )
 
 
 def test_a_default_rate_is_of_the_optimizers_scale_or_a_warning_asks_for_one(recwarn):
-    rate_of = lambda name, rate=None: module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate  # noqa: E731
+    rate_of = lambda name, rate=None: (
+        module_of(optimizer_class=name, learning_rate=rate).hparams.learning_rate
+    )  # noqa: E731
     rates = {name: rate_of(name) for name in ("adamw", "muon", "lion", torch.optim.NAdam)}
-    assert rates["adamw"] == rates["muon"] == rates[torch.optim.NAdam] == peak_rate(SHAPE["hidden_size"])
+    assert (
+        rates["adamw"]
+        == rates["muon"]
+        == rates[torch.optim.NAdam]
+        == peak_rate(SHAPE["hidden_size"])
+    )
     assert rates["lion"] == pytest.approx(rates["adamw"] / 5)
     assert rate_of("sgd", 0.3) == 0.3
     assert not [one for one in recwarn if "learning_rate" in str(one.message)]
-    with pytest.warns(UserWarning, match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: name one"):
+    with pytest.warns(
+        UserWarning, match=r"learning_rate=\S+ is a rate of AdamW.*sgd have another scale: name one"
+    ):
         rate_of("sgd")
-    with pytest.warns(UserWarning, match="galore have another scale"):  # 0.01 in its paper, of a hidden matrix
+    with pytest.warns(
+        UserWarning, match="galore have another scale"
+    ):  # 0.01 in its paper, of a hidden matrix
         rate_of("galore")

@@ -49,11 +49,23 @@ def test_documents_are_counted_by_their_length(rows):
     assert count_lengths(torch.tensor(rows)).tolist() == lengths_by_hand(rows)
 
 
-@pytest.mark.parametrize("row, expected", [
-    ([0, 0, 0], [0, 0, 0, 0]), ([1, 1, 1], [0, 0, 0, 1]), ([1, 1, 0], [0, 0, 1, 0]), ([1, 2, 3], [0, 3, 0, 0])])
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ([0, 0, 0], [0, 0, 0, 0]),
+        ([1, 1, 1], [0, 0, 0, 1]),
+        ([1, 1, 0], [0, 0, 1, 0]),
+        ([1, 2, 3], [0, 3, 0, 0]),
+    ],
+)
 def test_blank_rows_and_ordinary_masks_are_counted_too(row, expected):
     assert count_lengths(torch.tensor([row])).tolist() == expected
-    assert count_lengths(torch.tensor([row]).bool().int() if max(row) < 2 else torch.tensor([row])).tolist() == expected
+    assert (
+        count_lengths(
+            torch.tensor([row]).bool().int() if max(row) < 2 else torch.tensor([row])
+        ).tolist()
+        == expected
+    )
 
 
 def test_a_batch_costs_what_its_documents_cost_one_by_one():
@@ -112,7 +124,12 @@ def test_tokens_positions_and_operations_of_an_interval_are_those_of_its_batches
         seen = batches[start * window : end * window]
         assert interval.tokens == sum(int((b["attention_mask"] > 0).sum()) for b in seen)
         assert interval.positions == sum(b["input_ids"].numel() for b in seen) > interval.tokens
-        lengths = [row.count(d) for b in seen for row in b["attention_mask"].tolist() for d in set(row) - {0}]
+        lengths = [
+            row.count(d)
+            for b in seen
+            for row in b["attention_mask"].tolist()
+            for d in set(row) - {0}
+        ]
         labels = sum(int((b["labels"] != -100).sum()) for b in seen)
         cost = sum(n * config.flops_per_token(n, 0) for n in lengths)
         cost += labels * (config.flops_per_token(1, 1) - config.flops_per_token(1, 0))
@@ -129,9 +146,15 @@ def test_a_row_that_processes_share_counts_once_and_so_do_its_labels():
     def operations(tensor, context, labels):  # of 2 processes, each with the whole row
         monitor = Throughput()
         monitor._flops, monitor._last = StepFlops(BertLabConfig(**CONFIG).flops_per_token), (0.0, 0)
-        monitor._counts, monitor._tokens, monitor._num_labels = {8: torch.bincount(torch.tensor([8]))}, 8, labels
+        monitor._counts, monitor._tokens, monitor._num_labels = (
+            {8: torch.bincount(torch.tensor([8]))},
+            8,
+            labels,
+        )
         monitor._positions = 8
-        strategy = SimpleNamespace(root_device="cpu", tensor=tensor, reduce=lambda mine, reduce_op: 2 * mine)
+        strategy = SimpleNamespace(
+            root_device="cpu", tensor=tensor, reduce=lambda mine, reduce_op: 2 * mine
+        )
         trainer = SimpleNamespace(strategy=strategy, world_size=2, global_step=1,
                                   distributed_sampler_kwargs={"num_replicas": 2 // (tensor * context)})  # fmt: skip
         return monitor.take(trainer)
@@ -143,7 +166,9 @@ def test_a_row_that_processes_share_counts_once_and_so_do_its_labels():
 
 
 def test_one_process_that_drives_several_devices_is_compared_with_the_peak_of_all():
-    many = SimpleNamespace(strategy=SimpleNamespace(mesh=SimpleNamespace(size=lambda: 8)), world_size=1)
+    many = SimpleNamespace(
+        strategy=SimpleNamespace(mesh=SimpleNamespace(size=lambda: 8)), world_size=1
+    )
     assert count_devices(many) == 8  # as a TPU's process does
     assert count_devices(SimpleNamespace(strategy=SimpleNamespace(), world_size=4)) == 4
 
@@ -152,7 +177,9 @@ def test_the_window_slides_over_the_last_steps_only():
     monitor = Kept(every_steps=2, window_steps=4, device_peak_flops=1e12)
     train(Texts(), 12, [monitor])
     last = monitor.intervals[-2:]
-    tokens, seconds, flops = (sum(getattr(i, key) for i in last) for key in ("tokens", "seconds", "flops"))
+    tokens, seconds, flops = (
+        sum(getattr(i, key) for i in last) for key in ("tokens", "seconds", "flops")
+    )
     assert monitor.rows[-1]["tokens_per_second"] == pytest.approx(tokens / seconds)
     assert monitor.rows[-1]["mfu"] == pytest.approx(flops / seconds / 1e12)
     assert monitor.peak == (1e12, "given")
@@ -231,7 +258,9 @@ def test_values_reach_the_logger_at_their_own_steps_and_the_callback_metrics(tmp
     monitor = Throughput(every_steps=3)
     logger = get_logger("csv", tmp_path, "trial")
     seed_everything(0)
-    trainer = make_trainer(7, callbacks=[monitor], accelerator="cpu", logger=logger)  # logs every 50
+    trainer = make_trainer(
+        7, callbacks=[monitor], accelerator="cpu", logger=logger
+    )  # logs every 50
     trainer.fit(tiny(), Texts())
     assert trainer.callback_metrics["tokens_per_second"].item() == pytest.approx(
         monitor.rows[-1]["tokens_per_second"], rel=1e-6)  # fmt: skip
@@ -264,13 +293,17 @@ def test_a_second_session_does_not_delete_the_log_of_the_first(tmp_path):
     assert len(list(tmp_path.rglob("metrics.csv"))) == 2
 
 
-def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_line(monkeypatch, tmp_path):
+def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_line(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr("bertlab.train.monitors.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="'wandb' needs the package wandb: pip install wandb"):
         get_logger("wandb", tmp_path)
     with pytest.raises(ImportError, match="'tensorboard' needs the package tensorboard"):
         get_logger(["csv", "tensorboard"], tmp_path)
-    with pytest.raises(ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb, trackio"):
+    with pytest.raises(
+        ValueError, match="'mlflow' is unknown; choose one of csv, tensorboard, wandb, trackio"
+    ):
         get_logger("mlflow", tmp_path)
     with pytest.raises(ImportError, match="needs the package rich"):
         get_progress("rich")
@@ -278,7 +311,12 @@ def test_a_logger_without_its_package_or_without_a_name_we_know_is_one_clear_lin
 
 def test_progress_has_a_name_and_says_what_it_needs():
     history = History()
-    kinds = {"auto": RunProgress, "plain": RunProgress, "tqdm": TQDMProgressBar, "rich": RichProgressBar}
+    kinds = {
+        "auto": RunProgress,
+        "plain": RunProgress,
+        "tqdm": TQDMProgressBar,
+        "rich": RichProgressBar,
+    }
     assert {name: type(get_progress(name, history)[0]) for name in kinds} == kinds
     assert get_progress("none") == []
     with pytest.raises(ValueError, match="reads a History"):
@@ -306,14 +344,29 @@ def test_trackio_gets_the_numbers_and_a_run_that_goes_on_stays_one_run(tmp_path,
 
     assert TRACKIO_DIR.is_relative_to(tmp_path), "imported before: another test took it"
     for _ in range(2):  # the second goes on where the first stopped, in the same directory
-        train(Texts(), 3, [Throughput(every_steps=1)], logger=get_logger("trackio", tmp_path / "first" / "logs", ""))
-    train(Texts(), 3, [Throughput(every_steps=1)], logger=get_logger(["csv", "trackio"], tmp_path / "second" / "logs", ""))
+        train(
+            Texts(),
+            3,
+            [Throughput(every_steps=1)],
+            logger=get_logger("trackio", tmp_path / "first" / "logs", ""),
+        )
+    train(
+        Texts(),
+        3,
+        [Throughput(every_steps=1)],
+        logger=get_logger(["csv", "trackio"], tmp_path / "second" / "logs", ""),
+    )
     runs = SQLiteStorage.get_runs("bertlab")
     assert sorted(run.rpartition("-")[0] for run in runs) == ["first", "second"]
     for run, sessions in zip(sorted(runs), (2, 1)):
         rows = SQLiteStorage.get_logs("bertlab", run)
         assert [row["step"] for row in rows if "tokens_per_second" in row] == [2, 3] * sessions
-        assert json.loads((tmp_path / run.rpartition("-")[0] / "logs" / "trackio.json").read_text())["run"] == run
+        assert (
+            json.loads((tmp_path / run.rpartition("-")[0] / "logs" / "trackio.json").read_text())[
+                "run"
+            ]
+            == run
+        )
 
 
 class SlowValidation(Callback):
@@ -358,26 +411,37 @@ class SlowModels(ModelDirectories):
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("pause", ["checkpoint", "lightning's checkpoint", "validation", "question", "model"])
+@pytest.mark.parametrize(
+    "pause", ["checkpoint", "lightning's checkpoint", "validation", "question", "model"]
+)
 def test_waiting_for_a_batch_is_on_every_clock_whatever_comes_before_it_and_the_pause_is_on_none(
-        pause, tmp_path, monkeypatch):
+    pause, tmp_path, monkeypatch
+):
     parts = {"checkpoint": [RunCheckpoint(tmp_path / "last.ckpt", every_steps=1), SlowSaving()],
              "lightning's checkpoint": [ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1), SlowSaving()],
              "validation": [SlowValidation()], "question": [Pauses()], "model": [SlowModels(tmp_path, None, 1)]}  # fmt: skip
     data, history, throughput = Texts(), History(), Throughput(1)
     quick = type(data.collator).__call__
-    monkeypatch.setattr(type(data.collator), "__call__", lambda *given: [time.sleep(0.05), quick(*given)][1])
+    monkeypatch.setattr(
+        type(data.collator), "__call__", lambda *given: [time.sleep(0.05), quick(*given)][1]
+    )
     seed_everything(0)
     trainer = make_trainer(11, "32-true", "cpu", val_check_steps=1 if pause == "validation" else None,
                            callbacks=[history, throughput, *parts[pause]])  # fmt: skip
     begun = time.perf_counter()
     trainer.fit(tiny(), data)
-    most = time.perf_counter() - begun - 11 * (trainer.num_val_batches[0] * 0.05 if pause == "validation" else 0.2)
+    most = (
+        time.perf_counter()
+        - begun
+        - 11 * (trainer.num_val_batches[0] * 0.05 if pause == "validation" else 0.2)
+    )
     for clock in (history, throughput):
         assert 10 * 0.05 <= clock.totals()[1] < most, "the first batch is there before the clock"
     seconds = clock.totals()[1]
     time.sleep(0.1)
-    assert clock.totals()[1] == seconds == pytest.approx(history.totals()[1], abs=0.2), "training is over"
+    assert clock.totals()[1] == seconds == pytest.approx(history.totals()[1], abs=0.2), (
+        "training is over"
+    )
 
 
 def test_the_sanity_check_is_no_validation_of_the_run():
@@ -391,7 +455,9 @@ def test_the_tokens_of_a_written_history_are_those_of_all_processes(tmp_path):
     record.write_csv(tmp_path / "history.csv", readers=8)
     with open(tmp_path / "history.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [float(row["tokens"]) for row in rows] == [2480, 4960] and [row["seconds"] for row in rows] == ["0.4", "0.8"]
+    assert [float(row["tokens"]) for row in rows] == [2480, 4960] and [
+        row["seconds"] for row in rows
+    ] == ["0.4", "0.8"]
 
 
 def test_validations_are_part_of_the_time_left_and_show_how_far_they_are(capsys):
@@ -409,7 +475,9 @@ def test_validations_are_part_of_the_time_left_and_show_how_far_they_are(capsys)
     trainer.fit(tiny(), Texts(batch_size=2))
     end, said = time.perf_counter(), capsys.readouterr().out
     batches = trainer.num_val_batches[0]
-    at, estimate = left[7]  # one validation is measured; two more lie before the last step, and one at it
+    at, estimate = left[
+        7
+    ]  # one validation is measured; two more lie before the last step, and one at it
     validations = 3 * batches * 0.05
     assert estimate > validations and estimate == pytest.approx(end - at, rel=0.5)
     assert f"validating, batch 2 of {batches}" in said
@@ -427,8 +495,13 @@ class Silent(PretrainingModule):
 def test_validating_alone_shows_how_far_it_is_and_in_the_end_what_it_found(capsys):
     for module in (tiny(), Silent(CONFIG, scheduler_warmup_steps=1)):
         history = History()
-        trainer = make_trainer(1, "32-true", "cpu", val_check_steps=1,
-                               callbacks=[history, RunProgress(history, 0.01, plain=True), SlowValidation()])
+        trainer = make_trainer(
+            1,
+            "32-true",
+            "cpu",
+            val_check_steps=1,
+            callbacks=[history, RunProgress(history, 0.01, plain=True), SlowValidation()],
+        )
         found = trainer.validate(module, Texts(batch_size=2), verbose=False)
         said = capsys.readouterr().out
         assert "validating, batch 1 of" in said
@@ -467,9 +540,14 @@ def shown_in(display, monkeypatch, pause, sets=1):
 @pytest.mark.parametrize("sets", [1, 2])
 @pytest.mark.parametrize("display", ["NotebookBar", "TerminalBar", "LogLines"])
 def test_behind_a_validation_the_run_is_shown_again_with_what_was_found(display, sets, monkeypatch):
-    shown, record = shown_in(display, monkeypatch, 0.04, sets)  # a batch of a validation takes 0.05 s
+    shown, record = shown_in(
+        display, monkeypatch, 0.04, sets
+    )  # a batch of a validation takes 0.05 s
     for step, found in zip((3, 6), record.validation, strict=True):
-        texts, end = [text for at, text in shown if at == step], f"validation loss {found['val_loss']:.3f}"
+        texts, end = (
+            [text for at, text in shown if at == step],
+            f"validation loss {found['val_loss']:.3f}",
+        )
         assert any("validating, batch" in text for text in texts)
         loss = f"loss {record.column('loss')[step - 1]:.3f}, rate"
         if display == "LogLines":  # each line stays, so none says again what another said
@@ -508,7 +586,9 @@ def test_throughput_counts_batches_without_labels_too():
     counter.on_fit_start(trainer, SimpleNamespace(num_flops_per_token=config.flops_per_token))
     counter.on_train_start(trainer, None)
     counter.on_train_batch_start(trainer, None, None, 0)
-    counter.on_train_batch_end(trainer, None, None, {"attention_mask": torch.tensor([[1, 1, 2, 0]])}, 0)
+    counter.on_train_batch_end(
+        trainer, None, None, {"attention_mask": torch.tensor([[1, 1, 2, 0]])}, 0
+    )
     taken = counter.take(trainer)
     assert (taken.tokens, taken.positions) == (3, 4)
     cost = 2 * config.flops_per_token(2, 0) + config.flops_per_token(1, 0)

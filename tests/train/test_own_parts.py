@@ -62,7 +62,10 @@ def test_an_objective_is_one_row_of_one_table():
 
 def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class_alone():
     OBJECTIVE_MODELS["weighed"] = Weighed
-    weighed, plain = Weighed(shapes.BertLabConfig(**SIZES)), bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES))
+    weighed, plain = (
+        Weighed(shapes.BertLabConfig(**SIZES)),
+        bertlab.BertLabForMaskedLM(shapes.BertLabConfig(**SIZES)),
+    )
     theirs = {**BATCH, "importance": torch.ones(2)}
     check_batch(theirs, weighed, "weighed")
     with pytest.raises(ValueError, match="objective='weighed'.*objective='mlm'"):
@@ -76,7 +79,10 @@ def test_an_objective_with_a_key_of_its_own_is_told_from_the_others_by_its_class
 def test_a_model_given_as_an_argument_is_an_objective_and_scores_the_batches_of_its_base():
     module = bertlab.PretrainingModule(SIZES, objective=Halved, compile_model=False)
     assert OBJECTIVE_MODELS[module.hparams.objective] is Halved
-    assert data_objective(module.hparams.objective) == "mlm" and data_objective("diffusion") == "diffusion"
+    assert (
+        data_objective(module.hparams.objective) == "mlm"
+        and data_objective("diffusion") == "diffusion"
+    )
     with pytest.raises(ValueError, match="no model that predicts tokens"):
         bertlab.PretrainingModule(SIZES, objective=nn.Linear)
 
@@ -103,7 +109,9 @@ def test_a_layer_is_one_call(setting, build):
         assert any(isinstance(part, build) for part in model.modules())
     with pytest.raises(ValueError, match="there already"):
         bertlab.add_layer(setting, "mine", nn.Identity)
-    bertlab.add_layer(setting, "mine", build)  # the same once more: a notebook's cell that runs again
+    bertlab.add_layer(
+        setting, "mine", build
+    )  # the same once more: a notebook's cell that runs again
 
 
 class Convolved(nn.Module):
@@ -121,17 +129,25 @@ class Convolved(nn.Module):
 
 
 @pytest.mark.parametrize("initialization", shapes.CHOICES["initialization"])
-def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(initialization, tmp_path):
+def test_matrices_of_a_layer_of_ones_own_begin_as_others_do_and_not_all_alike(
+    initialization, tmp_path
+):
     torch.manual_seed(0)  # two numbers may be alike by chance
     bertlab.add_layer("mlp", "convolved", Convolved)
-    config = bertlab.BertLabConfig(**SIZES, mlp="convolved", initialization=initialization, norm_bias=True)
+    config = bertlab.BertLabConfig(
+        **SIZES, mlp="convolved", initialization=initialization, norm_bias=True
+    )
     model = bertlab.BertLabForMaskedLM(config)
     state = model.state_dict()
-    model.save_pretrained(tmp_path, state_dict={key: state[key] for key in state if ".mlp." not in key})
+    model.save_pretrained(
+        tmp_path, state_dict={key: state[key] for key in state if ".mlp." not in key}
+    )
     completed = bertlab.BertLabForMaskedLM.from_pretrained(tmp_path)
     for mlp in (one.encoder.blocks[0].mlp for one in (model, completed)):
         for weight in (mlp.expand.weight, mlp.contract.weight):
-            assert len(weight.unique()) == weight.numel() and abs(weight.mean()) < weight.std() < 0.5
+            assert (
+                len(weight.unique()) == weight.numel() and abs(weight.mean()) < weight.std() < 0.5
+            )
         assert (mlp.expand.bias == 0).all() and mlp.activation.weight.item() == 0.25
     assert (model.encoder.final_norm.weight == 1).all()
 
@@ -168,19 +184,35 @@ class Curious(nn.Module):
 
 @pytest.mark.parametrize("later", ["cpu", "meta"])
 def test_a_model_with_layers_that_want_numbers_goes_on_under_other_settings(later, tmp_path):
-    module = bertlab.PretrainingModule({**SIZES, "norm": Curious, "attention_bias": True}, compile_model=False)
+    module = bertlab.PretrainingModule(
+        {**SIZES, "norm": Curious, "attention_bias": True}, compile_model=False
+    )
     module.configure_model()
     module.model.save_pretrained(tmp_path)
     drawn = torch.get_rng_state()
-    assert find_lost(tmp_path, "mlm", module.config, shapes.BertLabConfig(**{**module.config.to_diff_dict(), "mlp_dropout": 0.1})) == []
+    assert (
+        find_lost(
+            tmp_path,
+            "mlm",
+            module.config,
+            shapes.BertLabConfig(**{**module.config.to_diff_dict(), "mlp_dropout": 0.1}),
+        )
+        == []
+    )
     assert torch.equal(drawn, torch.get_rng_state()), "looking draws no numbers"
     tokenizer = word_tokenizer([f"w{n}" for n in range(20)])
     with torch.device(later):
-        again = bertlab.PretrainingModule({"mlp_dropout": 0.1}, tmp_path, tokenizer, compile_model=False)
+        again = bertlab.PretrainingModule(
+            {"mlp_dropout": 0.1}, tmp_path, tokenizer, compile_model=False
+        )
     again.configure_model()
-    assert again.fresh == [] and torch.equal(again.model.head.dense.weight, module.model.head.dense.weight)
+    assert again.fresh == [] and torch.equal(
+        again.model.head.dense.weight, module.model.head.dense.weight
+    )
     with pytest.raises(ValueError, match="would be lost"), torch.device(later):
-        bertlab.PretrainingModule({"attention_bias": False}, tmp_path, tokenizer, compile_model=False)
+        bertlab.PretrainingModule(
+            {"attention_bias": False}, tmp_path, tokenizer, compile_model=False
+        )
 
 
 class Stepped(nn.Module):
@@ -193,7 +225,9 @@ def twice(x):
 
 
 def built(**settings):
-    module = bertlab.PretrainingModule({**SIZES, "num_hidden_layers": 2, **settings}, compile_model=False)
+    module = bertlab.PretrainingModule(
+        {**SIZES, "num_hidden_layers": 2, **settings}, compile_model=False
+    )
     module.configure_model()
     assert module.model(**BATCH).loss_sum.isfinite()
     return module.model
@@ -202,7 +236,9 @@ def built(**settings):
 @pytest.mark.parametrize("given, name", [
     (Scaled, f"{__name__}.Scaled"), (f"{__name__}.Scaled", f"{__name__}.Scaled"), (nn.Mish, "torch.nn.modules.activation.Mish"),
     ("torch.nn.PReLU", "torch.nn.PReLU"), (twice, f"{__name__}.twice"), (torch.sin, "torch.sin")])  # fmt: skip
-def test_an_activation_is_a_function_or_the_class_of_a_module_of_which_each_layer_has_its_own(given, name, tmp_path):
+def test_an_activation_is_a_function_or_the_class_of_a_module_of_which_each_layer_has_its_own(
+    given, name, tmp_path
+):
     model = built(hidden_activation=given)
     assert model.config.hidden_activation == name
     parts = [block.mlp.activation for block in model.encoder.blocks] + [model.head.activation]
@@ -220,12 +256,15 @@ def test_an_activation_of_a_head_is_a_class_as_well():
     assert any(isinstance(part, Scaled) for part in parts)
 
 
-@pytest.mark.parametrize("given, message", [
-    (nn.Mish(), "an object of Mish has none.*bertlab.add_layer"),
-    (partial(nn.functional.gelu, approximate="tanh"), "an object of partial has none"),
-    (Stepped, "must be built without arguments: missing a required argument: 'size'"),
-    (dict, "no torch.nn.Module"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (nn.Mish(), "an object of Mish has none.*bertlab.add_layer"),
+        (partial(nn.functional.gelu, approximate="tanh"), "an object of partial has none"),
+        (Stepped, "must be built without arguments: missing a required argument: 'size'"),
+        (dict, "no torch.nn.Module"),
+    ],
+)
 def test_an_activation_that_no_configuration_can_name_or_build_is_refused_at_once(given, message):
     with pytest.raises(ValueError, match=f"hidden_activation.*{message}") as told:
         bertlab.PretrainingModule({**SIZES, "hidden_activation": given})
@@ -246,7 +285,9 @@ def test_a_module_without_weights_and_a_partial_have_the_name_that_add_layer_giv
 def test_a_layer_that_is_defined_anew_takes_the_place_of_its_old_self(tmp_path, monkeypatch):
     source = "from torch import nn\n\nclass Norm(nn.Identity):\n    version = {}\n"
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a second file of the same second would not be read
+    monkeypatch.setattr(
+        sys, "dont_write_bytecode", True
+    )  # a second file of the same second would not be read
     norms = []
     for version in range(3):
         (tmp_path / "norm_in_a_notebook.py").write_text(source.format(version))
@@ -263,7 +304,10 @@ def test_two_functions_that_share_a_name_are_told_apart_by_one_of_your_own():
     first, second = (lambda x, k=k: k * x for k in (1, 2))
     built(hidden_activation=first)
     built(hidden_activation=first)
-    with pytest.raises(ValueError, match="another .*<lambda> .*is there already; name it yourself: bertlab.add_layer"):
+    with pytest.raises(
+        ValueError,
+        match="another .*<lambda> .*is there already; name it yourself: bertlab.add_layer",
+    ):
         built(hidden_activation=second)
     bertlab.add_layer("hidden_activation", "doubled", second)
     assert built(hidden_activation="doubled").head.activation is second
@@ -275,7 +319,9 @@ class Plain(bertlab.MaskedLanguageModelingCollator):
 
 def test_a_collator_is_given_as_an_argument():
     tokenizer = bertlab.train_tokenizer(["a cat sat on the mat", "the dog ran"], vocab_size=60)
-    data = bertlab.PretrainingDataModule(["a cat sat"] * 9, tokenizer, collator=Plain, objective="diffusion")
+    data = bertlab.PretrainingDataModule(
+        ["a cat sat"] * 9, tokenizer, collator=Plain, objective="diffusion"
+    )
     assert data.collator_cls is Plain and data.objective is None
     with pytest.raises(ValueError, match="collator=MaskedDiffusionCollator.*'diffusion'"):
         bertlab.PretrainingDataModule(["a"], tokenizer, collator=bertlab.MaskedDiffusionCollator)

@@ -19,8 +19,15 @@ from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.train.checkpoints import RunCheckpoint, read_checkpoint
 from bertlab.model.config import BertLabConfig
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
-from bertlab.train.parallel import (batch_options, count_processes, gather_weights, get_strategy,
-                              held_bytes, shard_model, split_batch)
+from bertlab.train.parallel import (
+    batch_options,
+    count_processes,
+    gather_weights,
+    get_strategy,
+    held_bytes,
+    shard_model,
+    split_batch,
+)
 from bertlab.train.steps import whole
 from bertlab.train.trainer import make_trainer, seed_everything
 
@@ -51,7 +58,9 @@ class Batches:
 
     def __init__(self, size):
         self.size, self.taken = size, 0
-        self.rank, self.world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        self.rank, self.world = (
+            int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
 
     def __len__(self):
         return 1000
@@ -172,17 +181,23 @@ def worker(folder):
     results = {
         "ddp": run(4, 2, strategy="ddp"),
         "fsdp": run(2, 4, strategy="fsdp", validate=True),
-        "other seeds": run(8, strategy="fsdp", seed=int(os.environ["RANK"]), callbacks=checkpoint("one")),
+        "other seeds": run(
+            8, strategy="fsdp", seed=int(os.environ["RANK"]), callbacks=checkpoint("one")
+        ),
         "refused": run(8, strategy="fsdp", callbacks=[RefuseAll()]),
     }
     for kind in ("ddp", "fsdp"):
         options = {"dropout": 0.1, "strategy": kind}
         results[f"{kind} straight"] = run(8, steps=6, **options)
         run(8, steps=3, callbacks=checkpoint(f"{kind} half"), **options)
-        results[f"{kind} resumed"] = run(8, steps=6, seed=99, resume=folder / f"{kind} half", **options)
+        results[f"{kind} resumed"] = run(
+            8, steps=6, seed=99, resume=folder / f"{kind} half", **options
+        )
     results["variants"] = sharded_variants()
     thin = torch.load(folder / "fsdp half", weights_only=False)
-    thin["state_dict"]["model.head.dense.weight"] = thin["state_dict"]["model.head.dense.weight"][:1]
+    thin["state_dict"]["model.head.dense.weight"] = thin["state_dict"]["model.head.dense.weight"][
+        :1
+    ]
     torch.save(thin, folder / f"thin {os.environ['RANK']}")
     try:
         run(8, steps=6, strategy="fsdp", resume=folder / f"thin {os.environ['RANK']}")
@@ -235,7 +250,9 @@ def test_ddp_over_2_processes_gives_the_step_of_one_batch(results):
 
 def test_fsdp2_over_2_processes_gives_the_step_of_one_batch(results):
     assert_same_step(results[0]["fsdp"], results[2])
-    torch.testing.assert_close(results[0]["fsdp"]["val_loss"], results[2]["val_loss"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        results[0]["fsdp"]["val_loss"], results[2]["val_loss"], rtol=1e-6, atol=0
+    )
 
 
 def test_under_fsdp2_each_process_holds_half_of_everything(results):
@@ -276,10 +293,15 @@ def test_a_resume_on_2_processes_is_bit_identical(results, kind):
 
 def test_a_checkpoint_of_other_shapes_is_refused_and_one_row_is_not_spread_over_many(results):
     width = CONFIG["hidden_size"]
-    assert f"model.head.dense.weight is (1, {width}) there and ({width}, {width}) here" in results[0]["thin"]
+    assert (
+        f"model.head.dense.weight is (1, {width}) there and ({width}, {width}) here"
+        in results[0]["thin"]
+    )
 
 
-def test_a_checkpoint_of_fsdp2_is_one_file_with_which_one_process_predicts_the_same(results, folder):
+def test_a_checkpoint_of_fsdp2_is_one_file_with_which_one_process_predicts_the_same(
+    results, folder
+):
     state = torch.load(folder / "one", weights_only=False)["state_dict"]
     module = PretrainingModule(CONFIG)
     module.configure_model()
@@ -356,7 +378,12 @@ def test_a_split_is_exact_or_names_sizes_that_work(batch, micro, length, world_s
 def test_the_batch_reaches_data_and_trainer():
     data, trainer = batch_options(65_536, 8_192, {"max_sequence_length": 64, "seed": 3},
                                   {"devices": 4, "num_nodes": 2, "max_steps": 9})  # fmt: skip
-    assert data == {"max_sequence_length": 64, "seed": 3, "train_batch_size": 128, "val_batch_size": 128}
+    assert data == {
+        "max_sequence_length": 64,
+        "seed": 3,
+        "train_batch_size": 128,
+        "val_batch_size": 128,
+    }
     assert trainer == {"devices": 4, "num_nodes": 2, "max_steps": 9, "accumulate_grad_batches": 1}
     assert batch_options(4096)[0]["train_batch_size"] == 32  # rows of 128, one process
     assert batch_options(4096, None, {"val_batch_size": 8})[0]["val_batch_size"] == 8

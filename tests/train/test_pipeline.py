@@ -12,7 +12,13 @@ from test_parallel import CONFIG, batch_of
 
 from bertlab.model.config import BertLabConfig
 from bertlab.model.heads import BertLabForMaskedLM
-from bertlab.train.pipeline import EncoderStage, keep_tied, make_schedule, pipeline_step, stage_blocks
+from bertlab.train.pipeline import (
+    EncoderStage,
+    keep_tied,
+    make_schedule,
+    pipeline_step,
+    stage_blocks,
+)
 
 SHAPES = {
     "tied": dict(num_hidden_layers=3),
@@ -44,7 +50,10 @@ def test_every_block_has_one_stage_and_stages_are_even(num_blocks, num_stages):
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_stages_one_after_the_other_are_the_model(name, num_stages):
-    model, rest = model_of(name), {k: BATCH[k] for k in ("attention_mask", "position_ids", "label_positions")}
+    model, rest = (
+        model_of(name),
+        {k: BATCH[k] for k in ("attention_mask", "position_ids", "label_positions")},
+    )
     x = BATCH["input_ids"]
     for n in range(num_stages):
         x = EncoderStage(model, n, num_stages)(x, **rest)

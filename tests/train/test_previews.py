@@ -19,7 +19,13 @@ from bertlab.train.checkpoints import RunCheckpoint, random_states
 from bertlab.train.history import History, TerminalBar
 from bertlab.model.generate import fill_mask
 from bertlab.train.modules import PretrainingModule, compile_layers
-from bertlab.train.previews import CompileAhead, DiffusionPreview, FillMaskPreview, compile_ahead, peek
+from bertlab.train.previews import (
+    CompileAhead,
+    DiffusionPreview,
+    FillMaskPreview,
+    compile_ahead,
+    peek,
+)
 from bertlab.train.previews import rehearsal, undisturbed
 from bertlab.train.stopping import TokenLimit
 from bertlab.train.trainer import make_trainer, seed_everything
@@ -55,7 +61,11 @@ class Draws(Callback):
 def test_a_run_with_previews_and_compiled_ahead_has_the_same_bits(tmp_path):
     plain, watched = Draws(), Draws()
     weights, record = train(Texts(), 9, [plain], val_check_steps=3)
-    looks = [CompileAhead(), FillMaskPreview([ONE, TWO], TOKENIZER, 2), DiffusionPreview([TWO], TOKENIZER, 3)]
+    looks = [
+        CompileAhead(),
+        FillMaskPreview([ONE, TWO], TOKENIZER, 2),
+        DiffusionPreview([TWO], TOKENIZER, 3),
+    ]
     again, seen = train(Texts(), 9, [watched, *looks], val_check_steps=3)
     assert equal(weights, again) and plain.states == watched.states
     np.testing.assert_array_equal(record.column("loss"), seen.column("loss"))
@@ -66,7 +76,10 @@ def test_a_run_with_previews_and_compiled_ahead_has_the_same_bits(tmp_path):
 
 
 def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_path):
-    path, make = tmp_path / "last.ckpt", lambda: FillMaskPreview([ONE], TOKENIZER, 3, path=tmp_path / "p.jsonl")
+    path, make = (
+        tmp_path / "last.ckpt",
+        lambda: FillMaskPreview([ONE], TOKENIZER, 3, path=tmp_path / "p.jsonl"),
+    )
     weights, _ = train(Texts(), 13)  # an epoch has 10 batches
     train(Texts(), 7, [CompileAhead(), make(), RunCheckpoint(path)])
     preview = make()
@@ -74,12 +87,17 @@ def test_a_resumed_run_that_compiles_ahead_goes_on_with_the_very_next_batch(tmp_
     assert equal(weights, resumed)
     assert [e["step"] for e in preview.history] == [0, 3, 6, 7, 9, 12, 13]
     rows = [json.loads(line) for line in Path(tmp_path, "p.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows] == [e["step"] for e in preview.history] and rows[0]["texts"] == [ONE]
+    assert [r["step"] for r in rows] == [e["step"] for e in preview.history] and rows[0][
+        "texts"
+    ] == [ONE]
 
 
 def test_a_preview_looks_once_at_the_end_of_a_run_that_a_limit_ends(tmp_path):
     path, looks = tmp_path / "last.ckpt", []
-    for kept in (None, path):  # a resume has no step left, and its checkpoint is older than the look
+    for kept in (
+        None,
+        path,
+    ):  # a resume has no step left, and its checkpoint is older than the look
         looks.append(FillMaskPreview([ONE], TOKENIZER, 40))
         stops = [TokenLimit(1), looks[-1], RunCheckpoint(path, every_steps=1)]
         train(Texts(), 30, stops, kept)
@@ -99,7 +117,10 @@ class Counted:
 
 def test_a_preview_compiles_nothing_and_what_was_compiled_ahead_is_not_compiled_again():
     graphs = {}
-    for name, callbacks in {"plain": [], "ahead": [CompileAhead(), FillMaskPreview([ONE, TWO], TOKENIZER, 2)]}.items():
+    for name, callbacks in {
+        "plain": [],
+        "ahead": [CompileAhead(), FillMaskPreview([ONE, TWO], TOKENIZER, 2)],
+    }.items():
         torch._dynamo.reset()
         counted = Counted()
         seed_everything(0)
@@ -107,7 +128,9 @@ def test_a_preview_compiles_nothing_and_what_was_compiled_ahead_is_not_compiled_
         module.configure_model()
         compile_layers(module.model, backend=counted)
         marks = Marks(counted)
-        make_trainer(5, "32-true", "cpu", callbacks=[*callbacks, marks], val_check_steps=2).fit(module, Texts())
+        make_trainer(5, "32-true", "cpu", callbacks=[*callbacks, marks], val_check_steps=2).fit(
+            module, Texts()
+        )
         graphs[name] = marks.seen
     torch._dynamo.reset()
     assert graphs["plain"][0] == 0 < graphs["plain"][-1]
@@ -146,7 +169,11 @@ def test_averaged_weights_answer_where_the_optimizer_keeps_them():
             @contextmanager
             def swap():
                 Swapped.inside += 1
-                bias = self.model.head.decoder_bias if hasattr(self.model.head, "decoder_bias") else None
+                bias = (
+                    self.model.head.decoder_bias
+                    if hasattr(self.model.head, "decoder_bias")
+                    else None
+                )
                 kept = [p.detach().clone() for p in self.model.parameters()]
                 with torch.no_grad():
                     for p in self.model.parameters():
@@ -162,7 +189,9 @@ def test_averaged_weights_answer_where_the_optimizer_keeps_them():
     module = Swapped(CONFIG, scheduler_warmup_steps=0)
     make_trainer(2, "32-true", "cpu", callbacks=[preview]).fit(module, Texts())
     ((got,),) = preview.history[-1]["answers"]
-    assert Swapped.inside == 2 and np.allclose([p for _, p in got], 1 / 256), "zero weights know nothing"
+    assert Swapped.inside == 2 and np.allclose([p for _, p in got], 1 / 256), (
+        "zero weights know nothing"
+    )
 
 
 def test_a_diffusion_preview_fills_every_gap_and_keeps_the_rest():
@@ -218,7 +247,9 @@ def test_a_letter_that_the_screen_lacks_ends_no_run(encoding, monkeypatch):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(printed, encoding=encoding))
     trainer = make_trainer(2, "32-true", "cpu", callbacks=[Odd([ONE], TOKENIZER, 2)])
     trainer.fit(tiny(), Texts())
-    assert trainer.global_step == 2 and printed.getvalue().decode(encoding).count("\n  \\u7b2c ") == 2
+    assert (
+        trainer.global_step == 2 and printed.getvalue().decode(encoding).count("\n  \\u7b2c ") == 2
+    )
 
 
 def test_the_bar_of_a_run_is_a_bar(capsys):
@@ -265,7 +296,10 @@ def test_generators_modes_gradients_and_buffers_come_back_also_after_an_error():
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_peeking_gives_the_next_batch_and_does_not_take_it(num_workers):
-    loader, expected = Texts(num_workers=num_workers).train_dataloader(), list(Texts().train_dataloader())
+    loader, expected = (
+        Texts(num_workers=num_workers).train_dataloader(),
+        list(Texts().train_dataloader()),
+    )
     batches = iter(loader)
     for _ in range(3):
         next(batches)
@@ -275,7 +309,9 @@ def test_peeking_gives_the_next_batch_and_does_not_take_it(num_workers):
 
 
 def test_peeking_into_a_plain_loader_leaves_its_generator_alone():
-    make = lambda: DataLoader(range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    make = lambda: DataLoader(
+        range(20), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
+    )
     plain, peeked = make(), make()
     peek(peeked)
     assert [b.tolist() for b in plain] == [b.tolist() for b in peeked]
@@ -312,12 +348,26 @@ def two(folder):
             seed_everything(0)
             preview, speed = FillMaskPreview([ONE], TOKENIZER, 2, path=folder / "p.jsonl"), Kept(2)
             shapes = WeightHistograms(["*"], 2)
-            looks = [CompileAhead(), preview, DiffusionPreview([TWO], TOKENIZER, 2), speed, MemoryMonitor(2), shapes]
+            looks = [
+                CompileAhead(),
+                preview,
+                DiffusionPreview([TWO], TOKENIZER, 2),
+                speed,
+                MemoryMonitor(2),
+                shapes,
+            ]
             history = History()
-            trainer = make_trainer(4, "32-true", "cpu", 2, [history, *looks[: 6 * watched]], strategy=strategy)
+            trainer = make_trainer(
+                4, "32-true", "cpu", 2, [history, *looks[: 6 * watched]], strategy=strategy
+            )
             trainer.fit(tiny(), Texts())
             norms = [(s.name, s.kind, s.norm) for s in shapes.records if s.step == 4]
-            results[strategy, watched] = (history.record.column("loss"), preview.history, speed.intervals, norms)
+            results[strategy, watched] = (
+                history.record.column("loss"),
+                preview.history,
+                speed.intervals,
+                norms,
+            )
     Path(folder, f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(results))
 
 
@@ -344,7 +394,9 @@ def test_spread_weights_look_like_copied_ones(ranks):
     assert [row[:2] for row in ddp[3]] == [row[:2] for row in fsdp[3]]
     np.testing.assert_allclose([row[2] for row in ddp[3]], [row[2] for row in fsdp[3]], rtol=1e-3)
     for a, b in zip(ddp[1], fsdp[1]):
-        np.testing.assert_allclose([p for _, p in a["answers"][0][0]], [p for _, p in b["answers"][0][0]], rtol=1e-3)
+        np.testing.assert_allclose(
+            [p for _, p in a["answers"][0][0]], [p for _, p in b["answers"][0][0]], rtol=1e-3
+        )
 
 
 def test_two_processes_count_the_tokens_of_both(ranks):
@@ -355,5 +407,11 @@ def test_two_processes_count_the_tokens_of_both(ranks):
         loader = Texts().train_dataloader()
         while len(batches) < 8:
             batches += list(loader)
-        tokens = [sum(int((b["attention_mask"] > 0).sum()) for b in batches[2 * i : 2 * j]) for i, j in ((1, 2), (2, 4))]
-        assert [i[0] for i in first[1:]] == tokens and [i[1] for i in first[1:]] == [2 * 4 * 32, 4 * 4 * 32]
+        tokens = [
+            sum(int((b["attention_mask"] > 0).sum()) for b in batches[2 * i : 2 * j])
+            for i, j in ((1, 2), (2, 4))
+        ]
+        assert [i[0] for i in first[1:]] == tokens and [i[1] for i in first[1:]] == [
+            2 * 4 * 32,
+            4 * 4 * 32,
+        ]

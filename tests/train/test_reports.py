@@ -23,14 +23,16 @@ from bertlab.train.reports import (
 from bertlab.train.trainer import make_trainer, seed_everything
 
 WORDS = "the cat sat on a mat and the dog ran to the door of a red house near the sea".split()
-TEXTS = [" ".join(WORDS[i % 7:] + WORDS[: i % 5]) for i in range(60)]
+TEXTS = [" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) for i in range(60)]
 SHAPE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=1,
              max_position_embeddings=64)  # fmt: skip
 
 
 def parts(objective="mlm"):
     tokenizer = word_tokenizer(WORDS)
-    data = PretrainingDataModule(None, tokenizer, objective, 32, train_batch_size=4, val_batch_size=4)
+    data = PretrainingDataModule(
+        None, tokenizer, objective, 32, train_batch_size=4, val_batch_size=4
+    )
     data.set_datasets(TEXTS, TEXTS[:7])
     return PretrainingModule(SHAPE, None, tokenizer, objective, scheduler_warmup_steps=1), data
 
@@ -39,32 +41,58 @@ def run(directory, *more, steps=4, objective="mlm"):
     module, data = parts(objective)
     seed_everything(0)
     history = History()
-    trainer = make_trainer(steps, "32-true", val_check_steps=2,
-                           callbacks=[history, *more, RunReport(directory, history, "model: {a: 1}")])
+    trainer = make_trainer(
+        steps,
+        "32-true",
+        val_check_steps=2,
+        callbacks=[history, *more, RunReport(directory, history, "model: {a: 1}")],
+    )
     trainer.fit(module, data)
     return trainer, module, data
 
 
 @pytest.mark.parametrize("objective", ["mlm", "diffusion"])
-def test_a_report_holds_configuration_data_model_cost_validation_guards_and_numbers(tmp_path, objective):
+def test_a_report_holds_configuration_data_model_cost_validation_guards_and_numbers(
+    tmp_path, objective
+):
     trainer, module, data = run(tmp_path, NonFiniteGuard(), SpikeGuard(), objective=objective)
     text = (tmp_path / "report.md").read_text()
-    for title in ("Result", "Curves", "Validation", "Model", "Data", "Cost", "Guards", "Environment", "Configuration"):
+    for title in (
+        "Result",
+        "Curves",
+        "Validation",
+        "Model",
+        "Data",
+        "Cost",
+        "Guards",
+        "Environment",
+        "Configuration",
+    ):
         assert f"\n## {title}\n" in text
-    assert "model: {a: 1}" in text and "| SpikeGuard | 0 |" in text and environment()["torch"] in text
+    assert (
+        "model: {a: 1}" in text and "| SpikeGuard | 0 |" in text and environment()["torch"] in text
+    )
     total = sum(p.numel() for p in module.model.parameters())
     assert f"| total | {total:,} |" in text
     assert "flops_per_token" in text and f"{len(data.train_dataset)} " in text
     assert text.count("\n| 2 |") == 1 and text.count("\n| 4 |") == 1  # a row for each validation
     assert str(tmp_path) not in text
-    assert {p.name for p in tmp_path.iterdir()} == {"report.md", "metrics.json", "history.csv", "loss.png", "rate.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "report.md",
+        "metrics.json",
+        "history.csv",
+        "loss.png",
+        "rate.png",
+    }
 
 
 def test_the_file_by_which_a_run_counts_as_written_comes_last(tmp_path):
     (tmp_path / "metrics.json").mkdir()  # stands in the way
     with pytest.raises(OSError):
         run(tmp_path)
-    assert {"report.md", "history.csv", "loss.png", "rate.png"} < {path.name for path in tmp_path.iterdir()}
+    assert {"report.md", "history.csv", "loss.png", "rate.png"} < {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_parts_of_a_model_add_up_to_it_whatever_the_objective():
@@ -102,10 +130,14 @@ def test_a_stream_has_a_row_that_counts_nothing():
     data.setup()
     stream = SimpleNamespace(streaming=True, train_dataset=iter(()), val_datasets=data.val_datasets)
     train, validation = data_facts(stream)
-    assert train["set"] == "train" and "stream" in train["documents"] and validation["documents"] == 7
+    assert (
+        train["set"] == "train" and "stream" in train["documents"] and validation["documents"] == 7
+    )
 
 
-def test_a_report_names_the_device_of_its_run_and_counts_the_tokens_of_all_processes(tmp_path, monkeypatch):
+def test_a_report_names_the_device_of_its_run_and_counts_the_tokens_of_all_processes(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(reports, "describe_device", lambda kind=None: f"the {kind}")
     monkeypatch.setattr(reports, "count_readers", lambda trainer: 3)
     run(tmp_path)
@@ -118,9 +150,15 @@ def test_a_report_names_the_device_of_its_run_and_counts_the_tokens_of_all_proce
 @pytest.mark.parametrize("objective, plain, unit", [
     ("mlm", False, "nats per masked token"), ("diffusion", False, "nats per token that may be hidden"),
     ("diffusion", True, "nats per masked token")])  # fmt: skip
-def test_the_picture_of_the_loss_says_what_it_is_divided_by(tmp_path, monkeypatch, objective, plain, unit):
+def test_the_picture_of_the_loss_says_what_it_is_divided_by(
+    tmp_path, monkeypatch, objective, plain, unit
+):
     drawn, draw = [], reports.plot_loss
-    monkeypatch.setattr(reports, "plot_loss", lambda *given, **options: drawn.append(draw(*given, **options)) or drawn[-1])
+    monkeypatch.setattr(
+        reports,
+        "plot_loss",
+        lambda *given, **options: drawn.append(draw(*given, **options)) or drawn[-1],
+    )
     trainer, module, _ = run(tmp_path, objective=objective)
     module.hparams["plain_mean"] = plain
     trainer.callbacks[1].write(trainer, module)
@@ -136,7 +174,9 @@ def test_a_validation_on_another_text_or_of_a_checkpoint_is_in_no_report_of_the_
     trainer.validate(module, other, verbose=False)
     trainer.validate(module, other.val_dataloader(), verbose=False)
     assert trainer.datamodule is other
-    trainer.validate(module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False)
+    trainer.validate(
+        module, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True, verbose=False
+    )
     trainer.validate(module, other.val_dataloader(), verbose=False)
     assert trainer.datamodule is data, "Lightning leaves it where loaders are given"
     assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
@@ -153,7 +193,9 @@ def test_a_run_on_loaders_is_validated_on_loaders(tmp_path):
     trainer.fit(module, data.train_dataloader())
     assert "val_loss" not in json.loads((tmp_path / "metrics.json").read_text())
     found = trainer.validate(module, data.val_dataloader(), verbose=False)[0]
-    assert json.loads((tmp_path / "metrics.json").read_text())["val_loss"] == pytest.approx(found["val_loss"])
+    assert json.loads((tmp_path / "metrics.json").read_text())["val_loss"] == pytest.approx(
+        found["val_loss"]
+    )
 
 
 class Trouble(NonFiniteGuard):
@@ -168,7 +210,9 @@ class Trouble(NonFiniteGuard):
             raise self.error
 
 
-@pytest.mark.parametrize("error, words", [(RunInterrupted(2), "a signal"), (RuntimeError("secret/path"), "RuntimeError")])
+@pytest.mark.parametrize(
+    "error, words", [(RunInterrupted(2), "a signal"), (RuntimeError("secret/path"), "RuntimeError")]
+)
 def test_a_run_that_breaks_off_still_leaves_its_report_and_says_why(tmp_path, error, words):
     with pytest.raises(type(error)):
         run(tmp_path, Trouble(error))
@@ -210,7 +254,9 @@ def test_a_callback_that_asked_for_the_end_is_named_or_at_least_known(tmp_path):
     ({"steps": 4, "validated_step": 4, "stopped": "a signal asked it to stop, and it was saved"}, False),
     ({"steps": 4, "stopped": "an error: OSError"}, False), ({"steps": 4, "stopped": "its last step was reached"}, True),
 ])  # fmt: skip
-def test_a_run_is_whole_where_its_last_weights_were_validated_and_nothing_broke_it_off(metrics, whole):
+def test_a_run_is_whole_where_its_last_weights_were_validated_and_nothing_broke_it_off(
+    metrics, whole
+):
     assert is_whole(metrics, 4, validates=True) is whole
     if "validated_step" in metrics and "stopped" not in metrics:
         assert is_whole(metrics, 4, validates=False)
@@ -222,7 +268,10 @@ def test_validating_the_final_weights_updates_the_report_and_nothing_else_does(t
     found = trainer.validate(module, data, verbose=False)[0]
     fresh = json.loads((tmp_path / "metrics.json").read_text())
     assert fresh["val_loss"] == pytest.approx(found["val_loss"]) != stale["val_loss"]
-    assert fresh["steps"] == stale["steps"] == 3 and (stale["validated_step"], fresh["validated_step"]) == (2, 3)
+    assert fresh["steps"] == stale["steps"] == 3 and (
+        stale["validated_step"],
+        fresh["validated_step"],
+    ) == (2, 3)
 
 
 def test_final_numbers_come_from_the_last_row_and_an_empty_run_has_none():
@@ -231,7 +280,12 @@ def test_final_numbers_come_from_the_last_row_and_an_empty_run_has_none():
     record.rows = [(1.0, 6.0, 0.1, 1.0, 100, 2.0), (2.0, 5.0, 0.1, 1.0, 300, 4.0)]
     record.validation = [{"step": 2, "val_loss": 5.5}]
     metrics = final_metrics(record)
-    assert (metrics["steps"], metrics["tokens"], metrics["tokens_per_second"], metrics["val_loss"]) == (2, 300, 75, 5.5)
+    assert (
+        metrics["steps"],
+        metrics["tokens"],
+        metrics["tokens_per_second"],
+        metrics["val_loss"],
+    ) == (2, 300, 75, 5.5)
     assert final_metrics(record, {"val_loss": 5.0})["val_loss"] == 5.0
 
 
@@ -246,14 +300,21 @@ def test_tokens_of_a_report_are_those_of_all_processes(tmp_path):
 
 def test_a_table_escapes_bars_and_aligns_numbers():
     assert markdown_table([]) == "none"
-    lines = markdown_table([{"a|": "x|y", "n": 1234567, "f": 0.00012345, "big": 1.5e9}]).splitlines()
+    lines = markdown_table(
+        [{"a|": "x|y", "n": 1234567, "f": 0.00012345, "big": 1.5e9}]
+    ).splitlines()
     assert lines[1].split(" | ")[1] == "---:" and lines[2].split(" | ")[1] == "1,234,567"
     assert r"x\|y" in lines[2] and "0.0001234" in lines[2] and "1.500e+09" in lines[2]
 
 
 def test_rows_of_a_table_may_have_other_keys_than_the_first():
     lines = markdown_table([{"step": 2, "gone": 1.5}, {"step": 4, "new": "x"}]).splitlines()
-    assert lines == ["| step | gone | new |", "| ---: | ---: | --- |", "| 2 | 1.5 |  |", "| 4 |  | x |"]
+    assert lines == [
+        "| step | gone | new |",
+        "| ---: | ---: | --- |",
+        "| 2 | 1.5 |  |",
+        "| 4 |  | x |",
+    ]
 
 
 def test_a_long_history_of_validations_is_thinned_evenly_and_keeps_both_ends(tmp_path):

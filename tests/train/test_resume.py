@@ -40,7 +40,9 @@ class BatchLog(Callback):
         for name in ("input_ids", "labels", "attention_mask"):
             digest.update(batch[name].numpy().tobytes())
         rank = trainer.global_rank
-        with open(f"{self.path}.{rank}", "a") as file:  # a line is written by one call, or not at all
+        with open(
+            f"{self.path}.{rank}", "a"
+        ) as file:  # a line is written by one call, or not at all
             file.write(f"{trainer.global_step} {digest.hexdigest()}\n")
         if trainer.global_step == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -7,7 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from test_parallel import CONFIG, LENGTH, MOST, ROWS, Batches, Losses, assert_same_step, batch_of, probe
+from test_parallel import (
+    CONFIG,
+    LENGTH,
+    MOST,
+    ROWS,
+    Batches,
+    Losses,
+    assert_same_step,
+    batch_of,
+    probe,
+)
 
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.module import PretrainingDataModule
@@ -16,7 +26,14 @@ from bertlab.model.activation_checkpointing import checkpoint_activations
 from bertlab.model.config import BertLabConfig
 from bertlab.model.context_parallel import deal_labels, share_rows
 from bertlab.model.losses import LossRule
-from bertlab.model.tensor_parallel import Cut, RowLinear, check_split, find_cuts, gather_cut, split_model
+from bertlab.model.tensor_parallel import (
+    Cut,
+    RowLinear,
+    check_split,
+    find_cuts,
+    gather_cut,
+    split_model,
+)
 from bertlab.train.checkpoints import RunCheckpoint
 from bertlab.train.modules import OBJECTIVE_MODELS, PretrainingModule
 from bertlab.train.parallel import FullyShardedStrategy, batch_options, gather_weights, get_strategy
@@ -60,7 +77,12 @@ def batch_for(kind, *numbers):
 def parts_of(model, batch, rule):
     out = model(**batch, loss_rule=rule)
     (out.loss_sum + out.z_loss).backward()
-    sums = [out.loss_sum, out.z_loss, out.num_labels, out.num_labels * 0 if rule.only_loss else out.num_right]
+    sums = [
+        out.loss_sum,
+        out.z_loss,
+        out.num_labels,
+        out.num_labels * 0 if rule.only_loss else out.num_right,
+    ]
     return torch.stack([s.detach().double() for s in sums])
 
 
@@ -80,7 +102,9 @@ def apart(name, way, kind="mlm", rule=LossRule(), labels=True, recomputed=None):
         name = "plain"
         del batch["label_positions"]
     for shared in (False, True):
-        model = make(name, kind, seed=rank if shared and way == "tensor" else 0)  # process 0's weights count
+        model = make(
+            name, kind, seed=rank if shared and way == "tensor" else 0
+        )  # process 0's weights count
         if recomputed:
             checkpoint_activations(model, recomputed)
         if shared and way == "tensor":
@@ -104,7 +128,11 @@ def scores(way):
     "Scores of a model that predicts, of all and of this process's model; and what a row of odd length gives."
     whole, shared = (make("plain").eval() for _ in range(2))
     (split_model if way == "tensor" else share_rows)(shared, dist.group.WORLD)
-    batch = {k: v for k, v in batch_of(5, 9).items() if k in ("input_ids", "attention_mask", "position_ids")}
+    batch = {
+        k: v
+        for k, v in batch_of(5, 9).items()
+        if k in ("input_ids", "attention_mask", "position_ids")
+    }
     odd = {k: v[:, :23] for k, v in batch.items()}
     with torch.no_grad():
         return [(whole(**b).logits - shared(**b).logits).abs().max().item() for b in (batch, odd)]
@@ -112,7 +140,12 @@ def scores(way):
 
 def types_of_sums():
     "What layers give under autocast that processes add up and then add a bias to."
-    model, found = OBJECTIVE_MODELS["mlm"](BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})), []
+    model, found = (
+        OBJECTIVE_MODELS["mlm"](
+            BertLabConfig(**{**FOUR, "attention_bias": True, "mlp_bias": True})
+        ),
+        [],
+    )
     split_model(model, dist.group.WORLD)
     for module in model.modules():
         if isinstance(module, RowLinear):
@@ -139,18 +172,40 @@ class Recorded(PretrainingModule):
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
 
-def run(strategy="auto", sharers=1, steps=2, size=None, resume=None, callbacks=(), seed=0, validate=False, clip=0.05, **module):
+def run(
+    strategy="auto",
+    sharers=1,
+    steps=2,
+    size=None,
+    resume=None,
+    callbacks=(),
+    seed=0,
+    validate=False,
+    clip=0.05,
+    **module,
+):
     "Train on this process's share, with a clip that always bites."
     seed_everything(seed)
     world = int(os.environ.get("WORLD_SIZE", 1))
     batches = Shared(size or ROWS // (world // sharers), sharers)
     more = {"val_check_steps": 1, "limit_val_batches": 2} if validate else {}
-    options = {"learning_rate": 3e-3, "scheduler_warmup_steps": 0, "optimizer_kwargs": {"eps": 1e-5}, **module}
+    options = {
+        "learning_rate": 3e-3,
+        "scheduler_warmup_steps": 0,
+        "optimizer_kwargs": {"eps": 1e-5},
+        **module,
+    }
     one, losses = Recorded(FOUR, **options), Losses()
     accumulate = ROWS // (batches.size * batches.world)
     trainer = make_trainer(steps, "32-true", "cpu", world, [losses, *callbacks], gradient_clip_val=clip,
                            accumulate_grad_batches=accumulate, strategy=strategy, **more)  # fmt: skip
-    trainer.fit(one, batches, Shared(batches.size, sharers) if validate else None, ckpt_path=resume, weights_only=False)
+    trainer.fit(
+        one,
+        batches,
+        Shared(batches.size, sharers) if validate else None,
+        ckpt_path=resume,
+        weights_only=False,
+    )
     values = lambda name: float(trainer.callback_metrics.get(name, np.nan))  # noqa: E731
     return {"losses": losses.column("train_loss"), "norms": losses.column("gradient_norm"), "gradients": one.gradients,
             "weights": gather_weights(one.model) if world > 1 else one.model.state_dict(), "val": values("val_loss"),
@@ -163,7 +218,10 @@ def guarded(strategy, sharers):
 
     class Poisoned(Recorded):
         def on_before_optimizer_step(self, optimizer):
-            if self.trainer.global_step == 1 and self.trainer.global_rank == self.trainer.world_size - 1:
+            if (
+                self.trainer.global_step == 1
+                and self.trainer.global_rank == self.trainer.world_size - 1
+            ):
                 p = self.model.encoder.blocks[0].mlp.expand.weight
                 (p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad).fill_(float("nan"))
             super().on_before_optimizer_step(optimizer)
@@ -177,7 +235,9 @@ def guarded(strategy, sharers):
         def on_train_batch_end(self, trainer, pl_module, *args):
             kept.append({k: v.clone() for k, v in gather_weights(pl_module.model).items()})
 
-    trainer = make_trainer(3, "32-true", "cpu", world, [guard, SpikeGuard(), Watch()], strategy=strategy)
+    trainer = make_trainer(
+        3, "32-true", "cpu", world, [guard, SpikeGuard(), Watch()], strategy=strategy
+    )
     trainer.fit(module, batches)
     return {"skipped": guard.num_skipped, "weights": kept}
 
@@ -191,12 +251,16 @@ def directory_run(folder, strategy, sharers):
     corpus = embedded_corpus()
     tokenizer = train_tokenizer(corpus.train_texts[:200], vocab_size=301)
     rows = 16 // (world // sharers)
-    data = PretrainingDataModule(None, tokenizer, max_sequence_length=32, train_batch_size=rows, val_batch_size=rows)
+    data = PretrainingDataModule(
+        None, tokenizer, max_sequence_length=32, train_batch_size=rows, val_batch_size=rows
+    )
     data.set_datasets(corpus.train_texts[:200])
     shape = {**FOUR, "vocab_size": 301}
     module, losses = PretrainingModule(shape, pretrained_tokenizer_name_or_path=tokenizer), Losses()
     watchers = [losses, ModelDirectories(folder / "models", tokenizer, 2)]
-    trainer = make_trainer(4, "32-true", "cpu", world, watchers, val_check_steps=2, strategy=strategy)
+    trainer = make_trainer(
+        4, "32-true", "cpu", world, watchers, val_check_steps=2, strategy=strategy
+    )
     trainer.fit(module, data)
     return {"losses": losses.column("train_loss"), "val": float(trainer.callback_metrics["val_loss"]),
             "accuracy": float(trainer.callback_metrics["val_accuracy"])}  # fmt: skip
@@ -209,7 +273,11 @@ def refusals():
         ("units", "tensor", PretrainingModule({**FOUR, "intermediate_size": 49})),
         ("dropout", "tensor", PretrainingModule({**FOUR, "attention_dropout": 0.1})),
         ("optimizer", "tensor", PretrainingModule(FOUR, optimizer_class="muon")),
-        ("activation", "tensor", PretrainingModule({**FOUR, "hidden_activation": "torch.nn.PReLU"})),
+        (
+            "activation",
+            "tensor",
+            PretrainingModule({**FOUR, "hidden_activation": "torch.nn.PReLU"}),
+        ),
         ("compile", "tensor", PretrainingModule(FOUR, compile_model=True)),
         ("compile rows", "context", PretrainingModule(FOUR, compile_model=True)),
         ("processes", "tensor:3", PretrainingModule(FOUR)),
@@ -241,11 +309,19 @@ def slow_worker(folder):
     results = {"refused": refusals()}
     for way in ("tensor", "context"):
         results[f"{way} in micro-batches"] = run(way, 2, size=4)
-        results[f"{way} variants"] = {name: apart(name, way) for name in [*VARIANTS, "no positions of labels"]}
-        results[f"{way} rules"] = {name: apart("plain", way, rule=rule) for name, rule in RULES.items()}
-        results[f"{way} objectives"] = {kind: apart("plain", way, kind) for kind in OBJECTIVE_MODELS}
+        results[f"{way} variants"] = {
+            name: apart(name, way) for name in [*VARIANTS, "no positions of labels"]
+        }
+        results[f"{way} rules"] = {
+            name: apart("plain", way, rule=rule) for name, rule in RULES.items()
+        }
+        results[f"{way} objectives"] = {
+            kind: apart("plain", way, kind) for kind in OBJECTIVE_MODELS
+        }
         results[f"{way} without labels"] = apart("plain", way, labels=False)
-        results[f"{way} recomputed"] = {mode: apart("plain", way, recomputed=mode) for mode in ("full", "selected_ops")}
+        results[f"{way} recomputed"] = {
+            mode: apart("plain", way, recomputed=mode) for mode in ("full", "selected_ops")
+        }
         results[f"{way} scores"] = scores(way)
         results[f"{way} guarded"] = guarded(way, 2)
         results[f"{way} directory"] = directory_run(folder / f"directory {way}", way, 2)
@@ -266,7 +342,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one(folder):
     "One process that does all by itself; its checkpoint is there before others start."
-    return {"run": run(validate=True, callbacks=[RunCheckpoint(folder / "one")]), "longer": run(steps=4)}
+    return {
+        "run": run(validate=True, callbacks=[RunCheckpoint(folder / "one")]),
+        "longer": run(steps=4),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +375,9 @@ def test_sharing_changes_no_sum_and_no_gradient(results, way, variant):
 
 def test_a_sum_over_processes_has_the_type_of_the_product_with_its_bias_too(results):
     for result in results:
-        assert len(result["types of sums"]) >= 4 and set(result["types of sums"]) == {torch.bfloat16}
+        assert len(result["types of sums"]) >= 4 and set(result["types of sums"]) == {
+            torch.bfloat16
+        }
 
 
 def test_processes_that_share_layers_go_on_from_one_process_with_one_generator(results):
@@ -364,7 +445,11 @@ def test_micro_batches_are_added_up(more, one, way):
 
 
 def test_under_tensor_parallel_each_process_holds_about_half(results):
-    in_each = sum(p.numel() for name, p in make("plain").named_parameters() if "norm" in name or "dense" in name)
+    in_each = sum(
+        p.numel()
+        for name, p in make("plain").named_parameters()
+        if "norm" in name or "dense" in name
+    )
     held = [result["tensor"]["held"] for result in results]
     assert sum(held) == BertLabConfig(**FOUR).num_params() + in_each
 
@@ -405,7 +490,9 @@ def test_real_data_and_a_directory_for_transformers(more, folder, way):
     alone = directory_run(folder / f"alone {way}", "auto", 1)
     found = more[0][f"{way} directory"]
     np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
-    assert found["val"] == pytest.approx(alone["val"], rel=1e-6) and found["accuracy"] == pytest.approx(alone["accuracy"])
+    assert found["val"] == pytest.approx(alone["val"], rel=1e-6) and found[
+        "accuracy"
+    ] == pytest.approx(alone["accuracy"])
     said = [pipeline("fill-mask", str(folder / place / "models" / "step-00000004"))("The [MASK] is a value.")
             for place in (f"directory {way}", f"alone {way}")]  # fmt: skip
     assert [w["token"] for w in said[0]] == [w["token"] for w in said[1]]
@@ -418,7 +505,10 @@ def test_real_data_and_a_directory_for_transformers(more, folder, way):
     ("compile", ("compile_model",)), ("compile rows", ("compile_model",)), ("processes", ("3", "2 process"))])  # fmt: skip
 def test_what_cannot_be_shared_is_refused_in_one_sentence(more, name, words):
     for result in more:
-        assert all(word in result["refused"][name] for word in words) and "\n" not in result["refused"][name]
+        assert (
+            all(word in result["refused"][name] for word in words)
+            and "\n" not in result["refused"][name]
+        )
 
 
 @pytest.mark.parametrize("sections", [(8,), (8, 4, 4), (101,), (3, 5)])
@@ -455,14 +545,18 @@ def test_every_label_is_dealt_to_one_process(size, kind, positions):
         assert (scored != -100).sum() == own.sum(), "each is at one of the positions, once"
         assert d["label_positions"].shape == (12, -(-(MOST if positions else LENGTH) // size))
     if kind == "diffusion":
-        ordinary = (batch["attention_mask"] > 0) & ~torch.isin(batch["input_ids"], torch.tensor([0, 1, 2]))
+        ordinary = (batch["attention_mask"] > 0) & ~torch.isin(
+            batch["input_ids"], torch.tensor([0, 1, 2])
+        )
         assert torch.equal(sum(d["token_shares"] for d in dealt), ordinary.float())
 
 
 def test_sizes_are_checked_where_the_processes_are_counted():
     mesh = FullyShardedStrategy(tensor_parallel_size=2, context_parallel_size=2)
     assert mesh.mesh_sizes(8) == (2, 2, 1) and mesh.sharers(8) == 4
-    assert get_strategy("tensor").mesh_sizes(4) == (4, 1, 1) and get_strategy("context:2").mesh_sizes(4) == (1, 2, 1)
+    assert get_strategy("tensor").mesh_sizes(4) == (4, 1, 1) and get_strategy(
+        "context:2"
+    ).mesh_sizes(4) == (1, 2, 1)
     with pytest.raises(ValueError, match="6 process"):
         mesh.mesh_sizes(6)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
@@ -478,7 +572,9 @@ def test_sizes_are_checked_where_the_processes_are_counted():
 def test_a_batch_in_tokens_counts_processes_that_share_rows_once():
     data = {"max_sequence_length": 64}
     for strategy, rows in (("ddp", 16), ("tensor", 64), ("context:2", 32)):
-        found = batch_options(4096, None, data, {"devices": 4, "accelerator": "cpu", "strategy": strategy})[0]
+        found = batch_options(
+            4096, None, data, {"devices": 4, "accelerator": "cpu", "strategy": strategy}
+        )[0]
         assert found["train_batch_size"] == rows
 
 
@@ -493,8 +589,15 @@ def mesh_worker(folder):
     }.items():  # fmt: skip
         sharers = FullyShardedStrategy(**options).sharers(4)
         place = folder / name.replace(" ", "")
-        results[name] = run(FullyShardedStrategy(**options), sharers, validate=True, callbacks=[RunCheckpoint(place)])
-        results[f"{name} resumed"] = run(FullyShardedStrategy(**options), sharers, steps=4, seed=99, resume=place)
+        results[name] = run(
+            FullyShardedStrategy(**options),
+            sharers,
+            validate=True,
+            callbacks=[RunCheckpoint(place)],
+        )
+        results[f"{name} resumed"] = run(
+            FullyShardedStrategy(**options), sharers, steps=4, seed=99, resume=place
+        )
     results["guarded"] = guarded(FullyShardedStrategy(tensor_parallel_size=2), 2)
     torch.save(results, folder / f"mesh-{os.environ['RANK']}.pt")
 
@@ -528,4 +631,3 @@ def test_a_mesh_skips_the_step_that_one_process_cannot_take(meshes):
     assert all(result["guarded"]["skipped"] == 1 for result in meshes)
     first, second, third = meshes[0]["guarded"]["weights"]
     assert all(torch.equal(first[name], second[name]) for name in first)
-

@@ -105,7 +105,8 @@ def test_a_run_that_broke_off_inside_a_window_leaves_nothing_to_the_next():
     module = PretrainingModule(CONFIG, scheduler_warmup_steps=0)
     with pytest.raises(KeyError):  # in the first of two micro-batches: no weight has moved
         make_trainer(1, "32-true", "cpu", callbacks=[Breaks()], accumulate_grad_batches=2).fit(
-            module, Texts(batch_size=8))
+            module, Texts(batch_size=8)
+        )
     module.skipped = torch.tensor(True)  # the word of a guard that is not there any more
     seed_everything(0)
     assert first_loss(module) == first_loss(PretrainingModule(CONFIG, scheduler_warmup_steps=0))
@@ -173,7 +174,9 @@ def test_rows_are_dealt_once_and_processes_never_share_one():
         keys = [key for loader in loaders for b in range(len(loader)) for key in loader.keys(3, b)]
         assert len(set(keys)) == len(keys) and {epoch for epoch, _ in keys} == {3}
         assert len(data.train_dataset) - len(keys) < 4 * world_size
-        dealt = [i for r in range(world_size) for b in filled_batches(41, 4, r, world_size) for i in b]
+        dealt = [
+            i for r in range(world_size) for b in filled_batches(41, 4, r, world_size) for i in b
+        ]
         assert sorted(i for i in dealt if i >= 0) == list(range(41))
 
 
@@ -197,7 +200,9 @@ def test_float16_gradients_are_unscaled_before_they_are_clipped():
     plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
     plugin.precision = "16-mixed"
     _, half = train(Texts(), 4, dropout=0.0, precision=None, plugins=[plugin])
-    np.testing.assert_allclose(half.column("gradient_norm"), exact.column("gradient_norm"), rtol=0.05)
+    np.testing.assert_allclose(
+        half.column("gradient_norm"), exact.column("gradient_norm"), rtol=0.05
+    )
 
 
 def test_sophia_is_refused_under_float16_whose_scale_would_stay_in_the_curvature():
@@ -207,7 +212,9 @@ def test_sophia_is_refused_under_float16_whose_scale_would_stay_in_the_curvature
     plugin.precision = "16-mixed"
     module = PretrainingModule(CONFIG, learning_rate=3e-3, optimizer_class="sophiah")
     trainer = make_trainer(2, precision=None, accelerator="cpu", plugins=[plugin])
-    with pytest.raises(ValueError, match=r"precision='16-mixed' scales the loss.*sophiah.*set precision='32-true'"):
+    with pytest.raises(
+        ValueError, match=r"precision='16-mixed' scales the loss.*sophiah.*set precision='32-true'"
+    ):
         trainer.fit(module, Texts())
     assert trainer.global_step == 0
     check_scaler(plugin, differentiates=False)  # any other optimizer may train so
@@ -231,7 +238,8 @@ def test_two_processes_give_the_loss_and_the_weights_of_one(tmp_path):
     (one, losses, validation), (two, losses_2, validation_2) = results
     np.testing.assert_allclose(losses_2, losses, rtol=1e-5)
     np.testing.assert_allclose(
-        [v["val_loss"] for v in validation_2], [v["val_loss"] for v in validation], rtol=1e-5)
+        [v["val_loss"] for v in validation_2], [v["val_loss"] for v in validation], rtol=1e-5
+    )
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=2e-5, rtol=1e-3)
 
@@ -261,7 +269,9 @@ def test_the_data_module_reads_a_users_file_up_to_a_number_of_documents(tmp_path
         train_batch_size=4, data_kwargs={"max_documents": 60},
     )  # fmt: skip
     data.setup()
-    documents = data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
+    documents = (
+        data.train_dataset.describe()["documents"] + data.val_dataset.describe()["documents"]
+    )
     assert 0 < documents <= 60
 
 
@@ -293,15 +303,20 @@ def test_variables_of_the_environment_reach_a_trainer_as_they_reach_lightnings(m
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "3")
     trainer = make_trainer(1, "32-true", "cpu")
     assert (trainer.log_every_n_steps, trainer.limit_train_batches) == (7, 3)
-    assert make_trainer(1, "32-true", "cpu", limit_train_batches=5).limit_train_batches == 5, "what is said wins"
+    assert make_trainer(1, "32-true", "cpu", limit_train_batches=5).limit_train_batches == 5, (
+        "what is said wins"
+    )
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
 def test_weights_in_16_bits_leave_what_they_are_compared_with_as_it_is(precision):
     numbers = torch.tensor([1906.25, 1911.25, 70_000.0])
     batch = {name: numbers for name in ("labels", "loss_weights", "token_shares", "teacher_scores")}
-    convert = make_trainer(1, precision, "cpu", plugins=[]).precision_plugin.convert_input if precision[0] == "b" else (
-        HalfWeights(precision).convert_input)  # a CPU has no float16
+    convert = (
+        make_trainer(1, precision, "cpu", plugins=[]).precision_plugin.convert_input
+        if precision[0] == "b"
+        else (HalfWeights(precision).convert_input)
+    )  # a CPU has no float16
     for found in (convert(batch), convert([batch])[0]):
         assert all(torch.equal(found[name], numbers) for name in batch)
     given = convert({"inputs_embeds": numbers, "input_ids": torch.tensor([3])})
@@ -317,15 +332,23 @@ def test_what_a_validation_says_is_not_rounded_where_a_run_computes_in_16_bits()
         found = validation_metrics(sums)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {name: float(value) for name, value in found.items()} == {name: float(value) for name, value in want.items()}
+    assert {name: float(value) for name, value in found.items()} == {
+        name: float(value) for name, value in want.items()
+    }
     assert float(found["val_bits_per_byte"]) == 800 / 900 / math.log(2)
     assert float(found["val_perplexity"]) == pytest.approx(math.exp(4), rel=1e-7)
 
 
-def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_bfloat16(monkeypatch):
-    monkeypatch.setattr("bertlab.train.trainer.default_precision", lambda kind: ("16-mixed", "older than Ampere"))
+def test_a_strategy_that_divides_weights_computes_in_float32_where_a_gpu_has_no_bfloat16(
+    monkeypatch,
+):
+    monkeypatch.setattr(
+        "bertlab.train.trainer.default_precision", lambda kind: ("16-mixed", "older than Ampere")
+    )
     with pytest.warns(UserWarning, match="computes in float32"):
         assert make_trainer(1, accelerator="cpu", strategy="fsdp").precision == "32-true"
     monkeypatch.setattr("bertlab.train.trainer.check_request", lambda *asked: "cuda")
-    with pytest.raises(ValueError, match="no loss scale for float16; set precision='32-true'.*strategy='ddp'"):
+    with pytest.raises(
+        ValueError, match="no loss scale for float16; set precision='32-true'.*strategy='ddp'"
+    ):
         make_trainer(1, "16-mixed", strategy="tensor:2", devices=2)

@@ -41,12 +41,23 @@ def test_every_file_that_the_page_loads_is_there_and_has_the_number_that_is_stat
     for file in page["files"].values():
         assert sri((folder / "page" / file["url"]).read_bytes()) == file["integrity"]
     for file in page["packages"].values():
-        assert re.fullmatch(r"https://[\w.]+/npm/(@\w+/)?[\w-]+@\d+\.\d+\.\d+/dist/[\w.-]+", file["url"])
+        assert re.fullmatch(
+            r"https://[\w.]+/npm/(@\w+/)?[\w-]+@\d+\.\d+\.\d+/dist/[\w.-]+", file["url"]
+        )
         assert len(base64.b64decode(file["integrity"].removeprefix("sha384-"))) == 48
     loaded = sum((folder / "page" / file["url"]).stat().st_size for file in page["files"].values())
     assert page["bytes"] == RUNTIME_BYTES + loaded
-    shown = [path for path in (folder / "page").iterdir() if path.suffix in (".html", ".css", ".js")]
-    assert {path.name for path in shown} == {"index.html", "page.css", "begin.js", "page.js", "model.js", "draw.js"}
+    shown = [
+        path for path in (folder / "page").iterdir() if path.suffix in (".html", ".css", ".js")
+    ]
+    assert {path.name for path in shown} == {
+        "index.html",
+        "page.css",
+        "begin.js",
+        "page.js",
+        "model.js",
+        "draw.js",
+    }
     assert sum(path.stat().st_size for path in [*shown, folder / "page/page.json"]) < 300_000
     assert not (folder / "page/model.onnx").exists(), "the large file is of no use to the page"
 
@@ -64,14 +75,23 @@ def test_the_html_is_filled_names_are_text_and_nothing_comes_from_elsewhere(fold
             self.ids += [given["id"]] if "id" in given else []
             if tag in ("script", "link", "img", "iframe"):
                 self.loaded.append(given.get("src") or given.get("href"))
-            assert not [name for name in given if name.startswith("on") or name == "style"]  # the policy forbids both
+            assert not [
+                name for name in given if name.startswith("on") or name == "style"
+            ]  # the policy forbids both
             self.opened.append(tag)
 
     Reader().feed(text)
     assert set(Reader.loaded) == {"page.css", "begin.js", "data:,"}
-    script = "".join((folder / "page" / name).read_text() for name in ("begin.js", "page.js", "draw.js", "model.js"))
+    script = "".join(
+        (folder / "page" / name).read_text()
+        for name in ("begin.js", "page.js", "draw.js", "model.js")
+    )
     assert set(re.findall(r'at\("([\w-]+)"\)', script)) <= set(Reader.ids)
-    assert "http" not in script.replace("http.server", "") and "eval(" not in script and "innerHTML" not in script
+    assert (
+        "http" not in script.replace("http.server", "")
+        and "eval(" not in script
+        and "innerHTML" not in script
+    )
 
 
 def test_the_first_answer_is_what_the_file_answers(folder, page):
@@ -80,13 +100,18 @@ def test_the_first_answer_is_what_the_file_answers(folder, page):
     assert [[word for word, *_ in first["guesses"][str(gap)]] for gap in first["gaps"]] == [
         [word for word, _ in guesses] for guesses in wanted]  # fmt: skip
     assert first["text"] == EXAMPLES[0].replace("[MASK]", "___")
-    assert len(first["attention"]) == page["layers"] == 3 and len(first["attention"][0]) == page["heads"] == 4
+    assert (
+        len(first["attention"]) == page["layers"] == 3
+        and len(first["attention"][0]) == page["heads"] == 4
+    )
     for layer in first["attention"]:
         for head in layer:
             for row in head:
                 assert sum(row) == pytest.approx(1, abs=2e-3) and len(row) == len(first["pieces"])
     gap = str(first["gaps"][0])
-    assert len(first["lens"][gap]) == 4 and first["lens"][gap][-1][0][2] == first["guesses"][gap][0][2]
+    assert (
+        len(first["lens"][gap]) == 4 and first["lens"][gap][-1][0][2] == first["guesses"][gap][0][2]
+    )
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "\0", "long " * 60])
@@ -98,7 +123,9 @@ def test_any_title_is_a_title_and_never_a_path(folder, tmp_path, monkeypatch, na
 
     monkeypatch.setattr(web_page, "export_model", note)
     with pytest.raises(ValueError) as refused:
-        export_web_page(folder / "my <model>", tmp_path / "page", examples=EXAMPLES, name=name, texts=TEXTS)
+        export_web_page(
+            folder / "my <model>", tmp_path / "page", examples=EXAMPLES, name=name, texts=TEXTS
+        )
     assert str(refused.value) == f"made for {name}" and list(tmp_path.iterdir()) == []
 
 
@@ -138,5 +165,9 @@ def test_a_package_that_is_another_one_is_refused_and_nothing_of_it_is_written(t
     content = (tmp_path / "package.tgz").read_bytes()
     known = "sha512-" + base64.b64encode(hashlib.sha512(content).digest()).decode()
     with pytest.raises(ValueError, match="tokenizers.min.mjs"):
-        unpack_package(tmp_path / "package.tgz", web_page.Package("p", "1.0.0", "MIT", known, PACKAGES[1].files), tmp_path / "out")
+        unpack_package(
+            tmp_path / "package.tgz",
+            web_page.Package("p", "1.0.0", "MIT", known, PACKAGES[1].files),
+            tmp_path / "out",
+        )
     assert list((tmp_path / "out").iterdir()) == []

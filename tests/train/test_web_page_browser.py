@@ -14,7 +14,12 @@ from bertlab.train import web_page
 from bertlab.train.export import FILES, OnnxModel
 from bertlab.train.web_page import answer_for_page, export_web_page, fetch_packages, integrity_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),
+]
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -70,7 +75,10 @@ def open_page(browser):
         contexts.append(context)
         page = context.new_page()
         page.elsewhere, page.complaints = [], []
-        page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+        page.on(
+            "console",
+            lambda said: page.complaints.append(said.text) if said.type == "error" else None,
+        )
         page.on("pageerror", lambda error: page.complaints.append(str(error)))
 
         def sort(route):
@@ -93,8 +101,11 @@ def ask(page, text):
     page.fill("#text", text)
     page.evaluate("() => { document.getElementById('status').textContent = '' }")
     page.click("#go")
-    page.wait_for_function("""() => / ms/.test(document.getElementById('status').textContent)
-        || !document.getElementById('mistake').hidden""", timeout=120_000)
+    page.wait_for_function(
+        """() => / ms/.test(document.getElementById('status').textContent)
+        || !document.getElementById('mistake').hidden""",
+        timeout=120_000,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -117,7 +128,10 @@ def test_the_page_answers_as_python_does(folders, open_page, kind):
                 ours = got["guesses"][str(gap)]
                 assert ours[0][2] == theirs[0][2] and ours[0][0] == theirs[0][0], text
                 assert ours[0][1] == pytest.approx(theirs[0][1], abs=2e-2)
-                assert got["lens"][str(gap)][-1][0][2] == ours[0][2] and len(got["lens"][str(gap)]) == 4
+                assert (
+                    got["lens"][str(gap)][-1][0][2] == ours[0][2]
+                    and len(got["lens"][str(gap)]) == 4
+                )
         assert page.elsewhere == [] and page.complaints == []
 
 
@@ -127,27 +141,38 @@ def test_a_look_loads_little_and_a_question_is_answered_by_keyboard(folders, ope
         page = open_page(address)
         page.wait_for_selector("#guesses table")
         assert "came with the page" in page.inner_text("#status")
-        assert not [path for path in asked if "packages" in path or "onnx" in path], "nobody has asked yet"
+        assert not [path for path in asked if "packages" in path or "onnx" in path], (
+            "nobody has asked yet"
+        )
         page.focus("#text")
         page.keyboard.press("Control+A")
         page.keyboard.type("a ___ likes the [MASK].")
         page.keyboard.press("Enter")
-        page.wait_for_function("() => / ms/.test(document.getElementById('status').textContent)", timeout=120_000)
+        page.wait_for_function(
+            "() => / ms/.test(document.getElementById('status').textContent)", timeout=120_000
+        )
         wanted = [guesses[0][0] for guesses in exported.fill(["a [MASK] likes the [MASK]."], 1)[0]]
         assert page.locator("#guesses caption").all_inner_texts() == ["Gap 1 of 2", "Gap 2 of 2"]
-        assert [page.locator("#guesses tbody").nth(n).locator("th").first.inner_text() for n in (0, 1)] == wanted
+        assert [
+            page.locator("#guesses tbody").nth(n).locator("th").first.inner_text() for n in (0, 1)
+        ] == wanted
         # Walk over the pieces: the lens and the sentence about attention follow.
         page.focus(".piece[aria-pressed=true]")
         page.keyboard.press("Home")
         page.wait_for_selector("#lens table")
-        assert "(piece 1)" in page.inner_text("#lens caption") and "(piece 1)" in page.inner_text("#said")
+        assert "(piece 1)" in page.inner_text("#lens caption") and "(piece 1)" in page.inner_text(
+            "#said"
+        )
         assert page.evaluate("() => document.activeElement.getAttribute('aria-pressed')") == "true"
         page.focus("#heads [tabindex='0']")
         page.keyboard.press("ArrowUp")
         assert page.input_value("#layer") == "1"
         before = page.locator(".share").all_inner_texts()
         page.select_option("#head", "2")
-        assert page.locator("#heads [aria-pressed=true]").get_attribute("aria-label") == "Layer 2, head 3"
+        assert (
+            page.locator("#heads [aria-pressed=true]").get_attribute("aria-label")
+            == "Layer 2, head 3"
+        )
         assert page.locator(".share").all_inner_texts() != before
 
 
@@ -173,12 +198,18 @@ def test_text_of_the_reader_stays_text(folders, open_page):
         assert page.is_hidden("#mistake")
 
 
-@pytest.mark.parametrize("text, word", [("", "no sentence"), ("a " * 300 + "[MASK]", "128"), ("the dog.", "no gap")])
+@pytest.mark.parametrize(
+    "text, word", [("", "no sentence"), ("a " * 300 + "[MASK]", "128"), ("the dog.", "no gap")]
+)
 def test_a_question_without_an_answer_gets_one_sentence(folders, open_page, text, word):
     with served(folders["wordpiece"][0]) as (address, _):
         page = open_page(address)
         ask(page, text)
-        said = page.inner_text("#mistake") if page.is_visible("#mistake") else page.inner_text("#status")
+        said = (
+            page.inner_text("#mistake")
+            if page.is_visible("#mistake")
+            else page.inner_text("#status")
+        )
         assert word in said and "\n" not in said
 
 
@@ -197,7 +228,9 @@ def bend(path, how):
     ("page.json", "truncated"), ("draw.js", "missing"), ("packages/ort.wasm.bundle.min.mjs", "flipped"),
     ("packages/ort-wasm-simd-threaded.wasm", "missing"), ("packages/tokenizers.min.mjs", "flipped"),
 ])  # fmt: skip
-def test_a_missing_or_damaged_file_gets_one_sentence_in_the_page(folders, open_page, tmp_path, name, how):
+def test_a_missing_or_damaged_file_gets_one_sentence_in_the_page(
+    folders, open_page, tmp_path, name, how
+):
     folder = shutil.copytree(folders["wordpiece"][0], tmp_path / "page")
     bend(folder / name, how)
     with served(folder) as (address, _):
@@ -209,10 +242,14 @@ def test_a_missing_or_damaged_file_gets_one_sentence_in_the_page(folders, open_p
             ask(page, "the [MASK] sees.")
         said = page.inner_text("#mistake")
         assert name.split("/")[-1] in said and said.count("\n") == 0 and len(said) < 200
-        assert ("missing" in said) == (how == "missing" or name == "draw.js") or "or damaged" in said
+        assert ("missing" in said) == (
+            how == "missing" or name == "draw.js"
+        ) or "or damaged" in said
 
 
-def test_a_model_that_passes_for_the_right_file_and_is_none_gets_one_sentence(folders, open_page, tmp_path):
+def test_a_model_that_passes_for_the_right_file_and_is_none_gets_one_sentence(
+    folders, open_page, tmp_path
+):
     folder = shutil.copytree(folders["wordpiece"][0], tmp_path / "page")
     (folder / "model_int8.onnx").write_bytes(b"Dear reader")
     page_json = json.loads((folder / "page.json").read_text())
@@ -241,7 +278,9 @@ def test_without_scripts_and_from_a_bare_file_something_is_said(folders, browser
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 768, 1400])
-def test_no_width_scrolls_sideways_and_letters_keep_their_contrast(folders, open_page, width, scheme):
+def test_no_width_scrolls_sideways_and_letters_keep_their_contrast(
+    folders, open_page, width, scheme
+):
     from test_browser import CONTRAST
 
     with served(folders["wordpiece"][0]) as (address, _):

@@ -14,9 +14,19 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from bertlab.train.checkpoints import WholeFileCheckpointIO
 from bertlab.model.heads import keep_half, shift_right
 from bertlab.train.trainer import make_trainer
-from bertlab.train.xla import CompileRecorder, note_shape, refuse_gradients, split_rows, take_back, xla_counts, xla_settings
+from bertlab.train.xla import (
+    CompileRecorder,
+    note_shape,
+    refuse_gradients,
+    split_rows,
+    take_back,
+    xla_counts,
+    xla_settings,
+)
 
-without_xla = pytest.mark.skipif(find_spec("torch_xla") is not None, reason="torch_xla is installed here")
+without_xla = pytest.mark.skipif(
+    find_spec("torch_xla") is not None, reason="torch_xla is installed here"
+)
 
 
 @without_xla
@@ -63,7 +73,10 @@ def counters(monkeypatch):
     metrics = types.ModuleType("torch_xla.debug.metrics")
     metrics.metric_data = {"CompileTime": (5, 1e9, ()), "ExecuteTime": (40, 1e9, ())}.get
     metrics.counter_names, metrics.counter_value = lambda: list(known), known.get
-    modules = {"torch_xla": types.ModuleType("torch_xla"), "torch_xla.debug": types.ModuleType("torch_xla.debug")}
+    modules = {
+        "torch_xla": types.ModuleType("torch_xla"),
+        "torch_xla.debug": types.ModuleType("torch_xla.debug"),
+    }
     modules["torch_xla.debug"].metrics = metrics
     for name, module in {**modules, "torch_xla.debug.metrics": metrics}.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -120,7 +133,9 @@ def test_a_refused_step_changes_neither_weights_nor_moments_also_where_it_is_the
         before = refuse_gradients(optimizer, torch.tensor(skipped))
         optimizer.step()
         take_back(optimizer, torch.tensor(skipped), before)
-        moments = [v.clone() for k, v in optimizer.state[weight].items() if k != "step" and v is not None]
+        moments = [
+            v.clone() for k, v in optimizer.state[weight].items() if k != "step" and v is not None
+        ]
         return [weight.detach().clone(), *moments]
 
     first = step(float("nan"), True)

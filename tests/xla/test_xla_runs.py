@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import yaml
 
-pytest.importorskip("torch_xla", reason="needs torch_xla, in an environment of its own: make test-xla")
+pytest.importorskip(
+    "torch_xla", reason="needs torch_xla, in an environment of its own: make test-xla"
+)
 
 from host_device import stand_in
 
@@ -34,7 +36,9 @@ class Watched(CompileRecorder):
 def words(tmp_path_factory) -> list[str]:
     "A configuration that has every callback of a run look at it."
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "text.txt").write_text("".join(" ".join(WORDS[i % 7:] + WORDS[:i % 5]) + "\n" for i in range(120)))
+    (folder / "text.txt").write_text(
+        "".join(" ".join(WORDS[i % 7 :] + WORDS[: i % 5]) + "\n" for i in range(120))
+    )
     config = {
         "model": {"model_config_kwargs": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1,
                                               num_attention_heads=1, max_position_embeddings=64),
@@ -51,7 +55,9 @@ def words(tmp_path_factory) -> list[str]:
 
 
 def test_bertlab_pretrain_with_all_that_watches_a_run_makes_a_handful_of_programs(words, tmp_path):
-    there = pretrain([*words, "--trainer.accelerator", "tpu", "--run.output", str(tmp_path / "tpu")])
+    there = pretrain(
+        [*words, "--trainer.accelerator", "tpu", "--run.output", str(tmp_path / "tpu")]
+    )
     counts = Watched.latest
     here = pretrain([*words, "--trainer.accelerator", "cpu", "--run.output", str(tmp_path / "cpu")])
     for name in ("train_loss", "val_loss", "val_bits_per_byte", "tokens"):
@@ -95,7 +101,10 @@ def tagged(count, seed):
 
 def asked(count, seed):
     draw = np.random.default_rng(seed)
-    contexts = [f"the {draw.choice(TOOLS)} is in rome " + "here " * int(draw.integers(0, 6)) for _ in range(count)]
+    contexts = [
+        f"the {draw.choice(TOOLS)} is in rome " + "here " * int(draw.integers(0, 6))
+        for _ in range(count)
+    ]
     return [{"question": "where is it", "context": context,
              "answers": [{"text": "rome", "answer_start": context.find("rome")}]} for context in contexts]  # fmt: skip
 
@@ -106,7 +115,9 @@ TASKS = {"classification": texts_of, "token_classification": tagged, "question_a
 def finetuned(task, accelerator):
     "Fine-tune for 12 steps, validate every 4, test, and predict."
     seed_everything(0)
-    tokenizer = train_tokenizer([" ".join((*FRUIT, *TOOLS, "the is in here rome where it"))] * 30, 90)
+    tokenizer = train_tokenizer(
+        [" ".join((*FRUIT, *TOOLS, "the is in here rome where it"))] * 30, 90
+    )
     windows = {"collator_kwargs": {"doc_stride": 4}} if task == "question_answering" else {}
     data = FinetuningDataModule(task, tokenizer, max_sequence_length=32, train_batch_size=4, val_batch_size=4,
                                 test_batch_size=4, fixed_shapes=True, **windows)  # fmt: skip
@@ -117,7 +128,9 @@ def finetuned(task, accelerator):
                               scheduler_type="linear", warmup_steps=2)  # fmt: skip
     history, recorder = History(), CompileRecorder()
     watching = [recorder] if accelerator == "tpu" else []
-    trainer = make_trainer(12, "32-true", accelerator, callbacks=[history, *watching], val_check_steps=4)
+    trainer = make_trainer(
+        12, "32-true", accelerator, callbacks=[history, *watching], val_check_steps=4
+    )
     trainer.fit(module, data)
     scores = [*history.record.validation, *trainer.test(module, data, verbose=False)]
     return history.record, scores, trainer.predict(module, data.test_dataloader()), recorder.counts
@@ -130,7 +143,9 @@ def test_fine_tuning_gives_the_losses_scores_and_predictions_of_a_cpu(task):
     assert xla_counts().fallbacks == before  # training, validation, test and predictions
     assert len({c.compilations for c in counts[9:]}) == 1, [c.compilations for c in counts]
     plain_record, plain_scores, plain_predicted, _ = finetuned(task, "cpu")
-    np.testing.assert_allclose(record.column("loss"), plain_record.column("loss"), atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        record.column("loss"), plain_record.column("loss"), atol=1e-4, rtol=0
+    )
     for ours, theirs in zip(scores, plain_scores, strict=True):
         assert {k: float(v) for k, v in ours.items()} == pytest.approx(
             {k: float(v) for k, v in theirs.items()}, abs=1e-4)  # fmt: skip

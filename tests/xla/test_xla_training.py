@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("torch_xla", reason="needs torch_xla, in an environment of its own: make test-xla")
+pytest.importorskip(
+    "torch_xla", reason="needs torch_xla, in an environment of its own: make test-xla"
+)
 
 from host_device import stand_in
 from lightning.pytorch.callbacks import Callback
@@ -58,7 +60,9 @@ def train(accelerator, steps, callbacks=(), ckpt_path=None, dropout=0.0, data=No
                                **(module or {}))  # fmt: skip
     history, recorder = History(), CompileRecorder()
     watching = [recorder] if accelerator == "tpu" else []
-    trainer = make_trainer(steps, precision, accelerator, callbacks=[history, *watching, *callbacks], **options)
+    trainer = make_trainer(
+        steps, precision, accelerator, callbacks=[history, *watching, *callbacks], **options
+    )
     trainer.fit(module, rows, ckpt_path=ckpt_path, weights_only=False)
     return history.record, recorder.counts, module
 
@@ -67,10 +71,15 @@ def test_twenty_steps_equal_those_of_a_plain_cpu_and_nothing_falls_back_to_the_h
     xla, counts, _ = train("tpu", 20)
     cpu, _, _ = train("cpu", 20)
     np.testing.assert_allclose(xla.column("loss"), cpu.column("loss"), atol=1e-4, rtol=0)
-    np.testing.assert_allclose(xla.column("gradient_norm"), cpu.column("gradient_norm"), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(
+        xla.column("gradient_norm"), cpu.column("gradient_norm"), atol=1e-3, rtol=0
+    )
     assert counts[-1].fallbacks == counts[0].fallbacks == {}
     # A history is fetched at steps 10 and 20; no step between reads a number.
-    assert len({c.host_reads for c in counts[:9]}) == 1 and len({c.host_reads for c in counts[9:19]}) == 1
+    assert (
+        len({c.host_reads for c in counts[:9]}) == 1
+        and len({c.host_reads for c in counts[9:19]}) == 1
+    )
     # The first fetch may leave a program behind; from there on there is nothing new.
     assert len({c.compilations for c in counts[11:]}) == 1
 
@@ -80,7 +89,9 @@ def test_three_epochs_of_documents_of_all_lengths_make_no_new_program(packing):
     steps = 45  # 10 packed or 15 single batches are an epoch
     schedule = {"scheduler_training_kind": "cosine", "scheduler_training_decay": 0.2, "scheduler_cooldown_steps": 10,
                 "weight_decay": 0.01}  # fmt: skip
-    record, counts, _ = train("tpu", steps, val_check_steps=10, data={"packing": packing}, module=schedule)
+    record, counts, _ = train(
+        "tpu", steps, val_check_steps=10, data={"packing": packing}, module=schedule
+    )
     assert len(set(record.column("learning_rate"))) > 30
     assert len(record.validation) == 4 and np.isfinite(record.column("loss")).all()
     # Warm: an epoch, two fetches and two validations (at 10 and 20), and the steps after them.
@@ -89,11 +100,17 @@ def test_three_epochs_of_documents_of_all_lengths_make_no_new_program(packing):
 
 
 def test_a_rate_that_has_come_to_zero_makes_one_new_program_and_no_more():
-    schedule = {"scheduler_training_kind": "linear", "scheduler_training_steps": 12, "scheduler_training_decay": 0.0}
+    schedule = {
+        "scheduler_training_kind": "linear",
+        "scheduler_training_steps": 12,
+        "scheduler_training_decay": 0.0,
+    }
     record, counts, _ = train("tpu", 24, module=schedule)
     rate, made = record.column("learning_rate"), np.array([c.compilations for c in counts])
     assert (rate[:14] > 0).all() and not rate[14:].any()
-    assert made[13] == made[12] and made[14] == made[13] + 1 and made[-1] <= made[14] + 1  # the last: a fetch
+    assert (
+        made[13] == made[12] and made[14] == made[13] + 1 and made[-1] <= made[14] + 1
+    )  # the last: a fetch
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(tmp_path):
@@ -176,7 +193,13 @@ class Poison(Callback):
 
     def on_train_batch_end(self, trainer, *_) -> None:
         state = trainer.optimizers[0].state
-        self.kept.append([x.detach().cpu() for p in state for x in (p, state[p]["exp_avg"], state[p]["exp_avg_sq"])])
+        self.kept.append(
+            [
+                x.detach().cpu()
+                for p in state
+                for x in (p, state[p]["exp_avg"], state[p]["exp_avg_sq"])
+            ]
+        )
 
 
 def test_a_guard_keeps_spoiled_steps_away_from_the_weights_and_nobody_waits_for_its_verdict():
@@ -201,7 +224,9 @@ def test_checkpointed_activations_are_refused_by_name():
 def test_two_devices_share_each_batch_and_give_the_losses_of_one():
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"}
     script = Path(__file__).with_name("two_devices.py")
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["sharding"].startswith("{devices=[2,1]")
