@@ -45,7 +45,7 @@ from unittest import mock
 import numpy as np
 from sides import KEPT, ROOT, BenchmarkParser, machine
 
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 
 sys.path.insert(0, str(Path(__file__).parent))  # recipes name models of tricks.py
 
@@ -657,7 +657,7 @@ class Table:
     def write(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         settle(self.found, self.options.steps)
-        with written_whole(self.path) as temporary:
+        with atomic_write(self.path) as temporary:
             arms = {name: self.found["arms"][name] for name in ARMS if name in self.found["arms"]}
             whole = {"what": __doc__.splitlines()[0], "machine": next(iter(self.found["machines"]), self.where), "steps": self.options.steps,
                      "of": len(arms_on(self.options.on)), **self.found, "arms": arms}  # fmt: skip

@@ -47,13 +47,13 @@ def whole_modules(part: str) -> list[str]:
 def train(place: str, seed: int, lengths: list, share: float) -> dict:
     "Train by stages of (length, steps); processor and wall seconds, operations, and bits per byte at the end."
     from bertlab.data.module import PretrainingDataModule
-    from bertlab.data.tokenizers import choose_tokenizer, train_tokenizer
+    from bertlab.data.tokenizers import resolve_tokenizer, train_tokenizer
     from bertlab.model.huggingface import save_model
     from bertlab.train.modules import PretrainingModule
     from bertlab.train.trainer import make_trainer, seed_everything
 
     folder, texts = Path(place), {part: whole_modules(part) for part in ("train", "validation")}
-    tokenizer = choose_tokenizer([], None, folder / "tokenizer",
+    tokenizer = resolve_tokenizer([], None, folder / "tokenizer",
                                  lambda: train_tokenizer(texts["train"], 4096))  # fmt: skip
     tokenizer.save_pretrained(folder / "tokenizer")
     seconds, wall, flops, previous, found, done = 0.0, 0.0, 0.0, None, {}, 0

@@ -60,8 +60,8 @@ from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.model.config import bert_base, modernbert_base
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.core.devices import find_devices, measured_peak_flops, wait_function
-from bertlab.core.files import written_whole
+from bertlab.core.devices import find_devices, benchmark_matmul, wait_function
+from bertlab.core.files import atomic_write
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.data.module import pack_texts
 from bertlab.model.losses import LossRule
@@ -316,9 +316,7 @@ def measure(shape: str, options, texts, tokenizer, ceilings: list[float]) -> dic
             able[name].run(options.steps)
     for side in able.values():
         del side.rates[0]  # four times as slow, where sides have just been built
-    ceilings.append(
-        measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)
-    )
+    ceilings.append(benchmark_matmul("bf16-mixed", 0.2 if options.small else 2.0, options.device))
     ceiling = max(ceilings)
     for name, side in able.items():
         if not math.isfinite(float(side.last_loss)):  # a kernel that is fast and wrong has no rate
@@ -523,7 +521,7 @@ def main() -> None:
     corpus = embedded_corpus(max_documents=100 if options.small else None)
     texts = corpus.train_texts
     tokenizer = train_tokenizer(texts, 1024 if options.small else 8192)
-    ceilings = [measured_peak_flops("bf16-mixed", 0.2 if options.small else 2.0, options.device)]
+    ceilings = [benchmark_matmul("bf16-mixed", 0.2 if options.small else 2.0, options.device)]
     device = find_devices()[
         -1 if options.small else 0
     ]  # the last is the CPU, the first what a run takes
@@ -543,7 +541,7 @@ def main() -> None:
         result["seconds"] = round(time.perf_counter() - begin)
         if output:
             part = Path(output).with_suffix(".part.json")
-            with written_whole(Path(output) if whole else part) as temporary:
+            with atomic_write(Path(output) if whole else part) as temporary:
                 temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
             if whole:
                 part.unlink(missing_ok=True)

@@ -52,13 +52,13 @@ def measure(case: dict) -> dict:
     import torch
     from heads import resident_bytes
 
-    from bertlab.core.devices import describe_device, keep_freed_memory, peak_memory_bytes
+    from bertlab.core.devices import describe_device, retain_freed_memory, peak_memory_bytes
     from bertlab.model.losses import LossRule
 
     torch.manual_seed(0)
     way, device = case["way"], torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if way.endswith("alone") and device.type == "cpu":
-        keep_freed_memory()  # as training does
+        retain_freed_memory()  # as training does
     model = build(way, case["vocabulary"], case["model"]).to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     ids_BL = torch.randint(case["vocabulary"], (case["rows"], LENGTH), device=device)

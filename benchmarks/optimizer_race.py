@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 from bertlab.model.losses import unigram_counts, unigram_entropy
 from bertlab.explorers.optimizers import OptimizerRun, UpdateWatch, save_runs
 
@@ -124,7 +124,7 @@ def main():
         "torch": torch.__version__, "parameters": race["build"](0).num_parameters(), "results": results,
     }  # fmt: skip
     if options.output:
-        with written_whole(options.output) as temporary:
+        with atomic_write(options.output) as temporary:
             temporary.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ from sides import machine
 import bertlab
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 from bertlab.data.packing import (
     EpochOrder,
     PackedDataset,
@@ -250,7 +250,7 @@ def main():
     }
     print(json.dumps({name: result[name] for name in list(result)[5:]}, indent=2))
     if options.output:
-        with written_whole(options.output) as path:
+        with atomic_write(options.output) as path:
             Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         draw(shares, options.output.with_suffix(".png"))
 

@@ -29,8 +29,8 @@ from sides import (KEPT, Ledger, alternate, busy_loops, common_parser, fingerpri
 
 import bertlab
 from bertlab.model.config import BertLabConfig, bert_base, modernbert_tiny
-from bertlab.core.devices import measured_peak_flops
-from bertlab.core.plots import BLUE, GREY, ORANGE, HouseFigure
+from bertlab.core.devices import benchmark_matmul
+from bertlab.core.plots import BLUE, GREY, ORANGE, NotebookFigure
 
 SHAPES = {  # layers, width, heads, vocabulary, rows of 128 in a batch
     "demo": (4, 192, 3, 4096, 32),
@@ -302,10 +302,10 @@ def measure(case: dict) -> dict:
     chosen = PRECISIONS[case["precision"]]  # of "auto" the side itself says what it was
     with tempfile.TemporaryDirectory() as folder:
         names = ("32-true", "bf16-mixed") if chosen == "auto" else (chosen,)
-        rates = {name: [measured_peak_flops(name)] for name in names}
+        rates = {name: [benchmark_matmul(name)] for name in names}
         with busy_loops(case.get("busy", 0)):
             figures, model = side(case, corpus, tokenizer, folder)
-        found = rates[figures["precision"]] + [measured_peak_flops(figures["precision"])]
+        found = rates[figures["precision"]] + [benchmark_matmul(figures["precision"])]
         operations = shape(case["kind"], case["model"]).flops_per_token(
             figures["mean_context"], PROBABILITY
         )
@@ -470,7 +470,9 @@ def draw(result: dict):
     "Real tokens per second of each side, a panel for each shape and architecture."
     rates, colours = result["rates"], {"ours": BLUE, "grouped": ORANGE, "padded": GREY}
     columns, rows = min(2, len(rates)), -(-len(rates) // 2)
-    figure = HouseFigure(figsize=(4.6 * columns, 0.5 + 2.2 * rows), layout="constrained", dpi=100)
+    figure = NotebookFigure(
+        figsize=(4.6 * columns, 0.5 + 2.2 * rows), layout="constrained", dpi=100
+    )
     for place, (name, found) in enumerate(rates.items(), 1):
         axes = figure.add_subplot(rows, columns, place, title=name)
         figures = {side: values["tokens_per_second"] for side, values in found["sides"].items()}

@@ -44,7 +44,7 @@ from sides import (
 )
 
 import bertlab
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 from bertlab.core.plots import BLUE, GREEN, ORANGE, new_axes
 
 FLAT = 1.1  # the dearest token of any size over that of the smallest corpus
@@ -61,7 +61,7 @@ def grown_file(case: dict) -> Path:
     corpus, _ = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     texts = [text for text in corpus.train_texts + corpus.validation_texts if text.split()]
     draw = random.Random(0)
-    with written_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for _ in range(case["copies"]):
             for text in texts:
                 words = text.split()
@@ -108,12 +108,12 @@ def rows_case(case: dict, folder: str) -> dict:
     import torch
 
     from bertlab.data.module import PretrainingDataModule
-    from bertlab.core.devices import keep_freed_memory
+    from bertlab.core.devices import retain_freed_memory
     from bertlab.model.heads import BertLabForMaskedLM
     from bertlab.model.losses import LossRule
     from bertlab.train.modules import BATCH_KEYS
 
-    keep_freed_memory()  # as training on a CPU does
+    retain_freed_memory()  # as training on a CPU does
     _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     lengths = (
         np.random.default_rng(0)

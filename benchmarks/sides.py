@@ -31,7 +31,7 @@ GIVEN = dict(os.environ)  # before `import bertlab` adds what it asks of OpenMP
 
 from PIL import Image  # noqa: E402
 
-from bertlab.core.files import written_whole  # noqa: E402
+from bertlab.core.files import atomic_write  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, KEPT = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
@@ -130,7 +130,7 @@ class Ledger:
         with self.lock:
             self.figures[key] = found
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(self.path) as temporary:
+            with atomic_write(self.path) as temporary:
                 text = json.dumps({"code": self.code, "figures": self.figures}, indent=1)
                 temporary.write_text(text, encoding="utf-8")
         return found, False
@@ -253,13 +253,13 @@ def write_result(
     output = Path(output)
     part = output.with_suffix(".part.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(output if whole else part) as temporary:
+    with atomic_write(output if whole else part) as temporary:
         temporary.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if not whole:
         return print(f"so far: {part}", flush=True)
     part.unlink(missing_ok=True)
     if draw is not None:
-        with written_whole(output.with_suffix(".png")) as temporary:
+        with atomic_write(output.with_suffix(".png")) as temporary:
             draw(result).savefig(drawn := io.BytesIO(), format="png", dpi=110, bbox_inches="tight")
             # Few colours, a third of the bytes: the page of all benchmarks carries its pictures.
             Image.open(drawn).convert("RGB").quantize(128).save(temporary, "PNG", optimize=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from sides import KEPT, RESULTS, environment, fingerprint, say
 
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 
 HERE = Path(__file__).resolve().parent
 DEMO = KEPT.parent / "demo"  # the directory of `bertlab demo` that a part reads
@@ -208,7 +208,7 @@ def main() -> None:
             failed.append(part.name)
             continue
         done[part.name] = begun_with
-        with written_whole(book) as temporary:
+        with atomic_write(book) as temporary:
             temporary.write_text(json.dumps(done, indent=1), encoding="utf-8")
         print(f"== {part.name} took {(time.perf_counter() - start) / 60:.1f} minutes", flush=True)
     print()

@@ -33,7 +33,7 @@ from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.corpus import embedded_corpus
 from bertlab.data.packing import PackedDataset, special_ids
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.data.vocabularies import find_counterparts, trim_tokenizer
+from bertlab.data.vocabularies import map_vocabulary, trim_tokenizer
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.vocabulary import (
@@ -161,7 +161,7 @@ def measure_transplants(old, new, texts, held_out, seed, steps, quick):
     found = {
         "goal": goal,
         "entries": len(new),
-        "twins": len(find_counterparts(old, new).twins),
+        "twins": len(map_vocabulary(old, new).twins),
         "methods": {},
     }
     for method in (*TRANSPLANTS, "fresh"):

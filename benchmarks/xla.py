@@ -33,7 +33,7 @@ from bertlab.model.config import modernbert_tiny  # noqa: E402
 from bertlab.data.corpus import embedded_corpus  # noqa: E402
 from bertlab.data.tokenizers import train_tokenizer  # noqa: E402
 from bertlab.data.module import PretrainingDataModule  # noqa: E402
-from bertlab.core.files import written_whole  # noqa: E402
+from bertlab.core.files import atomic_write  # noqa: E402
 from bertlab.train.modules import PretrainingModule  # noqa: E402
 from bertlab.train.trainer import make_trainer, seed_everything  # noqa: E402
 from bertlab.train.xla import CompileRecorder  # noqa: E402
@@ -144,7 +144,7 @@ def main() -> None:
         print(
             f"{name}: {loaders[name]['programs'][-1]} programs in {len(loaders[name]['programs'])} steps"
         )
-    with written_whole(options.output) as temporary:
+    with atomic_write(options.output) as temporary:
         result = {"what": what, "versions": versions, "loaders": loaders}
         temporary.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
 

@@ -16,7 +16,7 @@ _FACE = {
     # core: whole files and honest devices
     "core.devices": "Device describe_device find_devices",
     "core.durations": "Duration",
-    "core.files": "written_whole",
+    "core.files": "atomic_write",
     "core.plots": "new_axes plot_loss",
     # data: from a text on disk to a masked batch
     "data.corpus": "Corpus embedded_corpus load_corpus",

@@ -13,7 +13,7 @@ from .core.devices import Device as Device
 from .core.devices import describe_device as describe_device
 from .core.devices import find_devices as find_devices
 from .core.durations import Duration as Duration
-from .core.files import written_whole as written_whole
+from .core.files import atomic_write as atomic_write
 from .core.plots import new_axes as new_axes
 from .core.plots import plot_loss as plot_loss
 from .data.corpus import Corpus as Corpus

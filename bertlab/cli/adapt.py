@@ -15,8 +15,8 @@ from .finetune import FinetuningRun, write_json
 from .options import COMMANDS
 from .pretrain import find_model
 from .vocabularies import copy_uses
-from ..core.reading import read_json, read_yaml
-from ..core.files import MARKER
+from ..core.reading import load_json, load_yaml
+from ..core.files import RUN_FILE
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..finetuning.data import load_reading, write_reading
 from ..finetuning.module import FinetuningModule
@@ -27,7 +27,7 @@ from ..model.huggingface import plain_copy, save_model
 from ..model.loading import check_finite
 from ..train.averages import average_weights, find_models, greedy_soup, write_average
 from ..train.checkpoints import read_checkpoint
-from ..train.model_directories import read_uses, written_directory
+from ..train.model_directories import read_uses, atomic_directory
 from ..train.modules import load_encoder
 from ..train.trainer import make_trainer
 
@@ -38,7 +38,7 @@ HOWS = ("uniform", "greedy")
 def _find_seeds(directory: Path) -> tuple[list[Path], list[str]]:
     "The best checkpoint of each seed that a run has finished, and the names of the others."
     path, found = directory / "metrics.json", sorted(directory.glob("seed-*/best.ckpt"))
-    seeds = read_json(path, finite=False).get("seeds") if path.exists() else None
+    seeds = load_json(path, finite=False).get("seeds") if path.exists() else None
     finished = {f"seed-{seed}" for seed in seeds or ()}
     rest = [path.parent.name for path in found if path.parent.name not in finished]
     found = [path for path in found if path.parent.name in finished]
@@ -65,7 +65,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
     "The mean of a fine-tuning run's seeds, scored on its validation rows."
     paths, unfinished = _find_seeds(directory)
     command = COMMANDS["finetune"]
-    config = command.parse([], read_yaml(directory / MARKER)).config
+    config = command.parse([], load_yaml(directory / RUN_FILE)).config
     config["run"]["output"] = str(directory)  # where it is now, which need not be where it was
     config["trainer"] = command.parse([]).config["trainer"]  # nothing is trained, on no device
     run = FinetuningRun(config, resume=True)
@@ -91,7 +91,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         mean, chosen = average_weights(list(weights.values())), list(weights)
         singles = {name: score(one) for name, one in weights.items()}
     value = score(mean)
-    with written_directory(output, new=True) as temporary:
+    with atomic_directory(output, new=True) as temporary:
         save_for_pipeline(plain.model, temporary, run.tokenizer)
         write_reading(run.data, temporary)
         note = {
@@ -127,8 +127,8 @@ def average(
     for place in places:
         if not place.is_dir():
             raise ValueError(f"no such directory: {place}")
-    marker = places[0] / MARKER
-    if marker.exists() and read_yaml(marker).get("command") == "finetune":
+    marker = places[0] / RUN_FILE
+    if marker.exists() and load_yaml(marker).get("command") == "finetune":
         if len(places) > 1:
             raise ValueError("name one fine-tuning run: its seeds are averaged")
         if last is not None:
@@ -155,7 +155,7 @@ def average(
 def _cut_length(place: Path) -> int | None:  # None: nothing is said about it
     "At how many tokens the text of a fine-tuned model, or of one of text vectors, is cut."
     path = place / "sentence_bert_config.json"
-    found = read_json(path).get("max_seq_length") if path.is_file() else None
+    found = load_json(path).get("max_seq_length") if path.is_file() else None
     return load_reading(place).get("max_sequence_length", found)
 
 
@@ -180,7 +180,7 @@ def lengthen(
     if any((place / file).exists() for file in TOKENIZER_FILES):
         tokenizer = load_tokenizer(place)
         tokenizer.model_max_length = reads
-    with written_directory(target, new=True) as temporary:
+    with atomic_directory(target, new=True) as temporary:
         save_model(longer, tokenizer, temporary)
         copy_uses(place, temporary)
     cut = _cut_length(place)

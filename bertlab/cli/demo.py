@@ -19,9 +19,9 @@ from types import UnionType
 from typing import Any
 
 from .options import COMMANDS, convert
-from ..core.files import MARKER, check_run_directory, written_whole
+from ..core.files import RUN_FILE, check_run_directory, atomic_write
 from ..core.names import did_you_mean
-from ..core.reading import read_yaml
+from ..core.reading import load_yaml
 from ..data.corpus import Corpus, load_corpus
 
 # %% ../../nbs/cli/03_demo.ipynb #dcd2e535
@@ -119,7 +119,7 @@ def load_recipe(
     path: str | os.PathLike,  # YAML
 ) -> tuple[Recipe, dict[str, Any]]:  # the recipe, and the record
     "Read a recipe. Raises `ValueError` for a key that is none, or text that is no YAML mapping."
-    content = read_yaml(path)
+    content = load_yaml(path)
     record = content.pop("record", None) or {}
     content = content.get("recipe", content)
     known = [choice.name for choice in fields(Recipe)]
@@ -260,7 +260,7 @@ def prepare_demo(
     directory, record = Path(output), {}
     check_run_directory(directory, resume, overwrite)
     if resume:
-        recipe, record = load_recipe(directory / MARKER)
+        recipe, record = load_recipe(directory / RUN_FILE)
     corpus = corpus or recipe.load_corpus()
     check_same_text(record, corpus, directory)
     from bertlab.cli.pretrain import Run, provenance
@@ -351,7 +351,7 @@ def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None
     from bertlab.core.plots import plot_loss
 
     record = history.record
-    with written_whole(directory / "metrics.json") as temporary:
+    with atomic_write(directory / "metrics.json") as temporary:
         temporary.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
     record.write_csv(directory / "history.csv")
     validated = {key: [point[key] for point in record.validation] for key in ("step", "val_loss")}
@@ -359,7 +359,7 @@ def write_report(directory: Path, metrics: dict[str, Any], history: Any) -> None
         record.column("step"), record.column("loss"), validated["step"], validated["val_loss"],
         unigram_entropy=metrics["unigram_entropy"],
     )  # fmt: skip
-    with written_whole(directory / "loss.png") as temporary:
+    with atomic_write(directory / "loss.png") as temporary:
         figure.savefig(temporary, format="png")
 
 # %% ../../nbs/cli/03_demo.ipynb #45bb4249

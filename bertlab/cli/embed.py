@@ -20,10 +20,10 @@ from .options import Asked
 from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import count_devices
-from ..core.files import MARKER, check_new_file, check_run_directory
-from ..core.files import prepare_run_directory, written_whole
-from ..core.reading import format_yaml, read_json
-from ..data.sources import check_outside, expand_sources, looks_like_hub_name
+from ..core.files import RUN_FILE, check_output_file, check_run_directory
+from ..core.files import prepare_run_directory, atomic_write
+from ..core.reading import dump_yaml, load_json
+from ..data.sources import check_not_inside, expand_sources, looks_like_hub_name
 from ..embeddings.bi_encoder import BiEncoder, find_similarity
 from ..embeddings.late_interaction import LateScorer
 from ..embeddings.module import EmbeddingModule
@@ -95,7 +95,7 @@ def finetune_embeddings(
         data = EmbeddingDataModule(**{**data_options, "seed": seed})
     data.tokenizer = module.tokenizer if data.tokenizer is None else data.tokenizer
     names = [one for one in (data.source, data.val_source) if one is not None]
-    check_outside(output, expand_sources(names) if names else (), "run.output")
+    check_not_inside(output, expand_sources(names) if names else (), "run.output")
     data.setup()
     module.check_pairs(data.datasets)
     module.check_parts(data)
@@ -136,8 +136,8 @@ def finetune_embeddings(
     prepare_run_directory(output, again, overwrite)
     record = provenance(config["trainer"]["accelerator"])
     notes = {"command": "embed finetune", "record": record}
-    with written_whole(output / MARKER) as temporary:
-        text = format_yaml({**config, **notes})
+    with atomic_write(output / RUN_FILE) as temporary:
+        text = dump_yaml({**config, **notes})
         temporary.write_text(text, encoding="utf-8")
     print(data.describe(), flush=True)
     trainer.fit(module, data, weights_only=True, ckpt_path=checkpoint)
@@ -145,10 +145,10 @@ def finetune_embeddings(
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
     if has_validation:
         values |= trainer.validate(module, data, verbose=False)[0]
-    with written_whole(output / "metrics.json") as temporary:
+    with atomic_write(output / "metrics.json") as temporary:
         temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     said = [f"{name:<18}  {values[name]:.4f}" for name in sorted(values) if name[:4] == "val_"]
-    is_ours = read_json(output / "config.json")["model_type"] == BertLabConfig.model_type
+    is_ours = load_json(output / "config.json")["model_type"] == BertLabConfig.model_type
     how = "import bertlab, then load it with" if is_ours else "load it with"
     print(
         "\n".join(
@@ -206,7 +206,7 @@ def embed_encode(
     """
     output = str(Path(output).expanduser())
     check_form(output, overwrite)
-    check_outside(output, source, "output")
+    check_not_inside(output, source, "output")
     notes: Counter = Counter()
     documents = source_documents(
         source, text_column, lines, split, file_format, on_error, header, notes
@@ -312,7 +312,7 @@ def embed_evaluate(
     """
     if output is not None:
         output = str(Path(output).expanduser())
-        check_new_file(output)
+        check_output_file(output)
     if data is None and task != "all" and task not in TASKS:
         load_retrieval(task)  # raises, and lists the names
     if data is not None:
@@ -343,6 +343,6 @@ def embed_evaluate(
         numbers["mteb"] = by_mteb
         told += [f"{name}: {value:.4f} (mteb)" for name, value in by_mteb.items()]
     if output is not None:
-        with written_whole(output) as temporary:
+        with atomic_write(output) as temporary:
             temporary.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
     return "\n".join(told).rstrip()

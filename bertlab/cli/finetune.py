@@ -21,11 +21,11 @@ from .options import Asked
 from .pretrain import ask_for_run, check_beginning, check_one_process
 from .pretrain import naming_options, provenance, trainer_options
 from ..core.devices import find_accelerator
-from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
 from ..core.names import look_up
-from ..core.reading import format_yaml, one_line, parse_yaml, read_json, read_yaml
+from ..core.reading import dump_yaml, one_line, parse_yaml, load_json, load_yaml
 from ..data.sources import in_hub_form
-from ..data.tokenizers import choose_tokenizer, train_tokenizer
+from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines, describe_draw
 from ..finetuning.data import FinetuningDataModule, write_reading
 from ..finetuning.evaluations import evaluate_split
@@ -148,7 +148,7 @@ _FREE = {
 
 def _read_runs(path: Path, monitor: str) -> dict[int, dict[str, float]]:  # by seed, if it is done
     "What metrics.json of a run holds, NaN for null. Raises `ValueError` for a damaged file."
-    found = read_json(path)
+    found = load_json(path)
     seeds, runs = found.get("seeds"), found.get("runs")
     if (
         not isinstance(runs, list)
@@ -207,7 +207,7 @@ class FinetuningRun:
         if overwrite:
             check_beginning(self.output, [self.config["model"].get(_MODEL)])
         self._settle_task()
-        self.text = format_yaml(self.config)
+        self.text = dump_yaml(self.config)
         self.begins_with: str | None = None  # of `_name_weights`, when the first seed began
         given = trainer_options(self.config["trainer"])
         self.trainer_options = {k: v for k, v in given.items() if v is not None}
@@ -275,7 +275,7 @@ class FinetuningRun:
         if self.task:
             self.data.set_datasets(**self.task.splits)
         kept = self.output / "tokenizer" if self.resume else None
-        tokenizer = choose_tokenizer(
+        tokenizer = resolve_tokenizer(
             [data[_TOKENIZER]],
             model[_MODEL],
             kept,
@@ -329,7 +329,7 @@ class FinetuningRun:
         "Refuse settings that finished seeds were not trained with: a mean is of one setting."
         path = self.output / "metrics.json"
         done = _read_runs(path, self.monitor) if path.exists() else {}
-        kept, now = read_yaml(self.output / MARKER), parse_yaml(self.text, "the configuration")
+        kept, now = load_yaml(self.output / RUN_FILE), parse_yaml(self.text, "the configuration")
         for part, free in _FREE.items() if done else ():
             old, new = kept.get(part) or {}, now.get(part) or {}
             for name in sorted(old.keys() & new.keys() - free):
@@ -370,7 +370,7 @@ class FinetuningRun:
         done = _read_runs(numbers, self.monitor) if numbers.exists() else {}
         paths = self.output.glob("seed-*/checkpoints/*.ckpt")  # of seeds left out today, too
         begun = {f"seed-{seed}" for seed in done} | {path.parts[-3] for path in paths}
-        kept = (read_yaml(self.output / MARKER).get("record") or {}).get("begins_with")
+        kept = (load_yaml(self.output / RUN_FILE).get("record") or {}).get("begins_with")
         if not begun or kept is None:  # an older version did not write it down
             return
         fresh = [seed for seed in self.choices.seeds if f"seed-{seed}" not in begun]
@@ -394,7 +394,7 @@ class FinetuningRun:
         self._settle_beginning()
         device = provenance(self.config["trainer"]["accelerator"])
         record = {**device, "begins_with": self.begins_with}
-        self.text = format_yaml({**self.config, "command": "finetune", "record": record})
+        self.text = dump_yaml({**self.config, "command": "finetune", "record": record})
         told = [describe_task(self.task)] if self.task else []
         told += [
             self.data.describe(num_rows=1),
@@ -402,7 +402,7 @@ class FinetuningRun:
             f"watched  {self.monitor}",
         ]
         prepare_run_directory(self.output, self.resume, self.overwrite)
-        with written_whole(self.output / MARKER) as temporary:
+        with atomic_write(self.output / RUN_FILE) as temporary:
             temporary.write_text(self.text, encoding="utf-8")
         self.tokenizer.save_pretrained(self.output / "tokenizer")
         print("\n".join(told), flush=True)
@@ -440,7 +440,7 @@ class FinetuningRun:
         drawn = [describe_draw(self.data)] if baselines else []
         print("\n".join([results.table(baselines), *filter(None, drawn)]), flush=True)
         self._finish(best, found[best])
-        return read_json(path)
+        return load_json(path)
 
     def _fit_seed(self, seed: int, watch: Any = None) -> dict[str, float]:  # its metrics
         "One seed to its end, from its newest checkpoint where it was stopped."
@@ -513,7 +513,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
             return [clean(one) for one in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         text = json.dumps(clean(values), indent=2, allow_nan=False)
         temporary.write_text(text + "\n", encoding="utf-8")
 

@@ -28,10 +28,10 @@ from typing import Any
 
 from .. import __version__
 from .options import COMMANDS, Asked
-from ..core.files import MARKER, check_run_directory, directories_kept
+from ..core.files import RUN_FILE, check_run_directory, directories_kept
 from ..core.names import did_you_mean
-from ..core.reading import read_yaml
-from ..data.sources import find_documents, is_local, looks_like_hub_name
+from ..core.reading import load_yaml
+from ..data.sources import iter_documents, is_local, looks_like_hub_name
 from ..data.tokenizers import TOKENIZER_FILES
 
 # %% ../../nbs/cli/12_main.ipynb #6d099bc3
@@ -168,7 +168,7 @@ def recipe_from(asked: Asked) -> Any:  # a Recipe
         if named := [*given, *["config"] * bool(config)]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in named)
             raise ValueError(f"--resume goes on with the recipe of the run; leave out {flags}")
-        return load_recipe(Path(asked.config["output"]) / MARKER)[0]
+        return load_recipe(Path(asked.config["output"]) / RUN_FILE)[0]
     base = vars(load_recipe(config)[0]) if config else {}
     return Recipe(**{**base, **given})
 
@@ -238,9 +238,9 @@ def _holds_tokens(name: str) -> bool:
     return holds_shards(name)
 
 
-def check_text(name: str, text_column: str, lines: str, **how: Any) -> None:  # of `find_documents`
+def check_text(name: str, text_column: str, lines: str, **how: Any) -> None:  # of `iter_documents`
     "Read the first document of a local text. Raises `ValueError` for one that has none."
-    first = next(find_documents(name, text_column, lines, Counter(), **how), None)
+    first = next(iter_documents(name, text_column, lines, Counter(), **how), None)
     if first is None:
         raise ValueError(f"{name} is empty: name a file that holds text")
 
@@ -254,7 +254,7 @@ def check_model_place(name: Any) -> None:  # a name, or a directory
         return
     if not place.is_dir():
         raise ValueError(f"{name} is a file; name the directory that holds config.json")
-    if (place / MARKER).exists() and not (place / "config.json").exists():
+    if (place / RUN_FILE).exists() and not (place / "config.json").exists():
         kept = sorted(place.glob("models/step-*"), key=lambda p: int(p.name.rpartition("-")[2]))
         there = f"its newest model is {kept[-1]}: name that" if kept else "it holds no model yet"
         raise ValueError(f"{name} is the directory of a run, not of a model; {there}")
@@ -347,7 +347,7 @@ def _distill(asked: Asked) -> None:
     config, output = asked.config["config"], asked.config["output"]
     if not Path(config).is_file():
         raise ValueError(f"there is no file {config}")
-    read_yaml(config)  # says where it is none; what it holds is checked later
+    load_yaml(config)  # says where it is none; what it holds is checked later
     if not process_number():  # the first of several processes looks
         check_run_directory(output, bool(asked.resume), asked.overwrite)
     from bertlab.cli.pretrain import distill, stages_run  # torch: seconds

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.names import did_you_mean
-from ..core.reading import format_yaml, parse_yaml, read_yaml
+from ..core.reading import dump_yaml, parse_yaml, load_yaml
 
 # %% ../../nbs/cli/01_options.ipynb #0665459e
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _read_file(file: str) -> dict[str, Any]:
             "bertlab, not with the installed package; run in a clone of it, or give "
             "the path of a copy"
         )
-    return read_yaml(file)
+    return load_yaml(file)
 
 
 def _suggest(name: str, known: Sequence[str]) -> str:
@@ -376,7 +376,7 @@ class Command:
         config = self._complete(known, given)
         shown = None
         if "print_config" in own["flags"]:
-            shown = format_yaml(config)
+            shown = dump_yaml(config)
         missing = [key for key, option in known.items() if option.required and key not in given]
         if missing and shown is None:
             raise ValueError(f"{missing[0]} is missing: {known[missing[0]].help}")
@@ -601,7 +601,7 @@ def _entries(
 
 def yaml_text(value: Any) -> str:
     "A value as one would type it."
-    text = format_yaml(value, default_flow_style=True, width=10**6).strip()
+    text = dump_yaml(value, default_flow_style=True, width=10**6).strip()
     return text.removesuffix("...").strip()
 
 
@@ -648,7 +648,7 @@ _PRETRAIN = dict(
         "data.file_format": ("data/readers.py", "FORMATS"),
         "run.shape": ("cli/pretrain.py", "SHAPES"),
         "run.progress": ("train/monitors.py", "PROGRESS"),
-        "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_KINDS"),
+        "run.tokenizer_kind": ("data/tokenizers.py", "TOKENIZER_TRAINERS"),
         "run.loggers": ("train/monitors.py", "_LOGGERS"),
     },
     helps={
@@ -662,7 +662,7 @@ _PRETRAIN = dict(
     "(mlp and hidden_activation likewise). The guide 'Your own parts' runs one of each.",
 )
 _OF_MODEL = Option("directory", "str", None, "of a run, or of a model", required=True)
-_KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_KINDS")}
+_KINDS = {"kind": ("data/tokenizers.py", "TOKENIZER_TRAINERS")}
 COMMANDS = {
     command.name: command
     for command in (

@@ -33,13 +33,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import bertlab
 from .options import COMMANDS, Asked
-from ..core.devices import check_request, describe_device, find_accelerator
-from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
-from ..core.names import did_you_mean, find_object, look_up
-from ..core.reading import format_yaml, one_line, read_json, read_yaml
+from ..core.devices import check_device, describe_device, find_accelerator
+from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
+from ..core.names import did_you_mean, import_object, look_up
+from ..core.reading import dump_yaml, one_line, load_json, load_yaml
 from ..data.module import PretrainingDataModule, training_texts
-from ..data.sources import check_outside
-from ..data.tokenizers import TOKENIZER_KINDS, choose_tokenizer, count_ids
+from ..data.sources import check_not_inside
+from ..data.tokenizers import TOKENIZER_TRAINERS, resolve_tokenizer, num_token_ids
 from ..data.tokenizers import load_tokenizer, train_tokenizer
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import TOKEN_IDS, BertLabConfig, bert_base, bert_large, bert_tiny
@@ -110,7 +110,7 @@ class RunChoices:
         if self.shape is not None:
             look_up(self.shape, SHAPES, "run.shape")
         known, progress = COMMANDS["pretrain"].known_names("run.progress"), self.progress
-        look_up(self.tokenizer_kind, TOKENIZER_KINDS, "run.tokenizer_kind")
+        look_up(self.tokenizer_kind, TOKENIZER_TRAINERS, "run.tokenizer_kind")
         if progress not in known:
             raise ValueError(
                 f"run.progress {progress!r} is unknown; choose one of {', '.join(known)}"
@@ -394,7 +394,7 @@ def build_objects(value: Any) -> Any:
                 )
             name = f"lightning.pytorch.callbacks.{name}" if name in theirs else f"bertlab.{name}"
         with naming_options():
-            return find_object(name, "class", PARTS)(**options)
+            return import_object(name, "class", PARTS)(**options)
     return value
 
 
@@ -419,7 +419,7 @@ def validation_entropy(
     tokens = data.val_dataset.documents.tokens[:]  # in memory, in shards or of several sources
     tokenizer = data.tokenizer
     ids = torch.from_numpy(tokens.astype("int64"))
-    counts = unigram_counts(ids, count_ids(tokenizer), tokenizer.all_special_ids)
+    counts = unigram_counts(ids, num_token_ids(tokenizer), tokenizer.all_special_ids)
     return unigram_entropy(counts)
 
 
@@ -472,7 +472,7 @@ class Run:
                 **{name: asked[name] for name in ("devices", "num_nodes")},
             },
         }
-        self.text = format_yaml({**written, **self.notes})
+        self.text = dump_yaml({**written, **self.notes})
         self.trainer_options = trainer_options(self.config["trainer"])
         self.checkpoint: Path | None = None  # to go on from
 
@@ -520,7 +520,7 @@ class Run:
                 f"trainer.logger={trainer['logger']!r} is no logger: name it in "
                 f"run.loggers, as --run.loggers [{trainer['logger']}]"
             )
-        kind = check_request(
+        kind = check_device(
             trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"]
         )
         if kind == "tpu" and self.choices.compile_ahead:
@@ -544,7 +544,7 @@ class Run:
                     toy, model["float8"], torch.device("xla" if kind == "tpu" else kind)
                 )
             data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen later"})
-            check_outside(self.output, data.named_sources(), "run.output")
+            check_not_inside(self.output, data.named_sources(), "run.output")
             cache = self.data_options["cache_dir"]
             home = Path(cache).expanduser().resolve() if cache is not None else None
             if home and not self.resume and home.is_relative_to(self.output.resolve()):
@@ -572,7 +572,7 @@ class Run:
             self.data = PretrainingDataModule(**{**self.data_options, TOKENIZER: "chosen below"})
             written = self.resume or started_by_first()  # which has kept its tokenizer there
             with self._naming_beginning():
-                self.tokenizer = choose_tokenizer(
+                self.tokenizer = resolve_tokenizer(
                     [self.config["data"][TOKENIZER], model[TOKENIZER]],
                     model[MODEL],
                     self.output / "tokenizer" if written else None,
@@ -650,7 +650,7 @@ class Run:
         from bertlab.train.reports import is_whole
 
         validates = bool(self.data.val_datasets) and self.trainer.limit_val_batches != 0
-        return is_whole(read_json(path, finite=False), self.trainer.max_steps, validates)
+        return is_whole(load_json(path, finite=False), self.trainer.max_steps, validates)
 
     def prepare(
         self,
@@ -672,7 +672,7 @@ class Run:
             )
         if rank_zero_only.rank == 0:
             prepare_run_directory(self.output, self.resume, self.overwrite)
-            with written_whole(self.output / MARKER) as temporary:
+            with atomic_write(self.output / RUN_FILE) as temporary:
                 temporary.write_text(self.text, encoding="utf-8")
             self.tokenizer.save_pretrained(self.output / "tokenizer")
 
@@ -734,7 +734,7 @@ class Run:
         self.trainer.strategy.barrier()  # the first process writes what all read here
         if not self.choices.report:
             return validation
-        return read_json(self.output / "metrics.json", finite=False)
+        return load_json(self.output / "metrics.json", finite=False)
 
 
 def provenance(
@@ -762,7 +762,7 @@ def estimate_run(
     }
     model, data, trainer = config["model"], config["data"], config["trainer"]
     choices = RunChoices(**config["run"])
-    kind = check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    kind = check_device(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
     rows = data["train_batch_size"]
     if choices.batch_tokens is not None:
         known = ("devices", "num_nodes", "accelerator", "strategy")
@@ -822,7 +822,7 @@ def check_one_process(
     for name in ("accumulate_grad_batches", "limit_train_batches", "limit_val_batches"):
         if (value := trainer[name]) is not None and value <= 0:
             raise ValueError(f"trainer.{name} must be above 0, got {value}")
-    check_request(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
+    check_device(trainer["accelerator"], trainer["precision"] or "auto", trainer["devices"])
     launch = find_launch()
     asked = {name: trainer[name] for name in ("devices", "num_nodes", "accelerator")}
     launch = None if launch and launch.world_size == 1 else launch  # it may start more itself
@@ -865,9 +865,9 @@ def ask_for_run(
     resume = resume or asked.resume
     output = resume if isinstance(resume, str) else asked.config["run"]["output"]
     output = os.path.expanduser(output)
-    marker = Path(output) / MARKER
+    marker = Path(output) / RUN_FILE
     if resume and marker.exists():
-        asked = COMMANDS[command].parse(asked.words, _without_split(read_yaml(marker)))
+        asked = COMMANDS[command].parse(asked.words, _without_split(load_yaml(marker)))
     asked.config["run"]["output"] = output
     return replace(asked, resume=bool(resume))
 
@@ -943,9 +943,9 @@ def validate(
     output = Path(asked.config["run"]["output"]).expanduser()
     # A model that a run wrote beside its checkpoints is judged by that run's text and masks.
     shelf = output.absolute().parents[:2] if output.absolute().parent.name == "models" else ()
-    homes = [home for home in (output, *shelf) if (home / MARKER).exists()]
+    homes = [home for home in (output, *shelf) if (home / RUN_FILE).exists()]
     if homes and not asked.files:
-        config = command.parse(asked.words, read_yaml(homes[0] / MARKER)).config
+        config = command.parse(asked.words, load_yaml(homes[0] / RUN_FILE)).config
         config["run"]["output"] = str(output)
     else:
         config = asked.config
@@ -958,7 +958,7 @@ def validate(
     model["load_key_mapping"] = asked.given.get("model.load_key_mapping")
     # What run.yaml named may have changed since; the model has its own beside it.
     named = [asked.given.get(f"{part}.{TOKENIZER}") for part in ("data", "model")]
-    tokenizer = choose_tokenizer(named, model[MODEL])
+    tokenizer = resolve_tokenizer(named, model[MODEL])
     linked = {"objective": data_objective(model["objective"]), "seed": config["seed_everything"]}
     options = trainer_options({**_given(config["trainer"]), "max_steps": None})
     with naming_options():
@@ -987,7 +987,7 @@ def validate(
             }
         )
     if trainer.is_global_zero:
-        with written_whole(output / "validation.json") as temporary:
+        with atomic_write(output / "validation.json") as temporary:
             temporary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return rows
 
@@ -997,10 +997,10 @@ def stages_run(
     output: str | os.PathLike | None = None,  # directory of a run that goes on
 ) -> dict[str, Any]:  # of RunChoices
     "What the file says in `run`, and over it what a run that goes on was begun with."
-    kept = [] if output is None else [Path(output) / MARKER]  # where words won over the file
+    kept = [] if output is None else [Path(output) / RUN_FILE]  # where words won over the file
     found: dict[str, Any] = {}
     for file in [config, *(one for one in kept if one.exists())]:
-        said = {"run": read_yaml(file).get("run")}  # older runs have kept nothing
+        said = {"run": load_yaml(file).get("run")}  # older runs have kept nothing
         try:
             given = COMMANDS["distill"].parse(["stages"], said).given
         except ValueError as error:

@@ -21,8 +21,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from .main import quieten
 from .options import Asked
 from .pretrain import Run, ask_for_run, build_objects, provenance
-from ..core.files import MARKER, check_run_directory
-from ..core.reading import read_yaml
+from ..core.files import RUN_FILE, check_run_directory
+from ..core.reading import load_yaml
 from ..train.parallel import STRATEGIES, FullyShardedStrategy, Launch, get_strategy
 
 # %% ../../nbs/cli/13_ray.ipynb #c672dd34
@@ -141,7 +141,7 @@ def check_shared(
 # %% ../../nbs/cli/13_ray.ipynb #32a15280
 def _is_ours(marker: Path, job: str) -> bool:
     "Whether the run that is there was begun by this job, before a worker died."
-    return marker.exists() and (read_yaml(marker).get("record") or {}).get("ray") == job
+    return marker.exists() and (load_yaml(marker).get("record") or {}).get("ray") == job
 
 
 def _make_run(settings: Mapping[str, Any]) -> Run:
@@ -155,7 +155,7 @@ def _make_run(settings: Mapping[str, Any]) -> Run:
     rank_zero_only.rank = launch.rank
     config, job = settings["config"], settings["job"]
     output = Path(config["run"]["output"])
-    again = _first_says(_agree(lambda: _is_ours(output / MARKER, job)))
+    again = _first_says(_agree(lambda: _is_ours(output / RUN_FILE, job)))
     record = {**provenance(config["trainer"]["accelerator"]), "ray": job}
     notes = {"command": "pretrain", "record": record}
     run = _agree(

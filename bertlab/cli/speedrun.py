@@ -31,9 +31,9 @@ import numpy as np
 
 from .demo import FIRST_RECIPE, demo_config
 from .options import COMMANDS
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.names import did_you_mean, look_up
-from ..core.reading import format_yaml, read_json, read_yaml
+from ..core.reading import dump_yaml, load_json, load_yaml
 from ..data.corpus import load_corpus
 from ..data.rows import IGNORED
 from ..data.tokenizers import load_tokenizer, train_tokenizer
@@ -184,7 +184,7 @@ def load_speedrun(
     path: str | os.PathLike | None,  # a YAML file; None: the first demo's recipe
 ) -> dict[str, dict[str, Any]]:  # what differs from the first demo, by section
     "Read a recipe. Raises `ValueError` as `check_recipe` does, with the file's name."
-    return {} if path is None else check_recipe(read_yaml(path), f"{path}: ")
+    return {} if path is None else check_recipe(load_yaml(path), f"{path}: ")
 
 # %% ../../nbs/cli/07_speedrun.ipynb #2a6b3193
 def seconds_of_run(
@@ -202,7 +202,7 @@ def seconds_of_run(
         ),
         None,
     )
-    said = {} if home is None else read_yaml(home / "run.yaml")
+    said = {} if home is None else load_yaml(home / "run.yaml")
     if home is None or "speedrun" in said:  # a race's own; each of its seeds has one, too
         return None
     record = said.get("record") or {}
@@ -214,7 +214,7 @@ def seconds_of_run(
         )
     if not (home / "metrics.json").is_file():  # it is running, was killed, or writes no report
         return None
-    seconds = read_json(home / "metrics.json", finite=False).get("train_seconds")
+    seconds = load_json(home / "metrics.json", finite=False).get("train_seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
         raise ValueError(
             f"{argument}={str(directory)!r}: its metrics.json has "
@@ -247,16 +247,16 @@ def measure_machine(
     import torch
 
     from bertlab.cli.pretrain import provenance
-    from bertlab.core.devices import find_accelerator, measured_peak_flops, multiplied_type
+    from bertlab.core.devices import find_accelerator, benchmark_matmul, matmul_dtype
 
-    kind = multiplied_type(precision)
+    kind = matmul_dtype(precision)
     return {
         **provenance(accelerator),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "precision": precision,
         "matmul_type": kind,
-        "matmul_flops": measured_peak_flops(kind, device=find_accelerator(accelerator)),
+        "matmul_flops": benchmark_matmul(kind, device=find_accelerator(accelerator)),
     }
 
 
@@ -454,7 +454,7 @@ def run_seed(
         statistics.mean(rates),
         curve,
     )
-    with written_whole(Path(output) / "metrics.json") as temporary:  # later recipes may begin here
+    with atomic_write(Path(output) / "metrics.json") as temporary:  # later recipes may begin here
         temporary.write_text(
             json.dumps(
                 {"train_seconds": seconds + before, "validation_loss": found["val_loss"]}, indent=2
@@ -582,14 +582,14 @@ def speedrun(
     Raises `ValueError` before any training for a recipe that a track does not admit.
     """
     from bertlab.cli.pretrain import check_beginning
-    from bertlab.core.devices import check_request
+    from bertlab.core.devices import check_device
     from bertlab.core.files import check_run_directory, prepare_run_directory
 
     course, said = look_up(track, TRACKS, "track"), load_speedrun(recipe)
     place = Path(output)
     if seeds is not None:
         _check_seeds(seeds)
-    check_request(course.accelerator, "auto", 1)
+    check_device(course.accelerator, "auto", 1)
     check_run_directory(place, resume, overwrite)
     if overwrite:
         first = said.get("model", {}).get("pretrained_model_name_or_path")
@@ -624,9 +624,9 @@ def speedrun(
         _check_run(course, said, place / f"seed-{left[0]}", left[0], corpus)
     target = measure_target(course, corpus)
     prepare_run_directory(place, resume, overwrite)
-    with written_whole(marker) as temporary:
+    with atomic_write(marker) as temporary:
         temporary.write_text(
-            format_yaml(
+            dump_yaml(
                 {
                     "speedrun": {
                         **key,
@@ -658,13 +658,13 @@ def speedrun(
             attempt, hidden = run_seed(course, said, home, seed, corpus)
             machine = measure_machine(_precision(course, said), course.accelerator)
             kept = {**vars(attempt), "curve": _thinned(attempt.curve)}
-            with written_whole(done) as temporary:
+            with atomic_write(done) as temporary:
                 temporary.write_text(
                     json.dumps({"attempt": kept, "hidden_sha256": hidden, "machine": machine})
                     + "\n",
                     "utf-8",
                 )
-        found = read_json(done, finite=False)  # a run may have ended in NaN
+        found = load_json(done, finite=False)  # a run may have ended in NaN
         if log["attempts"] and found["hidden_sha256"] != log["hidden_sha256"]:
             raise ValueError(
                 f"seed {seed} of {place} was asked other gaps than the seeds before "
@@ -674,7 +674,7 @@ def speedrun(
         log["attempts"].append({**found["attempt"], "machine": found["machine"]})
         log |= {"hidden_sha256": found["hidden_sha256"], "machine": found["machine"]}
         print(_format_attempt(log, found["attempt"]), flush=True)
-    with written_whole(place / "log.json") as temporary:
+    with atomic_write(place / "log.json") as temporary:
         temporary.write_text(json.dumps(log, indent=1) + "\n", encoding="utf-8")
     print(format_speedrun(log) + f"\n\nwritten to {place / 'log.json'}", flush=True)
     return log
@@ -733,7 +733,7 @@ def _check_run(
 
 def _read_race(marker: Path) -> dict[str, Any]:  # track, recipe_sha256; later also seeds, ...
     "What the run.yaml of a race says. Raises `ValueError` for one of another command."
-    earlier = read_yaml(marker).get("speedrun")
+    earlier = load_yaml(marker).get("speedrun")
     if not isinstance(earlier, Mapping) or not all(
         isinstance(earlier.get(name), str) for name in ("track", "recipe_sha256")
     ):
@@ -851,7 +851,7 @@ def _check_parts(log: Mapping[str, Any]) -> None:
 def _read_log(log: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
     "A log with everything that the checks compute with. Raises `ValueError` for what is none."
     if isinstance(log, (str, os.PathLike)):
-        log = read_json(log, finite=False)  # a run may have ended in NaN
+        log = load_json(log, finite=False)  # a run may have ended in NaN
     needed = (
         "format",
         "track",

@@ -23,9 +23,9 @@ from lightning.pytorch.callbacks import Callback
 
 from .finetune import FinetuningRun
 from .options import COMMANDS
-from ..core.reading import format_yaml, one_line, read_yaml
+from ..core.reading import dump_yaml, one_line, load_yaml
 from .pretrain import Run, naming_options
-from ..core.files import MARKER, check_run_directory, prepare_run_directory, written_whole
+from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory, atomic_write
 from ..core.names import did_you_mean
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.runs import find_monitor
@@ -160,7 +160,7 @@ def read_search(
     path: str | Path,  # YAML
 ) -> tuple[Search, dict[str, Any]]:  # and the configuration without it
     "Read ranges and what they vary. Raises `ValueError` for names that no command has."
-    content = read_yaml(path)
+    content = load_yaml(path)
     said = content.pop("search", None)
     if not isinstance(said, Mapping) or "ranges" not in said:
         raise ValueError(f"{path} has no search with ranges")
@@ -262,7 +262,7 @@ def _begin(
     search: Search, content: Mapping[str, Any], params: Mapping[str, Any], output: Path
 ) -> Run | FinetuningRun:
     "The run of a trial, its options checked; where its directory holds one, that goes on."
-    config, resume = _config_of(search, content, params, output), (output / MARKER).exists()
+    config, resume = _config_of(search, content, params, output), (output / RUN_FILE).exists()
     if search.command == "finetune":
         return FinetuningRun(config, resume=resume)
     return Run(config, resume=resume, notes={"command": "pretrain"})
@@ -482,13 +482,13 @@ def trial_table(study: Any) -> str:  # a line for each trial, best first
 def _write_results(study: Any, search: Search, content: Mapping[str, Any], place: Path) -> str:
     "Write trials.txt and, once a trial is complete, best.yaml; the table."
     table = trial_table(study)
-    with written_whole(place / "trials.txt") as temporary:
+    with atomic_write(place / "trials.txt") as temporary:
         temporary.write_text(table + "\n", encoding="utf-8")
     if any(trial.state.name == "COMPLETE" for trial in study.trials):
         best = _config_of(search, content, study.best_params, Path("bertlab-best"))
         best["run"]["progress"] = "auto"
-        with written_whole(place / "best.yaml") as temporary:
-            temporary.write_text(format_yaml(best), encoding="utf-8")
+        with atomic_write(place / "best.yaml") as temporary:
+            temporary.write_text(dump_yaml(best), encoding="utf-8")
         table += f"\nbest configuration: {place / 'best.yaml'}"
     return table
 
@@ -535,7 +535,7 @@ def tune(
     check_run_directory(place, resume, can_overwrite=False)
     said = {"search": {**vars(search), "ranges": dict(search.ranges)}, **content}
     if resume:
-        kept = read_yaml(place / MARKER)
+        kept = load_yaml(place / RUN_FILE)
         for name in kept.keys() | said.keys():
             now, then = (
                 _in_effect(one.get(name) or {}) if name == "search" else one.get(name)
@@ -551,8 +551,8 @@ def tune(
     prepare_run_directory(place, resume)
     if resume:
         _mend_journal(place)
-    with written_whole(place / MARKER) as temporary:
-        temporary.write_text(format_yaml(said), encoding="utf-8")
+    with atomic_write(place / RUN_FILE) as temporary:
+        temporary.write_text(dump_yaml(said), encoding="utf-8")
     done = len(read_trials(place)) if resume else 0
     study = optuna.create_study(
         storage=_open_journal(place),

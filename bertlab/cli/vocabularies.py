@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.files import check_new_file, check_run_directory
-from ..core.files import written_directory, written_whole
+from ..core.files import check_output_file, check_run_directory
+from ..core.files import atomic_directory, atomic_write
 from ..core.names import look_up
 from ..data.corpus import embedded_corpus
 from ..data.sources import TextStream
 from ..data.tokenizer_measures import compare_tokenizers, measures_table
-from ..data.tokenizers import TOKENIZER_KINDS, load_tokenizer, note_normalizing
+from ..data.tokenizers import TOKENIZER_TRAINERS, load_tokenizer, normalization_note
 from ..data.tokenizers import train_tokenizer
 from ..data.vocabularies import extend_tokenizer, trim_tokenizer
 from ..model.heads import BertLabTokenPredictor
@@ -59,7 +59,7 @@ def train(
     strip_accents: bool | None = None,
 ) -> Path:  # the directory
     "Train a tokenizer on text: `bertlab tokenizer train`."
-    look_up(kind, TOKENIZER_KINDS, "kind")
+    look_up(kind, TOKENIZER_TRAINERS, "kind")
     check_run_directory(output, can_resume=False, can_overwrite=False)
 
     def texts() -> Iterator[str]:  # read when the other arguments have been looked at
@@ -74,7 +74,7 @@ def train(
         kind,
         strip_accents=strip_accents,
     )
-    with written_directory(output, new=True) as whole:
+    with atomic_directory(output, new=True) as whole:
         tokenizer.save_pretrained(whole)
     print(f"{len(tokenizer):,} entries, {kind}, in {output}", flush=True)
     return Path(output)
@@ -93,7 +93,7 @@ def compare(
     if not tokenizers:
         raise ValueError("tokenizers is missing: name one or several directories or hub names")
     if output is not None:
-        check_new_file(output)
+        check_output_file(output)
     texts = read_text(text, text_column, held_out=True)
     loaded = {name: load_tokenizer(name) for name in tokenizers}
     more, notes = {}, []
@@ -109,12 +109,14 @@ def compare(
                 f"{length} tokens, and not of {_ROW_LENGTH}"
             )
     notes += [
-        f"{name}: {note}" for name, one in loaded.items() if (note := note_normalizing(texts, one))
+        f"{name}: {note}"
+        for name, one in loaded.items()
+        if (note := normalization_note(texts, one))
     ]
     measures = compare_tokenizers(loaded, texts, more)
     print("\n".join([measures_table(measures), *notes]), flush=True)
     if output is not None:
-        with written_whole(output) as temporary:
+        with atomic_write(output) as temporary:
             temporary.write_text(json.dumps(measures, indent=2) + "\n", encoding="utf-8")
     return measures
 
@@ -137,7 +139,7 @@ def copy_uses(
                              "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
     for name in USES:
         if (path := cached_file(os.fspath(source), name, **missing)) is not None:
-            with written_whole(Path(output) / name) as temporary:
+            with atomic_write(Path(output) / name) as temporary:
                 shutil.copyfile(path, temporary)
 
 
@@ -163,7 +165,7 @@ def _write(
     said: str,
 ) -> Path:  # the directory
     "Write a model with its tokenizer, or a tokenizer alone."
-    with written_directory(output, new=True) as whole:
+    with atomic_directory(output, new=True) as whole:
         if model is None:
             tokenizer.save_pretrained(whole)
         else:

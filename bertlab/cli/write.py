@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
-from ..core.reading import read_yaml
+from ..core.reading import load_yaml
 from .pretrain import find_model
-from ..core.files import MARKER
+from ..core.files import RUN_FILE
 from ..data.tokenizers import load_tokenizer
 from ..model.heads import BertLabTokenPredictor
 from ..model.samplers import Step
@@ -107,8 +107,8 @@ def was_taught_ends(
     "Whether the run that a model comes from trained it with ends, as far as its run.yaml tells."
     here = Path(directory).resolve()
     for place in (here, here.parent, here.parent.parent):
-        if (place / MARKER).is_file():
-            run = read_yaml(place / MARKER)
+        if (place / RUN_FILE).is_file():
+            run = load_yaml(place / RUN_FILE)
             stages = run.get("stages")  # of a run in several
             parts = [run, *(stages if isinstance(stages, list) else ())]
             asked = (part.get("data") for part in parts if isinstance(part, dict))

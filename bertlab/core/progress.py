@@ -17,8 +17,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from .files import written_whole
-from .reading import read_json
+from .files import atomic_write
+from .reading import load_json
 
 # %% ../../nbs/core/07_progress.ipynb #b2653b9e
 VARIABLE = "BERTLAB_PROGRESS"  # environment variable: another file, or "off"
@@ -62,7 +62,7 @@ def progress(
     try:
         if not path.is_file():
             return {}
-        content = read_json(path)
+        content = load_json(path)
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']!r}, and {FORMAT} is known")
         passed = content["passed"]
@@ -103,7 +103,7 @@ def record_check(
         return True
     passed.setdefault(page, {})[check] = date.today().isoformat()
     try:
-        with written_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             text = json.dumps({"format": FORMAT, "passed": passed}, indent=1, sort_keys=True)
             temporary.write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_BYTES', 'MOST_YAML_BYTES', 'MOST_NODES', 'MOST_SIZES', 'one_line', 'parse_yaml', 'check_utf8', 'read_text',
-           'format_yaml', 'read_yaml', 'parse_json', 'read_json', 'check_beside', 'read_model_settings']
+           'dump_yaml', 'load_yaml', 'parse_json', 'load_json', 'check_beside', 'read_model_settings']
 
 # %% ../../nbs/core/06_reading.ipynb #ac234563
 import json
@@ -147,7 +147,7 @@ def read_text(
         ) from None
 
 
-def format_yaml(
+def dump_yaml(
     value: Any,
     **options: Any,  # of `yaml.dump`, such as sort_keys
 ) -> str:
@@ -157,7 +157,7 @@ def format_yaml(
     )
 
 
-def read_yaml(
+def load_yaml(
     path: str | os.PathLike,
 ) -> dict[str, Any]:
     "Read a mapping from a file. Raises `ValueError` with the file's name, in one line."
@@ -201,7 +201,7 @@ def parse_json(
         raise ValueError(f"{where} is not JSON: {one_line(error)}") from None
 
 
-def read_json(
+def load_json(
     path: str | os.PathLike,
     kind: type = dict,  # what it must hold
     finite: bool = True,  # as of `parse_json`
@@ -240,7 +240,7 @@ def read_model_settings(
     path: str | os.PathLike,  # of a config.json
 ) -> dict[str, Any]:
     "Read a model's configuration as numbers. Raises `ValueError` for a shape that cannot be."
-    settings = read_json(path, finite=False)
+    settings = load_json(path, finite=False)
     for name, most in MOST_SIZES.items():
         value = settings.get(name)
         size = len(value) if isinstance(value, (dict, list)) else value

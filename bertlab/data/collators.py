@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.names import did_you_mean, find_part
+from ..core.names import did_you_mean, resolve
 from .diffusion import DiffusionRule, noise_tokens
 from .masking import MaskingRule, find_continuations, find_ordinary, key_rows
 from .masking import mask_tokens, place_labels
@@ -209,7 +209,7 @@ def get_collator_cls(
     argument: str = "objective",  # what an error calls it
 ) -> type[Collator]:
     "Find a collator: ours by the name of its objective, or a user's own. Raises `ValueError`."
-    found = find_part(objective, COLLATORS, argument)
+    found = resolve(objective, COLLATORS, argument)
     if not isinstance(found, type):
         said = repr(objective) if isinstance(objective, str) else f"<{type(found).__name__}>"
         raise ValueError(

@@ -18,7 +18,7 @@ from ..core.names import look_up
 from .masking import CHOOSE, GOLDEN, TIME, check_counts, draw_uniforms, drop_excess
 from .masking import find_ordinary, key_rows, mix_bits, place_labels, rank_in_documents
 from .rows import IGNORED, Vocabulary
-from .tokenizers import read_plainly
+from .tokenizers import tokenize_plain
 
 # %% ../../nbs/data/08_diffusion.ipynb #c24c1a33
 class Noise(NamedTuple):
@@ -203,7 +203,7 @@ def writing_rows(
         raise ValueError(f"prompts must be as many as texts, {len(texts)}, got {len(prompts)}")
     end, read = (
         tokenizer.sep_token_id,
-        lambda some: read_plainly(tokenizer, list(some), add_special_tokens=False)["input_ids"],
+        lambda some: tokenize_plain(tokenizer, list(some), add_special_tokens=False)["input_ids"],
     )
     given = [[]] * len(texts) if prompts is None else [[*ids, end] for ids in read(prompts)]
     counts = count_ends(range(len(texts)), max_ends, seed)

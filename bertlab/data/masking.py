@@ -23,7 +23,7 @@ import numpy as np
 
 from .documents import UNSPACED
 from .rows import IGNORED, Vocabulary
-from .tokenizers import byte_letters, count_ids
+from .tokenizers import byte_letters, num_token_ids
 
 # %% ../../nbs/data/07_masking.ipynb #5fa223c0
 def find_ordinary(
@@ -169,7 +169,9 @@ def find_continuations(
     what it follows. In scripts that write no spaces each piece is a word. Raises `ValueError` where
     no token has any of these marks.
     """
-    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(range(count_ids(tokenizer)))]
+    tokens = [
+        str(token) for token in tokenizer.convert_ids_to_tokens(range(num_token_ids(tokenizer)))
+    ]
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     prefix = getattr(model, "continuing_subword_prefix", None) or WORD_MARKS[0]
     marks = (prefix, *WORD_MARKS[1:])

@@ -29,27 +29,27 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from .cache import check_cache_directory, made_by, num_ids_of
 from .cache import tokenize_documents
 from .rows import Collator
 from .collators import COLLATORS, check_collator_options, get_collator_cls
 from .corpus import Corpus, check_sizes, load_corpus, make_corpus
 from .diffusion import count_ends, writing_rows
-from .documents import READING_RULES, Document, hash_files
+from .documents import CONTENT_VERSION, Document, hash_files
 from .mixing import MixedRows, MixedStream, check_mixture, check_passes
 from .mixing import join_documents, mix_documents
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import bare_row, check_overflow, special_ids
 from .shards import BlockedDataset, StoredDocuments, block_edges
 from .shards import holds_shards, open_shards
-from .readers import PAIR, check_lines, error_policy, kind_of, read_cell
+from .readers import PAIR, check_lines, error_policy, kind_of, text_of
 from .readers import resolve_column
 from .rows import PADDING
-from .sources import TextStream, check_outside, list_files
+from .sources import TextStream, check_not_inside, list_files
 from .streaming import LanedStream, PackedStream, StreamBatches, TokenStream
 from .streaming import leave_group, text_key
-from .tokenizers import choose_tokenizer, note_normalizing
+from .tokenizers import resolve_tokenizer, normalization_note
 
 # %% ../../nbs/data/16_module.ipynb #df577d66
 def _read_batches(
@@ -381,7 +381,9 @@ class Source:
             else [kind_of(root)]
         )
         # Tokens of an earlier version may be of text that it read by other rules.
-        return hash_files(paths, part=part, names=names, rules=READING_RULES[part], **self.options)
+        return hash_files(
+            paths, part=part, names=names, rules=CONTENT_VERSION[part], **self.options
+        )
 
 
 def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> None:
@@ -400,7 +402,7 @@ def _refuse_special_tokens(documents: TokenizedDocuments, tokenizer: Any) -> Non
 
 
 def split_pairs(
-    texts: Iterable[str],  # of `read_cell`, of two columns
+    texts: Iterable[str],  # of `text_of`, of two columns
     origin: str,  # for the message
 ) -> tuple[list[str], list[str]]:  # prompts, and what is to be written
     "Part what was read as one text. Raises `ValueError` for a text that is no pair."
@@ -422,7 +424,7 @@ def _is_held_out(number: int, fraction: float) -> bool:
 
 def _read_rows(
     data: Any,  # a `datasets.Dataset`, a list of texts or of token ids, or `TokenizedDocuments`
-    text_column: str | tuple,  # two: pairs, see `read_cell`
+    text_column: str | tuple,  # two: pairs, see `text_of`
 ) -> list[str] | TokenizedDocuments:
     "Take what a user holds in memory. Raises `ValueError` that lists the columns there are."
     if isinstance(data, TokenizedDocuments):
@@ -431,7 +433,7 @@ def _read_rows(
         return [
             text
             for number, row in enumerate(data, 1)
-            for text in read_cell(row, text_column, f"given row {number}")
+            for text in text_of(row, text_column, f"given row {number}")
         ]
     if (columns := getattr(data, "column_names", None)) is not None:
         column = text_column if text_column in columns else "input_ids"
@@ -795,7 +797,7 @@ def _known_among(
         pass
     found = read()
     try:
-        with written_whole(path) as temporary, open(temporary, "wb") as file:
+        with atomic_write(path) as temporary, open(temporary, "wb") as file:
             np.save(file, np.array([key in found for key in asked]))
     except OSError:  # a place where we may only read
         pass
@@ -1027,7 +1029,7 @@ class PretrainingDataModule(L.LightningDataModule):
             if streaming:
                 check_passes(self.mixing.get("max_repetition", 1))
         if cache_dir is not None:
-            check_outside(cache_dir, self.named_sources(), "cache_dir")
+            check_not_inside(cache_dir, self.named_sources(), "cache_dir")
         self.collator = self.train_dataset = self.val_datasets = None  # made by `setup`
         self.held_out: frozenset[bytes] = frozenset()  # of a stream: keys of texts
         self.batches = None  # the latest loader of planned rows
@@ -1123,7 +1125,7 @@ class PretrainingDataModule(L.LightningDataModule):
         "Do first what fails fast: cache directory, tokenizer, collator."
         if self.cache_dir is not None:
             check_cache_directory(self.cache_dir)
-        self.tokenizer = choose_tokenizer([self.tokenizer])
+        self.tokenizer = resolve_tokenizer([self.tokenizer])
         options = {"max_sequence_length": self.max_sequence_length, "seed": self.seed}
         self.collator = self.collator_cls.from_tokenizer(
             self.tokenizer, **{**options, **self.collator_kwargs}
@@ -1326,7 +1328,7 @@ class PretrainingDataModule(L.LightningDataModule):
                 *(f"{corpus.name}: {n:,} {what}" for what, n in corpus.notes.items()),
                 *(
                     f"{corpus.name}: {note}"
-                    for note in [note_normalizing(corpus.train_texts, self.tokenizer)]
+                    for note in [normalization_note(corpus.train_texts, self.tokenizer)]
                     if note
                 ),
             )

@@ -6,7 +6,7 @@
 __all__ = ['PACKED', 'Texts', 'TableRows', 'OnError', 'TABLES', 'PLAIN', 'FORMATS', 'PAIR', 'open_unpacked', 'raise_error',
            'Line', 'Place', 'NotText', 'read_lines', 'choose_lines', 'check_lines', 'read_plain', 'resolve_column',
            'kind_of', 'read_csv', 'find_columns', 'parse_json', 'read_json', 'read_parquet', 'read_arrow',
-           'check_format', 'read_cell', 'read_texts', 'error_policy']
+           'check_format', 'text_of', 'read_texts', 'error_policy']
 
 # %% ../../nbs/data/02_readers.ipynb #01901144
 import bz2
@@ -511,7 +511,7 @@ def check_format(file_format: str | None) -> None:
 PAIR = "\x1e"  # between the cells of two columns that are read as one text
 
 
-def read_cell(
+def text_of(
     row: Any,  # a dict, if it is in order
     column: str | int | tuple,  # that holds the text; of two columns both, with `PAIR` between
     where: str,  # for messages
@@ -549,7 +549,7 @@ def _check_text(value: object, column: str | int, where: str) -> str:
 
 def read_texts(
     path: Path,
-    column: str | int | tuple,  # that holds the text; or two, see `read_cell`
+    column: str | int | tuple,  # that holds the text; or two, see `text_of`
     on_error: OnError = raise_error,
     place: Place | None = None,  # where to go on; kept up to date
     kind: str | None = None,  # a key of TABLES; None: the suffix decides
@@ -560,7 +560,7 @@ def read_texts(
     options = {"header": header} if reader is read_csv else {}
     columns = list(column) if isinstance(column, tuple) else [column]
     for where, row in reader(path, on_error, place, columns, **options):
-        for text in read_cell(row, column, f"{path} {where}", on_error):
+        for text in text_of(row, column, f"{path} {where}", on_error):
             yield place.line or place.row, text
 
 # %% ../../nbs/data/02_readers.ipynb #72d48203

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from .tokenizers import count_ids, find_missing_ids, read_plainly
+from .tokenizers import num_token_ids, unused_token_ids, tokenize_plain
 
 # %% ../../nbs/data/06_rows.ipynb #b534a9c0
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def encode_rows(
     if texts and tokenizer is None:
         raise ValueError(f"row {min(texts)} is text: give the collator a tokenizer to read it")
     if texts:
-        ids = read_plainly(
+        ids = tokenize_plain(
             tokenizer, list(texts.values()), truncation=True, max_length=max_sequence_length
         )  # who says [MASK] means the word
         for number, row_ids in zip(texts, ids["input_ids"]):
@@ -338,7 +338,7 @@ class Collator(ABC):
         self,
         pad_token_id: int,  # of the tokenizer
         mask_token_id: int,  # of the tokenizer
-        vocab_size: int,  # ids of the tokenizer: `count_ids`
+        vocab_size: int,  # ids of the tokenizer: `num_token_ids`
         text_column: str = "text",  # of rows that are text, where a tokenizer is given
         label_column: str | None = None,  # read into `labels`
         max_sequence_length: int = 1024,  # rows are padded to it; packed rows keep their length
@@ -353,7 +353,7 @@ class Collator(ABC):
         special = getattr(tokenizer, "all_special_ids", ())
         special = special if special_token_ids is None else special_token_ids
         if hasattr(tokenizer, "get_vocab"):
-            missing = (one for one in find_missing_ids(tokenizer) if one < vocab_size)
+            missing = (one for one in unused_token_ids(tokenizer) if one < vocab_size)
             special = (*special, *missing)
         self.vocabulary = Vocabulary(vocab_size, pad_token_id, mask_token_id, tuple(special))
         self.read = RowReader(
@@ -372,7 +372,7 @@ class Collator(ABC):
         return cls(
             tokenizer.pad_token_id,
             tokenizer.mask_token_id,
-            count_ids(tokenizer),
+            num_token_ids(tokenizer),
             tokenizer=tokenizer,
             **options,
         )

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.reading import check_beside, parse_json
 from .packing import PackedDataset, PaddedDataset, TokenizedDocuments
 from .packing import account_rows, deal_lengths, split_long
@@ -109,7 +109,7 @@ def write_shard(
 ) -> dict:  # what a manifest says of it
     "Write blocks as they come; the file has its name when it is whole."
     table, ends, num_tokens, num_documents = [], [np.zeros(1, np.int64)], 0, 0
-    with written_whole(path) as temporary, open(temporary, "wb") as file:
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
         file.write(bytes(HEADER_BYTES))
         for ids, lengths in blocks:
             stored, stops = ids.astype(dtype), num_tokens + np.cumsum(lengths, dtype=np.int64)
@@ -222,7 +222,7 @@ def _json_sum(record: dict) -> int:
 
 def _write_json(path: Path, record: dict) -> dict:  # as it stands in the file
     record = {**record, "crc32": _json_sum(record)}
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return record
 
@@ -298,7 +298,7 @@ def finish_shards(
     blocks = np.concatenate([*rows, [[num_tokens, num_documents, 0, 0, len(shards)]]])
     blocks = blocks.astype(np.int64)
     name = f"blocks-{_sum(blocks):08x}.npy"
-    with written_whole(directory / name) as temporary, open(temporary, "wb") as file:
+    with atomic_write(directory / name) as temporary, open(temporary, "wb") as file:
         np.save(file, blocks)
     manifest = {
         "format": "bertlab shards 1",
@@ -749,7 +749,7 @@ class BlockedDataset(PackedDataset):
         counts = np.array([count(n) for n in range(self.source.num_blocks)], np.int64)
         counts = counts.reshape(-1, len(_COUNTS))
         try:
-            with written_whole(path) as temporary, open(temporary, "wb") as file:
+            with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 np.save(file, counts)
         except OSError:  # a place where we may only read
             pass

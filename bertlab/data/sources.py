@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['rows_of', 'list_files', 'directory_files', 'read_path', 'offline_if_unreachable', 'SourceNotFound',
-           'looks_like_hub_name', 'check_outside', 'saved_to_disk', 'in_hub_form', 'open_dataset', 'read_hub',
-           'is_local', 'expand_sources', 'find_documents', 'refuse_hub_options', 'TextStream']
+           'looks_like_hub_name', 'check_not_inside', 'saved_to_disk', 'in_hub_form', 'load_hub_dataset', 'read_hub',
+           'is_local', 'expand_sources', 'iter_documents', 'refuse_hub_options', 'TextStream']
 
 # %% ../../nbs/data/03_sources.ipynb #29bdc352
 import glob
@@ -25,7 +25,7 @@ from urllib.request import getproxies
 
 from .documents import Document, parse_split, slice_bounds, sliced
 from .readers import FORMATS, PACKED, PLAIN, TABLES, Place, check_format, check_lines
-from .readers import error_policy, find_columns, kind_of, raise_error, read_cell
+from .readers import error_policy, find_columns, kind_of, raise_error, text_of
 from .readers import read_plain, read_texts
 
 # %% ../../nbs/data/03_sources.ipynb #fa83fa25
@@ -144,7 +144,7 @@ def looks_like_hub_name(
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name))
 
 
-def check_outside(
+def check_not_inside(
     place: str | os.PathLike,  # where something is going to be written
     sources: Iterable[str | os.PathLike],  # what is read: files, directories, names on the hub
     option: str,  # that names the place, for messages
@@ -178,7 +178,7 @@ def in_hub_form(
     return saved_to_disk(path) or bool(re.search(r"^(configs|dataset_info):", front, re.MULTILINE))
 
 # %% ../../nbs/data/03_sources.ipynb #c36dcf2e
-def open_dataset(name: str, split: str, config_name: str | None, streaming: bool) -> Any:
+def load_hub_dataset(name: str, split: str, config_name: str | None, streaming: bool) -> Any:
     "A dataset through `datasets`. Raises `SourceNotFound` with the client's first line."
     import datasets  # here, because files need it not, and importing it takes most of a second
 
@@ -220,14 +220,14 @@ def _slice_dataset(data: Any, split: str, begin: str | None, stop: str | None) -
 # %% ../../nbs/data/03_sources.ipynb #361f5551
 def read_hub(
     name: str,  # of a hub dataset, or a local directory in the form of one
-    text_column: str | tuple,  # or two, see `read_cell`
+    text_column: str | tuple,  # or two, see `text_of`
     split: str,
     config_name: str | None,
     streaming: bool,
     on_error: Callable[[ValueError], None] = raise_error,  # gets malformed rows
 ) -> Iterator[Document]:
     "The text column of a dataset, through `datasets`, batch by batch."
-    data = open_dataset(name, split, config_name, streaming)
+    data = load_hub_dataset(name, split, config_name, streaming)
     columns = text_column if isinstance(text_column, tuple) else (text_column,)
     number = 0
     for batch in data.iter(batch_size=1000):
@@ -235,7 +235,7 @@ def read_hub(
         cells_of = (batch[found.get(one, one)] for one in columns)
         for number, cells in enumerate(zip(*cells_of), number + 1):
             where, row = f"{name} row {number}", dict(zip(columns, cells))
-            for text in read_cell(row, text_column, where, on_error):
+            for text in text_of(row, text_column, where, on_error):
                 yield Document(text, f"{name}:{number}")
 
 # %% ../../nbs/data/03_sources.ipynb #c6e927ca
@@ -270,7 +270,7 @@ def expand_sources(
     return names
 
 # %% ../../nbs/data/03_sources.ipynb #49af005e
-def find_documents(
+def iter_documents(
     source: str | Sequence[str],  # path, pattern or name of a hub dataset; or several
     text_column: str,
     lines: str,  # of texts, see `read_plain`
@@ -318,7 +318,7 @@ class TextStream:
     """Texts of files and datasets, one after the other; only the one at hand is in memory.
 
     An iteration goes on where the last one stopped, also after `load_state_dict`; one that came
-    to the end begins anew. Blank texts are left out. Raises as `find_documents` does.
+    to the end begins anew. Blank texts are left out. Raises as `iter_documents` does.
     """
 
     def __init__(
@@ -374,7 +374,7 @@ class TextStream:
             return
         if self.data is not None:
             self.hub = self.data.state_dict()
-        data = open_dataset(part, self.split, self.config_name, True)
+        data = load_hub_dataset(part, self.split, self.config_name, True)
         self.data = data.to_iterable_dataset() if hasattr(data, "select") else data
         if self.hub:
             self.data.load_state_dict(self.hub)
@@ -382,7 +382,7 @@ class TextStream:
         # out (`shard`, `PackedStream`) counts on all of them.
         for columns in self.data.iter(1):
             row = {name: values[0] for name, values in columns.items()}
-            for text in read_cell(row, column, f"{part} row {self.number + 1}", self.on_error):
+            for text in text_of(row, column, f"{part} row {self.number + 1}", self.on_error):
                 if text.strip():
                     yield text
 

@@ -25,7 +25,7 @@ import torch
 from ..core.reading import check_utf8
 from .documents import UNSPACED, has_unspaced
 from .rows import IGNORED, PADDING, Collator, RowReader, read_column
-from .tokenizers import read_plainly
+from .tokenizers import tokenize_plain
 
 # %% ../../nbs/data/09_supervised.ipynb #49a92362
 def align_labels(
@@ -98,7 +98,7 @@ def _tokenize(
         )
     how = {"truncation": True, "max_length": read.max_sequence_length, **options}
     tokenizer = read.tokenizer if instead is None else instead
-    made = read_plainly(tokenizer, *texts, return_attention_mask=False, **how)
+    made = tokenize_plain(tokenizer, *texts, return_attention_mask=False, **how)
     names = [name for name in ("input_ids", "token_type_ids") if name in made]
     return [dict(zip(names, values)) for values in zip(*(made[name] for name in names))], made
 

@@ -31,19 +31,19 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import move_aside, written_directory
-from ..core.names import find_object, look_up
+from ..core.files import move_aside, atomic_directory
+from ..core.names import import_object, look_up
 from .cache import Encoder, check_cache_directory, encode_batches, hash_tokenizer
 from .cache import made_by
 from .cache import id_dtype, num_ids_of, serialize_tokenizer, text_batches
 from .documents import split_words
 from .packing import read_ids
 from .readers import TABLES, check_format, check_lines, error_policy, kind_of
-from .readers import read_cell, resolve_column
+from .readers import text_of, resolve_column
 from .shards import SHARD_TOKENS, finish_shards, holds_shards, part_record
 from .shards import read_manifest, write_part
-from .sources import check_outside, directory_files, expand_sources, is_local
-from .sources import open_dataset, refuse_hub_options, rows_of
+from .sources import check_not_inside, directory_files, expand_sources, is_local
+from .sources import load_hub_dataset, refuse_hub_options, rows_of
 from .tokenizers import load_tokenizer
 
 # %% ../../nbs/data/18_tokenize.ipynb #c3f38cca
@@ -106,7 +106,7 @@ def find_parts(
             refuse_hub_options(name, reading.split, reading.config_name, False)
             files += directory_files(path, notes, reading.file_format) if path.is_dir() else [path]
         else:
-            data = open_dataset(str(path), reading.split, reading.config_name, False)
+            data = load_hub_dataset(str(path), reading.split, reading.config_name, False)
             content = str(getattr(data, "_fingerprint", ""))
             parts += _row_parts("dataset", str(path), len(data), content=content)
     return [*_file_parts(files), *parts]
@@ -198,7 +198,7 @@ def read_part(
         data = _open_mds(Path(part.names[0]))
         found = _row_documents(map(data.__getitem__, range(*part.rows)), part, reading, policy)
     else:
-        data = open_dataset(part.names[0], reading.split, reading.config_name, False)
+        data = load_hub_dataset(part.names[0], reading.split, reading.config_name, False)
         chosen = data.select(range(*part.rows))
         found = _row_documents(chosen, part, reading, policy)
     for document in found:
@@ -235,7 +235,7 @@ def _row_documents(
         if isinstance(value, (list, tuple)) or hasattr(value, "__array__"):
             yield np.asarray(value)
         else:
-            yield from read_cell(row, column, where, policy)
+            yield from text_of(row, column, where, policy)
 
 
 def _stand_in(column: str, there: list[str], where: str) -> str:
@@ -299,7 +299,7 @@ def make_filter(
     Raises `ValueError` that lists the names there are.
     """
     if "." in name:
-        own = find_object(name, "filter")
+        own = import_object(name, "filter")
         return lambda text: text if own(text) else None
     module, kind = look_up(name, FILTERS, "filters")
     need_datatrove(f"filter {name}")
@@ -323,7 +323,7 @@ def hash_filter(name: str) -> str:  # of a key of FILTERS: empty
     "A hash of the file in which a filter of your own is named, and of that in which it stands."
     if "." not in name:
         return ""
-    found = find_object(name, "filter")
+    found = import_object(name, "filter")
     home = getattr(getattr(found, "func", found), "__module__", None) or ""  # func: of a partial
     home = "" if home.partition(".")[0] in sys.stdlib_module_names else home
     return _hash_files((name.rpartition(".")[0], home), id(found))
@@ -802,7 +802,7 @@ def tokenize_shards(
     output = Path(output).expanduser()
     several = [source] if isinstance(source, (str, os.PathLike)) else source
     named = [one for one in several if isinstance(one, (str, os.PathLike))]
-    check_outside(output, expand_sources(named) if named else (), "output")
+    check_not_inside(output, expand_sources(named) if named else (), "output")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, (str, os.PathLike)) else tokenizer
     bytes_there = sum(stamp[0] for part in parts for stamp in part.stamps)
     check_cache_directory(output, bytes_there // 2, "output")  # two bytes for each four of text
@@ -821,7 +821,7 @@ def tokenize_shards(
     job = _check_place(job_of, output, append, overwrite)
     if job is None:
         return read_manifest(output)
-    with written_directory(output / "tokenizer") as place:
+    with atomic_directory(output / "tokenizer") as place:
         loaded.save_pretrained(place)
     workers = workers or (len(cores(0)) if executor == "local" else len(parts))
     if executor != "local":

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .tokenizers import gather_texts
+from .tokenizers import iter_texts
 
 # %% ../../nbs/data/19_tokenizer_measures.ipynb #b384ad8b
 def count_pieces(
@@ -59,7 +59,7 @@ def _share(part: float, whole: float) -> float:
 
 def measure_tokenizer(
     tokenizer: Any,  # a fast one of transformers
-    texts: Iterable[str],  # or what `gather_texts` takes: better text that it was not trained on
+    texts: Iterable[str],  # or what `iter_texts` takes: better text that it was not trained on
 ) -> TokenizerMeasures:
     "Measure a tokenizer on texts. Raises `ValueError` for one without offsets, or without text."
     if not getattr(tokenizer, "is_fast", False):
@@ -67,7 +67,7 @@ def measure_tokenizer(
             f"{type(tokenizer).__name__} does not say where its pieces stand; "
             "measures need a fast tokenizer"
         )
-    texts, unknown_id = gather_texts(texts), tokenizer.unk_token_id
+    texts, unknown_id = iter_texts(texts), tokenizer.unk_token_id
     words, numbers, used = [], [], set()
     num_pieces = num_bytes = num_characters = num_unknown = num_restored = 0
     for text in texts:
@@ -102,7 +102,7 @@ def compare_tokenizers(
     "Measure several tokenizers on the same texts. Raises `ValueError` where there is none."
     if not tokenizers:
         raise ValueError("tokenizers is empty: name at least one")
-    texts = gather_texts(texts)
+    texts = iter_texts(texts)
     return {
         name: {**asdict(measure_tokenizer(one, texts)), **(more or {}).get(name, {})}
         for name, one in tokenizers.items()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.names import look_up
-from ..core.reading import read_json
+from ..core.reading import load_json
 from ..data.tokenizers import load_tokenizer
 from .gradcache import encode_in_chunks, split_rows
 from .pooling import POOLINGS, pack_texts, text_slots
@@ -279,7 +279,7 @@ class BiEncoder(nn.Module):
         tokenizer.init_kwargs.pop(END_OF_MODEL, None)  # it is chosen, whatever model came before
         directory = save_model(self.encoder, tokenizer, directory, kind)
         for name, content in layout(self).items():  # modules.json last: then all is there
-            with written_whole(directory / name) as temporary:
+            with atomic_write(directory / name) as temporary:
                 temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         return directory
 
@@ -338,7 +338,7 @@ def read_layout(source: str | os.PathLike) -> dict[str, Any]:  # pooling, normal
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        return read_json(path, kind, finite=False) if path else None
+        return load_json(path, kind, finite=False) if path else None
 
     modules = read("modules.json", list)
     if modules is None:

@@ -19,9 +19,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.names import find_object, look_up
+from ..core.names import import_object, look_up
 from ..data.rows import IGNORED
-from ..data.tokenizers import check_vocabularies, load_tokenizer
+from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from .bi_encoder import BiEncoder, read_layout, reading_length
 from .gradcache import gather_numbers, gather_vectors, world
 from .losses import DISTILLATIONS, ContrastiveRule, Embedded, distillation_loss
@@ -195,7 +195,7 @@ class EmbeddingModule(TrainingModule):
             )
         if self.tokenizer is None:
             self.tokenizer = getattr(data, "tokenizer", None)
-        check_vocabularies(self.tokenizer, getattr(data, "tokenizer", None))
+        check_same_vocabulary(self.tokenizer, getattr(data, "tokenizer", None))
         self.check_pairs(getattr(data, "datasets", {}))
         self.max_sequence_length = getattr(data, "max_sequence_length", None)
         if self.model is not None and self.max_sequence_length:
@@ -280,7 +280,7 @@ class EmbeddingModule(TrainingModule):
 
     def _find_preparation(self) -> Callable[[nn.Module], Any]:
         prepare = self.prepare_encoder
-        return find_object(prepare, "prepare_encoder") if isinstance(prepare, str) else prepare
+        return import_object(prepare, "prepare_encoder") if isinstance(prepare, str) else prepare
 
     def check_parts(self, data: Any = None) -> None:  # a data module that is set up
         """Raise `ValueError` for options that the model or the data has no place for.

@@ -32,9 +32,9 @@ from ..data.streaming import leave_group
 from ..data.readers import TABLES, check_format, error_policy, kind_of, parse_json
 from ..data.readers import resolve_column
 from ..data.rows import IGNORED
-from ..data.sources import directory_files, expand_sources, is_local, open_dataset
+from ..data.sources import directory_files, expand_sources, is_local, load_hub_dataset
 from ..data.sources import refuse_hub_options
-from ..data.tokenizers import choose_tokenizer
+from ..data.tokenizers import resolve_tokenizer
 from .pooling import pack_texts
 
 # %% ../../nbs/embeddings/05_pairs.ipynb #48329833
@@ -242,7 +242,7 @@ def _table_rows(
     for name in expand_sources(source):
         path = Path(name).expanduser()
         if not is_local(name):
-            for number, row in enumerate(open_dataset(str(path), split, config_name, False), 1):
+            for number, row in enumerate(load_hub_dataset(str(path), split, config_name, False), 1):
                 yield name, f"{name} row {number}", row
             continue
         refuse_hub_options(name, split, config_name, False)
@@ -580,7 +580,7 @@ class EmbeddingDataModule(L.LightningDataModule):
         if self.datasets:
             return
         self.read()
-        self.tokenizer = choose_tokenizer([self.tokenizer])
+        self.tokenizer = resolve_tokenizer([self.tokenizer])
         self.datasets = {
             split: PairRows(
                 pairs,

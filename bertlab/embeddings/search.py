@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.files import written_directory, written_whole
+from ..core.files import atomic_directory, atomic_write
 from ..core.names import look_up
-from ..core.reading import read_json
+from ..core.reading import load_json
 from ..data.documents import Document
-from ..data.sources import find_documents
+from ..data.sources import iter_documents
 from .bi_encoder import DOCUMENT_PROMPTS, BiEncoder, find_similarity, unit_rows
 from .pooling import POOLINGS
 
@@ -185,7 +185,7 @@ def encode_texts(
     }
     state = {**identity, "num_parts": 0, "num_texts": 0}
     if (parts / "state.json").is_file():
-        state = {"document_prompt": "", **read_json(parts / "state.json")}  # earlier: put nowhere
+        state = {"document_prompt": "", **load_json(parts / "state.json")}  # earlier: put nowhere
         for key, value in identity.items():
             if state.get(key) != value and not (key == "model" and _is_of(state.get(key), model)):
                 raise ValueError(
@@ -211,12 +211,12 @@ def encode_texts(
     progress(state["num_texts"])
     while chunk := list(islice(stream, part_size)):
         number = state["num_parts"]
-        with written_whole(parts / f"{number:06d}.npy") as temporary, open(temporary, "wb") as file:
+        with atomic_write(parts / f"{number:06d}.npy") as temporary, open(temporary, "wb") as file:
             np.save(file, _encode_part(model, [d.text for d in chunk], width, before))
-        with written_whole(parts / f"{number:06d}.jsonl") as temporary:
+        with atomic_write(parts / f"{number:06d}.jsonl") as temporary:
             temporary.write_text("".join(map(_as_line, chunk)), encoding="utf-8")
         state |= {"num_parts": number + 1, "num_texts": state["num_texts"] + len(chunk)}
-        with written_whole(parts / "state.json") as temporary:  # last: then the part counts
+        with atomic_write(parts / "state.json") as temporary:  # last: then the part counts
             temporary.write_text(json.dumps(state), encoding="utf-8")
         progress(state["num_texts"])
     num_encoded = state["num_texts"] - (num_blank if form == ".npy" else 0)
@@ -275,7 +275,7 @@ def _skip_done(stream: Iterator[Document], parts: Path, num_parts: int) -> None:
 def _write_npy(parts: Path, state: dict[str, Any], output: Path) -> None:
     "Join the vectors of all parts; one part is in memory at a time."
     shape = state["num_texts"], state["width"]
-    with written_whole(output) as temporary:
+    with atomic_write(output) as temporary:
         joined = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
         start = 0
         for number in range(state["num_parts"]):
@@ -303,7 +303,7 @@ def _write_parquet(parts: Path, state: dict[str, Any], output: Path) -> None:
             ("vector", pyarrow.list_(pyarrow.float32(), state["width"])),
         ]
     )
-    with written_whole(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+    with atomic_write(output) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
         for number in range(state["num_parts"]):
             rows = _read_lines(parts, number)
             flat = pyarrow.array(np.load(parts / f"{number:06d}.npy").ravel())
@@ -316,7 +316,7 @@ def _write_parquet(parts: Path, state: dict[str, Any], output: Path) -> None:
 
 def _write_store(parts: Path, state: dict[str, Any], output: Path) -> None:
     "Vectors, texts, and where each text begins; a directory that appears whole or not at all."
-    with written_directory(output, keep=True) as place:  # a user's own files stay
+    with atomic_directory(output, keep=True) as place:  # a user's own files stay
         _write_npy(parts, state, place / "vectors.npy")
         begins, end = [], 0
         with open(place / "texts.jsonl", "wb") as file:
@@ -358,7 +358,7 @@ class TextIndex:
                 f"{directory} holds no index ({_STORE} is missing); make one with "
                 "bertlab embed encode"
             )
-        store = read_json(directory / _STORE)
+        store = load_json(directory / _STORE)
         if not isinstance(store.get("model"), str):
             raise ValueError(
                 f"{directory / _STORE} does not say which model made the vectors: it "
@@ -450,7 +450,7 @@ def source_documents(
 ) -> Callable[[], Iterable[Document]]:
     "Documents for `encode_texts`, read anew with each call. Raises `ValueError`."
     notes = Counter() if notes is None else notes
-    read = lambda: find_documents(
+    read = lambda: iter_documents(
         source,
         text_column,
         lines,

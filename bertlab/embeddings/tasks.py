@@ -22,7 +22,7 @@ import numpy as np
 
 from ..core.names import look_up
 from ..data.corpus import Corpus, embedded_corpus
-from ..data.documents import BLOCKS, Document, python_files, split_words, word_runs
+from ..data.documents import BLOCKS, Document, python_files, split_words, word_ngrams
 from .bi_encoder import find_similarity, score_vectors
 from .pairs import PairSet, clean_pairs
 
@@ -147,7 +147,7 @@ def _signature_pairs(modules: set[str]) -> list[tuple[str, str]]:  # top-level m
 
 def _twins(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
     "Pairs of documents that share between 0.3 and 0.95 of their runs of five words."
-    runs = [set(word_runs(d.text, 5)) for d in documents]
+    runs = [set(word_ngrams(d.text, 5)) for d in documents]
     holders: dict[tuple, list[int]] = defaultdict(list)
     for n, own in enumerate(runs):
         for run in own:

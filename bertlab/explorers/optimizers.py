@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.plots import smooth
-from ..core.reading import read_json
+from ..core.reading import load_json
 from .widgets import CONTROL_LOOK, Explorer, explore, keep_points, svg_chart, tiles
 
 # %% ../../nbs/explorers/04_optimizers.ipynb #5d110a0b
@@ -79,13 +79,13 @@ def save_runs(
         for run in runs
     ]
     text = json.dumps(rows, allow_nan=False)  # JSON has no NaN, and `load_runs` would refuse it
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         Path(temporary).write_text(text, encoding="utf-8")
 
 
 def load_runs(path: str | os.PathLike) -> list[OptimizerRun]:
     "Read what `save_runs` wrote."
-    runs = [OptimizerRun(**run) for run in read_json(path, list)]
+    runs = [OptimizerRun(**run) for run in load_json(path, list)]
     for run in runs:  # JSON's keys are texts
         run.spectra = {int(number): values for number, values in run.spectra.items()}
     return runs

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
-from ..core.devices import measured_bandwidth, measured_peak_flops, wait_function
+from ..core.devices import benchmark_bandwidth, benchmark_matmul, wait_function
 
 # %% ../../nbs/explorers/08_profiling.ipynb #438d40c9
 # They read what they take, and not the table.
@@ -361,7 +361,7 @@ def measure_roofline(
     points = [LayerPoint(layer, *sums) for layer, sums in total.items() if sums[1]]
     return Roofline(
         sorted(points, key=lambda p: -p.seconds),
-        measured_peak_flops(precision, device=device),
-        measured_bandwidth(device=device),
+        benchmark_matmul(precision, device=device),
+        benchmark_bandwidth(device=device),
         str(device),
     )

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..core.names import look_up
-from ..core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, HouseFigure, new_axes
+from ..core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, NotebookFigure, new_axes
 from ..core.progress import record_check
 
 # Shapes: B rows, L positions, N documents, M predicted tokens, V vocabulary, K head size.
@@ -901,7 +901,7 @@ def _draw_cells(
         blocks.append((found, x, y, title, wanted, coloured))
         right_end = max(right_end, x + np.atleast_2d(found).shape[1])
         bottom = max(bottom, y + np.atleast_2d(found).shape[0])
-    figure = HouseFigure(
+    figure = NotebookFigure(
         figsize=(0.36 * right_end + 0.3, 0.36 * (bottom + 0.2) + 0.1), layout="constrained", dpi=100
     )
     axes = figure.add_subplot(xlim=(-0.1, right_end + 0.1), ylim=(bottom + 0.1, 0))

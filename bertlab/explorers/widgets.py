@@ -21,7 +21,7 @@ import numpy as np
 from ..data.collators import get_collator_cls
 from ..data.diffusion import draw_times, hidden_share
 from ..data.masking import find_ordinary
-from ..data.tokenizers import read_plainly
+from ..data.tokenizers import tokenize_plain
 from ..core.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, svg_box, svg_figure, svg_line
 from ..core.plots import svg_text
 
@@ -72,7 +72,7 @@ def mask_text(
     "Mask one text as training would. Raises `ValueError` for a text without a token."
     collate = _dial_collator(tokenizer, objective, probability, unit)
     # As in training, a text that says [MASK] means the word.
-    ids = read_plainly(tokenizer, text, truncation=True, max_length=_DIAL_LENGTH)["input_ids"]
+    ids = tokenize_plain(tokenizer, text, truncation=True, max_length=_DIAL_LENGTH)["input_ids"]
     if len(ids) <= tokenizer.num_special_tokens_to_add():
         raise ValueError("type a sentence: there is no token to hide")
     batch = collate([{"input_ids": ids, "epoch": draw, "index": 0}])

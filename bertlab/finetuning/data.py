@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.names import look_up
 from ..core.reading import check_utf8
 from ..data.module import EpochBatches, filled_batches
@@ -40,7 +40,7 @@ from ..data.supervised import QuestionAnsweringCollator, SequenceClassificationC
 from ..data.supervised import SpanClassificationCollator, SupervisedCollator
 from ..data.supervised import TokenClassificationCollator, continue_entities, encode_words
 from ..data.supervised import read_answers, read_spans, read_texts, stack_targets
-from ..data.tokenizers import choose_tokenizer, train_tokenizer
+from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from .files import CONLLU, LABELLED, LabelledRows, choose_reader
 from .files import find_files, find_split, is_text_of_list
 from .files import load_hub, read_json_cell, read_labelled, read_number_cell
@@ -859,7 +859,7 @@ class FinetuningDataModule(L.LightningDataModule):
         self.read()
         self.trained_tokenizer = self.tokenizer is None
         train = lambda: train_tokenizer(self.texts(), self.vocab_size)
-        self.tokenizer = choose_tokenizer([self.tokenizer], train=train)
+        self.tokenizer = resolve_tokenizer([self.tokenizer], train=train)
         options = {
             "text_column": self.text_columns[0],
             "label_column": self.label_column,
@@ -1239,7 +1239,7 @@ def write_reading(data: FinetuningDataModule, directory: str | os.PathLike) -> N
         reading["multiword"] = "join"
     if data.reader_kwargs.get("delimiter"):  # the next table is probably one like those of training
         reading["delimiter"] = data.reader_kwargs["delimiter"]
-    with written_whole(Path(directory) / READING) as temporary:
+    with atomic_write(Path(directory) / READING) as temporary:
         temporary.write_text(json.dumps(reading, indent=2) + "\n", encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from matplotlib.font_manager import FontProperties, findfont, get_font
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.plots import BLUE, GREY, ORANGE, new_axes
 from .data import find_overlaps
 from .metrics import count_spans, labels_of_words, normalize_answer
@@ -302,10 +302,10 @@ class Evaluation:
     def write(self, directory: str | os.PathLike) -> Path:
         "Write evaluation.json and a picture for each figure, each of them whole."
         directory = Path(directory)
-        with written_whole(directory / "evaluation.json") as temporary:
+        with atomic_write(directory / "evaluation.json") as temporary:
             temporary.write_text(json.dumps(self.numbers, indent=2) + "\n", encoding="utf-8")
         for name, figure in self.figures.items():
-            with written_whole(directory / f"{name}.png") as temporary:
+            with atomic_write(directory / f"{name}.png") as temporary:
                 temporary.write_bytes(figure._repr_png_())
         return directory
 

@@ -22,7 +22,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from ..core.names import find_object, look_up
+from ..core.names import import_object, look_up
 from ..data.rows import BOOKKEEPING
 from .data import TASKS
 from .metrics import AnswerScores, SpanScores, TaskScores, TokenScores
@@ -65,7 +65,7 @@ def finetuning_schedule(
     """
     if _is_own(scheduler_type):
         own = scheduler_type
-        own = find_object(own, "scheduler_type") if isinstance(own, str) else own
+        own = import_object(own, "scheduler_type") if isinstance(own, str) else own
         return _own_schedule(optimizer, own, total_steps, dict(options or {}))
     # What transformers calls "constant" passes a warmup by without a word.
     flat = scheduler_type in (None, "constant")

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from ..core.devices import count_devices
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.reading import check_utf8
 from ..data.documents import has_unspaced, split_words
 from ..data.plain_models import FAMILIES
@@ -725,7 +725,7 @@ def write_predictions(
     "Write a file whole: it is there with all rows, or it is not there."
     path = Path(path).expanduser()
     form = choose_writer(path, rows)
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         if form == "parquet":
             import datasets  # here: it takes most of a second
 

@@ -24,7 +24,13 @@ from functools import lru_cache
 
 from ..core.names import look_up
 from ..data.corpus import embedded_corpus
-from ..data.documents import DOCUMENTED, Document, fingerprint, overlap, python_files
+from bertlab.data.documents import (
+    DOCUMENTED,
+    Document,
+    normalized_words,
+    ngram_overlap,
+    python_files,
+)
 from ..data.documents import stable_hash
 
 # %% ../../nbs/finetuning/03_tasks.ipynb #109df8a2
@@ -289,7 +295,7 @@ def drop_twins(
 ) -> list[dict]:  # those of which less than half stands in a training row
     "Compare runs of eight words (Chowdhery et al. 2022, sec. 8)."
     as_documents = lambda rows: [Document(row_text(row), "") for row in rows]
-    shares = overlap(as_documents(rows), as_documents(train))
+    shares = ngram_overlap(as_documents(rows), as_documents(train))
     return [row for row, share in zip(rows, shares) if share < 0.5]
 
 
@@ -301,7 +307,7 @@ def divide_rows(
 ) -> tuple[dict[str, list[dict]], Counter]:  # rows by split; how many were left out, and why
     "Whole groups to each split; repeated rows, and twins of training rows, are left out."
     splits, dropped, seen = {split: [] for split in SHARES}, Counter(), set()
-    identity = lambda row: (fingerprint(row_text(row)), row.get("question"))
+    identity = lambda row: (normalized_words(row_text(row)), row.get("question"))
     for row in sorted(rows, key=lambda row: stable_hash(f"{seed}:{identity(row)}{row['source']}")):
         dropped["repeated"] += identity(row) in seen
         if identity(row) not in seen:

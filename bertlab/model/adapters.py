@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.names import did_you_mean, look_up
 from .config import count_matrices
 from .huggingface import has_adapter, to_huggingface
@@ -402,10 +402,10 @@ def save_adapter(
         for name, value in config.to_dict().items()
     }
     directory.mkdir(parents=True, exist_ok=True)
-    with written_whole(directory / _FILES[0]) as temporary:
+    with atomic_write(directory / _FILES[0]) as temporary:
         temporary.write_text(json.dumps(said, indent=1, default=str) + "\n", encoding="utf-8")
     file = directory / _FILES[1]
-    with written_whole(file) as temporary, written_weights(temporary, file):
+    with atomic_write(file) as temporary, written_weights(temporary, file):
         save_file(found, temporary, metadata={"format": "pt"})
     return directory
 

@@ -26,9 +26,9 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import can_return_tuple
 
-from ..core.files import recover_directory, written_directory, written_whole
+from ..core.files import recover_directory, atomic_directory, atomic_write
 from ..core.reading import read_model_settings
-from ..data.tokenizers import TOKENIZER_FILES, count_ids
+from ..data.tokenizers import TOKENIZER_FILES, num_token_ids
 from .config import ACTIVATION_NAMES, TOKEN_IDS, BertLabConfig
 from .encoder import BertLabModel, BertLabPreTrainedModel
 from .heads import BertLabForMaskedDiffusion, BertLabForMaskedLM
@@ -603,7 +603,7 @@ def check_tokenizer(
     needs_mask: bool = True,  # does the model guess hidden tokens?
 ) -> None:
     "Raise `ValueError` for a tokenizer that the model cannot serve."
-    if (ids := count_ids(tokenizer)) > vocab_size:
+    if (ids := num_token_ids(tokenizer)) > vocab_size:
         gaps = f", with ids up to {ids - 1}," if ids > len(tokenizer) else ""
         raise ValueError(
             f"tokenizer has {len(tokenizer)} entries{gaps} and the model's vocab_size "
@@ -766,7 +766,7 @@ def save_model(
     # it, such as a run, stays where it is.
     if (directory / "config.json").exists() or not directory.exists():
         try:
-            with written_directory(directory, keep=True, without=old) as place:
+            with atomic_directory(directory, keep=True, without=old) as place:
                 write(place)
             return directory
         except OSError as error:
@@ -778,7 +778,7 @@ def save_model(
         write(Path(temporary))
         old -= {file.name for file in Path(temporary).iterdir()}
         for file in sorted(Path(temporary).iterdir(), key=lambda f: f.suffix == ".safetensors"):
-            with written_whole(directory / file.name) as whole:
+            with atomic_write(directory / file.name) as whole:
                 os.replace(file, whole)
     for name in old:
         (directory / name).unlink(missing_ok=True)

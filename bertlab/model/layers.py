@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.names import find_part, look_up
+from ..core.names import resolve, look_up
 from .config import CHOICES
 
 # %% ../../nbs/model/02_layers.ipynb #65337ea3
@@ -369,7 +369,7 @@ def own_layers(
         dotted = isinstance(asked, str) and "." in asked
         if not dotted and not callable(asked):
             continue  # left out, or what the configuration will refuse
-        made = find_part(asked, table, key)
+        made = resolve(asked, table, key)
         if key in ("norm", "mlp") and not (isinstance(made, type) and issubclass(made, nn.Module)):
             raise ValueError(f"{key} {asked!r} is no torch.nn.Module: name a class that is one")
         found[key] = asked if dotted else _name_layer(key, made)

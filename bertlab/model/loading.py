@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core.reading import check_beside, read_json
+from ..core.reading import check_beside, load_json
 
 # %% ../../nbs/model/08_loading.ipynb #f1c84408
 # What NumPy's arrays are rebuilt from: numbers, and no code of a stranger.
@@ -152,7 +152,7 @@ def written_weights(
 
 def _read_index(path: Path) -> list[str]:
     "The names of the files that an index lists. Raises `ValueError` for a damaged or bent one."
-    places = read_json(path).get("weight_map")
+    places = load_json(path).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{path} is damaged: it has no weight_map that names files")
     return sorted({check_beside(file, path) for file in places.values()})

@@ -18,8 +18,8 @@ from torch import Tensor
 from ..core.names import look_up
 from ..data.collators import MaskedLanguageModelingCollator
 from ..data.packing import PackedDataset, special_ids
-from ..data.tokenizers import count_ids, find_missing_ids, gather_texts
-from ..data.vocabularies import Counterparts, extend_tokenizer, find_counterparts
+from ..data.tokenizers import num_token_ids, unused_token_ids, iter_texts
+from ..data.vocabularies import VocabularyMap, extend_tokenizer, map_vocabulary
 from ..data.vocabularies import trim_tokenizer
 from .config import TOKEN_IDS
 from .encoder import BertLabPreTrainedModel
@@ -32,14 +32,14 @@ from .losses import UNREACHABLE, bits_per_byte, token_bytes
 def masked_bits_per_byte(
     model: BertLabPreTrainedModel,  # that guesses hidden tokens
     tokenizer: Any,
-    texts: Iterable[str],  # or what `gather_texts` takes
+    texts: Iterable[str],  # or what `iter_texts` takes
     max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
     mlm_probability: float = 0.15,  # share of words that are hidden
     seed: int = 0,  # of the masks
     batch_size: int = 32,
 ) -> float:  # bits per byte of the hidden words
     "Score whole hidden words, so that models compare whose tokenizers keep the same letters."
-    ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(iter_texts(texts), add_special_tokens=False, verbose=False).input_ids
     max_length = min(max_length, model.config.max_position_embeddings)
     rows = PackedDataset(ids, max_length, shuffle=False, **special_ids(tokenizer))
     collate = MaskedLanguageModelingCollator.from_tokenizer(
@@ -121,14 +121,14 @@ def check_rows(model: BertLabPreTrainedModel, tokenizer: Any) -> None:
 def extend_vocabulary(
     model: BertLabPreTrainedModel,  # with or without a head; it stays as it is
     tokenizer: Any,  # of the model
-    texts: Iterable[str],  # or what `gather_texts` takes: text with the new words
+    texts: Iterable[str],  # or what `iter_texts` takes: text with the new words
     num_pieces: int,  # new ones, at most
     **options: Any,  # min_count, max_length of `extend_tokenizer`
 ) -> Adapted:
     "Add pieces whose rows are the means of their old pieces. Raises as `extend_tokenizer` does."
     check_rows(model, tokenizer)
     extended = extend_tokenizer(tokenizer, texts, num_pieces, **options)
-    parts = [[id] for id in range(count_ids(tokenizer))] + list(extended.parts.values())
+    parts = [[id] for id in range(num_token_ids(tokenizer))] + list(extended.parts.values())
     return Adapted(
         change_tables(model, lambda t: mean_rows(t, parts), extended.tokenizer), extended.tokenizer
     )
@@ -142,7 +142,7 @@ def _value_of_nothing(table_VD: Tensor) -> float:
 def trim_vocabulary(
     model: BertLabPreTrainedModel,  # with or without a head; it stays as it is
     tokenizer: Any,  # of the model
-    texts: Iterable[str],  # or what `gather_texts` takes: these are read exactly as before
+    texts: Iterable[str],  # or what `iter_texts` takes: these are read exactly as before
     multiple_of: int = 64,  # rows; 1: none to spare
     **options: Any,  # keep, keep_characters of `trim_tokenizer`
 ) -> Adapted:
@@ -197,15 +197,15 @@ def use_vectors(
     return torch.nn.functional.pad(vectors_VU, (0, width - rank))
 
 # %% ../../nbs/model/20_vocabulary.ipynb #8ddcea0e
-def _by_parts(old_VD: Tensor, found: Counterparts, _: Tensor | None) -> Tensor:
+def _by_parts(old_VD: Tensor, found: VocabularyMap, _: Tensor | None) -> Tensor:
     return mean_rows(old_VD, found.parts)
 
 
-def _by_twins(old_VD: Tensor, found: Counterparts, _: Tensor | None) -> Tensor:
+def _by_twins(old_VD: Tensor, found: VocabularyMap, _: Tensor | None) -> Tensor:
     return mean_rows(old_VD, [part if len(part) == 1 else [] for part in found.parts])
 
 
-def _known(found: Counterparts, use_VU: Tensor) -> tuple[Tensor, Tensor]:  # new ids
+def _known(found: VocabularyMap, use_VU: Tensor) -> tuple[Tensor, Tensor]:  # new ids
     "Twins that the text uses, and entries without a twin that it uses."
     used_V = use_VU.abs().sum(1) > 0
     is_twin_V = torch.zeros(len(found.parts), dtype=torch.bool)
@@ -213,7 +213,7 @@ def _known(found: Counterparts, use_VU: Tensor) -> tuple[Tensor, Tensor]:  # new
     return (used_V & is_twin_V).nonzero()[:, 0], (used_V & ~is_twin_V).nonzero()[:, 0]
 
 
-def _by_nearest(old_VD: Tensor, found: Counterparts, use_VU: Tensor, num: int = 10) -> Tensor:
+def _by_nearest(old_VD: Tensor, found: VocabularyMap, use_VU: Tensor, num: int = 10) -> Tensor:
     "Mean of the twins that are used most alike (Dobler and de Melo 2023, sec. 3)."
     new_VD, (twins, others) = mean_rows(old_VD, found.parts), _known(found, use_VU)
     if len(twins) and len(others):
@@ -226,7 +226,7 @@ def _by_nearest(old_VD: Tensor, found: Counterparts, use_VU: Tensor, num: int = 
     return new_VD
 
 
-def _by_linear(old_VD: Tensor, found: Counterparts, use_VU: Tensor, ridge: float = 1.0) -> Tensor:
+def _by_linear(old_VD: Tensor, found: VocabularyMap, use_VU: Tensor, ridge: float = 1.0) -> Tensor:
     "The ridge regression from use to rows, fitted on the twins."
     new_VD, (twins, others) = mean_rows(old_VD, found.parts), _known(found, use_VU)
     if len(twins) and len(others):
@@ -254,7 +254,7 @@ TRANSPLANTS: dict[str, Callable] = {
 def match_frequencies(
     model: BertLabPreTrainedModel,  # its output bias changes; without one it stays as it is
     tokenizer: Any,
-    texts: Iterable[str],  # or what `gather_texts` takes
+    texts: Iterable[str],  # or what `iter_texts` takes
     max_length: int = 128,  # positions in a row; fewer, where the model reads fewer
     num_rows: int = 64,  # that the model is asked about
     rounds: int = 3,  # of dividing the average guess out
@@ -266,13 +266,14 @@ def match_frequencies(
     al. 2002, sec. 2.2). Entries that texts lack count as half an occurrence.
     """
     bias_V = dict(model.named_parameters()).get("head.bias")
-    ids = tokenizer(gather_texts(texts), add_special_tokens=False, verbose=False).input_ids
+    ids = tokenizer(iter_texts(texts), add_special_tokens=False, verbose=False).input_ids
     if bias_V is None or not any(ids):
         return
     entries_V = np.unique([*tokenizer.get_vocab().values()])  # ids, which may leave gaps
     max_length, training = min(max_length, model.config.max_position_embeddings), model.training
     counts_V = np.bincount(
-        np.concatenate([np.asarray(one, np.int64) for one in ids]), minlength=count_ids(tokenizer)
+        np.concatenate([np.asarray(one, np.int64) for one in ids]),
+        minlength=num_token_ids(tokenizer),
     )[entries_V]
     target_V = torch.from_numpy((counts_V + 0.5) / (counts_V + 0.5).sum()).log()
     entries_V = torch.from_numpy(entries_V).to(model.device)
@@ -308,7 +309,7 @@ def transplant_vocabulary(
     """
     look_up(method, TRANSPLANTS, "method")
     check_rows(model, tokenizer)
-    use_VU, texts = None, None if texts is None else gather_texts(texts)
+    use_VU, texts = None, None if texts is None else iter_texts(texts)
     if method in ("nearest", "linear"):
         if texts is None:
             raise ValueError(
@@ -316,8 +317,8 @@ def transplant_vocabulary(
                 "texts, or choose method='parts'"
             )
         ids = new_tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        use_VU = use_vectors(ids, count_ids(new_tokenizer))
-    found, missing = find_counterparts(tokenizer, new_tokenizer), find_missing_ids(new_tokenizer)
+        use_VU = use_vectors(ids, num_token_ids(new_tokenizer))
+    found, missing = map_vocabulary(tokenizer, new_tokenizer), unused_token_ids(new_tokenizer)
     is_entry_V = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     is_entry_V[[*tokenizer.get_vocab().values()]] = True
 

@@ -19,7 +19,7 @@ from ..core.names import did_you_mean, look_up
 from ..core.reading import check_utf8
 from ..data.masking import draw_uniforms, key_rows
 from ..data.rows import Vocabulary
-from ..data.tokenizers import count_ids, find_missing_ids
+from ..data.tokenizers import num_token_ids, unused_token_ids
 from .generate import evaluating, longest_row
 from .samplers import SamplingRule, Step, plan_row, sampling_steps, score_gaps
 
@@ -46,10 +46,10 @@ class OpenRow:
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
     "What a sampler must know of a tokenizer: its size, and which of its tokens are no words."
     return Vocabulary(
-        count_ids(tokenizer),
+        num_token_ids(tokenizer),
         tokenizer.pad_token_id,
         tokenizer.mask_token_id,
-        (*tokenizer.all_special_ids, *find_missing_ids(tokenizer)),
+        (*tokenizer.all_special_ids, *unused_token_ids(tokenizer)),
     )
 
 

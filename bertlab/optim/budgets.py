@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..core.durations import Duration, read_amount
+from ..core.durations import Duration, parse_amount
 from .schedulers import resume_at
 
 # %% ../../nbs/optim/02_budgets.ipynb #bbe4c835
@@ -42,7 +42,7 @@ class BudgetTriangle:
     @cached_property
     def seconds(self) -> float:
         "The budget."
-        return float(read_amount(self.budget, "seconds", "budget"))
+        return float(parse_amount(self.budget, "seconds", "budget"))
 
     def __call__(self, elapsed: float) -> float:
         "The factor after `elapsed` seconds; 0 once the budget is spent."
@@ -148,12 +148,12 @@ class BatchGrowth:
             raise ValueError(
                 f"min_size={self.min_size} is more than max_size={self.max_size}: a batch grows"
             )
-        read_amount(self.warmup_tokens, "tokens", "warmup_tokens")
+        parse_amount(self.warmup_tokens, "tokens", "warmup_tokens")
 
     @cached_property
     def thresholds(self) -> list[int]:
         "The tokens of one process at which each size but the last is over."
-        tokens = read_amount(self.warmup_tokens, "tokens", "warmup_tokens")
+        tokens = parse_amount(self.warmup_tokens, "tokens", "warmup_tokens")
         share, sizes = -(-tokens // self.world_size), range(self.min_size, self.max_size)
         return [-(-share * done // sum(sizes)) for done in accumulate(sizes)]  # rounded up
 
@@ -204,7 +204,7 @@ def steps_for_tokens(
     budget: int | str | Duration,  # tokens of all processes together, 10_000_000 or "10M"
 ) -> int:  # the number of updates, for a schedule's total_steps
     "Updates until the budget is seen, the last one perhaps beyond it."
-    own = -(-read_amount(budget, "tokens", "budget") // warmup.world_size)
+    own = -(-parse_amount(budget, "tokens", "budget") // warmup.world_size)
     steps, tokens = warmup.starts
     index = max(0, bisect_left(tokens, own) - 1)
     per_step = (warmup.min_size + index) * warmup.tokens_per_micro_batch

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from ..core.names import find_part
+from ..core.names import resolve
 from ..core.reading import one_line
 from .muon import MuonWithAdamW, StackedMuon
 
@@ -292,7 +292,7 @@ def optimizer_facts(optimizer: Any) -> OptimizerFacts:  # a key of OPTIMIZERS, o
 
     That is `backward_options`, `elementwise` and `hidden_apart`. Raises `ValueError` for no name.
     """
-    found = find_part(optimizer, OPTIMIZERS, "optimizer_class")
+    found = resolve(optimizer, OPTIMIZERS, "optimizer_class")
     if isinstance(found, OptimizerFacts):
         return found
     return OptimizerFacts(
@@ -532,7 +532,7 @@ def get_optimizer(
 
     Raises `ValueError`, and `ImportError` where a library is missing.
     """
-    found = find_part(optimizer_name, OPTIMIZERS, "optimizer_name")
+    found = resolve(optimizer_name, OPTIMIZERS, "optimizer_name")
     # A checkpoint holds what a group says, and nobody reads NumPy's numbers from one.
     groups = [_plain_numbers(group) for group in _as_groups(params)]
     options = _plain_numbers(optimizer_kwargs or {})

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from ..core.durations import Duration, exact_steps, read_amount
-from ..core.names import find_object, find_part
+from ..core.durations import Duration, exact_steps, parse_amount
+from ..core.names import import_object, resolve
 
 # %% ../../nbs/optim/01_schedulers.ipynb #5cf414c6
 # The way from `start` to `end` at progress x in [0, 1]. Each is monotone and meets both its ends.
@@ -103,7 +103,7 @@ class Schedule:
     def _exact(self, phase: str, total_steps: int | None) -> Fraction | int | None:
         for name, unit in OTHER_UNITS[phase].items():
             if (value := getattr(self, name)) is not None:
-                asked = Duration(read_amount(value, unit, name), unit)
+                asked = Duration(parse_amount(value, unit, name), unit)
                 return exact_steps(asked, total_steps, self.tokens_per_step, name)
         return getattr(self, f"{phase}_steps")
 
@@ -305,8 +305,8 @@ def own_scheduler(
     Raises `ValueError` for a name of nothing, and for options that it does not take.
     """
     options = dict(options or {})
-    found = find_part(schedule, SCHEDULES, "schedule")
-    found = find_object(found, "schedule") if isinstance(found, str) else found
+    found = resolve(schedule, SCHEDULES, "schedule")
+    found = import_object(found, "schedule") if isinstance(found, str) else found
     parameters = inspect.signature(found).parameters
     if "total_steps" in parameters and "total_steps" not in options and total_steps is not None:
         options = {**options, "total_steps": total_steps}

@@ -25,7 +25,7 @@ from ..model.config import BertLabConfig
 from ..model.huggingface import HEADS, bertlab_config, read_shape, scored_settings
 from ..model.loading import check_finite, read_weights, written_weights
 from ..model.tensor_parallel import find_cuts
-from .model_directories import ModelShelf, read_uses, written_directory
+from .model_directories import ModelShelf, read_uses, atomic_directory
 
 # %% ../../nbs/train/17_averages.ipynb #102c8b67
 def _exact(weight: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ def write_average(
         and p.name not in _OF_ONE
     ]
     kept += models[0].glob("[0-9]_*/config.json")  # how sentence-transformers pools
-    with written_directory(output, new=True) as temporary:
+    with atomic_directory(output, new=True) as temporary:
         for path in kept:
             target = temporary / path.relative_to(models[0])
             target.parent.mkdir(exist_ok=True)

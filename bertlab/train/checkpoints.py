@@ -31,7 +31,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..data.cache import serialize_tokenizer
 from ..data.collators import COLLATORS
 from ..model.config import TOKEN_IDS, neobert
@@ -198,7 +198,7 @@ class WholeFileCheckpointIO(TorchCheckpointIO):
             raise TypeError("storage_options are for places that are no drive: leave them out")
         try:
             # Lightning would write to the system's temporary directory first, which may be small.
-            with written_whole(path) as temporary, open(temporary, "wb") as file:
+            with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             # Torch has words of its own for a file that a full drive cuts short.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints import same_random_states
-from ..data.tokenizers import check_vocabularies, load_tokenizer
+from ..data.tokenizers import check_same_vocabulary, load_tokenizer
 from ..model.encoder import BertLabModel
 from ..model.heads import BertLabTokenPredictor
 from ..data.rows import IGNORED
@@ -87,7 +87,7 @@ def check_same_words(
         theirs = None if tokenizer is None else load_tokenizer(source)
     except ValueError:  # weights alone
         return
-    check_vocabularies(tokenizer, theirs, f"reference {source}")
+    check_same_vocabulary(tokenizer, theirs, f"reference {source}")
 
 
 def check_whole_scores(tensor_parallel_size: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.devices import default_precision, resident_memory_bytes, whole_name
+from ..core.devices import default_precision, resident_memory_bytes, canonical_precision
 from ..model.activation_checkpointing import MemoryLedger
 from ..model.adapters import add_adapter, freeze_weights
 from ..model.config import BertLabConfig, modernbert_tiny
@@ -205,7 +205,7 @@ class MemoryEstimate:
             )
         if self.saving > self.step.peak:
             lines.append("             (while a model directory is written)")
-        if self.device == "cpu" and sys.platform == "linux":  # see `keep_freed_memory`
+        if self.device == "cpu" and sys.platform == "linux":  # see `retain_freed_memory`
             heap = self.process + round(KEPT_HEAP * self.step.peak)
             lines.append(
                 line("up to", heap) + ", where freed memory is kept; with "
@@ -310,7 +310,7 @@ def estimate_memory(
             f"{config.max_position_embeddings}"
         )
     precision = default_precision(device)[0] if precision in (None, "auto") else precision
-    precision = whole_name(precision)
+    precision = canonical_precision(precision)
     if precision not in _HALVES:
         raise ValueError(
             f"precision={precision!r} cannot be estimated; known are {', '.join(_HALVES)}"

@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.fsdp import FSDPModule
 
-from ..core.durations import read_amount
-from ..core.names import find_part
+from ..core.durations import parse_amount
+from ..core.names import resolve
 from ..data.module import FilledRows, Source, filled_batches, pack_texts
 from ..data.readers import TABLES, kind_of, read_lines
 from ..data.rows import IGNORED
@@ -52,7 +52,7 @@ class BatchSpec:
         "Rows of a batch. Raises `ValueError` where not one fits."
         if self.tokens is None:
             return self.rows or 32
-        tokens = read_amount(self.tokens, "tokens", "batch: tokens")
+        tokens = parse_amount(self.tokens, "tokens", "batch: tokens")
         if tokens < length:
             raise ValueError(f"batch: tokens={self.tokens} has no room for a row of {length}")
         return tokens // length
@@ -99,7 +99,7 @@ class Evaluator(ABC):
             return batches
         if isinstance(self.duration, int):
             return batches[: self.duration]
-        tokens = read_amount(self.duration, "tokens", f"{self.name}: duration")
+        tokens = parse_amount(self.duration, "tokens", f"{self.name}: duration")
         return batches[: max(1, tokens // (self.batch.num_rows(self.length) * self.length))]
 
 # %% ../../nbs/train/16_evaluators.ipynb #87e7d78d
@@ -315,7 +315,7 @@ def make_evaluator(
     if isinstance(given, Evaluator):
         return given
     options = dict(given)
-    kind = find_part(options.pop("kind", None), EVALUATORS, "evaluators: kind")
+    kind = resolve(options.pop("kind", None), EVALUATORS, "evaluators: kind")
     try:
         return kind(**options)
     except TypeError as error:

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.files import written_directory
+from ..core.files import atomic_directory
 from ..core.reading import one_line, read_model_settings, read_text
 from ..data.corpus import load_corpus
-from ..data.sources import find_documents
+from ..data.sources import iter_documents
 from ..data.tokenizers import load_tokenizer
 from ..model.generate import encode_masked
 from ..model.heads import BertLabTokenPredictor
@@ -465,7 +465,7 @@ def held_out_texts(
     if texts is None:
         return load_corpus().validation_texts[:count]
     if isinstance(texts, str):
-        documents = find_documents(texts, "text", "auto", Counter())
+        documents = iter_documents(texts, "text", "auto", Counter())
         texts = [document.text for document, _ in zip(documents, range(count))]
     if not [text for text in texts if text.strip()]:
         raise ValueError("the texts to check with are empty")
@@ -531,7 +531,7 @@ def export_model(
         "rows": sum(len(batch.gaps) for batch in batches),
         "files": {},
     }
-    with written_directory(output, new=True) as target:
+    with atomic_directory(output, new=True) as target:
         tokenizer.save_pretrained(target)
         (target / "config.json").write_bytes((place / "config.json").read_bytes())
         write_onnx(model, target / FILES["fp32"], parts)

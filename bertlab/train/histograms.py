@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..model.tensor_parallel import find_cuts, gather_cut
 from .steps import whole
 
@@ -107,7 +107,7 @@ class HistogramRecords:
         "Write all summaries as arrays in one npz file, whole: no pickled objects."
         rows = [asdict(summary) for summary in self]
         columns = {key: np.array([row[key] for row in rows]) for key in rows[0]} if rows else {}
-        with written_whole(path) as temporary, open(temporary, "wb") as f:
+        with atomic_write(path) as temporary, open(temporary, "wb") as f:
             np.savez_compressed(f, **columns)
 
     def state_dict(self) -> dict[str, Any]:  # arrays as tensors: a checkpoint holds no NumPy

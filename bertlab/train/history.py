@@ -19,7 +19,7 @@ import numpy as np
 from lightning.pytorch.callbacks import Callback
 from tqdm import tqdm
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from .steps import count_readers
 
 # %% ../../nbs/train/03_history.ipynb #02fb1073
@@ -44,7 +44,7 @@ class RunRecord:
     ) -> None:
         "Write the steps as CSV, whole, with the tokens of all processes."
         rows = [(*row[:4], row[4] * readers, *row[5:]) for row in self.rows]
-        with written_whole(path) as temporary, open(temporary, "w", newline="") as f:
+        with atomic_write(path) as temporary, open(temporary, "w", newline="") as f:
             csv.writer(f).writerows([self.COLUMNS, *rows])
 
 # %% ../../nbs/train/03_history.ipynb #4ba89f03

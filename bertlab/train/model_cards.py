@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
-from ..core.reading import format_yaml, parse_yaml, read_json, read_yaml
-from ..core.files import MARKER, written_whole
+from ..core.reading import dump_yaml, parse_yaml, load_json, load_yaml
+from ..core.files import RUN_FILE, atomic_write
 from .model_directories import USES, read_uses
 
 # %% ../../nbs/train/19_model_cards.ipynb #4c52af64
@@ -122,7 +122,7 @@ _SPLITS = {"val": "validation", "test": "test"}  # as names of numbers begin
 
 
 def _note(path: Path) -> dict[str, Any]:  # empty where there is none
-    return read_json(path, finite=False) if path.is_file() else {}
+    return load_json(path, finite=False) if path.is_file() else {}
 
 
 def _tokens_by(step: int, home: Path, tokens: Any) -> dict[str, int]:  # empty: nobody knows
@@ -191,17 +191,17 @@ def read_facts(directory: str | os.PathLike) -> dict[str, Any]:
     if not (place / "config.json").is_file():
         raise ValueError(f"{directory} holds no config.json: name the directory of a model")
     facts = {
-        "config": read_json(place / "config.json"),
+        "config": load_json(place / "config.json"),
         "run": {},
         "metrics": {},
         "name": place.name,
     }
-    homes = [home for home in (place, *place.parents[:2]) if (home / MARKER).is_file()]
+    homes = [home for home in (place, *place.parents[:2]) if (home / RUN_FILE).is_file()]
     mean, marker = _note(place / "average.json"), _note(place / "bertlab-model.json")
     stage = not mean and (place / "stage.json").is_file()
     if homes:
         home = homes[0]
-        facts["run"] = read_yaml(home / MARKER)
+        facts["run"] = load_yaml(home / RUN_FILE)
         own = not mean and (home == place or marker)  # of `ModelDirectories`, or the run's output
         other = place.parent if stage and place.parent != home else place
         facts["name"] = home.name if own else f"{home.name}-{other.name}"
@@ -387,7 +387,7 @@ def _card_text(
         for key, value in measured.values.items()
     }
     recipe = {key: run[key] for key in run if key not in ("record", "command")}
-    recipe = format_yaml(recipe) if run else ""
+    recipe = dump_yaml(recipe) if run else ""
     sections = {
         "What it is": f"{choices.description or 'An encoder trained with bertlab.'}\n\n"
         f"{_bullets(shape)}",
@@ -469,7 +469,7 @@ def write_card(
     if path.exists() and not overwrite:
         raise ValueError(f"{path} is there; read it, and pass overwrite to write a new one")
     text = make_card(directory, choices)
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return path
 

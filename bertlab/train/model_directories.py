@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.files import recover_directory, written_directory, written_whole
-from ..core.reading import check_beside, read_json
+from ..core.files import recover_directory, atomic_directory, atomic_write
+from ..core.reading import check_beside, load_json
 from ..data.diffusion import DiffusionRule
 from ..data.packing import PackedDataset
 from ..model.adapters import save_adapter
@@ -80,7 +80,7 @@ def read_uses(
                              "_raise_exceptions_for_connection_errors"), False)  # fmt: skip
     if (path := cached_file(os.fspath(source), "modules.json", **missing)) is None:
         return {}
-    modules = read_json(path, list, finite=False)
+    modules = load_json(path, list, finite=False)
     if not all(isinstance(one, dict) and isinstance(one.get("type"), str) for one in modules):
         raise ValueError(f"{source}: modules.json is damaged: each module needs a type and a path")
     kinds = {one["type"].rpartition(".")[2]: one.get("path") for one in modules}
@@ -91,7 +91,7 @@ def read_uses(
             "and Normalize in 2_Normalize; do this with sentence-transformers"
         )
     pooling = cached_file(os.fspath(source), "1_Pooling/config.json", **missing)
-    said = {} if pooling is None else read_json(pooling, finite=False)
+    said = {} if pooling is None else load_json(pooling, finite=False)
     on = [name for name in said if name.startswith("pooling_mode_") and said[name] is True]
     on = on or [said.get("pooling_mode", "mean")]  # later versions name it
     words = [re.sub("^pooling_mode_|_tokens?$", "", str(one)) for one in on]
@@ -104,7 +104,7 @@ MODEL_MARKER = "bertlab-model.json"  # says: this directory was written by `Mode
 def read_marker(directory: Path) -> dict[str, Any] | None:  # None: not one of ours
     "What is known about a model directory: step, value of the monitor, names of its files."
     try:
-        marker = read_json(directory / MODEL_MARKER)
+        marker = load_json(directory / MODEL_MARKER)
         value = marker["value"]
         known = value is None or isinstance(value, (int, float))
         fits = known and type(marker["step"]) is int and isinstance(marker["files"], list)
@@ -229,7 +229,7 @@ class ModelShelf:
                 f"{place} is there and holds no {MODEL_MARKER}, so it is not of this "
                 "run; move it away, or choose another directory"
             )
-        with written_directory(place) as temporary:
+        with atomic_directory(place) as temporary:
             write(temporary)
             names = sorted(path.name for path in temporary.iterdir())
             _keep_additions(place, temporary)
@@ -245,7 +245,7 @@ class ModelShelf:
         place = self.directory / f"step-{step:08}"
         marker = read_marker(place)
         if marker is not None and np.isfinite(value):
-            with written_whole(place / MODEL_MARKER) as temporary:
+            with atomic_write(place / MODEL_MARKER) as temporary:
                 temporary.write_text(json.dumps({**marker, "value": value}, indent=1) + "\n")
             self.tidy(step)
 
@@ -266,7 +266,7 @@ class ModelShelf:
             if marker["value"] is not None and differs(marker)
         }
         for path, marker in others.items():
-            with written_whole(path / MODEL_MARKER) as temporary:
+            with atomic_write(path / MODEL_MARKER) as temporary:
                 temporary.write_text(json.dumps({**marker, "value": None}, indent=1) + "\n")
         if best := self.best():
             _point_to(self.directory / "best", best[0])

@@ -35,13 +35,13 @@ from ..model.attention import allow_graphs
 from ..model.causal import BertLabForCausalLM
 from ..model.config import TOKEN_IDS, BertLabConfig, count_flops, count_matrices
 from ..model.deferred import build_deferred, fill_weights, read_deferred
-from ..core.durations import read_amount
-from ..core.names import find_object, find_part
+from ..core.durations import parse_amount
+from ..core.names import import_object, resolve
 from ..data.collators import COLLATORS
 from ..data.rows import BOOKKEEPING, IGNORED
 from ..model.huggingface import bertlab_config, from_huggingface, load_pretrained
 from ..model.huggingface import plain_copy, read_shape, save_model, stored_head
-from ..data.tokenizers import check_vocabularies, count_ids, load_tokenizer
+from ..data.tokenizers import check_same_vocabulary, num_token_ids, load_tokenizer
 from ..model.encoder import BertLabModel, BertLabPreTrainedModel, Rows, position_table
 from ..model.encoder import run_layers
 from ..model.float8 import convert_to_float8
@@ -81,7 +81,7 @@ def settle_objective(
     objective: Any,  # a key of OBJECTIVE_MODELS; a model's class, or its dotted name
 ) -> str:  # the name under which OBJECTIVE_MODELS has its model
     "Find the model of an objective; a user's own joins the table. Raises `ValueError`."
-    model = find_part(objective, OBJECTIVE_MODELS, "objective")
+    model = resolve(objective, OBJECTIVE_MODELS, "objective")
     if not (isinstance(model, type) and issubclass(model, BertLabTokenPredictor)):
         raise ValueError(
             f"objective={objective!r} is no model that predicts tokens: derive it "
@@ -283,11 +283,11 @@ def settings_from(
         return dict(overrides)
     known = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     known = {name: value for name, value in known.items() if value is not None}
-    settings = {"vocab_size": count_ids(tokenizer), **known, **overrides}
-    if settings["vocab_size"] < count_ids(tokenizer):
+    settings = {"vocab_size": num_token_ids(tokenizer), **known, **overrides}
+    if settings["vocab_size"] < num_token_ids(tokenizer):
         raise ValueError(
             f"vocab_size={settings['vocab_size']} is less than the tokenizer's "
-            f"{count_ids(tokenizer)} entries; leave it out of model_config_kwargs"
+            f"{num_token_ids(tokenizer)} entries; leave it out of model_config_kwargs"
         )
     return settings
 
@@ -303,7 +303,7 @@ def check_pieces(
     """
     if tokenizer is None:
         return
-    needed = count_ids(tokenizer)
+    needed = num_token_ids(tokenizer)
     rows = getattr(read_shape(source), "vocab_size", needed)  # what has none is refused elsewhere
     advice = "take the tokenizer that it was trained with"
     if needed > rows:
@@ -377,8 +377,8 @@ def clock_budget(
 ) -> Any:  # None: its schedule follows no clock
     "The time behind which a schedule that follows the clock leaves the rate at 0."
     kind = options.get("schedule")
-    kind = None if kind is None else find_part(kind, SCHEDULES, "schedule")
-    kind = find_object(kind, "schedule") if isinstance(kind, str) else kind
+    kind = None if kind is None else resolve(kind, SCHEDULES, "schedule")
+    kind = import_object(kind, "schedule") if isinstance(kind, str) else kind
     follows = isinstance(kind, type) and issubclass(kind, TimeBudgetLR)
     return (options.get("scheduler_kwargs") or {}).get("budget") if follows else None
 
@@ -603,9 +603,9 @@ class PretrainingModule(TrainingModule):
                 "whose loss is a plain mean; leave it out"
             )
         check_recomputing(gradient_checkpointing, compile_model, optimizer_class)
-        find_part(optimizer_class, OPTIMIZERS, "optimizer_class")
+        resolve(optimizer_class, OPTIMIZERS, "optimizer_class")
         if schedule is not None:
-            find_part(schedule, SCHEDULES, "schedule")
+            resolve(schedule, SCHEDULES, "schedule")
         if adapter is not None:
             read_adapter(adapter)
             if float8:
@@ -614,7 +614,7 @@ class PretrainingModule(TrainingModule):
                     "leaves frozen: leave one of them out"
                 )
         if budget_tokens is not None:
-            read_amount(budget_tokens, "tokens", "budget_tokens")
+            parse_amount(budget_tokens, "tokens", "budget_tokens")
         self.save_hyperparameters(ignore="pretrained_tokenizer_name_or_path")
         self._own = {
             "optimizer_class": optimizer_class,
@@ -760,7 +760,7 @@ class PretrainingModule(TrainingModule):
                 f"adapter={self.hparams.adapter!r} leaves the model as it is, and "
                 "that is random: name pretrained_model_name_or_path"
             )
-        check_vocabularies(self.tokenizer, getattr(self.trainer.datamodule, "tokenizer", None))
+        check_same_vocabulary(self.tokenizer, getattr(self.trainer.datamodule, "tokenizer", None))
         strategy, wanted = self.trainer.strategy, self.hparams.save_directories
         kept = any(isinstance(c, ModelCheckpoint) for c in self.trainer.checkpoint_callbacks)
         if stage == "fit" and wanted and kept:
@@ -833,7 +833,7 @@ class PretrainingModule(TrainingModule):
             * self.trainer.accumulate_grad_batches
             * count_readers(self.trainer)
         )
-        paid = read_amount(h.budget_tokens, "tokens", "budget_tokens") // per_step
+        paid = parse_amount(h.budget_tokens, "tokens", "budget_tokens") // per_step
         if paid < 1:
             raise ValueError(
                 f"budget_tokens={h.budget_tokens!r} is less than one step of "

@@ -29,9 +29,9 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from .history import Clock, History, RunProgress
-from ..core.devices import describe_device, device_memory_peaks, measured_peak_flops
+from ..core.devices import describe_device, device_memory_peaks, benchmark_matmul
 from ..core.devices import peak_flops, peak_memory_bytes, resident_memory_bytes
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..data.rows import IGNORED
 from .steps import count_devices, labels_of
 
@@ -76,7 +76,7 @@ def find_peak(
 ) -> tuple[float, str] | None:  # FLOP/s, and where it is from; None: unknown
     "Find the peak that a device is compared with."
     if given == "measured":
-        measured = measured_peak_flops(precision, device=device)
+        measured = benchmark_matmul(precision, device=device)
         return measured, "measured on matrix products"
     if isinstance(given, str):
         raise ValueError(f"device_peak_flops must be a number, 'measured' or None, got {given!r}")
@@ -322,7 +322,7 @@ class TrackioLogger(Logger):
                 )
             self._name = run
             known.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(known) as part:
+            with atomic_write(known) as part:
                 part.write_text(json.dumps({"project": self._project, "run": run}))
         return self._run
 

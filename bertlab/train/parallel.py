@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ..data.module import PretrainingDataModule
-from ..core.devices import find_accelerator, whole_name
-from ..core.durations import read_amount
+from ..core.devices import find_accelerator, canonical_precision
+from ..core.durations import parse_amount
 from ..model.context_parallel import deal_labels, share_rows
 from ..model.deferred import fill_weights
 from ..model.loading import numpy_allowed, read_torch_file
@@ -60,7 +60,7 @@ def split_batch(
     world_size: int = 1,  # processes, each with rows of its own
 ) -> tuple[int, int]:  # rows of a micro-batch, micro-batches of each process per step
     "Split a batch to fit. Raises `ValueError` that names the nearest sizes where it does not."
-    batch = read_amount(batch_tokens, "tokens", "batch_tokens")
+    batch = parse_amount(batch_tokens, "tokens", "batch_tokens")
     unit = row_length * world_size
     if not batch or batch % unit:
         reason = f"a whole number of rows of {row_length:,} tokens for {world_size:,} process(es)"
@@ -68,7 +68,7 @@ def split_batch(
     share = batch // world_size
     if microbatch_tokens is None:
         return share // row_length, 1
-    micro = read_amount(microbatch_tokens, "tokens", "microbatch_tokens")
+    micro = parse_amount(microbatch_tokens, "tokens", "microbatch_tokens")
     if not micro or share % micro or micro % row_length:
         rows = share // row_length
         fits = [n * row_length for n in range(1, rows + 1) if rows % n == 0]
@@ -682,7 +682,7 @@ def check_precision(
     "Raise `ValueError` for a precision that a strategy which divides weights does not take."
     if precision in (None, "auto") or not isinstance(strategy, ModelParallelStrategy):
         return
-    if (name := whole_name(precision)) not in DIVIDED_PRECISIONS:
+    if (name := canonical_precision(precision)) not in DIVIDED_PRECISIONS:
         why = "knows no loss scale for float16" if name == "16-mixed" else "does not take it"
         raise ValueError(
             f"precision={precision!r}: a strategy that divides weights (fsdp, tensor, "

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from .checkpoints import same_random_states
 from .history import RunProgress, say, stop_clocks
 from ..model.generate import encode_masked, fill_each_mask
@@ -142,7 +142,7 @@ class Preview(Callback, ABC):
 
     def write(self, path: str | os.PathLike) -> None:
         "Write the history as JSON lines, whole."
-        with written_whole(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
             for entry in self.history:
                 row = {**entry, "texts": list(self.texts)}
                 f.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 import bertlab
 from ..core.devices import describe_device, peak_memory_bytes
-from ..core.files import written_whole
+from ..core.files import atomic_write
 from ..core.plots import GREY, ORANGE, new_axes, plot_loss
 from ..data.packing import PackedDataset
 from ..model.config import count_weights
@@ -279,7 +279,7 @@ def write_run_report(
     figures = {"loss.png": plot_record(record, unit=_unit_of(module)),
                "rate.png": plot_rate(record)}  # fmt: skip
     for name, figure in figures.items():
-        with written_whole(directory / name) as temporary:
+        with atomic_write(directory / name) as temporary:
             figure.savefig(temporary, format="png")
     record.write_csv(directory / "history.csv", count_readers(trainer) if record.rows else 1)
     head = f"# Run report\n\nEnded after step {trainer.global_step:,}: {reason}.\n"
@@ -298,7 +298,7 @@ def write_run_report(
         ),
     }
     for name, content in contents.items():
-        with written_whole(directory / name) as temporary:
+        with atomic_write(directory / name) as temporary:
             temporary.write_text(content + "\n", encoding="utf-8")
     return directory / "report.md"
 

@@ -27,14 +27,14 @@ from ..model.heads import BertLabForMaskedLM
 from ..model.huggingface import bertlab_config, read_shape, save_model
 from ..model.layers import own_layers
 from .model_directories import rebuild, whole_weights
-from ..data.tokenizers import choose_tokenizer, train_tokenizer
+from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..data.module import PretrainingDataModule, training_texts
 from ..data.sources import expand_sources, is_local, looks_like_hub_name
 from .distill import DistillationModule, check_penalty, check_whole_scores
-from ..core.durations import read_amount
-from ..core.files import MARKER, check_run_directory, prepare_run_directory
-from ..core.files import written_directory, written_whole
-from ..core.reading import format_yaml, read_json, read_yaml
+from ..core.durations import parse_amount
+from ..core.files import RUN_FILE, check_run_directory, prepare_run_directory
+from ..core.files import atomic_directory, atomic_write
+from ..core.reading import dump_yaml, load_json, load_yaml
 from .stopping import NonFiniteGuard
 from .modules import OBJECTIVE_MODELS, PretrainingModule, clock_budget
 from .modules import data_objective, pretraining_optimizer, settle_objective
@@ -109,8 +109,8 @@ class Stage:
     def num_steps(self) -> int:
         "The optimizer steps that the budget pays for."
         if self.steps is not None:
-            return read_amount(self.steps, "steps", "steps")
-        return read_amount(self.tokens, "tokens", "tokens") // self.tokens_per_step()
+            return parse_amount(self.steps, "steps", "steps")
+        return parse_amount(self.tokens, "tokens", "tokens") // self.tokens_per_step()
 
     def data_objective(self) -> str:
         "The objective whose batches the stage's model scores; that of a class of one's own, too."
@@ -142,7 +142,7 @@ def load_stages(
     path: str | os.PathLike,
 ) -> list[Stage]:
     "Read a run of several stages. Raises `ValueError` in one line that names stage and key."
-    content = read_yaml(path)
+    content = load_yaml(path)
     if set(content) - {"run"} != {"stages"}:
         raise ValueError(f"{path} must hold `stages:` and nothing else beside it but `run:`")
     if not isinstance(content["stages"], list) or not content["stages"]:
@@ -222,10 +222,10 @@ def _prepare(
         return  # one process looks after the files
     check_run_directory(output, resume, overwrite)
     now = _describe(stages)
-    written = read_yaml(output / MARKER) if resume else {}
+    written = load_yaml(output / RUN_FILE) if resume else {}
     kept = written.get("stages") if resume else []
     if not isinstance(kept, list) or not all(isinstance(old, dict) for old in kept):
-        raise ValueError(f"{output / MARKER} holds no list of stages, so it is no run of stages")
+        raise ValueError(f"{output / RUN_FILE} holds no list of stages, so it is no run of stages")
     begun = [number for number, _ in enumerate(kept, 1) if _has_begun(output, number)]
     for number, old in enumerate(kept, 1):
         # A stage in which nothing is trained may change. Where none has begun, there may be a
@@ -240,8 +240,8 @@ def _prepare(
                 f"{'' if begun else ', or overwrite: nothing is trained yet'}"
             )
     prepare_run_directory(output, resume, overwrite)
-    with written_whole(output / MARKER) as temporary:
-        text = format_yaml({**written, **(notes or {}), "stages": now})
+    with atomic_write(output / RUN_FILE) as temporary:
+        text = dump_yaml({**written, **(notes or {}), "stages": now})
         temporary.write_text(text, encoding="utf-8")
 
 # %% ../../nbs/train/15_stages.ipynb #92cf9a99
@@ -381,12 +381,12 @@ def _shared_tokenizer(stages: Sequence[Stage], output: Path) -> Any:
         )
         tokenizer = train_tokenizer(texts, size)
         if not rank_zero_only.rank:
-            with written_directory(kept) as temporary:
+            with atomic_directory(kept) as temporary:
                 tokenizer.save_pretrained(temporary)
         return tokenizer
 
     model = first.module.get("pretrained_model_name_or_path") or first.reference
-    return choose_tokenizer(named, model, kept, train)
+    return resolve_tokenizer(named, model, kept, train)
 
 # %% ../../nbs/train/15_stages.ipynb #f49d27ab
 class _StageEnd(Callback):
@@ -406,7 +406,7 @@ class _StageEnd(Callback):
             summary = {"steps": trainer.global_step, "tokens": tokens,
                        **(self.history.record.validation or [{}])[-1]}  # fmt: skip
             self.history.record.write_csv(self.directory.with_name("history.csv"), readers)
-            with written_directory(self.directory) as temporary:
+            with atomic_directory(self.directory) as temporary:
                 save_model(rebuild(pl_module.model, weights), self.tokenizer, temporary)
                 (temporary / "stage.json").write_text(json.dumps(summary, indent=1) + "\n")
         trainer.strategy.barrier()
@@ -478,7 +478,7 @@ def train_stages(
         place = output / f"stage-{number}" / "model"
         if not place.exists():
             _run_stage(stage, number, output, previous, tokenizer, watchers or usual)
-        summaries.append(read_json(place / "stage.json", finite=False))
+        summaries.append(load_json(place / "stage.json", finite=False))
         previous = place
     return summaries
 
@@ -493,7 +493,7 @@ def spent_in_stages(
         place = Path(output) / f"stage-{number}"
         if (place / "model").exists():
             # The tokens of history.csv were those of one process in older versions.
-            tokens += read_json(place / "model" / "stage.json", finite=False)["tokens"]
+            tokens += load_json(place / "model" / "stage.json", finite=False)["tokens"]
             with open(place / "history.csv", newline="") as f:
                 *_, last = csv.DictReader(f)
             seconds += float(last["seconds"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from ..core.durations import Duration, read_amount
+from ..core.durations import Duration, parse_amount
 from ..optim.budgets import BatchWarmup, Stopwatch
 from .history import RunProgress, say
 from .steps import any_process, count_readers
@@ -68,7 +68,7 @@ class TimeLimit(RunLimit):
         per_session: bool = False,  # True: a resume has the whole time again
         clock: Callable[[], float] = time.monotonic,  # seconds; only differences count
     ):
-        self.limit, self.seconds = limit, float(read_amount(limit, "seconds", "limit"))
+        self.limit, self.seconds = limit, float(parse_amount(limit, "seconds", "limit"))
         if self.seconds <= 0:
             raise ValueError(f"limit must be more than 0 seconds, got {limit!r}")
         self.per_session, self.stopwatch = per_session, Stopwatch(clock)
@@ -112,7 +112,7 @@ class TokenLimit(RunLimit):
     LOOK_EVERY = 100  # steps, at most
 
     def __init__(self, limit: int | str | Duration):  # tokens, 10_000_000_000 or "10B"
-        self.limit = int(read_amount(limit, "tokens", "limit"))
+        self.limit = int(parse_amount(limit, "tokens", "limit"))
         if self.limit < 1:
             raise ValueError(f"limit must be 1 token or more, got {limit!r}")
         self._total = 0  # of all processes, when last asked

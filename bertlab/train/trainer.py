@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from .checkpoints import RandomStates, WholeFileCheckpointIO
 from .history import stop_clocks
-from ..core.devices import check_request, default_precision, keep_freed_memory
+from ..core.devices import check_device, default_precision, retain_freed_memory
 from ..core.reading import one_line
 from .parallel import check_precision, count_processes, get_strategy, is_lone_task
 from .xla import xla_settings
@@ -99,9 +99,9 @@ def make_trainer(
     ):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be 1 or more, got {number}")
-    kind = check_request(accelerator, precision or "auto", devices)
+    kind = check_device(accelerator, precision or "auto", devices)
     if kind == "cpu":  # keep the memory that a step frees; other devices' allocators do the same
-        keep_freed_memory()
+        retain_freed_memory()
     theirs = plugins if isinstance(plugins, (list, tuple)) else [plugins] * (plugins is not None)
     shared = get_strategy(strategy)
     check_precision(shared, precision)

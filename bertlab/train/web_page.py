@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.files import written_directory
+from ..core.files import atomic_directory
 from ..core.reading import read_model_settings
 from .export import FILES, PARTS, REPORT, OnnxModel, best_ids, check_exportable
 from .export import check_extra, check_output, export_model
@@ -270,7 +270,7 @@ def export_web_page(
     if offline:
         check_npm()
     title = name or Path(os.path.abspath(directory)).name
-    with tempfile.TemporaryDirectory() as temporary, written_directory(output, new=True) as target:
+    with tempfile.TemporaryDirectory() as temporary, atomic_directory(output, new=True) as target:
         if offline:
             fetch_packages(target / PACKAGE_FOLDER)
         made = Path(temporary) / "made"

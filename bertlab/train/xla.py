@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from ..core.files import written_whole
+from ..core.files import atomic_write
 
 # %% ../../nbs/train/05_xla.ipynb #7e6fedc0
 class XLACounts(NamedTuple):
@@ -123,7 +123,7 @@ class XLACheckpoints(XLACheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path, storage_options=None) -> None:
         # Lightning's own turns every tuple into a list, and Python's generator wants a tuple back.
         checkpoint = apply_to_collection(checkpoint, Tensor, Tensor.cpu)
-        with written_whole(path) as temporary:
+        with atomic_write(path) as temporary:
             TorchCheckpointIO.save_checkpoint(self, checkpoint, temporary, storage_options)
 
 # %% ../../nbs/train/05_xla.ipynb #48221b96

@@ -656,7 +656,7 @@ def test_a_mistake_is_one_line_and_leaves_no_directory(words, tmp_path, capsys, 
 def test_a_directory_that_holds_a_run_or_cannot_be_written_is_refused_before_the_text_is_read(
     place, capsys, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(commands, "choose_tokenizer", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(commands, "resolve_tokenizer", lambda *_: pytest.fail("too late"))
     config = ["--config", str(place / "tiny.yaml"), "--run.output"]
     assert "--resume" in said(capsys, "pretrain", *config, str(place / "run"))
     assert "is a file" in said(capsys, "pretrain", *config, str(place / "text.txt" / "run"))

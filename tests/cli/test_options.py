@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 import pytest
 
 from bertlab.cli.options import COMMANDS, LIGHTNING, convert, convert_text, read_options
-from bertlab.core.reading import read_yaml
+from bertlab.core.reading import load_yaml
 
 
 def imported(file, name):
@@ -132,7 +132,7 @@ def test_print_config_is_the_whole_configuration_in_either_order(tmp_path):
     ]
     assert shown[0] == shown[1]
     (tmp_path / "whole.yaml").write_text(shown[0])
-    whole = read_yaml(tmp_path / "whole.yaml")
+    whole = load_yaml(tmp_path / "whole.yaml")
     assert whole["model"]["learning_rate"] == 0.002 and whole["run"]["vocab_size"] == 60
     assert COMMANDS["pretrain"].parse(["--config", str(tmp_path / "whole.yaml")]).config == whole
 

@@ -201,7 +201,7 @@ def test_a_race_measures_the_device_of_its_track_and_no_other_of_the_machine(mon
         devices, "count_devices", lambda kind: int(kind in ("mps", "cpu"))
     )  # a MacBook
     monkeypatch.setattr(
-        devices, "measured_peak_flops", lambda kind, device: asked.append(device) or 1e9
+        devices, "benchmark_matmul", lambda kind, device: asked.append(device) or 1e9
     )
     machine = races.measure_machine("32-true", TRACKS["laptop"].accelerator)
     assert asked == ["cpu"] and machine["device"].startswith("CPU")

@@ -18,7 +18,7 @@ import bertlab.cli.tune as tuning  # noqa: E402
 from bertlab.cli.adapt import average, lengthen  # noqa: E402
 from bertlab.cli.main import main  # noqa: E402
 from bertlab.cli.tune import EndTrial, read_search, read_trials, tune  # noqa: E402
-from bertlab.core.reading import read_json  # noqa: E402
+from bertlab.core.reading import load_json  # noqa: E402
 from bertlab.model.config import bert_tiny  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
 from bertlab.model.huggingface import save_model  # noqa: E402
@@ -97,11 +97,11 @@ def test_a_search_that_a_signal_stops_says_how_to_go_on(plan, tmp_path, monkeypa
 
 
 def test_a_search_trains_and_ends_with_a_configuration_that_is_read(plan, tmp_path):
-    from bertlab.cli.options import COMMANDS, read_yaml
+    from bertlab.cli.options import COMMANDS, load_yaml
 
     tune(str(plan[0]), str(tmp_path / "search"))
     assert len(read_trials(tmp_path / "search")) == 2
-    config = COMMANDS["pretrain"].parse([], read_yaml(tmp_path / "search" / "best.yaml")).config
+    config = COMMANDS["pretrain"].parse([], load_yaml(tmp_path / "search" / "best.yaml")).config
     assert config["model"]["model_config_kwargs"]["hidden_size"] == 16
 
 
@@ -361,7 +361,7 @@ def test_a_finetuning_trial_that_is_behind_ends_early_and_its_other_seeds_are_no
     assert [trial["state"] for trial in read_trials(tmp_path / "search")] == ["complete", "pruned"]
     assert [list(told) for told in told_of(tmp_path / "search")] == [[1, 2, 3], [1]]
     of_runs = [
-        read_json(tmp_path / "search" / f"trial-00{n}" / "metrics.json")["seeds"] for n in (0, 1)
+        load_json(tmp_path / "search" / f"trial-00{n}" / "metrics.json")["seeds"] for n in (0, 1)
     ]
     assert of_runs == [seeds, seeds[:1]]
 
@@ -606,7 +606,7 @@ def test_the_model_of_the_last_step_is_ranked_by_the_validation_behind_it(plan, 
     path.write_text(yaml.safe_dump(content))
     assert main(["pretrain", "--config", str(path)]) == 0
     markers = {
-        one.name: read_json(one / "bertlab-model.json")["value"]
+        one.name: load_json(one / "bertlab-model.json")["value"]
         for one in (tmp_path / "run" / "models").glob("step-*")
     }
     assert markers["step-00000005"] is not None

@@ -15,7 +15,7 @@ from bertlab.model import attention
 from bertlab.model.attention import Setting, choose_kernel
 from bertlab.cli.main import main
 from bertlab.core.devices import (
-    check_request,
+    check_device,
     default_precision,
     describe_attention,
     describe_device,
@@ -23,12 +23,12 @@ from bertlab.core.devices import (
 from bertlab.core.devices import (
     device_memory_peaks,
     find_devices,
-    keep_freed_memory,
+    retain_freed_memory,
     peak_memory_bytes,
 )
 from bertlab.core.devices import resident_memory_bytes
-from bertlab.core.devices import DEVICE_PEAKS, measured_bandwidth, measured_peak_flops
-from bertlab.core.devices import multiplied_type, peak_flops
+from bertlab.core.devices import PEAK_TFLOPS, benchmark_bandwidth, benchmark_matmul
+from bertlab.core.devices import matmul_dtype, peak_flops
 
 # From the data sheets: what is printed "with sparsity" is halved here, by hand.
 DENSE = {
@@ -95,7 +95,7 @@ def test_who_knows_better_is_believed_also_about_an_unknown_device():
 
 
 def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
-    for name, row in DEVICE_PEAKS.items():
+    for name, row in PEAK_TFLOPS.items():
         assert row.source and name == name.lower(), name
         wide_to_narrow = [flops for flops in row[:5] if flops]
         assert wide_to_narrow == sorted(wide_to_narrow) and wide_to_narrow, name
@@ -104,20 +104,20 @@ def test_every_row_has_a_source_and_no_type_is_slower_than_a_wider_one():
 
 
 def test_lightnings_names_of_precisions_are_understood_and_others_have_no_peak():
-    assert {multiplied_type(p) for p in ("bf16", "bf16-true", "bf16-mixed")} == {"bfloat16"}
-    assert {multiplied_type(p) for p in ("16", 16, "16-true", "16-mixed")} == {"float16"}
-    assert multiplied_type("64-true") is None and peak_flops("NVIDIA H200", "64-true") is None
+    assert {matmul_dtype(p) for p in ("bf16", "bf16-true", "bf16-mixed")} == {"bfloat16"}
+    assert {matmul_dtype(p) for p in ("16", 16, "16-true", "16-mixed")} == {"float16"}
+    assert matmul_dtype("64-true") is None and peak_flops("NVIDIA H200", "64-true") is None
 
 
 def test_a_measured_peak_is_above_any_single_product_and_moves_no_generator():
     state = torch.get_rng_state()
-    peak = measured_peak_flops(seconds=0.2, sizes=[256])
+    peak = benchmark_matmul(seconds=0.2, sizes=[256])
     assert torch.equal(torch.get_rng_state(), state)
     a = torch.randn(256, 256)
     slow = np.array(a.tolist()[:8]) @ np.array(a.tolist())  # only to use the processor in between
     assert 1e8 < peak < 1e14 and slow.shape == (8, 256)
     with pytest.raises(ValueError, match="float8"):
-        measured_peak_flops("float8")
+        benchmark_matmul("float8")
 
 
 def test_memory_that_is_held_rises_and_falls_and_the_mark_only_rises():
@@ -238,7 +238,7 @@ def test_in_a_notebook_with_several_gpus_this_process_asks_none_of_them(bare):
     devices._ask_elsewhere.cache_clear()
     try:
         assert (
-            check_request("auto", "bf16-mixed", 2) == "cuda"
+            check_device("auto", "bf16-mixed", 2) == "cuda"
             and devices.default_precision("cuda")[0] == "bf16-mixed"
         )
         found = describe_device()  # stands in the record of a run
@@ -263,7 +263,7 @@ def test_up_to_v3_a_chip_is_two_devices(kind, wanted, monkeypatch):
 
 def test_a_peak_is_measured_where_products_are_made_at_once():
     with pytest.raises(ValueError, match="cannot be measured on meta"):
-        devices.measured_peak_flops(device="meta")
+        devices.benchmark_matmul(device="meta")
 
 
 def test_every_device_is_found_and_a_run_takes_the_first(bare):
@@ -289,7 +289,7 @@ def test_a_tpu_trains_in_bfloat16_and_is_described_without_touching_it(bare):
     bare.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     found = describe_device(measure=True)
     assert (found.kind, found.precision, found.memory_bytes) == ("tpu", "bf16-mixed", 16 * 2**30)
-    assert found.peak[0] == 197e12 and check_request("auto", "auto", 4) == "tpu"
+    assert found.peak[0] == 197e12 and check_device("auto", "auto", 4) == "tpu"
 
 
 @pytest.mark.parametrize("able", ["amx_bf16", "avx512_bf16", None])
@@ -367,7 +367,7 @@ def test_attention_over_stretches_is_that_of_this_torch():
 
 def refused(*request) -> str:
     with pytest.raises(ValueError) as error:
-        check_request(*request)
+        check_device(*request)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -378,9 +378,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(bare):
     bare.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert "finds no GPU" in refused("gpu") and "nvidia-smi" in refused("gpu")
     assert "no Apple GPU" in refused("mps")
-    assert check_request("cpu") == check_request("auto") == "cpu"
+    assert check_device("cpu") == check_device("auto") == "cpu"
     bare.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert check_request("gpu") == check_request("mps") == "mps" and "Apple" in refused("cuda")
+    assert check_device("gpu") == check_device("mps") == "mps" and "Apple" in refused("cuda")
 
 
 def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
@@ -394,14 +394,14 @@ def test_a_tpu_needs_torch_xla_of_torchs_version_and_a_device(bare):
     pretend_versions(bare, torch="2.9.1+cpu", torch_xla="2.9.0")  # the third number is free
     assert "no TPU is visible" in refused("tpu")
     bare.setenv("PJRT_DEVICE", "CPU")
-    assert check_request("tpu", "bf16-mixed") == "tpu"
+    assert check_device("tpu", "bf16-mixed") == "tpu"
     bare.delenv("PJRT_DEVICE")
     bare.setattr(devices, "count_tpus", lambda: 1)
-    assert check_request("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
+    assert check_device("tpu", "32-true", 8) == "tpu"  # one is known of; a host may have more
     bare.setattr(devices, "count_tpus", lambda: 4)
     assert (
         "there are 4 of tpu" in refused("tpu", "auto", 8)
-        and check_request("auto", "auto", 4) == "tpu"
+        and check_device("auto", "auto", 4) == "tpu"
     )
     pretend_versions(bare, torch="2.10.0", torch_xla="2.9.0")
     assert "needs torch 2.9" in refused(
@@ -429,7 +429,7 @@ def test_a_precision_that_a_cpu_does_not_have_is_refused(bare, precision, word):
 )
 def test_a_cpu_without_the_instructions_may_still_emulate_bfloat16(bare, precision):
     bare.setattr(torch.cpu, "get_capabilities", dict, raising=False)
-    assert check_request("cpu", precision) == "cpu"
+    assert check_device("cpu", precision) == "cpu"
 
 
 def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
@@ -438,15 +438,15 @@ def test_a_gpu_before_ampere_is_sent_to_float16_and_float8_needs_ada(bare):
         assert "older than Ampere" in refused("gpu", precision) and "'16-mixed'" in refused(
             "gpu", precision
         )
-    assert check_request("gpu", "16-mixed") == check_request("auto", "auto") == "cuda"
+    assert check_device("gpu", "16-mixed") == check_device("auto", "auto") == "cuda"
     pretend_gpus(bare, A100)
-    assert check_request("gpu", "bf16-mixed") == "cuda" and "Ada" in refused(
+    assert check_device("gpu", "bf16-mixed") == "cuda" and "Ada" in refused(
         "gpu", "transformer-engine"
     )
     pretend_gpus(bare, H200)
     assert 'pip install "transformer-engine' in refused("gpu", "transformer-engine")
     pretend_versions(bare, transformer_engine="2.0")
-    assert check_request("gpu", "transformer-engine") == "cuda"
+    assert check_device("gpu", "transformer-engine") == "cuda"
 
 
 @pytest.mark.parametrize("wanted", [3, "3", [0, 2], "0,2", [2]])
@@ -468,8 +468,8 @@ def test_a_number_of_devices_that_means_nothing_is_refused(bare, wanted):
 @pytest.mark.parametrize("wanted", [1, 2, "2", "auto", -1, "-1", [0, 1], [1], "0,1", "1,"])
 def test_devices_that_are_there_may_be_asked_for_in_each_way(bare, wanted):
     pretend_gpus(bare, A100, A100)
-    assert check_request("gpu", "auto", wanted) == "cuda"
-    assert check_request("cpu", "auto", 7) == "cpu"  # processes, not processors
+    assert check_device("gpu", "auto", wanted) == "cuda"
+    assert check_device("cpu", "auto", 7) == "cpu"  # processes, not processors
 
 
 @pytest.mark.parametrize("wanted", [-1, "-1", [0, 1], [1], "0,1", "0,"])
@@ -482,20 +482,20 @@ def test_an_unknown_accelerator_is_answered_with_the_known_ones(bare):
 
 
 def test_memory_moves_numbers_at_a_rate_that_is_possible():
-    assert 1e8 < measured_bandwidth(seconds=0.05, megabytes=4) < 1e14
+    assert 1e8 < benchmark_bandwidth(seconds=0.05, megabytes=4) < 1e14
 
 
 # --- memory that a step frees ---------------------------------------------------------------------
 
 
 def asked_of(monkeypatch, libc=("glibc", "2.36"), platform="linux", answers=(1, 1, 1)):
-    "What `keep_freed_memory` says and asks of a C library that answers so."
+    "What `retain_freed_memory` says and asks of a C library that answers so."
     asked, answers = [], iter(answers)
     mallopt = lambda what, value: (asked.append((what, value)), next(answers))[1]  # noqa: E731
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
     monkeypatch.setattr(devices.platform, "libc_ver", lambda: libc)
     monkeypatch.setattr(devices.sys, "platform", platform)
-    return keep_freed_memory(), asked
+    return retain_freed_memory(), asked
 
 
 def test_freed_memory_is_kept_where_glibc_can(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bertlab.core.durations import Duration, exact_steps, parse_duration, read_amount, to_steps
+from bertlab.core.durations import Duration, exact_steps, parse_duration, parse_amount, to_steps
 
 CASES = [
     (1000, 1000, "steps"),
@@ -149,16 +149,18 @@ def test_what_is_missing_for_updates_is_named(asked, words):
 
 
 def test_an_argument_whose_name_has_the_unit_takes_plain_numbers():
-    assert read_amount(3_000_000, "tokens", "warmup_tokens") == 3_000_000
-    assert read_amount(3e6, "tokens", "warmup_tokens") == 3_000_000
-    assert read_amount("3M", "tokens", "warmup_tokens") == 3_000_000
-    assert read_amount(1, "run", "warmup_pct") == 1
-    assert read_amount(0.1, "run", "warmup_pct") == Fraction(1, 10)
+    assert parse_amount(3_000_000, "tokens", "warmup_tokens") == 3_000_000
+    assert parse_amount(3e6, "tokens", "warmup_tokens") == 3_000_000
+    assert parse_amount("3M", "tokens", "warmup_tokens") == 3_000_000
+    assert parse_amount(1, "run", "warmup_pct") == 1
+    assert parse_amount(0.1, "run", "warmup_pct") == Fraction(1, 10)
     assert (
-        read_amount(9000, "seconds", "budget") == read_amount("2h30m", "seconds", "budget") == 9000
+        parse_amount(9000, "seconds", "budget")
+        == parse_amount("2h30m", "seconds", "budget")
+        == 9000
     )
-    assert read_amount(0.5, "seconds", "budget") == Fraction(1, 2)
-    assert read_amount(Duration(9, "seconds"), "seconds", "budget") == 9
+    assert parse_amount(0.5, "seconds", "budget") == Fraction(1, 2)
+    assert parse_amount(Duration(9, "seconds"), "seconds", "budget") == 9
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def test_an_argument_whose_name_has_the_unit_takes_plain_numbers():
 )
 def test_another_unit_is_refused_by_the_argument_s_name(value, unit, words):
     with pytest.raises(ValueError) as error:
-        read_amount(value, unit, "budget")
+        parse_amount(value, unit, "budget")
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

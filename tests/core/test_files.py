@@ -13,13 +13,13 @@ from bertlab.cli.main import join_family, main
 from bertlab.cli.options import COMMANDS
 from bertlab.core import files
 from bertlab.core.files import (
-    MARKER,
-    check_new_file,
+    RUN_FILE,
+    check_output_file,
     check_run_directory,
     directories_kept,
     prepare_run_directory,
-    written_directory,
-    written_whole,
+    atomic_directory,
+    atomic_write,
 )
 
 needs_locks = pytest.mark.skipif(files._fcntl is None, reason="needs fcntl, which Windows lacks")
@@ -28,7 +28,7 @@ needs_locks = pytest.mark.skipif(files._fcntl is None, reason="needs fcntl, whic
 def test_an_error_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError), written_whole(path) as temporary:
+    with pytest.raises(RuntimeError), atomic_write(path) as temporary:
         temporary.write_text("half")
         raise RuntimeError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
@@ -37,7 +37,7 @@ def test_an_error_while_writing_leaves_the_old_file(tmp_path):
 def test_a_file_that_is_written_again_keeps_its_permissions(tmp_path):
     (path := tmp_path / "secret").write_text("old")
     path.chmod(0o600)
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("new")
     assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o600
 
@@ -47,7 +47,7 @@ def test_a_drive_without_permissions_takes_a_file_again(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "shutil.copymode", lambda *_: (_ for _ in ()).throw(PermissionError("no such thing here"))
     )
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("new")
     assert path.read_text() == "new"
 
@@ -62,7 +62,7 @@ def test_a_place_that_may_not_be_looked_into_is_refused_in_a_line(tmp_path, monk
         os.path, "exists", lambda path: not str(path).startswith(f"{tmp_path}{os.sep}")
     )
     monkeypatch.setattr(os, "access", lambda *_: False)
-    for check in (check_run_directory, check_new_file):
+    for check in (check_run_directory, check_output_file):
         with pytest.raises(ValueError, match="cannot be written to; choose another directory"):
             check(tmp_path / "closed" / "run")
 
@@ -71,7 +71,7 @@ def test_what_a_kill_left_behind_a_link_is_put_back(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "model")
     (tmp_path / ".model.replaced").mkdir()
     (tmp_path / ".model.replaced" / "mine.txt").write_text("mine")
-    with written_directory(tmp_path / "link", keep=True) as temporary:
+    with atomic_directory(tmp_path / "link", keep=True) as temporary:
         (temporary / "new.txt").write_text("new")
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["mine.txt", "new.txt"]
     assert (tmp_path / "link").is_symlink()
@@ -104,7 +104,7 @@ def test_windows_writes_directories_too(tmp_path, monkeypatch):
         os, "access", lambda path, mode: Path(path).stat().st_mode & 0o200
     )  # root may write anywhere
     for content in ("old", "new"):
-        with written_directory(tmp_path / "model") as place:
+        with atomic_directory(tmp_path / "model") as place:
             (place / "weights").write_text(content)
             (place / "read only").write_text(content)
             (place / "read only").chmod(0o400)
@@ -119,7 +119,7 @@ def test_a_disk_that_fails_leaves_no_file_open(tmp_path, monkeypatch):
         os, "fsync", lambda file: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     )
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError), written_directory(tmp_path / "model") as place:
+    with pytest.raises(OSError), atomic_directory(tmp_path / "model") as place:
         (place / "weights").write_text("new")
     assert len(os.listdir("/proc/self/fd")) == before and not list(tmp_path.iterdir())
 
@@ -128,8 +128,8 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     code = (
-        "import os, signal, sys\nfrom bertlab.core.files import written_whole\n"
-        "with written_whole(sys.argv[1]) as t:\n"
+        "import os, signal, sys\nfrom bertlab.core.files import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as t:\n"
         "    t.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     status = subprocess.run([sys.executable, "-c", code, path]).returncode
@@ -137,14 +137,14 @@ def test_a_kill_while_writing_leaves_the_old_file(tmp_path):
 
 
 def test_written_files_have_the_usual_permissions(tmp_path):
-    with written_whole(tmp_path / "a") as temporary:
+    with atomic_write(tmp_path / "a") as temporary:
         temporary.write_text("x")
     (tmp_path / "b").write_text("x")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
 
 def test_a_run_is_refused_where_one_is_unless_resumed_or_overwritten(tmp_path):
-    (tmp_path / MARKER).write_text("steps: 1\n")
+    (tmp_path / RUN_FILE).write_text("steps: 1\n")
     with pytest.raises(ValueError, match="--resume.*--overwrite"):
         check_run_directory(tmp_path)
     check_run_directory(tmp_path, resume=True)
@@ -153,12 +153,12 @@ def test_a_run_is_refused_where_one_is_unless_resumed_or_overwritten(tmp_path):
 
 def test_overwriting_keeps_every_earlier_file(tmp_path):
     for n in range(3):
-        (tmp_path / MARKER).write_text(f"steps: {n}\n")
+        (tmp_path / RUN_FILE).write_text(f"steps: {n}\n")
         (tmp_path / "notes").mkdir()
         (tmp_path / "notes" / "mine.txt").write_text(str(n))
         prepare_run_directory(tmp_path, overwrite=True)
     kept = [(tmp_path / f"previous-{n + 1}" / "notes" / "mine.txt").read_text() for n in range(3)]
-    assert kept == ["0", "1", "2"] and not (tmp_path / MARKER).exists()
+    assert kept == ["0", "1", "2"] and not (tmp_path / RUN_FILE).exists()
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
@@ -170,7 +170,7 @@ def test_somebody_elses_files_are_never_touched(tmp_path, flags):
 
 
 def test_resume_is_not_offered_where_nothing_can_be_resumed(tmp_path):
-    (tmp_path / MARKER).write_text("")
+    (tmp_path / RUN_FILE).write_text("")
     with pytest.raises(ValueError, match="--overwrite") as refused:
         check_run_directory(tmp_path, can_resume=False, option="--run.output")
     assert "--resume" not in str(refused.value) and "another --run.output" in str(refused.value)
@@ -185,7 +185,7 @@ def test_a_command_that_finds_a_run_in_its_place_offers_only_flags_that_it_has(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / MARKER).write_text("")
+    (tmp_path / "run" / RUN_FILE).write_text("")
     (tmp_path / "plan.yaml").write_text("")
     assert main([word.replace("DIR", "run") for word in words]) == 2
     said, command = capsys.readouterr().err, COMMANDS[join_family(words)[0]]
@@ -261,7 +261,7 @@ def test_places_inside_a_kept_directory_take_no_lock_of_their_own(tmp_path):
     with directories_kept():
         for place in (tmp_path / "run", tmp_path / "run" / "seed-0", tmp_path / "run" / "seed-1"):
             prepare_run_directory(place)
-        (tmp_path / "run" / MARKER).touch()
+        (tmp_path / "run" / RUN_FILE).touch()
         assert len(files._kept) == 1
         with directories_kept():  # a command within a command
             prepare_run_directory(tmp_path / "run", resume=True)
@@ -313,8 +313,8 @@ def test_a_new_file_needs_a_free_name_in_a_directory(tmp_path):
         ("taken/new", "taken is a file"),
     ):
         with pytest.raises(ValueError, match=word):
-            check_new_file(tmp_path / name)
-    check_new_file(tmp_path / "folder/new")
+            check_output_file(tmp_path / name)
+    check_output_file(tmp_path / "folder/new")
     assert not (tmp_path / "folder").exists()
 
 
@@ -338,7 +338,7 @@ def test_what_appears_in_a_new_place_in_the_meantime_stays(tmp_path):
         place = home / "model"
         with (
             pytest.raises(ValueError, match="in the meantime") as told,
-            written_directory(place, new=True) as inside,
+            atomic_directory(place, new=True) as inside,
         ):
             (inside / "weights").write_text("new")
             put()
@@ -354,10 +354,10 @@ def test_what_appears_in_a_new_place_in_the_meantime_stays(tmp_path):
 def test_two_who_write_to_one_new_place_leave_each_other_alone(tmp_path):
     with (
         pytest.raises(ValueError, match="in the meantime"),
-        written_directory(tmp_path / "a", new=True) as one,
+        atomic_directory(tmp_path / "a", new=True) as one,
     ):
         (one / "one").write_text("1")
-        with written_directory(tmp_path / "a", new=True) as other:
+        with atomic_directory(tmp_path / "a", new=True) as other:
             (other / "two").write_text("2")
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["two"]
     assert len(list(tmp_path.iterdir())) == 2 and len(list(tmp_path.glob("a-*/one"))) == 1
@@ -368,7 +368,7 @@ def test_links_of_a_logger_and_of_earlier_runs_do_not_stop_a_resume(tmp_path):
     run = tmp_path / "run"
     for place in ("logs/wandb/run-1/logs", "previous-1/logs", "checkpoints"):
         (run / place).mkdir(parents=True)
-    (run / MARKER).write_text("")
+    (run / RUN_FILE).write_text("")
     for place in ("logs/wandb/run-1/logs/debug-core.log", "previous-1/logs/x"):
         (run / place).symlink_to(tmp_path / "outside")
     check_run_directory(run, resume=True)

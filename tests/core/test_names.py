@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from bertlab.core.names import did_you_mean, find_object, find_part, look_up
+from bertlab.core.names import did_you_mean, import_object, resolve, look_up
 
 TABLE = {"adamw": 1, "Lion": 2}
 
@@ -36,15 +36,15 @@ def test_nothing_is_suggested_where_nothing_is_near():
 
 
 def test_an_own_class_is_found_in_the_current_directory(folder):
-    found = find_object("own_parts.Collator", "collator")
+    found = import_object("own_parts.Collator", "collator")
     assert found.__name__ == "Collator" and found.__module__ == "own_parts"
 
 
 def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
     (folder / "own_package").mkdir()
     (folder / "own_package" / "inner.py").write_text("def schedule(step): return step\n")
-    assert find_object("own_package.inner.schedule", "schedule")(3) == 3
-    assert find_object("torch.nn.Identity", "callback").__name__ == "Identity"
+    assert import_object("own_package.inner.schedule", "schedule")(3) == 3
+    assert import_object("torch.nn.Identity", "callback").__name__ == "Identity"
 
 
 @pytest.mark.parametrize(
@@ -63,22 +63,22 @@ def test_an_own_class_is_found_in_a_package_and_in_an_installed_module(folder):
 )
 def test_an_own_class_that_is_not_there_is_answered_in_one_sentence(folder, name, said):
     with pytest.raises(ValueError) as error:
-        find_object(name, "collator")
+        import_object(name, "collator")
     assert said in str(error.value) and name in str(error.value) and "collator" in str(error.value)
 
 
 def test_a_file_named_like_a_loaded_module_is_not_mistaken_for_it(folder):
     (folder / "json.py").write_text("class Reader: pass\n")
     with pytest.raises(ValueError, match="rename"):
-        find_object("json.Reader", "collator")
+        import_object("json.Reader", "collator")
 
 
 def test_a_spawned_worker_unpacks_an_own_class(folder):
     code = (
         "import sys\nsys.path = [p for p in sys.path if p]\n"  # as under an installed command
-        "from multiprocessing import get_context\nfrom bertlab.core.names import find_object\n"
+        "from multiprocessing import get_context\nfrom bertlab.core.names import import_object\n"
         "if __name__ == '__main__':\n"
-        "    own = find_object('own_parts.Collator', 'collator')\n"
+        "    own = import_object('own_parts.Collator', 'collator')\n"
         "    with get_context('spawn').Pool(1) as pool:\n"
         "        print(pool.apply(isinstance, (own(), own)))\n"
     )
@@ -91,9 +91,9 @@ def test_a_spawned_worker_unpacks_an_own_class(folder):
 
 
 def test_a_part_is_given_by_our_name_by_an_own_name_or_as_it_is(folder):
-    assert find_part("adamw", TABLE, "optimizer_class") == 1
-    assert find_part("own_parts.Collator", TABLE, "optimizer_class").__name__ == "Collator"
-    assert find_part(dict, TABLE, "optimizer_class") is dict
+    assert resolve("adamw", TABLE, "optimizer_class") == 1
+    assert resolve("own_parts.Collator", TABLE, "optimizer_class").__name__ == "Collator"
+    assert resolve(dict, TABLE, "optimizer_class") is dict
     for wrong in (3, None, "adamv"):
         with pytest.raises(ValueError, match="optimizer_class.*adamw"):
-            find_part(wrong, TABLE, "optimizer_class")
+            resolve(wrong, TABLE, "optimizer_class")

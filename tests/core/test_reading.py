@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from bertlab.core.reading import check_utf8, format_yaml, parse_json, parse_yaml
+from bertlab.core.reading import check_utf8, dump_yaml, parse_json, parse_yaml
 
 TEXTS = ["08", "010", "1e3", "12e4567", "1_000", "0x1F", "1:30", "no", "true", "null", "~", "", ".5", ".inf", "2020-01-01",
          "a: b", "[x]", "plain", "+7", "=", "<<", "ü", "two\nlines"]  # fmt: skip
@@ -12,10 +12,10 @@ VALUES = [0, -8, 10**20, 1.0, 1e-5, 2.5e300, float("inf"), True, False, None, []
 
 def test_what_is_written_as_yaml_is_read_as_it_was_by_us_and_by_yaml_1_1():
     value = {"texts": TEXTS, "values": VALUES, **{text: "a name" for text in TEXTS}}
-    written = format_yaml(value)
+    written = dump_yaml(value)
     for found in (parse_yaml(written, "it"), yaml.safe_load(written)):
         assert found == value and list(map(type, found["values"])) == list(map(type, VALUES))
-    assert parse_yaml(format_yaml(value, default_flow_style=True), "it") == value
+    assert parse_yaml(dump_yaml(value, default_flow_style=True), "it") == value
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bertlab.data.masking import bound_labels
 from bertlab.data.packing import PackedDataset
 from bertlab.data.rows import RowBlock, RowReader, Vocabulary, count_positions
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
-from bertlab.data.vocabularies import read_state, with_state
+from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 
 many = settings(max_examples=250, deadline=None, derandomize=True)
 IGNORED = -100
@@ -620,11 +620,11 @@ def test_a_tokenizer_with_gaps_in_its_ids_has_a_place_for_each(tmp_path):
 
 def test_a_random_replacement_is_never_an_id_without_an_entry():
     tokenizer = train_tokenizer(["some words of a text", "and other words"] * 20, 60)
-    state = read_state(tokenizer)
+    state = tokenizer_state(tokenizer)
     state["model"]["vocab"] = {
         token: id + 3 * (id >= 10) for token, id in state["model"]["vocab"].items()
     }
-    with_gap = with_state(tokenizer, state)
+    with_gap = with_tokenizer_state(tokenizer, state)
     options = dict(max_sequence_length=256, mlm_probability=1.0, mask_replace_prob=0.0, random_replace_prob=1.0,
                    max_predictions=256)  # fmt: skip
     for one in (tokenizer, with_gap):

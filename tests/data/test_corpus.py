@@ -24,25 +24,25 @@ from bertlab.data.corpus import Corpus, embedded_corpus, load_corpus, make_corpu
 from bertlab.data.documents import (
     Document,
     deduplicate,
-    divide,
+    train_validation_split,
     drop_rules,
-    fingerprint,
+    normalized_words,
     has_unspaced,
-    hold_out,
+    choose_held_out,
     installed_documents,
     marks_in,
     module_documents,
-    overlap,
+    ngram_overlap,
     parse_docstrings,
     python_files,
     sections,
     split_words,
     word_pattern,
-    word_runs,
+    word_ngrams,
 )
 from bertlab.data.sources import SourceNotFound
 from bertlab.data.tokenizers import (
-    choose_tokenizer,
+    resolve_tokenizer,
     load_tokenizer,
     smallest_vocabulary,
     train_tokenizer,
@@ -234,8 +234,8 @@ def test_installed_packages_are_found_and_not_imported(tmp_path, monkeypatch):
 def test_copies_differ_in_layout_case_and_punctuation_alone():
     same = ["Join two paths.", "join  two\npaths", "**Join** two paths!"]
     other = ["Join two path", "two paths join", "Join 2 paths.", "Join 3 paths."]
-    assert len({fingerprint(text) for text in same}) == 1
-    assert len({fingerprint(text) for text in same + other}) == 5
+    assert len({normalized_words(text) for text in same}) == 1
+    assert len({normalized_words(text) for text in same + other}) == 5
     dropped = Counter()
     kept = deduplicate((Document(t, "") for t in ["", *same, *other, "a"]), 2, dropped)
     assert [d.text for d in kept] == [same[0], *other]
@@ -253,18 +253,20 @@ def test_words_that_differ_in_vowel_signs_or_accents_are_different_words():
     hindi, thai = ["दिन", "दान", "दीन"], ["น้ำมา", "นำมา"]
     whole = ["con má", "con mà", "con mả"]  # Vietnamese: an accent is another word
     apart = [unicodedata.normalize("NFD", text) for text in whole]
-    assert len({fingerprint(text) for text in [*hindi, *thai, *whole]}) == 8
-    assert [fingerprint(text) for text in apart] == [fingerprint(text) for text in whole]
-    assert word_runs("यह दिन है", 2) == [("यह", "दिन"), ("दिन", "है")]
+    assert len({normalized_words(text) for text in [*hindi, *thai, *whole]}) == 8
+    assert [normalized_words(text) for text in apart] == [normalized_words(text) for text in whole]
+    assert word_ngrams("यह दिन है", 2) == [("यह", "दिन"), ("दिन", "है")]
     kept = deduplicate([Document(text, "") for text in [*hindi, *whole, *apart]], 1, Counter())
     assert [d.text for d in kept] == [*hindi, *whole]
-    assert fingerprint("I ❤\ufe0f you") == fingerprint("I ❤ you"), "a mark on no letter is no word"
+    assert normalized_words("I ❤\ufe0f you") == normalized_words("I ❤ you"), (
+        "a mark on no letter is no word"
+    )
 
 
 def test_word_runs_by_hand():
-    assert word_runs("A b, c d", 3) == [("a", "b", "c"), ("b", "c", "d")]
-    assert word_runs("A b", 3) == [("a", "b")]
-    assert len(word_runs(" ".join(string.ascii_lowercase))) == 26 - 8 + 1
+    assert word_ngrams("A b, c d", 3) == [("a", "b", "c"), ("b", "c", "d")]
+    assert word_ngrams("A b", 3) == [("a", "b")]
+    assert len(word_ngrams(" ".join(string.ascii_lowercase))) == 26 - 8 + 1
 
 
 def test_a_letter_of_a_script_without_spaces_is_a_word_with_its_marks_and_other_runs_are_one():
@@ -310,22 +312,26 @@ def test_words_between_spaces_and_their_runs_are_what_they_were(text):
     assert [found[0] for found in word_pattern(signs=True).finditer(text)] == split_words(
         text, signs=True
     )
-    words = fingerprint(text).split()
+    words = normalized_words(text).split()
     for num_words in (1, 2, 8):
         runs = (
             [tuple(words[i : i + num_words]) for i in range(max(1, len(words) - num_words + 1))]
             if words
             else []
         )
-        assert word_runs(text, num_words) == runs
+        assert word_ngrams(text, num_words) == runs
 
 
 def test_two_letters_of_a_script_without_spaces_are_one_word_of_a_run():
-    assert word_runs("一二三四五", 2) == [tuple("一二三四"), tuple("二三四五")]
-    assert word_runs("一二三", 2) == [tuple("一二三")]
-    assert word_runs("go 一二三 go", 2) == [("go", *"一二"), (*"一二三", "go"), (*"二三", "go")]
-    assert word_runs("go to 一二", 2) == [("go", "to"), ("to", "一", "二")]
-    assert word_runs("一") == [("一",)] and word_runs("。!") == [("。!",)] and word_runs(" ") == []
+    assert word_ngrams("一二三四五", 2) == [tuple("一二三四"), tuple("二三四五")]
+    assert word_ngrams("一二三", 2) == [tuple("一二三")]
+    assert word_ngrams("go 一二三 go", 2) == [("go", *"一二"), (*"一二三", "go"), (*"二三", "go")]
+    assert word_ngrams("go to 一二", 2) == [("go", "to"), ("to", "一", "二")]
+    assert (
+        word_ngrams("一") == [("一",)]
+        and word_ngrams("。!") == [("。!",)]
+        and word_ngrams(" ") == []
+    )
 
 
 @given(
@@ -338,13 +344,13 @@ def test_two_letters_of_a_script_without_spaces_are_one_word_of_a_run():
 @settings(derandomize=True, deadline=None, max_examples=300)
 def test_each_run_ends_with_the_first_word_that_fills_it(text, num_words):
     words = [
-        part for part in fingerprint(text).split() for part in split_words(part)
-    ] or fingerprint(text).split()
+        part for part in normalized_words(text).split() for part in split_words(part)
+    ] or normalized_words(text).split()
     sizes = [1 if has_unspaced(word) else 2 for word in words]
     ends = [next((stop for stop in range(len(words) + 1) if sum(sizes[start:stop]) >= 2 * num_words), None)
             for start in range(len(words))]  # fmt: skip
     runs = [tuple(words[start:stop]) for start, stop in enumerate(ends) if stop]
-    assert word_runs(text, num_words) == (runs or [tuple(words)] * bool(words))
+    assert word_ngrams(text, num_words) == (runs or [tuple(words)] * bool(words))
 
 
 def test_a_book_to_train_on_is_not_kept_in_memory_as_runs():
@@ -355,9 +361,9 @@ def test_a_book_to_train_on_is_not_kept_in_memory_as_runs():
         ),
         "b:1",
     )
-    overlap([book], [])  # what is compiled once
+    ngram_overlap([book], [])  # what is compiled once
     tracemalloc.start()
-    assert overlap([Document(book.text[1000:1100], "a:1")], [book]) == [1.0]
+    assert ngram_overlap([Document(book.text[1000:1100], "a:1")], [book]) == [1.0]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 150 * len(book.text)  # its letters and words; all runs take 176 each beside them
@@ -374,9 +380,9 @@ PARAGRAPHS = {
 def test_a_copy_with_one_letter_changed_is_a_near_twin_also_without_spaces(script):
     text = PARAGRAPHS[script]
     changed = Document(text[:12] + text[20] + text[13:], "")
-    assert text[12] != text[20] and 0.5 < overlap([Document(text, "")], [changed])[0] < 1
+    assert text[12] != text[20] and 0.5 < ngram_overlap([Document(text, "")], [changed])[0] < 1
     others = [Document(PARAGRAPHS[other], "") for other in PARAGRAPHS if other != script]
-    assert overlap([Document(text, "")], others) == [0.0]
+    assert ngram_overlap([Document(text, "")], others) == [0.0]
 
 
 def test_near_twins_of_chinese_documents_are_dropped_and_training_stays_as_it_was():
@@ -392,7 +398,7 @@ def test_near_twins_of_chinese_documents_are_dropped_and_training_stays_as_it_wa
     assert made.num_dropped["held out, but half or more stands in training"] > 0
     trained = {d.source[:-3] for d in made.train if d.source[0] == "p"}
     assert not held & trained, "no twin of a training text is left"
-    train, _, _ = divide([*alone, *sum(pairs, [])], 0.2, lambda d: d.group)
+    train, _, _ = train_validation_split([*alone, *sum(pairs, [])], 0.2, lambda d: d.group)
     assert made.train == train
 
 
@@ -407,7 +413,7 @@ def test_the_embedded_corpus_has_the_split_that_it_had(embedded, monkeypatch):
     documents = embedded.train + embedded.validation
     assert not any(has_unspaced(d.text) for d in documents)
     monkeypatch.setattr("bertlab.data.documents._find_runs", before)
-    monkeypatch.setattr("bertlab.data.documents.word_runs", before)
+    monkeypatch.setattr("bertlab.data.documents.word_ngrams", before)
     assert embedded_corpus().sha256 == embedded.sha256
 
 
@@ -415,10 +421,10 @@ def test_overlap_counts_runs_of_all_others_together():
     letters = list(string.ascii_lowercase)
     whole = Document(" ".join(letters[:16]), "")  # 9 runs of 8
     first, last = Document(" ".join(letters[:10]), ""), Document(" ".join(letters[7:16]), "")
-    assert overlap([whole], [first]) == [3 / 9]
-    assert overlap([whole], [first, last]) == [5 / 9]
-    assert overlap([first], [whole]) == [1.0]
-    assert overlap([whole], []) == [0.0]
+    assert ngram_overlap([whole], [first]) == [3 / 9]
+    assert ngram_overlap([whole], [first, last]) == [5 / 9]
+    assert ngram_overlap([first], [whole]) == [1.0]
+    assert ngram_overlap([whole], []) == [0.0]
 
 
 sizes_of_groups = st.dictionaries(
@@ -428,17 +434,17 @@ sizes_of_groups = st.dictionaries(
 
 @given(sizes_of_groups, st.floats(0, 0.9), st.randoms(use_true_random=False))
 def test_what_is_held_out_fits_and_does_not_depend_on_the_order(sizes, fraction, random):
-    held = hold_out(sizes, fraction)
+    held = choose_held_out(sizes, fraction)
     shuffled = list(sizes.items())
     random.shuffle(shuffled)
-    assert hold_out(dict(shuffled), fraction) == held
+    assert choose_held_out(dict(shuffled), fraction) == held
     assert sum(sizes[name] for name in held) <= fraction * sum(sizes.values())
 
 
 def test_groups_are_held_out_in_the_order_of_a_hash_that_any_machine_computes():
     names = [f"module{i}" for i in range(40)]
     order = sorted(names, key=lambda name: hashlib.blake2b(name.encode(), digest_size=16).digest())
-    assert hold_out(dict.fromkeys(names, 10), 0.1) == set(order[:4])
+    assert choose_held_out(dict.fromkeys(names, 10), 0.1) == set(order[:4])
 
 
 def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
@@ -461,7 +467,7 @@ def documents_in(files: dict[str, int], chars: int = 10) -> list[Document]:
 )
 def test_whole_files_are_held_out_where_that_is_possible(files, at_least, whole):
     documents = documents_in(files)
-    train, apart, grouped = divide(documents, 0.1, lambda d: d.group)
+    train, apart, grouped = train_validation_split(documents, 0.1, lambda d: d.group)
     assert grouped is whole and sorted(d.source for d in train + apart) == sorted(
         d.source for d in documents
     )
@@ -477,7 +483,7 @@ def test_several_groups_are_preferred_to_one_large_one():
         key=lambda n: hashlib.blake2b(n.encode(), digest_size=16).digest(),
     )
     documents = documents_in({name: 50 if i == 0 else 10 for i, name in enumerate(names)})
-    apart = divide(documents, 0.1, lambda d: d.group)[1]
+    apart = train_validation_split(documents, 0.1, lambda d: d.group)[1]
     # Its hash comes first, and it would fit, but nearly alone.
     assert names[0] not in {d.group for d in apart} and len({d.group for d in apart}) >= 4
 
@@ -1245,12 +1251,12 @@ def test_a_run_takes_the_named_tokenizer_then_the_models_then_its_own_and_else_t
         tokenizer.save_pretrained(tmp_path / name)
     named, model, kept = (tmp_path / name for name in ("named", "model", "kept"))
     train = lambda: "trained"  # noqa: E731
-    assert choose_tokenizer([None, named, str(named)], model, kept, train).model_max_length == 11
-    assert choose_tokenizer([None], model, kept, train).model_max_length == 12
-    assert choose_tokenizer([], None, kept, train).model_max_length == 13
-    assert choose_tokenizer([], None, tmp_path / "missing", train) == "trained"
-    assert choose_tokenizer([tokenizer, tokenizer]) is tokenizer
+    assert resolve_tokenizer([None, named, str(named)], model, kept, train).model_max_length == 11
+    assert resolve_tokenizer([None], model, kept, train).model_max_length == 12
+    assert resolve_tokenizer([], None, kept, train).model_max_length == 13
+    assert resolve_tokenizer([], None, tmp_path / "missing", train) == "trained"
+    assert resolve_tokenizer([tokenizer, tokenizer]) is tokenizer
     with pytest.raises(ValueError, match="named.*model|model.*named"):
-        choose_tokenizer([named, model])
+        resolve_tokenizer([named, model])
     with pytest.raises(ValueError, match="name one"):
-        choose_tokenizer([None, None])
+        resolve_tokenizer([None, None])

@@ -12,7 +12,7 @@ from test_training import word_tokenizer
 
 from bertlab.data.collators import MaskedDiffusionCollator, MaskedLanguageModelingCollator
 from bertlab.data.corpus import load_corpus
-from bertlab.data.documents import READING_RULES
+from bertlab.data.documents import CONTENT_VERSION
 from bertlab.data.module import (
     EpochBatches,
     FilledRows,
@@ -328,8 +328,8 @@ def test_tokens_of_a_version_that_read_by_other_rules_are_not_taken_from_the_cac
 ):
     path, cache = write_lines(tmp_path / "a.txt", make_texts()), tmp_path / "cache"
     before = set_up(path, cache_dir=cache)
-    rules = {"train": READING_RULES["train"], "validation": 0}
-    monkeypatch.setattr("bertlab.data.module.READING_RULES", rules)
+    rules = {"train": CONTENT_VERSION["train"], "validation": 0}
+    monkeypatch.setattr("bertlab.data.module.CONTENT_VERSION", rules)
     after = set_up(path, cache_dir=cache)
     assert len(list(cache.glob("*.tokens"))) == 3, "each part has its own count"
     rules["train"] = 0

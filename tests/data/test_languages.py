@@ -10,9 +10,9 @@ from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.masking import find_continuations, find_words
 from bertlab.data.packing import PackedDataset, special_ids
 from bertlab.data.supervised import QuestionAnsweringCollator, TokenClassificationCollator
-from bertlab.data.tokenizers import TOKENIZER_KINDS, train_tokenizer
+from bertlab.data.tokenizers import TOKENIZER_TRAINERS, train_tokenizer
 
-KINDS = sorted(TOKENIZER_KINDS)
+KINDS = sorted(TOKENIZER_TRAINERS)
 LETTERS = {  # letters, and marks that may follow one of them
     "hebrew": ("אבגדהוזחטיכלמנסעפצקרשת", "ְִֵַָׁ"),
     "arabic": ("ابتثجحخدذرزسشصضطظعغفقكلمنهوي", "ًٌَُِّ"),

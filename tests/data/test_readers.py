@@ -17,7 +17,7 @@ from bertlab.data.readers import (
     read_texts,
     resolve_column,
 )
-from bertlab.data.sources import TextStream, find_documents
+from bertlab.data.sources import TextStream, iter_documents
 from bertlab.finetuning.files import read_labelled
 
 ROWS = [
@@ -88,7 +88,7 @@ def test_a_table_without_a_header_is_read_by_numbers_everywhere(shelf):
         dict(zip("123", row)) for row in NEWS
     ]
     assert [
-        document.text for document in find_documents(str(path), "3", "auto", {}, header=False)
+        document.text for document in iter_documents(str(path), "3", "auto", {}, header=False)
     ] == texts
     stream = TextStream(str(path), "3", header=False)
     begun = [next(iter(stream))]

@@ -278,7 +278,7 @@ def test_rows_counted_once_are_read_again_and_a_place_to_read_only_is_no_error(
     assert np.array_equal(BlockedDataset(open_shards(tmp_path), 16, **EDGES).counts, first.counts)
     monkeypatch.undo()
     monkeypatch.setattr(
-        shards, "written_whole", lambda path: (_ for _ in ()).throw(OSError("read-only"))
+        shards, "atomic_write", lambda path: (_ for _ in ()).throw(OSError("read-only"))
     )
     assert len(BlockedDataset(open_shards(tmp_path), 24, **EDGES))
 

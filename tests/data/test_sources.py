@@ -22,9 +22,9 @@ from bertlab.data.readers import Place, read_lines, read_texts
 from bertlab.data.sources import (
     SourceNotFound,
     TextStream,
-    check_outside,
+    check_not_inside,
     expand_sources,
-    find_documents,
+    iter_documents,
     list_files,
 )
 
@@ -94,7 +94,7 @@ def shelf(tmp_path_factory) -> Path:
 
 def texts_of(source, **options) -> list[str]:
     return [
-        document.text for document in find_documents(source, "text", "auto", Counter(), **options)
+        document.text for document in iter_documents(source, "text", "auto", Counter(), **options)
     ]
 
 
@@ -168,9 +168,9 @@ def test_a_column_of_a_dataset_is_named_in_any_case_or_by_number(tmp_path, colum
     )
     name = str(tmp_path / "saved")
     assert list(TextStream(name, column)) == TEXTS
-    assert [document.text for document in find_documents(name, column, "auto", Counter())] == TEXTS
+    assert [document.text for document in iter_documents(name, column, "auto", Counter())] == TEXTS
     with pytest.raises(ValueError, match="numbered from 1 to 2"):
-        list(find_documents(name, "3", "auto", Counter()))
+        list(iter_documents(name, "3", "auto", Counter()))
 
 
 def test_a_directory_in_hub_form_is_streamed_by_its_card_and_its_slices_count_from_the_beginning(
@@ -216,7 +216,7 @@ def test_a_slice_of_a_file_is_a_slice_of_its_documents(shelf, split, expected):
 def test_what_is_read_twice_for_a_percentage_is_counted_once(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\noops\n{"text": "b"}\n{"text": "c"}\n')
     notes = Counter()
-    found = find_documents(
+    found = iter_documents(
         str(tmp_path / "a.jsonl"), "text", "auto", notes, split="train[:100%]", on_error="skip"
     )
     assert [d.text for d in found] == ["a", "b", "c"] and notes.total() == 1
@@ -430,7 +430,7 @@ def linked_tree(folder: Path) -> Path:
 
 def test_links_to_directories_are_followed_and_nothing_is_read_twice(tmp_path):
     root, notes = linked_tree(tmp_path), Counter()
-    found = [document.source for document in find_documents(str(root), "text", "auto", notes)]
+    found = [document.source for document in iter_documents(str(root), "text", "auto", notes)]
     assert found == [
         ".hidden/d.txt:1",
         "link/b.txt:1",
@@ -440,7 +440,7 @@ def test_links_to_directories_are_followed_and_nothing_is_read_twice(tmp_path):
     ]
     assert notes["links to directories that are read already"] == 6
     assert list(TextStream(str(root))) == [
-        document.text for document in find_documents(str(root), "text", "auto", Counter())
+        document.text for document in iter_documents(str(root), "text", "auto", Counter())
     ]
 
 
@@ -465,8 +465,8 @@ def test_without_links_files_come_in_the_order_of_their_paths_as_ever(tmp_path):
 def test_what_is_written_must_not_lie_where_a_link_of_the_text_leads(tmp_path):
     root = linked_tree(tmp_path)
     with pytest.raises(ValueError, match="output .* is inside of"):
-        check_outside(tmp_path / "far" / "out", [root], "output")
-    check_outside(tmp_path / "out", [root], "output")
+        check_not_inside(tmp_path / "far" / "out", [root], "output")
+    check_not_inside(tmp_path / "out", [root], "output")
 
 
 def test_a_change_behind_a_link_is_seen_by_the_cache(tmp_path):

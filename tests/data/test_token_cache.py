@@ -24,7 +24,7 @@ from bertlab.data import cache as token_cache
 from bertlab.data.diffusion import writing_rows
 from bertlab.data.rows import encode_rows
 from bertlab.data.supervised import SequenceClassificationCollator
-from bertlab.data.tokenizers import hide_special_pieces, read_plainly, train_tokenizer
+from bertlab.data.tokenizers import hide_special_pieces, tokenize_plain, train_tokenizer
 from bertlab.data.packing import PackedDataset
 from bertlab.data.cache import (
     Encoder,
@@ -625,7 +625,7 @@ def test_so_they_are_in_rows_of_text_of_labels_and_of_prompts_with_their_answers
 def test_reading_plainly_is_a_call_with_its_switch_for_tokenizers_without_the_hole(kind):
     one, says = train_tokenizer(TEXTS, 400, kind=kind), [*TEXTS[:20], "[CLS] of a [MASK]"]
     how = {"truncation": True, "max_length": 9, "return_offsets_mapping": True}
-    plain, switched = read_plainly(one, says, **how), one(says, split_special_tokens=True, **how)
+    plain, switched = tokenize_plain(one, says, **how), one(says, split_special_tokens=True, **how)
     assert dict(plain) == dict(switched)
     assert [plain.word_ids(n) for n in range(len(says))] == [
         switched.word_ids(n) for n in range(len(says))

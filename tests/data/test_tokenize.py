@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from bertlab.core.files import written_whole
+from bertlab.core.files import atomic_write
 from bertlab.data import tokenize as module
 from bertlab.data.shards import StaleCache, open_shards
 from bertlab.data.tokenize import Reading, find_parts, read_part, tokenize_shards
@@ -661,7 +661,7 @@ def test_a_worker_that_dies_is_one_sentence_and_nothing_whole_is_lost(text, tmp_
     def die(job, number, num_proc=1, count=None):
         if number == 3:
             time.sleep(0.5)
-            with written_whole(tmp_path / "out/part-00003-0000.shard") as half:
+            with atomic_write(tmp_path / "out/part-00003-0000.shard") as half:
                 half.write_bytes(b"some of it")
                 os.kill(os.getpid(), signal.SIGKILL)
         return whole(job, number, num_proc, count)

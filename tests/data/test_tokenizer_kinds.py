@@ -15,17 +15,17 @@ from bertlab.data.corpus import embedded_corpus
 from bertlab.data.supervised import fit_offsets
 from bertlab.data.tokenizers import (
     SPECIAL_TOKENS,
-    TOKENIZER_KINDS,
+    TOKENIZER_TRAINERS,
     CutLattice,
     count_characters_to_keep,
-    gather_texts,
+    iter_texts,
     load_tokenizer,
-    note_normalizing,
+    normalization_note,
     train_tokenizer,
 )
 
 TEXTS = embedded_corpus().train_texts[:400]
-KINDS = sorted(TOKENIZER_KINDS)
+KINDS = sorted(TOKENIZER_TRAINERS)
 FOREIGN = "Ωμέγα שָׁלוֹם مَرْحَبًا 今日は सुप्रभात 👩‍💻 \t x"
 
 
@@ -166,12 +166,12 @@ def test_files_directories_datasets_rows_and_generators_are_read_alike(tmp_path)
     (tmp_path / "folder" / "a.txt").write_text("the cat sat\nthe rat ran\n")
     (tmp_path / "folder" / "b.txt").write_text("a mat\n")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"body": t}) for t in texts))
-    assert gather_texts(tmp_path / "folder") == texts
-    assert gather_texts([tmp_path / "rows.jsonl"], "body") == texts
-    assert gather_texts(Dataset.from_dict({"body": texts}), "body") == texts
-    assert gather_texts(Dataset.from_dict({"text": texts}).to_iterable_dataset()) == texts
-    assert gather_texts(text for text in texts) == texts
-    assert gather_texts(embedded_corpus()) == embedded_corpus().train_texts
+    assert iter_texts(tmp_path / "folder") == texts
+    assert iter_texts([tmp_path / "rows.jsonl"], "body") == texts
+    assert iter_texts(Dataset.from_dict({"body": texts}), "body") == texts
+    assert iter_texts(Dataset.from_dict({"text": texts}).to_iterable_dataset()) == texts
+    assert iter_texts(text for text in texts) == texts
+    assert iter_texts(embedded_corpus()) == embedded_corpus().train_texts
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -383,7 +383,7 @@ def test_an_accent_that_stands_apart_gives_the_same_pieces_and_the_same_tokenize
     assert (
         language == "hindi"
         or after < before
-        and f"makes {after / before:.2f}" in note_normalizing(apart, tokenizer)
+        and f"makes {after / before:.2f}" in normalization_note(apart, tokenizer)
     )
 
 
@@ -470,10 +470,12 @@ def test_it_is_noted_where_normalising_changes_the_bytes_of_a_text():
         (hindi, "0.73"),
     ):  # two jamo or three for a syllable; signs
         stripped = train_tokenizer(texts, 400, strip_accents=True)
-        assert f"makes {share}" in note_normalizing(
+        assert f"makes {share}" in normalization_note(
             texts, stripped
-        ) and "bits per byte" in note_normalizing(texts, stripped)
-        assert note_normalizing(texts, train_tokenizer(texts, 400, lowercase=False)) == ""
+        ) and "bits per byte" in normalization_note(texts, stripped)
+        assert normalization_note(texts, train_tokenizer(texts, 400, lowercase=False)) == ""
     for kind in KINDS:
-        assert note_normalizing(TEXTS, train_tokenizer(TEXTS, 900, kind=kind)) == ""
-    assert "0.33" in note_normalizing(["ＡＢＣ１２３"], train_tokenizer(TEXTS, 900, kind="unigram"))
+        assert normalization_note(TEXTS, train_tokenizer(TEXTS, 900, kind=kind)) == ""
+    assert "0.33" in normalization_note(
+        ["ＡＢＣ１２３"], train_tokenizer(TEXTS, 900, kind="unigram")
+    )

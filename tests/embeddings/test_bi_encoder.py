@@ -12,7 +12,7 @@ from embedding_cases import WORDS, small_config, small_tokenizer
 from torch.nn import functional as F
 
 from bertlab.data.tokenizers import load_tokenizer
-from bertlab.data.vocabularies import read_state, with_state
+from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 from bertlab.embeddings.bi_encoder import (
     BiEncoder,
     find_similarity,
@@ -206,12 +206,12 @@ def test_many_texts_are_cut_into_tokens_in_their_order():
 
 
 def test_a_tokenizer_whose_ids_are_higher_than_the_encoder_has_rows_is_refused():
-    state = read_state(small_tokenizer())
+    state = tokenizer_state(small_tokenizer())
     state["model"]["vocab"] = {
         piece: id + 3 * (id >= 8) for piece, id in state["model"]["vocab"].items()
     }
     gapped, encoder = (
-        with_state(small_tokenizer(), state),
+        with_tokenizer_state(small_tokenizer(), state),
         BertLabModel(BertLabConfig(**small_config())),
     )
     with pytest.raises(

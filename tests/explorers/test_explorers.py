@@ -496,12 +496,12 @@ def test_a_table_longer_than_the_vocabulary_is_cut(room):
 
 
 def test_a_tokenizer_with_a_gap_in_its_ids_has_every_entry_on_the_map(room):
-    from bertlab.data.vocabularies import read_state, with_state
+    from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 
-    state = read_state(room["tokenizer"])
+    state = tokenizer_state(room["tokenizer"])
     moved = {piece: id + 3 * (id >= 50) for piece, id in state["model"]["vocab"].items()}
     state["model"]["vocab"] = moved
-    tokenizer, last = with_state(room["tokenizer"], state), max(moved, key=moved.get)
+    tokenizer, last = with_tokenizer_state(room["tokenizer"], state), max(moved, key=moved.get)
     config = room["small_model"](0).config
     config.vocab_size = moved[last] + 1
     torch.manual_seed(0)

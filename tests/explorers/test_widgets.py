@@ -214,7 +214,7 @@ def test_a_typed_mask_is_read_as_in_training():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from bertlab.data.tokenizers import read_plainly
+    from bertlab.data.tokenizers import tokenize_plain
 
     letters = [
         ("[PAD]", 0.0),
@@ -230,7 +230,7 @@ def test_a_typed_mask_is_read_as_in_training():
     inputs, labels = widgets.mask_text(unigram, "the cat [MASK] the cat", 0.3, 0, "enhanced_mlm")
     assert (
         np.where(labels == -100, inputs, labels).tolist()
-        == read_plainly(unigram, "the cat [MASK] the cat")["input_ids"]
+        == tokenize_plain(unigram, "the cat [MASK] the cat")["input_ids"]
     )
     assert unigram.mask_token_id not in labels
 

@@ -27,7 +27,13 @@ from bertlab.finetuning.baselines import (
     tag_words,
 )
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.data.documents import Document, fingerprint, overlap, split_words, word_pattern
+from bertlab.data.documents import (
+    Document,
+    normalized_words,
+    ngram_overlap,
+    split_words,
+    word_pattern,
+)
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.data.supervised import read_answers
 from bertlab.finetuning.metrics import get_metrics_for_task
@@ -216,7 +222,7 @@ def test_groups_stay_together_and_nothing_comes_twice(pairs, seed):
     kept = [row for part in splits.values() for row in part]
     groups = [{module_of(row["source"]) for row in part} for part in splits.values()]
     assert sum(map(len, groups)) == len(set().union(*groups))
-    assert len({fingerprint(row["text"]) for row in kept}) == len(kept)
+    assert len({normalized_words(row["text"]) for row in kept}) == len(kept)
     assert len(kept) + dropped.total() == len(rows)
 
 
@@ -244,7 +250,7 @@ def test_no_group_and_no_text_is_in_two_splits(name):
     assert sum(map(len, groups)) == len(set().union(*groups))
     as_documents = [[Document(row_text(row), "") for row in rows] for rows in splits.values()]
     for held_out in as_documents[1:]:
-        assert max(overlap(held_out, as_documents[0])) < 0.5
+        assert max(ngram_overlap(held_out, as_documents[0])) < 0.5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -285,7 +291,9 @@ def test_areas_share_no_module_and_no_text_names_one():
     names = {"asyncio", "tkinter", "email", "unittest", "json", "urllib"}
     for row in area_rows(max_per_area=60):
         words = {
-            word for part in row["text"].lower().split("_") for word in fingerprint(part).split()
+            word
+            for part in row["text"].lower().split("_")
+            for word in normalized_words(part).split()
         }
         assert not words & names
     shown = " ".join(row["text"] for row in area_rows(hide_names=False, max_per_area=60)).lower()

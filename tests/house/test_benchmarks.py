@@ -122,7 +122,7 @@ def test_a_benchmark_that_is_stopped_leaves_the_earlier_result_as_it_was(
     if script == "gpu":
         monkeypatch.setattr(module, "embedded_corpus", lambda **_: SimpleNamespace(train_texts=[]))
         monkeypatch.setattr(module, "train_tokenizer", lambda *_: None)
-        monkeypatch.setattr(module, "measured_peak_flops", lambda *_: 1e9)
+        monkeypatch.setattr(module, "benchmark_matmul", lambda *_: 1e9)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *words.split(), "--output", str(path)])
     path.write_text("the earlier result")
     left = [figures] * count

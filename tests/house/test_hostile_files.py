@@ -26,15 +26,15 @@ from bertlab.cli.demo import load_recipe
 from bertlab.cli.finetune import _read_runs
 from bertlab.cli.main import main
 from bertlab.cli.pretrain import find_model, trainer_options
-from bertlab.core.files import check_run_directory, recover_directory, written_directory
-from bertlab.core.names import find_object
+from bertlab.core.files import check_run_directory, recover_directory, atomic_directory
+from bertlab.core.names import import_object
 from bertlab.core.reading import (
     check_beside,
     parse_json,
     parse_yaml,
-    read_json,
+    load_json,
     read_text,
-    read_yaml,
+    load_yaml,
 )
 from bertlab.data.cache import tokenize_documents
 from bertlab.data.readers import TABLES, read_texts
@@ -47,7 +47,7 @@ from bertlab.data.shards import (
     open_shards,
     write_shard,
 )
-from bertlab.data.sources import find_documents
+from bertlab.data.sources import iter_documents
 from bertlab.data.tokenizers import load_tokenizer, train_tokenizer
 from bertlab.finetuning.data import load_reading
 from bertlab.finetuning.predictions import load_predictor
@@ -608,7 +608,7 @@ RECIPES = {
     "nothing": "",
     "megabytes": "data: '" + "x" * (2 << 20) + "'",
 }
-RECIPE_READERS = {"read_yaml": read_yaml, "load_recipe": load_recipe, "load_stages": load_stages}
+RECIPE_READERS = {"load_yaml": load_yaml, "load_recipe": load_recipe, "load_stages": load_stages}
 
 
 @pytest.mark.parametrize("reader", RECIPE_READERS)
@@ -684,7 +684,7 @@ def test_parts_of_a_run_are_built_and_own_ones_found(tmp_path, monkeypatch):
 )
 def test_no_part_of_a_run_is_one_of_pythons_tools(name):
     for work in (
-        lambda: find_object(name, "collator"),
+        lambda: import_object(name, "collator"),
         lambda: get_optimizer(name, [torch.nn.Parameter(torch.ones(2))]),
     ):
         assert "Python itself" in answer_of(work)
@@ -693,7 +693,7 @@ def test_no_part_of_a_run_is_one_of_pythons_tools(name):
 def test_a_tool_under_another_name_is_found_out(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own_names.py").write_text("from os import system as schedule\n")
-    assert "Python itself" in answer_of(lambda: find_object("own_names.schedule", "schedule"))
+    assert "Python itself" in answer_of(lambda: import_object("own_names.schedule", "schedule"))
 
 
 # ---- caches ---------------------------------------------------------------------------------------
@@ -863,7 +863,7 @@ def test_a_directory_of_data_runs_no_script(tmp_path, script):
     (folder / "README.md").write_text("---\nconfigs: []\n---\n")
     (folder / script).write_text(f"import os; os.mkdir({str(tmp_path / 'was run')!r})")
     answer_of(
-        lambda: list(find_documents(str(folder), "text", "auto", Counter())), tmp_path / "was run"
+        lambda: list(iter_documents(str(folder), "text", "auto", Counter())), tmp_path / "was run"
     )
 
 
@@ -904,7 +904,7 @@ def test_a_pipe_and_a_device_are_not_waited_for(tmp_path):
 def test_more_than_a_file_may_have_is_not_read(tmp_path):
     with open(tmp_path / "large.json", "wb") as file:
         file.truncate(1 << 40)  # takes no room: a file of zeros that are nowhere
-    answer_of(lambda: read_json(tmp_path / "large.json"))
+    answer_of(lambda: load_json(tmp_path / "large.json"))
 
 
 # ---- a directory that is replaced -----------------------------------------------------------------
@@ -933,7 +933,7 @@ MINE = {"NOTES.md": "mine", "figures/more/a.txt": "mine too", "link": "mine"}
 
 
 def replace_it(directory):
-    with written_directory(directory, keep=True) as inside:
+    with atomic_directory(directory, keep=True) as inside:
         for name in NEW:
             (inside / name).write_text("new")
 

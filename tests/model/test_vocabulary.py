@@ -16,15 +16,20 @@ from transformers import (
 )
 
 from bertlab.data.corpus import embedded_corpus
-from bertlab.data.tokenizers import TOKENIZER_KINDS, count_ids, load_tokenizer, train_tokenizer
+from bertlab.data.tokenizers import (
+    TOKENIZER_TRAINERS,
+    num_token_ids,
+    load_tokenizer,
+    train_tokenizer,
+)
 from bertlab.data.vocabularies import (
-    Counterparts,
+    VocabularyMap,
     extend_tokenizer,
-    find_counterparts,
-    read_state,
-    spell_pieces,
+    map_vocabulary,
+    tokenizer_state,
+    piece_surfaces,
     trim_tokenizer,
-    with_state,
+    with_tokenizer_state,
 )
 from bertlab.model.config import bert_tiny, modernbert_tiny
 from bertlab.model.encoder import BertLabModel
@@ -46,7 +51,7 @@ from bertlab.model.vocabulary import (
 
 TRAIN = embedded_corpus().train_texts
 HOME, AWAY = TRAIN[:250], TRAIN[3000:3060]
-KINDS = sorted(TOKENIZER_KINDS)
+KINDS = sorted(TOKENIZER_TRAINERS)
 TOKENIZERS = {kind: train_tokenizer(HOME, 840, kind=kind) for kind in KINDS}
 SHAPE = dict(hidden_size=32, num_attention_heads=2, intermediate_size=48, num_hidden_layers=2,
              max_position_embeddings=64)  # fmt: skip
@@ -59,7 +64,7 @@ def make_model(tokenizer, seed=0, preset=modernbert_tiny, **changes):
         for name in ("pad", "cls", "sep", "mask")
     }
     model = BertLabForMaskedLM(
-        preset(vocab_size=count_ids(tokenizer), **{**SHAPE, **special, **changes})
+        preset(vocab_size=num_token_ids(tokenizer), **{**SHAPE, **special, **changes})
     )
     for parameter in model.parameters():  # a fresh bias is zero, which would hide a wrong row
         parameter.data.add_(0.05 * torch.randn_like(parameter))
@@ -110,7 +115,7 @@ def test_an_extended_tokenizer_knows_of_what_its_pieces_are_made(kind, tmp_path)
     old = TOKENIZERS[kind]
     more, parts = extend_tokenizer(old, AWAY, 40, min_count=2)
     assert len(more) == len(old) + len(parts) and list(parts) == list(range(len(old), len(more)))
-    spelled = spell_pieces(more)
+    spelled = piece_surfaces(more)
     for id, part in parts.items():
         assert len(part) > 1 and max(part) < len(old)
         written = [
@@ -150,16 +155,16 @@ def test_the_most_frequent_neighbours_are_joined_first_and_ties_by_their_text():
 def test_counterparts_find_the_same_piece_in_another_spelling():
     old = train_tokenizer(["the inner thing, the singing thing"] * 3, 60)
     new = train_tokenizer(["the inner thing, the singing thing The"] * 3, 300, kind="bpe")
-    found = find_counterparts(old, new)
+    found = map_vocabulary(old, new)
     token = lambda tokenizer, piece: tokenizer.convert_tokens_to_ids(piece)
     assert found.parts[token(new, "Ġthe")] == [token(old, "the")]
     assert found.parts[token(new, ",")] == [token(old, ",")]
     for role in ("pad", "cls", "sep", "mask", "unk"):
         assert found.parts[getattr(new, f"{role}_token_id")] == [getattr(old, f"{role}_token_id")]
     inside = [id for id, part in enumerate(found.parts) if len(part) > 1]
-    names = spell_pieces(old)
+    names = piece_surfaces(old)
     for id in inside:
-        spelled = spell_pieces(new)[id]
+        spelled = piece_surfaces(new)[id]
         assert (
             b"".join(names[part].text for part in found.parts[id]) == spelled.text.lower().strip()
         )
@@ -171,10 +176,10 @@ def test_counterparts_find_the_same_piece_in_another_spelling():
 def test_a_piece_within_a_word_is_no_twin_of_the_word_in_any_script(word, inside):
     old = train_tokenizer([f"x {word} y {word}"] * 30, 320, kind="bpe")
     new = train_tokenizer([inside] * 30, 320, kind="bpe")
-    found, names = find_counterparts(old, new), spell_pieces(old)
+    found, names = map_vocabulary(old, new), piece_surfaces(old)
     ids = [
         id
-        for id, piece in enumerate(spell_pieces(new))
+        for id, piece in enumerate(piece_surfaces(new))
         if piece and piece.text == word.encode() and not piece.begins
     ]
     assert ids and not set(ids) & found.twins
@@ -188,15 +193,15 @@ def test_a_letter_of_chinese_is_the_same_piece_whether_a_kind_has_it_begin_a_wor
     )
     [within] = old("京", add_special_tokens=False)["input_ids"]
     assert (
-        not spell_pieces(old)[within].begins
-        and spell_pieces(new)[new.convert_tokens_to_ids("京")].begins
+        not piece_surfaces(old)[within].begins
+        and piece_surfaces(new)[new.convert_tokens_to_ids("京")].begins
     )
-    assert find_counterparts(old, new).parts[new.convert_tokens_to_ids("京")] == [within]
+    assert map_vocabulary(old, new).parts[new.convert_tokens_to_ids("京")] == [within]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokenizer_is_its_own_counterpart(kind):
-    found = find_counterparts(TOKENIZERS[kind], TOKENIZERS[kind])
+    found = map_vocabulary(TOKENIZERS[kind], TOKENIZERS[kind])
     assert found.parts == [[id] for id in range(len(TOKENIZERS[kind]))]
 
 
@@ -253,7 +258,7 @@ def test_a_transplant_gives_twins_their_rows_whatever_the_method(method):
     old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
     model = make_model(old, tie_word_embeddings=False)
     moved, _ = transplant_vocabulary(model, old, new, method, HOME)
-    found = find_counterparts(old, new)
+    found = map_vocabulary(old, new)
     assert len(found.twins) > 100
     for name in ("encoder.embeddings.tokens.weight", "head.decoder"):
         for id in found.twins:
@@ -284,7 +289,7 @@ def test_the_nearest_of_a_large_vocabulary_are_found_a_part_at_a_time():
     )
     parts = [[i] for i in range(num_twins)] + [[]] * num_others
     with Largest() as largest:
-        new = TRANSPLANTS["nearest"](old, Counterparts(parts, set(range(num_twins))), use)
+        new = TRANSPLANTS["nearest"](old, VocabularyMap(parts, set(range(num_twins))), use)
     assert largest.numbers < num_twins * num_others
     likeness, places = (use[num_twins:] @ use[:num_twins].T).topk(10)
     want = ((likeness / 0.1).softmax(1)[..., None] * old[places]).sum(1)
@@ -298,7 +303,7 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
     with torch.no_grad():
         model.head.bias.normal_(generator=torch.Generator().manual_seed(0))
     plain = transplant_vocabulary(model, old, new, "parts").model
-    found = find_counterparts(old, new)
+    found = map_vocabulary(old, new)
     assert all(plain.head.bias[id] == model.head.bias[found.parts[id][0]] for id in found.twins), (
         "no text, no frequencies"
     )
@@ -321,11 +326,11 @@ def test_with_texts_a_transplant_guesses_each_entry_as_often_as_they_have_it():
 
 def with_gap(tokenizer, first=100, num=8):
     "The same tokenizer, whose ids from `first` on are higher."
-    state = read_state(tokenizer)
+    state = tokenizer_state(tokenizer)
     state["model"]["vocab"] = {
         piece: id + num * (id >= first) for piece, id in state["model"]["vocab"].items()
     }
-    return with_state(tokenizer, state)
+    return with_tokenizer_state(tokenizer, state)
 
 
 @pytest.mark.parametrize("method", sorted(TRANSPLANTS))
@@ -375,7 +380,7 @@ def test_a_vocabulary_with_a_gap_is_extended_and_trimmed():
 def test_spare_rows_of_a_trimmed_model_take_no_part_in_a_mean_of_all_entries():
     old, new = TOKENIZERS["wordpiece"], TOKENIZERS["bpe"]
     small, fewer = trim_vocabulary(make_model(old), old, AWAY, multiple_of=512)
-    found = find_counterparts(fewer, new)
+    found = map_vocabulary(fewer, new)
     assert small.config.vocab_size > len(fewer) and not all(found.parts)
     moved = transplant_vocabulary(small, fewer, new, "parts").model
     unknown = found.parts.index([])
@@ -383,12 +388,12 @@ def test_spare_rows_of_a_trimmed_model_take_no_part_in_a_mean_of_all_entries():
 
 
 def test_the_linear_map_finds_a_linear_relation_again():
-    from bertlab.data.vocabularies import Counterparts
+    from bertlab.data.vocabularies import VocabularyMap
 
     torch.manual_seed(0)
     use_VU, map_UD = torch.nn.functional.normalize(torch.randn(200, 8)), torch.randn(8, 5)
     old_VD = (use_VU @ map_UD)[:150]  # the last fifty have no twin
-    found = Counterparts([[id] for id in range(150)] + [[0, 1]] * 50, set(range(150)))
+    found = VocabularyMap([[id] for id in range(150)] + [[0, 1]] * 50, set(range(150)))
     got = TRANSPLANTS["linear"](old_VD, found, use_VU, 1e-4)
     torch.testing.assert_close(got[150:], (use_VU @ map_UD)[150:], rtol=0, atol=1e-2)
     nearest = TRANSPLANTS["nearest"](old_VD, found, torch.cat((use_VU[:150], use_VU[:50])))
@@ -550,7 +555,7 @@ def test_rows_to_spare_of_a_trimmed_model_have_no_share_of_a_smoothed_target():
     model, old = make_model(TOKENIZERS["wordpiece"]), TOKENIZERS["wordpiece"]
     exact, _ = trim_vocabulary(model, old, AWAY, multiple_of=1)
     spare, tokenizer = trim_vocabulary(model, old, AWAY, multiple_of=256)
-    assert spare.config.vocab_size > exact.config.vocab_size == count_ids(tokenizer)
+    assert spare.config.vocab_size > exact.config.vocab_size == num_token_ids(tokenizer)
     labels = encode(tokenizer, AWAY[:4]).input_ids
     want, got = (
         score_logits(logits(one, tokenizer, AWAY[:4]), labels, LossRule(label_smoothing=0.1))

@@ -6,7 +6,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.data.vocabularies import read_state, with_state
+from bertlab.data.vocabularies import tokenizer_state, with_tokenizer_state
 from bertlab.model.causal import BertLabForCausalLM
 from bertlab.model.config import modernbert_tiny
 from bertlab.model.context import loss_by_position
@@ -242,11 +242,11 @@ def test_a_tokenizer_without_a_token_that_rows_are_made_of_is_refused(kind, monk
 
 
 def test_of_a_tokenizer_with_a_gap_every_entry_is_written_and_nothing_else():
-    state, first = read_state(TOKENIZER), 30
+    state, first = tokenizer_state(TOKENIZER), 30
     state["model"]["vocab"] = {
         piece: id + 2 * (id >= first) for piece, id in state["model"]["vocab"].items()
     }
-    tokenizer = with_state(TOKENIZER, state)
+    tokenizer = with_tokenizer_state(TOKENIZER, state)
     last = max(tokenizer.get_vocab().values())
     assert last > len(tokenizer)
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from test_modules import SHAPE, TEXTS, TOKENIZER, WORDS, data_of, fit, module_of
 from test_training import word_tokenizer
 
-from bertlab.core.reading import read_json
+from bertlab.core.reading import load_json
 from bertlab.data.collators import MaskedLanguageModelingCollator
 from bertlab.data.module import EpochBatches, PretrainingDataModule
 from bertlab.data.packing import PackedDataset
@@ -299,10 +299,10 @@ def test_what_a_later_validation_finds_is_ranked_with_the_rest(tmp_path):
     shelf.note(20, 1.5)
     assert (shelf.directory / "best").resolve().name == "step-00000020"
     assert [path.name for path in shelf.models()] == ["step-00000020"]
-    assert read_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
+    assert load_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
     shelf.note(30, 1.0)  # no such model
     shelf.note(20, float("nan"))
-    assert read_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
+    assert load_json(shelf.directory / "step-00000020" / "bertlab-model.json")["value"] == 1.5
 
 
 def test_a_value_of_another_text_is_forgotten_and_one_that_says_of_none_is_kept(tmp_path):

@@ -31,7 +31,7 @@ from bertlab.train.model_directories import (
     rebuild,
     remove_model,
     whole_weights,
-    written_directory,
+    atomic_directory,
 )
 from bertlab.model.config import bert_tiny, modernbert_tiny, neobert, roberta_base
 from bertlab.data.collators import MaskedLanguageModelingCollator
@@ -86,11 +86,11 @@ def names(directory):
 
 
 def test_a_directory_appears_with_all_its_files_or_not_at_all(tmp_path):
-    with pytest.raises(RuntimeError), written_directory(tmp_path / "a") as inside:
+    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "a") as inside:
         (inside / "one").write_text("1")
         raise RuntimeError
     assert names(tmp_path) == []
-    with written_directory(tmp_path / "a") as inside:
+    with atomic_directory(tmp_path / "a") as inside:
         (inside / "one").write_text("1")
         assert not (tmp_path / "a").exists()
     assert names(tmp_path / "a") == ["one"] and names(tmp_path) == ["a"]
@@ -98,7 +98,7 @@ def test_a_directory_appears_with_all_its_files_or_not_at_all(tmp_path):
 
 def test_a_directory_that_is_replaced_has_nothing_left_of_the_old_one(tmp_path):
     for name in ("old", "new"):
-        with written_directory(tmp_path / "a") as inside:
+        with atomic_directory(tmp_path / "a") as inside:
             (inside / name).write_text(name)
     assert names(tmp_path / "a") == ["new"] and names(tmp_path) == ["a"]
 
@@ -117,7 +117,7 @@ def killed_at_rename(place, nth):
 
         Path.rename = deadly
         files._exchange = lambda one, other: False  # as on a system that cannot
-        with written_directory(place) as inside:
+        with atomic_directory(place) as inside:
             (inside / "new").write_text("new")
         os._exit(0)
     return os.waitpid(child, 0)[1]

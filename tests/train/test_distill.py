@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from bertlab.train.history import History
 from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.huggingface import save_model
-from bertlab.train.model_directories import whole_weights, written_directory
+from bertlab.train.model_directories import whole_weights, atomic_directory
 from bertlab.train.distill import (
     DistillationModule,
     check_same_words,
@@ -39,7 +39,7 @@ CPU = {"accelerator": "cpu", "precision": "32-true"}
 def save(module, place):
     "What a stage leaves behind."
     module.configure_model()
-    with written_directory(place) as inside:
+    with atomic_directory(place) as inside:
         save_model(module.model.eval(), TOKENIZER, inside)
     return str(place)
 
