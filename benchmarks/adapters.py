@@ -61,7 +61,7 @@ def measure(
     from bertlab.finetuning.data import FinetuningDataModule
     from bertlab.finetuning.module import FinetuningModule
     from bertlab.finetuning.runs import finetune
-    from bertlab.finetuning.tasks import load_task
+    from bertlab.finetuning.tasks import load_builtin_dataset
     from bertlab.optim.optimizers import state_bytes
 
     class States(Callback):
@@ -70,7 +70,7 @@ def measure(
         def on_train_batch_end(self, trainer, *_):
             self.bytes = max(self.bytes, state_bytes(trainer.optimizers[0]))
 
-    found = load_task(
+    found = load_builtin_dataset(
         task,
         sizes=None if size is None else {name: size for name in ("train", "validation", "test")},
     )

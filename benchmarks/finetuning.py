@@ -30,7 +30,7 @@ from bertlab.core.devices import describe_device
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.runs import finetune
-from bertlab.finetuning.tasks import TASK_RECIPES, Task, load_task
+from bertlab.finetuning.tasks import BUILTIN_DATASETS, BuiltinDataset, load_builtin_dataset
 
 NUM_EPOCHS = {"docstring-area": 4, "code-tokens": 3, "doc-words": 3, "api-questions": 4}
 RATES = {"docstring-area": 5e-4, "code-tokens": 1e-3, "doc-words": 1e-3, "api-questions": 1e-3}
@@ -45,9 +45,13 @@ DROPOUT = {
 TARGET = "each run under 180 seconds on two cores; pretrained above both baselines"
 
 
-def read_task(name: str, directory: Path, limit: int | None) -> tuple[Task, FinetuningDataModule]:
+def read_task(
+    name: str, directory: Path, limit: int | None
+) -> tuple[BuiltinDataset, FinetuningDataModule]:
     "A task and its rows, tokenized once; with a limit, a small version to try the benchmark."
-    task = load_task(name, sizes=limit and dict.fromkeys(("train", "validation", "test"), limit))
+    task = load_builtin_dataset(
+        name, sizes=limit and dict.fromkeys(("train", "validation", "test"), limit)
+    )
     options = {"doc_stride": STRIDE} if task.kind == "question_answering" else None
     data = FinetuningDataModule(
         task.kind, load_tokenizer(str(directory)), max_sequence_length=task.max_sequence_length,
@@ -68,7 +72,12 @@ def start_options(start: str, directory: Path) -> dict:
 
 
 def run_once(
-    task: Task, data: FinetuningDataModule, start: dict, rate: float, seed: int, epochs: int
+    task: BuiltinDataset,
+    data: FinetuningDataModule,
+    start: dict,
+    rate: float,
+    seed: int,
+    epochs: int,
 ) -> dict:
     "One run: its scores on validation and test rows by the task's metric, and its seconds."
     begin = time.perf_counter()
@@ -88,7 +97,9 @@ def run_once(
     }  # fmt: skip
 
 
-def measure_start(name: str, task: Task, data: FinetuningDataModule, start: dict, options) -> dict:
+def measure_start(
+    name: str, task: BuiltinDataset, data: FinetuningDataModule, start: dict, options
+) -> dict:
     "Choose a rate, then run each seed."
     epochs, tuning, rate = options.epochs or NUM_EPOCHS[name], [], RATES[name]
     if options.tune:
@@ -139,7 +150,7 @@ def main() -> None:
     parser = BenchmarkParser("finetuning", free=["directory"], description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="what `bertlab demo` wrote")
     parser.add_argument(
-        "--tasks", nargs="+", default=list(TASK_RECIPES), choices=list(TASK_RECIPES)
+        "--tasks", nargs="+", default=list(BUILTIN_DATASETS), choices=list(BUILTIN_DATASETS)
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, help="of every task (default: see NUM_EPOCHS)")

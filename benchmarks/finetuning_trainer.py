@@ -158,11 +158,11 @@ def their_side(case: dict, task, tokenizer) -> dict:
 
 def measure(case: dict) -> dict:
     "One case, in this process."
-    from bertlab.finetuning.tasks import load_task
+    from bertlab.finetuning.tasks import load_builtin_dataset
 
     _, tokenizer = shared_text(SHAPES[case["model"]][3], case["documents"], Path(case["kept"]))
     sizes = {"train": case["train_rows"], "validation": 50, "test": 50}
-    task = load_task(case["task"], sizes={k: v for k, v in sizes.items() if v})
+    task = load_builtin_dataset(case["task"], sizes={k: v for k, v in sizes.items() if v})
     figures = (our_side if case["side"] == "ours" else their_side)(case, task, tokenizer)
     return {**figures, "rows_per_second": ROWS * figures["steps"] / figures["wall_seconds"]}
 

@@ -87,8 +87,8 @@ _FACE = {
     "finetuning.data": "FinetuningDataModule",
     "finetuning.module": "FinetuningModule",
     "finetuning.runs": "finetune finetune_seeds",
-    "finetuning.predictions": "TaskPredictor load_predictor",
-    "finetuning.tasks": "Task load_task",
+    "finetuning.predictions": "Predictor load_predictor",
+    "finetuning.tasks": "BuiltinDataset load_builtin_dataset",
     # embeddings: one text, one vector, and search
     "embeddings.losses": "ContrastiveRule",
     "embeddings.bi_encoder": "BiEncoder",

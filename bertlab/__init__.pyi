@@ -124,10 +124,10 @@ from .finetuning.data import FinetuningDataModule as FinetuningDataModule
 from .finetuning.module import FinetuningModule as FinetuningModule
 from .finetuning.runs import finetune as finetune
 from .finetuning.runs import finetune_seeds as finetune_seeds
-from .finetuning.predictions import TaskPredictor as TaskPredictor
+from .finetuning.predictions import Predictor as Predictor
 from .finetuning.predictions import load_predictor as load_predictor
-from .finetuning.tasks import Task as Task
-from .finetuning.tasks import load_task as load_task
+from .finetuning.tasks import BuiltinDataset as BuiltinDataset
+from .finetuning.tasks import load_builtin_dataset as load_builtin_dataset
 from .embeddings.losses import ContrastiveRule as ContrastiveRule
 from .embeddings.bi_encoder import BiEncoder as BiEncoder
 from .embeddings.pairs import EmbeddingDataModule as EmbeddingDataModule

@@ -20,8 +20,8 @@ from ..core.files import RUN_FILE
 from ..data.tokenizers import TOKENIZER_FILES, load_tokenizer
 from ..finetuning.data import load_reading, write_reading
 from ..finetuning.module import FinetuningModule
-from ..finetuning.runs import better_way, find_monitor
-from ..finetuning.task_models import save_for_pipeline
+from ..finetuning.runs import mode_of, find_monitor
+from ..finetuning.task_models import save_predictor
 from ..model.context import extend_context
 from ..model.huggingface import plain_copy, save_model
 from ..model.loading import check_finite
@@ -84,7 +84,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         return float(judge.validate(plain, run.data, verbose=False)[0][run.monitor])
 
     if how == "greedy":
-        mean, chosen, singles = greedy_soup(weights, score, better_way(run.monitor) == "max")
+        mean, chosen, singles = greedy_soup(weights, score, mode_of(run.monitor) == "max")
     else:
         for name, one in weights.items():
             check_finite(one, f"{name}, which how='greedy' would leave out,")
@@ -92,7 +92,7 @@ def _average_seeds(directory: Path, output: Path, how: str) -> str:
         singles = {name: score(one) for name, one in weights.items()}
     value = score(mean)
     with atomic_directory(output, new=True) as temporary:
-        save_for_pipeline(plain.model, temporary, run.tokenizer)
+        save_predictor(plain.model, temporary, run.tokenizer)
         write_reading(run.data, temporary)
         note = {
             "average_of": chosen,

@@ -28,14 +28,14 @@ from ..data.sources import in_hub_form
 from ..data.tokenizers import resolve_tokenizer, train_tokenizer
 from ..finetuning.baselines import compute_baselines, describe_draw
 from ..finetuning.data import FinetuningDataModule, write_reading
-from ..finetuning.evaluations import evaluate_split
+from ..finetuning.evaluations import evaluate
 from ..finetuning.module import FinetuningModule, make_scores
 from ..finetuning.predictions import WRITERS, PredictionOptions, check_output
 from ..finetuning.predictions import load_predictor, predict_file
 from ..finetuning.runs import ScoreLines, SeedResults, check_monitor, find_monitor
-from ..finetuning.runs import finetune, rank_metric, validation_places
-from ..finetuning.task_models import save_for_pipeline
-from ..finetuning.tasks import TASK_RECIPES, describe_task, load_task
+from ..finetuning.runs import finetune, metric_rank, validation_places
+from ..finetuning.task_models import save_predictor
+from ..finetuning.tasks import BUILTIN_DATASETS, describe_dataset, load_builtin_dataset
 from ..model.config import TOKEN_IDS
 from ..model.loading import find_weight_files
 from ..optim.optimizers import optimizer_facts
@@ -69,8 +69,8 @@ class FinetuneChoices:
     progress: str = "auto"  # how progress is shown
 
     def __post_init__(self):
-        if self.task is not None and self.task not in TASK_RECIPES:
-            look_up(self.task, TASK_RECIPES, "run.task")
+        if self.task is not None and self.task not in BUILTIN_DATASETS:
+            look_up(self.task, BUILTIN_DATASETS, "run.task")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(
                 f"run.seeds must be one or more different numbers, got {list(self.seeds)}"
@@ -233,9 +233,9 @@ class FinetuningRun:
         if run.task is None and run.glue is None and given is None:
             raise ValueError(
                 "nothing to learn from: give data.dataset_name_or_path, run.task ("
-                f"{', '.join(TASK_RECIPES)}) or run.glue ({', '.join(GLUE)})"
+                f"{', '.join(BUILTIN_DATASETS)}) or run.glue ({', '.join(GLUE)})"
             )
-        kind = TASK_RECIPES[run.task].kind if run.task else "classification"
+        kind = BUILTIN_DATASETS[run.task].kind if run.task else "classification"
         if (run.task or run.glue) and model["task"] not in ("classification", kind):
             raise ValueError(
                 f"model.task={model['task']!r}, but {run.task or run.glue} is "
@@ -267,7 +267,7 @@ class FinetuningRun:
                 "problem_type": model["problem_type"],
                 **(data["collator_kwargs"] or {}),
             }
-        self.task = load_task(run.task, sizes=run.task_sizes) if run.task else None
+        self.task = load_builtin_dataset(run.task, sizes=run.task_sizes) if run.task else None
         if self.task and data["max_sequence_length"] == 512:  # the default is for unknown texts
             data["max_sequence_length"] = self.task.max_sequence_length
         with naming_options():
@@ -395,7 +395,7 @@ class FinetuningRun:
         device = provenance(self.config["trainer"]["accelerator"])
         record = {**device, "begins_with": self.begins_with}
         self.text = dump_yaml({**self.config, "command": "finetune", "record": record})
-        told = [describe_task(self.task)] if self.task else []
+        told = [describe_dataset(self.task)] if self.task else []
         told += [
             self.data.describe(num_rows=1),
             f"model    {self.description}",
@@ -424,7 +424,7 @@ class FinetuningRun:
                 found[seed] = self._fit_seed(seed, watch if seed == run.seeds[0] else None)
             done = tuple(one for one in run.seeds if one in found)
             results = SeedResults(done, tuple(found[one] for one in done))
-            best = max(done, key=lambda one: rank_metric(self.monitor, found[one]))
+            best = max(done, key=lambda one: metric_rank(self.monitor, found[one]))
             metrics = {
                 "monitor": self.monitor,
                 "seeds": results.seeds,
@@ -485,12 +485,12 @@ class FinetuningRun:
         best = read_checkpoint(self.output / f"seed-{seed}" / "best.ckpt")
         module.load_state_dict(best["state_dict"])
         # The model before its pictures: none of them is worth a run that cannot be written.
-        save_for_pipeline(module.model, self.output, self.tokenizer)
+        save_predictor(module.model, self.output, self.tokenizer)
         write_reading(self.data, self.output)
         split = "test" if any(name.startswith("test_") for name in metrics) else "validation"
         kind = find_accelerator(self.config["trainer"]["accelerator"])
         module.to(kind if kind in ("cuda", "mps") else "cpu")  # it has no trainer that would
-        evaluation = evaluate_split(module, self.data, split)
+        evaluation = evaluate(module, self.data, split)
         evaluation.write(self.output)
         print(
             f"{split} rows, best seed:\n{evaluation.table()}\nwritten  {self.output}: load it "

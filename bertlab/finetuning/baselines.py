@@ -25,7 +25,7 @@ from ..data.supervised import read_spans
 from .data import FinetuningDataModule
 from .metrics import ANSWER_SCORES, get_metrics_for_task, gold_texts
 from .metrics import names_entities, score_answer
-from .tasks import Task
+from .tasks import BuiltinDataset
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #d524f584
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Baseline:
     scores: dict[str, float]  # by the names of `get_metrics_for_task`, 0 to 1
 
 
-def score_predictions(task: Task, predictions: list) -> dict[str, float]:
+def score_predictions(task: BuiltinDataset, predictions: list) -> dict[str, float]:
     "Score what was said about the test rows of a task. What is undefined is left out."
     gold, problem = [row[task.label_column] for row in task.test], task.problem_type
     if len(gold) != len(predictions):
@@ -83,7 +83,7 @@ def score_predictions(task: Task, predictions: list) -> dict[str, float]:
     return {name: score for name, score in scores.items() if math.isfinite(score)}
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #891d5bcc
-def majority_baseline(task: Task) -> Baseline:
+def majority_baseline(task: BuiltinDataset) -> Baseline:
     "Always the most frequent label, or the most frequent answer where the context has it."
     labels = [row[task.label_column] for row in task.train]
     most = lambda values: Counter(values).most_common(1)[0][0]
@@ -122,7 +122,7 @@ _MOST_TERMS = 200_000_000  # labels times words that stand in rows, in all passe
 
 
 def _make_regressions(
-    task: Task,
+    task: BuiltinDataset,
     x: Any,  # sparse, a row a training text
     num_weighed: int,  # labels with weights of their own
 ) -> list[Any]:  # of scikit-learn, not fitted
@@ -149,7 +149,7 @@ def _make_regressions(
     ]
 
 
-def classify_texts(task: Task) -> list:
+def classify_texts(task: BuiltinDataset) -> list:
     "Logistic regression on weighted words (Bishop 2006, sec. 4.3.4); ridge regression of numbers."
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.preprocessing import MultiLabelBinarizer
@@ -183,7 +183,7 @@ def _word_shape(word: str) -> str:
     return shape if re.search(r"\w", shape) else word
 
 
-def tag_words(task: Task) -> list[list[str]]:
+def tag_words(task: BuiltinDataset) -> list[list[str]]:
     "The most frequent label of each word; of its shape, where the word is new."
     tables = [
         (lambda word: word, defaultdict(Counter)),
@@ -277,7 +277,7 @@ _MIXES = [(1.0, near, line) for near in (0.3, 1.0, 3.0) for line in (0.3, 1.0, 3
 _MOST_TRIED = 2000  # validation rows: enough for two numbers
 
 
-def answer_questions(task: Task) -> list[str]:
+def answer_questions(task: BuiltinDataset) -> list[str]:
     "The best span, or none below a threshold; mix and threshold by the validation rows."
     learned = AnswerWords(task.train)
 
@@ -322,7 +322,9 @@ def find_known(text: str, known: dict) -> Iterator[tuple[int, int]]:  # characte
                 yield start, stop + 1
 
 
-def look_up_spans(task: Task) -> list[list[tuple[int, int, str]]]:  # start, end, label; by row
+def look_up_spans(
+    task: BuiltinDataset,
+) -> list[list[tuple[int, int, str]]]:  # start, end, label; by row
     "The most frequent labels, or none, of each text that was marked in training."
     marked, known, counts = [], {}, defaultdict(Counter)
     for row in task.train:
@@ -349,7 +351,7 @@ def look_up_spans(task: Task) -> list[list[tuple[int, int, str]]]:  # start, end
     ]
 
 
-def _score_spans(task: Task, predictions: list) -> dict[str, float]:
+def _score_spans(task: BuiltinDataset, predictions: list) -> dict[str, float]:
     "Score lists of (start, end, label) about the test rows."
     golds = [read_spans(row, task.label_column, row[task.text_column], 0) for row in task.test]
     seen = {label for rows in (golds, predictions) for row in rows for *_, label in row}
@@ -371,7 +373,7 @@ def _score_spans(task: Task, predictions: list) -> dict[str, float]:
     return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 # %% ../../nbs/finetuning/06_baselines.ipynb #818c6046
-BAGS_OF_WORDS: dict[str, Callable[[Task], list]] = {
+BAGS_OF_WORDS: dict[str, Callable[[BuiltinDataset], list]] = {
     "classification": classify_texts,
     "token_classification": tag_words,
     "question_answering": answer_questions,
@@ -379,7 +381,7 @@ BAGS_OF_WORDS: dict[str, Callable[[Task], list]] = {
 }
 
 
-def bag_of_words_baseline(task: Task) -> Baseline:
+def bag_of_words_baseline(task: BuiltinDataset) -> Baseline:
     "The best that words without their order say: see `BAGS_OF_WORDS`. Takes seconds."
     said = BAGS_OF_WORDS[task.kind](task)
     return Baseline("bag of words", said, score_predictions(task, said))
@@ -411,7 +413,7 @@ def describe_draw(
 def own_task(
     data: FinetuningDataModule,  # that was set up
     max_rows: int = MOST_ROWS,  # of each split; of more, some are drawn
-) -> Task:  # whose test rows are those of the test split, or of validation
+) -> BuiltinDataset:  # whose test rows are those of the test split, or of validation
     "The rows of a data module as a task, their labels by name."
     labels = data.label_column
     problem = getattr(data.collator, "problem_type", None)
@@ -468,7 +470,9 @@ def own_task(
     if data.task == "classification" and problem != "regression":
         rows = [[row for row in some if row["label"] != IGNORED] for some in rows]
     names = tuple(data.label2id) or tuple(map(str, range(data.num_labels or 0)))
-    return Task("own rows", data.task, "", *columns, names, "", *rows, problem_type=problem)
+    return BuiltinDataset(
+        "own rows", data.task, "", *columns, names, "", *rows, problem_type=problem
+    )
 
 
 def compute_baselines(

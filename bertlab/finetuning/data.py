@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['PROBLEM_OF', 'SPLITS', 'TASKS', 'COLUMNS', 'READING', 'BadRows', 'keep_good', 'merge_columns', 'split_cell',
            'parse_cells', 'flatten', 'check_labelled_row', 'group_rows', 'hold_out_texts', 'LabelNames',
-           'feature_names', 'span_feature', 'guess_problem', 'EncodedRows', 'GroupedRows', 'pack_rows', 'Piece',
-           'cut_pieces', 'cut_words', 'find_overlaps', 'TaskParts', 'FinetuningDataModule', 'write_reading',
-           'load_reading']
+           'feature_names', 'span_feature', 'guess_problem', 'EncodedRows', 'LengthGroupedRows', 'pack_token_rows',
+           'Piece', 'split_into_pieces', 'piece_bounds', 'find_overlaps', 'TaskParts', 'FinetuningDataModule',
+           'write_reading', 'load_reading']
 
 # %% ../../nbs/finetuning/02_data.ipynb #82fe984e
 import hashlib
@@ -454,7 +454,7 @@ class EncodedRows(Dataset):
 _POOL = 50  # batches whose rows are sorted together: enough to save padding, few enough to mix
 
 
-class GroupedRows(Dataset):
+class LengthGroupedRows(Dataset):
     "Rows in the order of an epoch, in batches of like length: `rows[epoch, index]`."
 
     def __init__(self, rows: EncodedRows, per_batch: int, shuffle: bool = True, seed: int = 0):
@@ -482,7 +482,7 @@ class GroupedRows(Dataset):
         return self.rows[self.latest[1][key[1]]]
 
 # %% ../../nbs/finetuning/02_data.ipynb #6202a521
-def pack_rows(
+def pack_token_rows(
     rows: list[dict],  # encoded, with a label a token
     capacity: int,  # positions in a row
     pad_token_id: int,
@@ -514,7 +514,7 @@ class Piece(NamedTuple):
     words: list[int | None]  # the word of each token, from the piece's first
 
 
-def cut_pieces(
+def split_into_pieces(
     texts: Sequence[list[str]],  # the words of each
     read: Any,  # a RowReader
 ) -> list[Piece]:
@@ -533,13 +533,13 @@ def cut_pieces(
     return pieces
 
 
-def cut_words(
+def piece_bounds(
     texts: Sequence[list[str]],  # the words of each
     read: Any,  # a RowReader
 ) -> list[list[tuple[int, int]]]:  # of each text: first word and one past the last, piece by piece
     "Where pieces begin and end: together they hold each word once, also those without a token."
     firsts = [[0] for _ in texts]
-    for piece in cut_pieces(texts, read):
+    for piece in split_into_pieces(texts, read):
         if piece.first and any(word is not None for word in piece.words):
             firsts[piece.number].append(piece.first)
     return [[*zip(one, [*one[1:], len(words)])] for one, words in zip(firsts, texts)]
@@ -876,7 +876,7 @@ class FinetuningDataModule(L.LightningDataModule):
         self.num_cut = {split: self._count_cut(split, rows) for split, rows in made.items()}
         if self.packing and "train" in made:  # the others stay as they are, one text a row
             how = self.max_sequence_length, self.collator.vocabulary.pad_token_id
-            made["train"] = pack_rows(made["train"], *how)
+            made["train"] = pack_token_rows(made["train"], *how)
         self.datasets = {split: EncodedRows(rows, self.collator) for split, rows in made.items()}
         self._hashes = {}
 
@@ -1015,7 +1015,7 @@ class FinetuningDataModule(L.LightningDataModule):
         longest = read.max_sequence_length
         full = [n for n, row in enumerate(made) if len(row["input_ids"]) == longest]
         parts = {n: [row] for n, row in enumerate(made)}
-        for n, cuts in zip(full, cut_words([[*given[n][names[0]]] for n in full], read)):
+        for n, cuts in zip(full, piece_bounds([[*given[n][names[0]]] for n in full], read)):
             if len(cuts) > 1:
                 self.pieces[split][start + n] = cuts
                 parts[n] = collator.encode(
@@ -1064,7 +1064,9 @@ class FinetuningDataModule(L.LightningDataModule):
         if "train" not in self.datasets:
             return None
         size, (rank, world_size) = self.batch_sizes["train"], self._rank()
-        rows = GroupedRows(self.datasets["train"], size * world_size, self.shuffle_train, self.seed)
+        rows = LengthGroupedRows(
+            self.datasets["train"], size * world_size, self.shuffle_train, self.seed
+        )
         how = self.collator, size, self.num_workers, rank, world_size
         self.batches = EpochBatches(rows, *how).fit_to(self.trainer)
         return self.batches

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['ANSWER_SCORES', 'select_labels', 'MaskedMetric', 'LabelCorrelation', 'score_labels', 'select_decisions',
            'score_decisions', 'ValueCorrelation', 'score_values', 'names_entities', 'read_iob2', 'count_entities',
-           'score_counts', 'EntityScore', 'AnswerText', 'rank_spans', 'best_answers', 'choose_answer',
-           'normalize_answer', 'gold_texts', 'score_answer', 'AnswerScore', 'find_spans', 'merge_spans', 'SpanScore',
-           'count_spans', 'score_entities', 'get_metrics_for_task', 'TaskScores', 'labels_of_words', 'TokenScores',
-           'AnswerScores', 'SpanScores']
+           'score_counts', 'EntityScore', 'Answer', 'rank_spans', 'rank_answers', 'choose_answer', 'normalize_answer',
+           'gold_texts', 'score_answer', 'AnswerScore', 'find_spans', 'merge_spans', 'SpanScore', 'count_spans',
+           'score_entities', 'get_metrics_for_task', 'TaskScores', 'labels_of_words', 'TokenScores', 'AnswerScores',
+           'SpanScores']
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #c37354e2
 import math
@@ -358,7 +358,7 @@ class EntityScore(Metric):
         return score_counts(self.counts_3T, self.score, self.average)
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #93476d29
-class AnswerText(NamedTuple):
+class Answer(NamedTuple):
     "A predicted answer: what stands in the context from `start` to `stop`, or nothing."
 
     text: str
@@ -389,7 +389,7 @@ def rank_spans(
     ]
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #bee2fad4
-def best_answers(
+def rank_answers(
     start_logits_BL: Sequence,  # of windows, in any order: arrays or tensors, one a window
     end_logits_BL: Sequence,
     offsets_BL2: Sequence,  # as the collator gave them
@@ -397,7 +397,7 @@ def best_answers(
     contexts: Sequence[str],  # of the examples
     num_best: int = 20,
     max_answer_tokens: int = 30,
-) -> dict[int, list[AnswerText]]:  # by example, best first; no answer is the text ""
+) -> dict[int, list[Answer]]:  # by example, best first; no answer is the text ""
     "From logits to text: the best spans over all windows of a context, exact to the character."
     spans, doubts = {}, {}
     for *window, example in zip(start_logits_BL, end_logits_BL, offsets_BL2, example_index_B):
@@ -421,7 +421,7 @@ def _list_answers(
     doubt: float,  # score of no answer
     context: str,
     num_best: int,
-) -> list[AnswerText]:  # best first
+) -> list[Answer]:  # best first
     "Cut answers out of their context. The empty and the best other stay: `choose_answer` compares."
     found = [(doubt, 0, 0), *((score, *span) for span, score in best.items())]
     found = sorted(found, key=lambda one: (-one[0], *one[1:]))
@@ -430,13 +430,13 @@ def _list_answers(
         one for rank, one in enumerate(found) if rank < num_best or one[2] == 0 or one == first
     ]
     widened = [(score, *whole_letters(context, a, b)) for score, a, b in found]
-    return [AnswerText(context[a:b], score, a, b) for score, a, b in widened]
+    return [Answer(context[a:b], score, a, b) for score, a, b in widened]
 
 # %% ../../nbs/finetuning/05_metrics.ipynb #f5a78d18
 def choose_answer(
-    answers: Sequence[AnswerText],  # of one example, as `best_answers` gives them
+    answers: Sequence[Answer],  # of one example, as `rank_answers` gives them
     null_threshold: float = 0.0,  # how far "no answer" must lead to win; inf: it never does
-) -> AnswerText:
+) -> Answer:
     "Choose the answer, or none where it scores higher by the threshold (Devlin et al., sec. 4.3)."
     nothing = next(answer for answer in answers if not answer.text)
     found = next((answer for answer in answers if answer.text), nothing)
@@ -739,7 +739,7 @@ class AnswerScores(TaskScores):
         contexts: Sequence[str],  # by example
         golds: Sequence,  # right answers by example, see `score_answer`
         null_threshold: float = math.inf,  # how far no answer must lead; inf: it never wins
-        **limits: int,  # num_best, max_answer_tokens of `best_answers`
+        **limits: int,  # num_best, max_answer_tokens of `rank_answers`
     ):
         super().__init__(metrics)
         self.contexts, self.golds, self.limits = contexts, golds, limits
@@ -761,7 +761,7 @@ class AnswerScores(TaskScores):
             parts = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(parts, windows)
             windows = [window for part in parts for window in part]
-        found = best_answers(*zip(*windows), self.contexts, **self.limits) if windows else {}
+        found = rank_answers(*zip(*windows), self.contexts, **self.limits) if windows else {}
         return {i: choose_answer(ranked, self.null_threshold).text for i, ranked in found.items()}
 
     def compute(self) -> dict[str, Tensor]:

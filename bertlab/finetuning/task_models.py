@@ -6,7 +6,7 @@
 __all__ = ['TASK_MODELS', 'MODEL_OPTIONS', 'TaskLabels', 'settle_labels', 'describe_labels', 'without_reports', 'LoadedModel',
            'load_ours', 'load_theirs', 'forgets_answers', 'load_task_model', 'build_task_model', 'freeze_bottom',
            'rates_by_depth', 'rate_overrides', 'finetuning_groups', 'reinit_top', 'count_and_balance', 'check_weights',
-           'save_for_pipeline']
+           'save_predictor']
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #f047109e
 import copy
@@ -327,7 +327,7 @@ def check_weights(
     return weights_C / weights_C.min()
 
 # %% ../../nbs/finetuning/04_task_models.ipynb #8fee2e6e
-def save_for_pipeline(
+def save_predictor(
     model: nn.Module,  # with a head for a task
     directory: str | os.PathLike,  # made if it is missing; other files in it stay
     tokenizer: Any,

@@ -15,7 +15,7 @@ import yaml
 from test_finetuning import CONFIG, asked, data_for, tagged, texts_of, tokenizer
 from transformers import pipeline
 
-from bertlab.finetuning.evaluations import evaluate_split
+from bertlab.finetuning.evaluations import evaluate
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.cli.finetune import GLUE, FinetuningRun
 from bertlab.cli.main import answer, main
@@ -157,7 +157,7 @@ def test_seeds_are_the_runs_that_they_are_alone_and_the_best_is_kept(tok, tmp_pa
     ]
     accuracy = np.mean([one == row["label"] for one, row in zip(said, rows)])
     assert accuracy == pytest.approx(
-        evaluate_split(alone.module, alone.module.data, "test").numbers["accuracy"]
+        evaluate(alone.module, alone.module.data, "test").numbers["accuracy"]
     )
 
 

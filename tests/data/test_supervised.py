@@ -22,7 +22,7 @@ from bertlab.data.supervised import (
     whole_letters,
 )
 from bertlab.data.tokenizers import train_tokenizer
-from bertlab.finetuning.metrics import best_answers
+from bertlab.finetuning.metrics import rank_answers
 
 many = settings(max_examples=120, deadline=None, derandomize=True)
 IGNORED = -100
@@ -407,7 +407,7 @@ def test_the_best_answer_is_cut_out_of_the_text_to_the_character(kind):
     # A window without the answer is sure of that; where another window holds it, it wins.
     answered = batch["start_positions"] > 0
     starts[answered, batch["start_positions"][answered]] = 9.0
-    best = best_answers(
+    best = rank_answers(
         starts, ends, batch["offsets"], batch["example_index"], [r["context"] for r in RECORDS]
     )
     for number, record in enumerate(RECORDS):
@@ -421,7 +421,7 @@ def test_the_best_answer_is_cut_out_of_the_text_to_the_character(kind):
 def test_a_blank_row_and_the_question_are_never_an_answer():
     offsets = np.array([[[-1, -1], [-1, -1], [0, 3], [4, 8]], [[-1, -1]] * 4])
     logits = np.array([[0.0, 90, 1, 2], [99, 99, 99, 99]])
-    best = best_answers(logits, logits, offsets, [0, -1], ["the fox."], max_answer_tokens=1)
+    best = rank_answers(logits, logits, offsets, [0, -1], ["the fox."], max_answer_tokens=1)
     assert list(best) == [0] and [answer.text for answer in best[0]] == ["fox.", "the", ""]
 
 

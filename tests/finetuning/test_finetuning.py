@@ -223,7 +223,7 @@ def in_pieces(n, seed=0):
 
 
 def test_words_are_judged_once_however_many_of_their_sub_words_learn():
-    from bertlab.finetuning.evaluations import evaluate_split
+    from bertlab.finetuning.evaluations import evaluate
 
     found = []
     for every in (False, True):
@@ -242,7 +242,7 @@ def test_words_are_judged_once_however_many_of_their_sub_words_learn():
         found.append(
             (
                 logged(trainer),
-                evaluate_split(module, data).numbers,
+                evaluate(module, data).numbers,
                 int((batch["labels"] >= 0).sum()),
             )
         )
@@ -275,7 +275,7 @@ def test_a_word_in_pieces_begins_an_entity_once_in_packed_rows_too():
 
 
 def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
-    from bertlab.finetuning.metrics import best_answers, score_answer
+    from bertlab.finetuning.metrics import rank_answers, score_answer
 
     module, data = module_for("question_answering"), data_for("question_answering")
     trainer = fit(module, data, 8)
@@ -288,7 +288,7 @@ def test_answers_are_scored_as_texts_over_all_windows_of_a_context():
     )
     columns = ("start_logits", "end_logits", "offsets", "example_index")
     windows = [[one for batch in batches for one in batch[name].numpy()] for name in columns]
-    for i, ranked in best_answers(*windows, [row["context"] for row in rows]).items():
+    for i, ranked in rank_answers(*windows, [row["context"] for row in rows]).items():
         found[i] = next(answer.text for answer in ranked if answer.text)
     assert sorted(found) == list(range(19))
     for score in ("f1", "exact_match"):
@@ -926,7 +926,7 @@ def test_parts_of_ones_own_train_and_leave_a_checkpoint_that_safe_loading_reads(
 
 
 def test_a_trained_module_refuses_data_whose_labels_have_other_numbers():
-    from bertlab.finetuning.evaluations import evaluate_split
+    from bertlab.finetuning.evaluations import evaluate
 
     module = module_for()
     trainer = fit(module, data_for(), 3)
@@ -938,13 +938,13 @@ def test_a_trained_module_refuses_data_whose_labels_have_other_numbers():
         trainer.validate(module, other, verbose=False)
     other.setup("validate")
     with pytest.raises(ValueError, match="the model answers with"):
-        evaluate_split(module, other)
+        evaluate(module, other)
     trainer.validate(module, data_for(label_names=["fruit", "tool"]), verbose=False)
     assert module.labels.names == ("fruit", "tool")
 
 
 def test_predictions_and_tables_are_of_the_averages_that_were_validated():
-    from bertlab.finetuning.evaluations import evaluate_split
+    from bertlab.finetuning.evaluations import evaluate
 
     module, data = module_for(optimizer_class="splus", learning_rate=0.1), data_for()
     trainer = fit(module, data, 5)
@@ -955,7 +955,7 @@ def test_predictions_and_tables_are_of_the_averages_that_were_validated():
     assert all(torch.allclose(a["logits"], b["logits"], atol=1e-6) for a, b in zip(averaged, found))
     assert not all(torch.allclose(a["logits"], b["logits"], atol=1e-3) for a, b in zip(raw, found))
     before = weights(module)
-    evaluate_split(module, data)
+    evaluate(module, data)
     assert all(
         torch.equal(value, module.model.state_dict()[name]) for name, value in before.items()
     )

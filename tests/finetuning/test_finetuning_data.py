@@ -23,7 +23,7 @@ from bertlab.finetuning.data import (
     load_reading,
     write_reading,
 )
-from bertlab.finetuning.metrics import best_answers, choose_answer
+from bertlab.finetuning.metrics import rank_answers, choose_answer
 from bertlab.data.module import EpochBatches
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -1384,7 +1384,7 @@ def test_perfect_scores_give_the_answer_to_the_character(parts, data):
                 for side in ("start", "end")
             ]
             windows.append((*scores, batch["offsets"][i], batch["example_index"][i]))
-    best = best_answers(
+    best = rank_answers(
         *zip(*windows), module.records["validation"]["context"], max_answer_tokens=64
     )
     assert choose_answer(best[0]).text == ""

@@ -16,13 +16,13 @@ from bertlab.finetuning.data import FinetuningDataModule
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import load_predictor, predict_rows
 from bertlab.finetuning.runs import (
-    FinetunedRun,
+    FinetuningResult,
     ScoreLines,
     SeedResults,
     find_monitor,
     finetune,
     finetune_seeds,
-    rank_metric,
+    metric_rank,
 )
 from bertlab.finetuning.task_models import load_task_model
 from bertlab.train.checkpoints import CheckpointSeries, RunInterrupted, find_checkpoint
@@ -185,7 +185,7 @@ def test_averaged_weights_are_the_ones_that_are_kept(tmp_path):
 
 def test_a_finished_run_is_saved_for_pipelines(tmp_path):
     run = finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN)
-    run.save_for_pipeline(tmp_path / "model")
+    run.save_predictor(tmp_path / "model")
     loaded, fresh = load_task_model("classification", tmp_path / "model", run.module.labels)
     assert fresh == []
     for key, weight in weights(run.module).items():
@@ -206,7 +206,7 @@ def test_a_model_that_no_other_library_has_is_written_in_our_own_class_and_said_
     module.configure_model()
     assert "written as BertLabForSequenceClassification" in module.describe()
     run = finetune(module, data, tmp_path / "run", num_epochs=1, limit_train_batches=2, **PLAIN)
-    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    predictor = load_predictor(run.save_predictor(tmp_path / "model"))
     texts = [row["text"] for row in data.records["test"].rows]
     logits = torch.cat([batch["logits"] for batch in predict(module, data.test_dataloader())])
     said = [
@@ -220,7 +220,7 @@ def test_a_saved_tokenizer_reads_as_much_as_the_model(tmp_path):
     run = finetune(
         module_for(), data_for(), tmp_path / "run", num_epochs=1, limit_train_batches=1, **PLAIN
     )
-    made = load_tokenizer(run.save_for_pipeline(tmp_path / "model"))
+    made = load_tokenizer(run.save_predictor(tmp_path / "model"))
     assert made.model_max_length == run.module.config.max_position_embeddings
 
 
@@ -296,7 +296,7 @@ def test_scores_and_seconds_are_said_after_each_validation(tmp_path):
 )
 def test_a_seed_with_an_undefined_metric_is_not_the_best(tmp_path, monkeypatch, monitor, values):
     scores = iter(values)
-    monkeypatch.setattr(runs, "finetune", lambda module, data, *args, **options: FinetunedRun(
+    monkeypatch.setattr(runs, "finetune", lambda module, data, *args, **options: FinetuningResult(
         module, {monitor: next(scores)}, None, 0, False, data))  # fmt: skip
     results = finetune_seeds(
         {"task": "classification", "model_config_kwargs": CONFIG},
@@ -367,11 +367,11 @@ def test_a_checkpoint_without_a_rank_goes_on_from_its_best_score(tmp_path):
 def test_a_ruined_model_is_behind_an_undefined_metric_and_that_behind_a_defined_one():
     points = [(1.0, math.nan), (math.nan, 0.9), (math.nan, 0.2), (-0.1, 0.9), (0.5, 0.9)]
     ranks = [
-        rank_metric("val_spearman", {"val_spearman": value, "val_loss": loss})
+        metric_rank("val_spearman", {"val_spearman": value, "val_loss": loss})
         for value, loss in points
     ]
     assert ranks == sorted(ranks) and len(set(ranks)) == 5
-    losses = [rank_metric("val_loss", {"val_loss": loss}) for loss in (math.nan, 0.9, 0.2)]
+    losses = [metric_rank("val_loss", {"val_loss": loss}) for loss in (math.nan, 0.9, 0.2)]
     assert losses == sorted(losses) and len(set(losses)) == 3
 
 
@@ -477,7 +477,7 @@ def test_the_best_weights_of_a_run_that_was_moved_stay_the_best(tmp_path):
 
 
 def test_a_pretrained_model_brings_its_tokenizer_in_python_too(tmp_path):
-    finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_for_pipeline(
+    finetune(module_for(), data_for(), tmp_path / "run", num_epochs=1, **PLAIN).save_predictor(
         tmp_path / "model"
     )
     theirs, rows = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bertlab.data.rows import IGNORED
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.data import LabelNames
-from bertlab.finetuning.metrics import AnswerText, best_answers, choose_answer
+from bertlab.finetuning.metrics import Answer, rank_answers, choose_answer
 from bertlab.finetuning.files import (
     choose_reader,
     find_split_files,
@@ -380,7 +380,7 @@ def test_an_unknown_format_lists_the_known(tmp_path):
 
 
 def test_the_threshold_decides_between_an_answer_and_none():
-    answers = [AnswerText("", 5.0, 0, 0), AnswerText("fox", 4.0, 2, 5)]
+    answers = [Answer("", 5.0, 0, 0), Answer("fox", 4.0, 2, 5)]
     assert [choose_answer(answers, t).text for t in (0.0, 0.99, 1.0, float("inf"))] == [
         "",
         "",
@@ -401,7 +401,7 @@ def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
         1.0 if context[a:b].strip() == "Paris" else 5.0 if not context[a:b].strip() else 0.0
         for a, b in offsets[1:]
     ]
-    found = best_answers(
+    found = rank_answers(
         [[-9, *score]], [[-9, *score]], [np.array(offsets)], [0], [context], max_answer_tokens=1
     )[0]
     assert found[0] == ("Paris", 2.0, 26, 31) and all(one.text == one.text.strip() for one in found)
@@ -409,7 +409,7 @@ def test_an_answer_begins_with_its_first_letter_and_is_never_a_space(kind):
 
 def test_the_empty_answer_stays_in_a_short_list():
     offsets = [[-1, -1], [0, 1], [1, 2], [2, 3]]
-    found = best_answers(
+    found = rank_answers(
         [[-9, 1, 2, 3]], [[-9, 1, 2, 3]], [np.array(offsets)], [0], ["abc"], num_best=2
     )
     assert [answer.text for answer in found[0]] == ["c", "bc", ""]

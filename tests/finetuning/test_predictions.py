@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
         module, data = module_for(task), data_for(task)
         folder = tmp_path_factory.mktemp(task)
         run = finetune(module, data, folder / "run", num_epochs=1, limit_train_batches=4, **PLAIN)
-        made[task] = module, data, run.save_for_pipeline(folder / "model")
+        made[task] = module, data, run.save_predictor(folder / "model")
     return made
 
 
@@ -371,7 +371,7 @@ def test_numbers_and_several_labels(tmp_path):
         )
         run = finetune(module, data, tmp_path / kind, num_epochs=1, limit_train_batches=2, **PLAIN)
         found = predict_rows(
-            load_predictor(run.save_for_pipeline(tmp_path / f"{kind}-model")),
+            load_predictor(run.save_predictor(tmp_path / f"{kind}-model")),
             data.records["test"].rows,
         ).rows
         for one, logits in zip(found, logits_of(module, data), strict=True):
@@ -667,7 +667,7 @@ def test_a_table_is_predicted_with_the_delimiter_of_its_training(trained, tmp_pa
     )
     data.columns_given = "said", None
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
-    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    predictor = load_predictor(run.save_predictor(tmp_path / "model"))
     expected = [
         {"said": row["text"], **one}
         for row, one in zip(rows, predict_rows(predictor, [row["text"] for row in rows]).rows)
@@ -714,7 +714,7 @@ def test_a_directory_remembers_the_length_and_the_columns_of_its_training(traine
     data.columns_given = "said", None
     data.set_datasets(train=rows, val=rows[:6])
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
-    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    predictor = load_predictor(run.save_predictor(tmp_path / "model"))
     assert predictor.max_sequence_length == 16 and predictor.text_columns == ("said",)
     assert (
         predict_rows(predictor, rows[:3]).rows
@@ -729,7 +729,7 @@ def test_a_model_of_pairs_refuses_single_texts(trained, tmp_path):
     data.columns_given, data.collator_kwargs["text_pair_column"] = ("a", None), "b"
     data.set_datasets(train=rows, val=rows[:6])
     run = finetune(module_for(), data, tmp_path / "run", num_epochs=1, **PLAIN)
-    predictor = load_predictor(run.save_for_pipeline(tmp_path / "model"))
+    predictor = load_predictor(run.save_predictor(tmp_path / "model"))
     for given, columns in ((["the apple"], None), ([{"a": "the apple"}], None), (rows, "a")):
         with pytest.raises(ValueError, match="pairs of texts, from the columns"):
             predict_rows(predictor, given, columns)
@@ -785,10 +785,10 @@ def test_positions_after_padding_are_not_read(tmp_path):
 
 
 def test_a_table_has_a_row_a_label_and_means_without_labels_that_nobody_names():
-    rows = ev.label_table([0, 0, 1], [0, 1, 1], ["a", "b", "never"])
+    rows = ev.classification_table([0, 0, 1], [0, 1, 1], ["a", "b", "never"])
     assert [row["f1"] for row in rows] == pytest.approx([2 / 3, 2 / 3, 0, 2 / 3, 2 / 3])
     assert [row["support"] for row in rows] == [2, 1, 0, 3, 3]
-    several = ev.label_table([[1, 0], [1, 1]], [[1, 1], [0, 1]], ["a", "b"])
+    several = ev.classification_table([[1, 0], [1, 1]], [[1, 1], [0, 1]], ["a", "b"])
     assert [row["precision"] for row in several[:2]] == [1, 0.5] and [
         row["recall"] for row in several[:2]
     ] == [0.5, 1]
@@ -796,7 +796,7 @@ def test_a_table_has_a_row_a_label_and_means_without_labels_that_nobody_names():
 
 def test_the_mean_over_several_labels_a_text_is_the_metrics_macro():
     gold = said = np.array([[1, 0, 0], [1, 1, 0], [0, 1, 0]])  # nobody names the third
-    mean = ev.label_table(gold, said, ["a", "b", "never"])[3]
+    mean = ev.classification_table(gold, said, ["a", "b", "never"])[3]
     metric = score_decisions(3)["f1_macro"]
     metric.update(torch.tensor(said), torch.tensor(gold))
     assert mean["label"] == "mean of labels" and mean["f1"] == pytest.approx(
@@ -861,7 +861,7 @@ def test_the_evaluation_of_a_split_agrees_with_its_metrics(trained, tmp_path, ta
 
     module, data, _ = trained[task]
     metrics = evaluate_run(module, data, PLAIN)
-    found = ev.evaluate_split(module, data, "test")
+    found = ev.evaluate(module, data, "test")
     found.write(tmp_path)
     numbers = json.loads((tmp_path / "evaluation.json").read_text())
     names = ("exact_match", "f1") if task == "question_answering" else ("accuracy",)

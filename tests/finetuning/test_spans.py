@@ -16,7 +16,7 @@ from bertlab.data.supervised import SpanClassificationCollator, fit_offsets, pla
 from bertlab.data.tokenizers import train_tokenizer
 from bertlab.finetuning.baselines import compute_baselines, find_known
 from bertlab.finetuning.data import FinetuningDataModule, find_overlaps
-from bertlab.finetuning.evaluations import evaluate_split
+from bertlab.finetuning.evaluations import evaluate
 from bertlab.finetuning.metrics import SpanScore, count_spans, find_spans, merge_spans
 from bertlab.finetuning.module import FinetuningModule
 from bertlab.finetuning.predictions import (
@@ -122,7 +122,7 @@ def trained(tmp_path_factory):
     run = finetune(
         module_for(), data, folder / "run", num_epochs=25, precision="32-true", accelerator="cpu"
     )
-    return run, data, run.save_for_pipeline(folder / "model")
+    return run, data, run.save_predictor(folder / "model")
 
 
 # --- rows and windows -----------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_a_file_of_lines_comes_back_with_spans(trained, tmp_path):
 
 def test_the_evaluation_agrees_with_the_metrics(trained, tmp_path):
     run, data, _ = trained
-    found = evaluate_split(run.module, data, "test")
+    found = evaluate(run.module, data, "test")
     found.write(tmp_path)
     numbers = json.loads((tmp_path / "evaluation.json").read_text())
     for name in ("precision", "recall", "f1"):

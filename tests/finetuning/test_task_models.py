@@ -18,7 +18,7 @@ from bertlab.model.heads import BertLabForMaskedLM
 from bertlab.model.task_heads import BertLabForSequenceClassification, BertLabForTokenClassification
 from bertlab.finetuning.task_models import (
     TASK_MODELS, TaskLabels, build_task_model, finetuning_groups, freeze_bottom, layer_depth, load_task_model,
-    rate_overrides, rates_by_depth, reinit_top, save_for_pipeline, settle_labels,
+    rate_overrides, rates_by_depth, reinit_top, save_predictor, settle_labels,
 )  # fmt: skip
 
 WORDS = "apple pear plum fig saw hammer drill file the is in here where what oslo rome"
@@ -85,7 +85,7 @@ def test_a_checkpoint_of_transformers_gets_the_head_that_transformers_gives_it(
     labels = LABELS if task == "classification" else TaskLabels(2)
     ours, fresh = load_task_model(task, tmp_path / "mlm", labels)
     # Their own class, with the weights that were drawn here: equal scores mean equal everything else.
-    save_for_pipeline(ours, tmp_path / "saved", TOKENIZER)
+    save_predictor(ours, tmp_path / "saved", TOKENIZER)
     head = TASK_MODELS[task].__name__.removeprefix("BertLab")
     theirs, report = getattr(transformers, kind + head).from_pretrained(
         tmp_path / "mlm", num_labels=2, output_loading_info=True
@@ -330,7 +330,7 @@ def save_all(source, folder):
     for pipeline, task in PIPELINES.items():
         labels = TaskLabels(2) if task == "question_answering" else TaskLabels(3, TAGS)
         models[task] = load_task_model(task, source, labels).model.eval()
-        save_for_pipeline(models[task], folder / pipeline, TOKENIZER)
+        save_predictor(models[task], folder / pipeline, TOKENIZER)
         assert not list((folder / pipeline).glob(".saving*"))
     return models
 
@@ -373,7 +373,7 @@ def test_what_no_other_library_has_is_written_in_our_class(tmp_path):
     config = BertLabConfig(
         **{**TINY.to_diff_dict(), "norm": "dynamic_tanh", "classifier_pooling": "mean"}
     )
-    place = save_for_pipeline(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
+    place = save_predictor(BertLabForSequenceClassification(config), tmp_path / "own", TOKENIZER)
     assert (
         type(BertLabForSequenceClassification.from_pretrained(place).encoder.final_norm).__name__
         == "DynamicTanhNorm"

@@ -40,13 +40,13 @@ from bertlab.finetuning.metrics import get_metrics_for_task
 from bertlab.finetuning.tasks import (
     AREAS,
     SHARES,
-    TASK_RECIPES,
-    Task,
+    BUILTIN_DATASETS,
+    BuiltinDataset,
     area_rows,
     class_of,
-    describe_task,
+    describe_dataset,
     divide_rows,
-    load_task,
+    load_builtin_dataset,
     module_of,
     place_group,
     question_rows,
@@ -67,16 +67,16 @@ from bertlab.finetuning.tasks import (
 
 many = settings(max_examples=60, deadline=None, derandomize=True)
 SMALL = {"train": 250, "validation": 60, "test": 80}
-NAMES = sorted(TASK_RECIPES)
+NAMES = sorted(BUILTIN_DATASETS)
 
 
 @functools.cache
-def small(name: str, seed: int = 0) -> Task:
+def small(name: str, seed: int = 0) -> BuiltinDataset:
     options = {"max_functions": 500} if name == "code-tokens" else {}
-    return load_task(name, seed, SMALL, **options)
+    return load_builtin_dataset(name, seed, SMALL, **options)
 
 
-def splits_of(task: Task) -> dict[str, list[dict]]:
+def splits_of(task: BuiltinDataset) -> dict[str, list[dict]]:
     return {split: getattr(task, split) for split in SHARES}
 
 
@@ -243,7 +243,7 @@ def test_a_new_module_moves_no_other_and_a_seed_moves_many():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_group_and_no_text_is_in_two_splits(name):
-    task, group = small(name), TASK_RECIPES[name].group_of
+    task, group = small(name), BUILTIN_DATASETS[name].group_of
     splits = splits_of(task)
     assert all(len(rows) >= 30 for rows in splits.values())
     groups = [{group(row["source"]) for row in rows} for rows in splits.values()]
@@ -256,7 +256,7 @@ def test_no_group_and_no_text_is_in_two_splits(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_task_is_a_function_of_its_seed(name):
     options = {"max_functions": 500} if name == "code-tokens" else {}
-    assert load_task(name, 0, SMALL, **options).test == small(name).test
+    assert load_builtin_dataset(name, 0, SMALL, **options).test == small(name).test
     assert small(name, 1).test != small(name).test
 
 
@@ -337,11 +337,11 @@ def test_thinning_counts_against_the_other_answers():
 )
 def test_a_wrong_name_is_answered_by_the_known_ones(wrong):
     with pytest.raises(ValueError, match="docstring-area|validation"):
-        load_task(**wrong)
+        load_builtin_dataset(**wrong)
 
 
 def test_a_task_describes_itself():
-    text = describe_task(small("docstring-area"))
+    text = describe_dataset(small("docstring-area"))
     assert "PSF" in text and "windows" in text and "train 250" in text
 
 
@@ -354,9 +354,9 @@ def test_predictions_of_another_length_are_refused():
         score_predictions(task_of("classification", rows, rows, ("a", "b")), ["a"])
 
 
-def task_of(kind: str, train: list[dict], test: list[dict], labels=()) -> Task:
+def task_of(kind: str, train: list[dict], test: list[dict], labels=()) -> BuiltinDataset:
     columns = ("question", "answers") if kind.startswith("q") else ("text", "label")
-    return Task("t", kind, "", *columns, labels, "f1", train, train, test)
+    return BuiltinDataset("t", kind, "", *columns, labels, "f1", train, train, test)
 
 
 def test_the_majority_is_the_most_frequent_label_and_an_answer_only_where_it_stands():
@@ -424,7 +424,7 @@ def test_a_bag_of_words_counts_letters_where_no_spaces_are_written():
             for label in draw.choice([*nouns], count).tolist()
         ]
 
-    task = Task(
+    task = BuiltinDataset(
         "zh",
         "classification",
         "",
@@ -497,7 +497,7 @@ def test_a_bag_of_words_beats_the_majority_and_does_not_look_at_test_labels(name
     blind = [{**row, task.label_column: task.test[0][task.label_column]} for row in task.test]
     if task.kind == "token_classification":
         blind = [{**row, "label": ["word"] * len(row["text"])} for row in task.test]
-    again = bag_of_words_baseline(Task(**{**vars(task), "test": blind}))
+    again = bag_of_words_baseline(BuiltinDataset(**{**vars(task), "test": blind}))
     assert again.predictions == bag.predictions
 
 
@@ -671,7 +671,7 @@ def test_models_and_opponents_are_judged_by_the_same_words_of_texts_that_are_lon
     )
 
 
-def many_labels(num_labels: int, several: bool) -> Task:
+def many_labels(num_labels: int, several: bool) -> BuiltinDataset:
     "Each label has two words of its own among others that all share."
     rng = np.random.default_rng(0)
 
@@ -688,7 +688,7 @@ def many_labels(num_labels: int, several: bool) -> Task:
 
     names = tuple(f"label{n}" for n in range(num_labels))
     problem = "multi_label_classification" if several else None
-    return Task(
+    return BuiltinDataset(
         "many",
         "classification",
         "",

@@ -32,7 +32,7 @@ from bertlab.data.documents import Document  # noqa: E402
 from bertlab.model.huggingface import huggingface_config, their_class  # noqa: E402
 from bertlab.finetuning.data import FinetuningDataModule  # noqa: E402
 from bertlab.model.heads import BertLabForMaskedLM  # noqa: E402
-from bertlab.finetuning.tasks import Task  # noqa: E402
+from bertlab.finetuning.tasks import BuiltinDataset  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -744,7 +744,7 @@ def rows_of(kind: str) -> list[dict]:
 def test_fine_tuning_rows_and_labels_are_the_same_on_both_sides(kind, text):
     rows, names = rows_of(kind), () if kind == "question_answering" else ("a", "b")
     column = "question" if kind == "question_answering" else "text"
-    task = Task(
+    task = BuiltinDataset(
         "toy", kind, "", column, "label", names, "f1", rows, rows, rows, max_sequence_length=64
     )
     theirs = finetuning_trainer.their_dataset(task, text[1])
